@@ -1,0 +1,37 @@
+# `make demo` and `make test` need nothing set up by hand: they make .venv from the pinned constraints first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test lint types bench clean
+
+setup: $(READY)
+
+# Without build isolation, so that the extension is built with the pinned setuptools.
+$(READY): pyproject.toml constraints.txt $(wildcard setup.py)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $(READY)
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/analysis.py
+	$(BIN)/python benchmarks/cpu_linear.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

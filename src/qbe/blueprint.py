@@ -1,0 +1,80 @@
+"""The blueprint: an immutable assignment of a gear to every site. Pure data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from qbe.errors import QBEError
+from qbe.sites import ATTENTION_ROLES, FULL_BITS, SiteTable
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Precision of every nested site and of every layer's KV cache, for one request.
+
+    Attributes:
+        policy: name of the policy that chose it.
+        weight_bits: one gear per nested site, in the table's order.
+        activation_bits: one per nested site.
+        kv_bits: one per decoder layer.
+    """
+
+    policy: str
+    weight_bits: tuple[int, ...]
+    activation_bits: tuple[int, ...]
+    kv_bits: tuple[int, ...]
+
+    @classmethod
+    def of(cls, policy: str, table: SiteTable, weight_bits: tuple[int, ...]) -> Blueprint:
+        """A blueprint with these weight gears and 16-bit activations and KV cache.
+
+        Raises:
+            QBEError: a gear that its site does not have, or the wrong number of gears.
+        """
+        if len(weight_bits) != len(table.nested):
+            raise QBEError(f"a blueprint for {len(weight_bits)} sites does not fit a model with {len(table.nested)}")
+        for site, bits in zip(table.nested, weight_bits, strict=True):
+            if bits not in site.gears:
+                have = ", ".join(map(str, site.gears))
+                raise QBEError(f"{bits} bits are not in the store of {site.name} (it has {have}); choose one of those")
+        n = len(weight_bits)
+        return cls(policy, tuple(weight_bits), (FULL_BITS,) * n, (FULL_BITS,) * table.layers)
+
+    @cached_property
+    def key(self) -> str:
+        """A short name that equal assignments share, e.g. for records."""
+        import hashlib
+
+        raw = bytes(self.weight_bits) + bytes(self.activation_bits) + bytes(self.kv_bits)
+        return hashlib.blake2b(raw, digest_size=8).hexdigest()
+
+    def average_weight_bits(self, table: SiteTable) -> float:
+        """Mean gear over the weights of the nested sites, bits per weight."""
+        total = sum(s.parameters * b for s, b in zip(table.nested, self.weight_bits, strict=True))
+        return total / max(1, table.nested_parameters)
+
+    def bytes_per_token(self, table: SiteTable) -> int:
+        """Bytes of weights and scales that decoding one token reads at batch 1; the KV cache is not counted."""
+        bits = iter(self.weight_bits)
+        total = 0
+        for site in table:
+            gear = next(bits) if site.nested else FULL_BITS
+            total += site.bytes_at.get(gear, site.parameters * gear // 8)
+        return total
+
+    def describe(self, table: SiteTable) -> dict[str, Any]:
+        """The blueprint as JSON: policy, average bits and one entry per nested site."""
+        rows = []
+        for site, w, a in zip(table.nested, self.weight_bits, self.activation_bits, strict=True):
+            kv = self.kv_bits[site.layer] if site.role in ATTENTION_ROLES and site.layer is not None else None
+            rows.append(
+                {"name": site.name, "role": str(site.role), "weight_bits": w, "activation_bits": a, "kv_bits": kv}
+            )
+        return {
+            "policy": self.policy,
+            "key": self.key,
+            "average_weight_bits": round(self.average_weight_bits(table), 4),
+            "sites": rows,
+        }

@@ -1,0 +1,47 @@
+"""The budget: what a caller allows for one request. Pure data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qbe.errors import QBEError
+
+# Range of average bits that each tier leaves to the score (a score of 0 gets the low end, 1 the high end).
+# Names are OpenAI's `service_tier` values; `auto` and `default` are the middle.
+TIER_BITS: dict[str, tuple[float, float]] = {
+    "flex": (4.2, 5.2),
+    "default": (4.5, 6.5),
+    "priority": (6.0, 8.0),
+}
+TIER_ALIASES = {"auto": "default", "fast": "priority"}
+TIERS = (*TIER_BITS, *TIER_ALIASES)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bounds on precision for one request.
+
+    Attributes:
+        bits: average bits over the weights of the nested sites; met within 0.05 bits from below. None leaves the
+            choice to the tier and the query's score.
+        tier: `flex`, `default` or `priority` (`auto` and `fast` are other names of the last two).
+
+    Raises:
+        QBEError: an unknown tier, or bits outside 1 to 16.
+    """
+
+    bits: float | None = None
+    tier: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.tier not in TIERS:
+            raise QBEError(f"unknown tier '{self.tier}': choose one of {', '.join(TIERS)}")
+        if self.bits is not None and not 1 <= self.bits <= 16:
+            raise QBEError(f"a budget of {self.bits:g} bits is out of range: give an average between 1 and 16")
+
+    def bits_for(self, score: float) -> float:
+        """Average bits for a query of complexity `score` in [0, 1]."""
+        if self.bits is not None:
+            return self.bits
+        low, high = TIER_BITS[TIER_ALIASES.get(self.tier, self.tier)]
+        return low + (high - low) * min(1.0, max(0.0, score))

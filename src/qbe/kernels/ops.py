@@ -1,0 +1,98 @@
+"""The custom ops: schema, fake implementation and which kernel serves which device.
+
+Bits are an int32 tensor on x's device, one value per row. A kernel reads them while it runs, so a new blueprint is a
+write to that tensor: nothing is relaunched, recompiled or repacked (DESIGN section 1).
+
+Defined through `torch.library.Library` rather than `custom_op`: its per-call checks cost more than the kernel at
+batch 1, and a decode step makes some two hundred calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_library = torch.library.Library("qbe", "DEF")
+_library.define(
+    "nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
+    "int[] slices, int exponent) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def nested_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slices: Sequence[int],
+    exponent: int,
+) -> torch.Tensor:
+    """A linear layer whose weight is read at each row's own precision (inference only: it has no gradient).
+
+    Args:
+        x: float16, bfloat16 or float32 [..., K]; R rows.
+        packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.store.layout`).
+        meta: uint8 [2P, N, G], scales and offsets of every precision (`qbe.store.scales`).
+        bits: int32 [R]; 16 reads `original`. A width the store lacks is served by the highest precision below it,
+            or by the lowest.
+        original: [N, K] in the model's dtype, on x's device or in pinned host memory; None if it was dropped.
+        bias: [N] or None.
+        slices: widths of the slices, most significant first.
+        exponent: scale exponent of the matrix.
+
+    Returns:
+        [..., N] in x's dtype; sums are taken in float32.
+    """
+    return torch.ops.qbe.nested_linear.default(x, packed, meta, bits, original, bias, slices, exponent)
+
+
+@torch.library.register_fake("qbe::nested_linear", lib=_library)
+def _fake(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slices: Sequence[int],
+    exponent: int,
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], meta.shape[1])
+
+
+def _cpu(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slices: Sequence[int],
+    exponent: int,
+) -> torch.Tensor:
+    from qbe.kernels.cpu.nested_linear import nested_linear as kernel
+
+    return kernel(x, packed, meta, bits, original, bias, slices, exponent)
+
+
+def _cuda(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slices: Sequence[int],
+    exponent: int,
+) -> torch.Tensor:
+    from qbe.kernels.triton.nested_linear import nested_linear as kernel
+
+    return kernel(x, packed, meta, bits, original, bias, slices, exponent)
+
+
+_library.impl("nested_linear", _cpu, "CPU")
+_library.impl("nested_linear", _cuda, "CUDA")

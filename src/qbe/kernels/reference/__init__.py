@@ -1,0 +1,1 @@
+"""Slow, obvious implementations: the oracles of the kernel tests."""

@@ -1,0 +1,29 @@
+"""One precision for every site: the baseline of every comparison."""
+
+from __future__ import annotations
+
+from qbe.analysis.profile import QueryProfile
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.errors import QBEError
+from qbe.sites import SiteTable
+
+DEFAULT_BITS = 8
+
+
+class UniformPolicy:
+    """Every nested site at the budget's bits (8 when it names none); the query is not looked at."""
+
+    name = "uniform"
+    needs_sensitivity = False
+
+    def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
+        """Raises QBEError for bits the store does not have."""
+        wanted = DEFAULT_BITS if budget.bits is None else budget.bits
+        if wanted not in table.gears():
+            have = ", ".join(map(str, table.gears()))
+            raise QBEError(
+                f"the uniform policy cannot run at {wanted:g} bits: the store has {have}; "
+                "choose one of those, or --policy tiered for an average in between"
+            )
+        return Blueprint.of(self.name, table, (int(wanted),) * len(table.nested))

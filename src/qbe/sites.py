@@ -1,0 +1,140 @@
+"""Sites: the places of a model where precision can be set, and their table. Pure data, no torch.
+
+The table is what a policy sees of a model (DESIGN decision 6). `qbe.tagger` makes it from a module tree
+(subsystem 220 of the specification); `qbe.store` fills in gears, bytes and measured sensitivities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+
+
+class Role(StrEnum):
+    """What a site does in the network. The fused forms are for models that store two matrices as one."""
+
+    ATTENTION_Q = "attention_q"
+    ATTENTION_K = "attention_k"
+    ATTENTION_V = "attention_v"
+    ATTENTION_QKV = "attention_qkv"
+    ATTENTION_O = "attention_o"
+    FFN_GATE = "ffn_gate"
+    FFN_UP = "ffn_up"
+    FFN_GATE_UP = "ffn_gate_up"
+    FFN_DOWN = "ffn_down"
+    NORM = "norm"
+    EMBEDDING = "embedding"
+    OUTPUT_HEAD = "output_head"
+    MOE_ROUTER = "moe_router"
+    MOE_EXPERT = "moe_expert"
+    SSM_IN = "ssm_in"
+    SSM_OUT = "ssm_out"
+    SSM_STATE = "ssm_state"
+    SSM_GATE = "ssm_gate"
+    SSM_CONV = "ssm_conv"
+    VISION_ENCODER = "vision_encoder"
+    PROJECTOR = "projector"
+    UNKNOWN = "unknown"
+
+
+ATTENTION_ROLES = frozenset(
+    {Role.ATTENTION_Q, Role.ATTENTION_K, Role.ATTENTION_V, Role.ATTENTION_QKV, Role.ATTENTION_O}
+)
+FFN_ROLES = frozenset({Role.FFN_GATE, Role.FFN_UP, Role.FFN_GATE_UP, Role.FFN_DOWN})
+
+# Roles whose linear layers go into the nested store. Each of them multiplies one row per token of the batch,
+# which is what the plan's rows mean; routers, experts and vision layers see other rows and stay at 16 bits.
+NESTABLE_ROLES = ATTENTION_ROLES | FFN_ROLES | {Role.OUTPUT_HEAD, Role.SSM_IN, Role.SSM_OUT}
+
+FULL_BITS = 16
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where precision can be set.
+
+    Attributes:
+        name: dotted path of the module or parameter, e.g. `model.layers.3.mlp.down_proj`.
+        role: what it does.
+        layer: index of the decoder layer it belongs to; None outside the layers.
+        shape: of its weight, `(out_features, in_features)` for a linear layer.
+        is_linear: whether it is an `nn.Linear`; only those can be nested.
+        gears: weight precisions it can run at, ascending; `(16,)` when it is not in the nested store.
+        bytes_at: gear -> bytes read from memory to use this site for one token (scales included).
+        sensitivity: gear -> KL divergence (nats per token) of the logits when this site alone runs at that gear;
+            empty when not measured.
+    """
+
+    name: str
+    role: Role
+    layer: int | None
+    shape: tuple[int, ...]
+    is_linear: bool = False
+    gears: tuple[int, ...] = (FULL_BITS,)
+    bytes_at: Mapping[int, int] = field(default_factory=dict)
+    sensitivity: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+    @property
+    def nested(self) -> bool:
+        """Whether the weight is in the nested store, so that its precision can change."""
+        return len(self.gears) > 1
+
+
+@dataclass(frozen=True, eq=False)
+class SiteTable:
+    """Every site of a model in module order; immutable, equal only to itself.
+
+    The position of a site among the nested ones is its row in the plan and its place in a blueprint.
+    """
+
+    sites: tuple[Site, ...]
+    model_name: str = ""
+    layers: int = 0
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    @cached_property
+    def nested(self) -> tuple[Site, ...]:
+        """The sites whose precision can change, in plan order."""
+        return tuple(s for s in self.sites if s.nested)
+
+    @cached_property
+    def unknown(self) -> tuple[Site, ...]:
+        """Sites the tagger could not name; they run at 16 bits."""
+        return tuple(s for s in self.sites if s.role is Role.UNKNOWN)
+
+    @cached_property
+    def nested_parameters(self) -> int:
+        """Weights over which a budget in average bits is counted."""
+        return sum(s.parameters for s in self.nested)
+
+    @cached_property
+    def measured(self) -> bool:
+        """Whether every nested site has a measured sensitivity."""
+        return bool(self.nested) and all(s.sensitivity for s in self.nested)
+
+    def gears(self) -> tuple[int, ...]:
+        """Precisions available at every nested site, ascending."""
+        common: set[int] | None = None
+        for s in self.nested:
+            common = set(s.gears) if common is None else common & set(s.gears)
+        return tuple(sorted(common or {FULL_BITS}))
+
+    def with_sensitivity(self, measured: Mapping[str, Mapping[int, float]]) -> SiteTable:
+        """A copy whose sites carry `measured[site name][gear]`."""
+        sites = tuple(replace(s, sensitivity=dict(measured[s.name])) if s.name in measured else s for s in self.sites)
+        return replace(self, sites=sites)

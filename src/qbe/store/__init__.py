@@ -1,0 +1,1 @@
+"""The nested store: one copy of each weight matrix from which every precision is read."""

@@ -1,0 +1,259 @@
+"""The checkpoint folder that `qbe quantize` writes: an ordinary transformers folder and, beside it, the nested store.
+
+    config.json, tokenizer files, model*.safetensors    the 16-bit model; transformers alone loads the folder as that
+    nested-00001-of-0000N.safetensors                   `<site>.packed` and `<site>.meta` of every nested site
+    qbe.json                                            format version, slices, group size, sites, sizes, checksums
+    sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity`)
+
+A folder is written under a temporary name beside its target and renamed when complete. Loading maps the files.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from qbe.errors import QBEError
+from qbe.sites import FULL_BITS
+from qbe.store.layout import SliceLayout, padded
+from qbe.store.nested_tensor import NestedTensor, set_weight
+
+FORMAT = "qbe-nested"
+FORMAT_VERSION = 1
+MANIFEST = "qbe.json"
+SENSITIVITY = "sensitivity.json"
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class NestedSite:
+    """One nested matrix of a checkpoint, as the manifest lists it."""
+
+    file: str
+    shape: tuple[int, int]
+    exponent: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The checked content of `qbe.json`."""
+
+    model_name: str
+    group_size: int
+    slices: tuple[int, ...]
+    sites: dict[str, NestedSite]
+    files: dict[str, dict[str, Any]]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder holds a nested store."""
+    return (path / MANIFEST).is_file()
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its name when the block ends well, and vanishes otherwise.
+
+    Raises:
+        QBEError: the target exists, or the disk refuses (full, read-only, no permission).
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise QBEError(f"{target} already exists and is not empty; choose another folder or remove it")
+    partial: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+        yield partial
+        os.chmod(partial, 0o755)
+        os.replace(partial, target)
+    except (OSError, SafetensorError) as error:
+        raise QBEError(f"{target} cannot be written: {_reason(error)}") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    if number == errno.ENOSPC or "No space left" in str(error) or "os error 28" in str(error):
+        return "the disk is full; free some space and try again"
+    return f"{os.strerror(number)}; check the folder and its permissions" if number else str(error)
+
+
+def write_nested(folder: Path, model: nn.Module, model_name: str) -> None:
+    """Writes the nested tensors of `model` and the manifest into a folder that already holds the 16-bit model."""
+    nested = {n: m.weight for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), NestedTensor)}
+    if not nested:
+        raise QBEError(f"{model_name} has no linear layer that can be nested; there is nothing to write")
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, weight in nested.items():
+        if size and size + weight.nested_bytes() > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += weight.nested_bytes()
+
+    sites: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, Any]] = {}
+    for i, names in enumerate(shards, 1):
+        file = f"nested-{i:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensors[f"{name}.packed"] = nested[name].packed.cpu().contiguous()
+            tensors[f"{name}.meta"] = nested[name].meta.cpu().contiguous()
+            sites[name] = {"file": file, "shape": list(nested[name].shape), "exponent": nested[name].exponent}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files[file] = {"bytes": (folder / file).stat().st_size, "sha256": sha256(folder / file)}
+    first = next(iter(nested.values()))
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "model": model_name,
+        "group_size": first.group_size,
+        "slices": list(first.slices),
+        "files": files,
+        "sites": sites,
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks `qbe.json` and the sizes of the files it names.
+
+    Raises:
+        QBEError: missing, damaged or of another format version; a nested file missing or of another size.
+    """
+    path = folder / MANIFEST
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise QBEError(f"{path} cannot be read ({error}); run 'qbe quantize' again") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise QBEError(f"{path} does not describe a QBE checkpoint; run 'qbe quantize' again")
+    if raw.get("format_version") != FORMAT_VERSION:
+        raise QBEError(
+            f"{folder} was written in format version {raw.get('format_version')}, this QBE reads version "
+            f"{FORMAT_VERSION}; run 'qbe quantize' again or install a matching qbe"
+        )
+    try:
+        sites = {
+            name: NestedSite(s["file"], (int(s["shape"][0]), int(s["shape"][1])), int(s["exponent"]))
+            for name, s in raw["sites"].items()
+        }
+        manifest = Manifest(
+            str(raw["model"]), int(raw["group_size"]), tuple(map(int, raw["slices"])), sites, dict(raw["files"])
+        )
+        for file, facts in manifest.files.items():
+            if Path(file).name != file:
+                raise ValueError(f"'{file}' is not a plain file name")
+            if not (folder / file).is_file():
+                raise QBEError(f"{folder / file} is missing; run 'qbe quantize' again")
+            have = (folder / file).stat().st_size
+            if have != facts["bytes"]:
+                raise QBEError(
+                    f"{folder / file} is damaged: it has {have} bytes instead of {facts['bytes']}; "
+                    "run 'qbe quantize' again"
+                )
+        if not {s.file for s in sites.values()} <= set(manifest.files):
+            raise ValueError("a site lies in a file that is not listed")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise QBEError(f"{path} is damaged ({error!r}); run 'qbe quantize' again") from error
+    return manifest
+
+
+def verify(folder: Path) -> None:
+    """Compares the checksums of the nested files. Raises QBEError at the first that differs."""
+    for file, facts in read_manifest(folder).files.items():
+        if sha256(folder / file) != facts["sha256"]:
+            raise QBEError(f"{folder / file} is damaged: its checksum differs; run 'qbe quantize' again")
+
+
+def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Manifest:
+    """Replaces the weights of the sites that a checkpoint nests by mapped NestedTensors.
+
+    Args:
+        model: the 16-bit model of the same folder, on the CPU.
+        keep_original: keep the 16-bit weights as gear 16.
+
+    Raises:
+        QBEError: a damaged file, or one that does not fit the model.
+    """
+    manifest = read_manifest(folder)
+    layout = SliceLayout.of(manifest.slices)
+    modules = dict(model.named_modules())
+    by_file: dict[str, list[str]] = {}
+    for name, site in manifest.sites.items():
+        by_file.setdefault(site.file, []).append(name)
+    for file, names in by_file.items():
+        try:
+            with safe_open(folder / file, framework="pt") as stored:
+                for name in names:
+                    site, module = manifest.sites[name], modules.get(name)
+                    if not isinstance(module, nn.Linear) or tuple(module.weight.shape) != site.shape:
+                        raise QBEError(f"{folder / file} does not fit the model: {name} is not a {site.shape} linear")
+                    packed, meta = stored.get_tensor(f"{name}.packed"), stored.get_tensor(f"{name}.meta")
+                    n, k = site.shape
+                    kp = padded(k, manifest.group_size)
+                    wanted = ((layout.total_bits, n * kp // 8), (2 * len(layout.precisions), n, kp // manifest.group_size))
+                    if (tuple(packed.shape), tuple(meta.shape)) != wanted or {packed.dtype, meta.dtype} != {torch.uint8}:
+                        raise QBEError(f"{folder / file} is damaged: {name} has the wrong shape; run 'qbe quantize' again")
+                    weight = module.weight.detach()
+                    bits = torch.tensor([FULL_BITS if keep_original else layout.total_bits], dtype=torch.int32)
+                    nested = NestedTensor(
+                        packed, meta, bits, list(layout.slices), manifest.group_size, site.exponent, k, weight.dtype,
+                        weight if keep_original else None,
+                    )  # fmt: skip
+                    set_weight(module, nested)
+        except (SafetensorError, OSError) as error:
+            raise QBEError(f"{folder / file} is damaged ({error}); run 'qbe quantize' again") from error
+    return manifest
+
+
+def write_sensitivity(folder: Path, measured: Mapping[str, Mapping[int, float]], about: Mapping[str, Any]) -> None:
+    """Writes the sensitivity table beside the store, atomically. Raises QBEError when the disk refuses."""
+    table = {name: {str(g): float(f"{kl:.6g}") for g, kl in gears.items()} for name, gears in measured.items()}
+    target = folder / SENSITIVITY
+    partial = target.with_name(f".{SENSITIVITY}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps({"about": dict(about), "kl": table}, indent=1) + "\n")
+        os.replace(partial, target)
+    except OSError as error:
+        raise QBEError(f"{target} cannot be written: {_reason(error)}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_sensitivity(folder: Path) -> dict[str, dict[int, float]] | None:
+    """The sensitivity table of a checkpoint; None when there is none.
+
+    Raises:
+        QBEError: the file is damaged.
+    """
+    path = folder / SENSITIVITY
+    if not path.is_file():
+        return None
+    try:
+        raw = json.loads(path.read_text())["kl"]
+        return {str(n): {int(g): float(kl) for g, kl in gears.items()} for n, gears in raw.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise QBEError(f"{path} is damaged ({error!r}); delete it and run 'qbe quantize' again") from error

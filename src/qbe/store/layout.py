@@ -1,0 +1,94 @@
+"""How the bits of a code are cut into slices, and where each slice lies in memory.
+
+A weight's code has `total_bits` bits, most significant first. A slice is a run of those bits; the precisions of the
+store are the running sums of the slices. Slices (4, 2, 2) give 4, 6 and 8 bits; (3, 1, 1, 1, 2) gives 3, 4, 5, 6, 8.
+
+In memory every slice is one or more parts of 4, 2 or 1 bits (3 = 2 + 1), so that kernels meet three cases only.
+The codes of 64 consecutive inputs of one output form a block. A part of width w stores a block in 8w bytes: field j
+of byte u (bits [j*w, j*w+w) of it) belongs to input 8w*j + u. One shift and one mask therefore yield 8w consecutive
+inputs, and a broadcast with a shift per lane yields the whole block in order in one 512-bit register.
+
+All parts of a matrix lie one after the other in one buffer, most significant first: a read at b bits touches the
+first b/8 of it and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from qbe.errors import QBEError
+
+BLOCK = 64  # inputs per block; group sizes are multiples of it
+MAX_BITS = 8
+
+
+class Part(NamedTuple):
+    """A physical run of `width` bits that starts `first` bits below the most significant one."""
+
+    first: int
+    width: int
+
+
+@dataclass(frozen=True)
+class SliceLayout:
+    """The slices of a store, most significant first.
+
+    Raises:
+        QBEError: no slice, a slice below 1 bit, or more than 8 bits in all.
+    """
+
+    slices: tuple[int, ...] = (4, 2, 2)
+
+    def __post_init__(self) -> None:
+        if not self.slices or min(self.slices) < 1 or sum(self.slices) > MAX_BITS:
+            raise QBEError(
+                f"slices {tuple(self.slices)} are not a layout: give widths of at least 1 that add up to at most 8"
+            )
+
+    @classmethod
+    def of(cls, slices: Sequence[int]) -> SliceLayout:
+        return cls(tuple(int(s) for s in slices))
+
+    @cached_property
+    def total_bits(self) -> int:
+        return sum(self.slices)
+
+    @cached_property
+    def precisions(self) -> tuple[int, ...]:
+        """The widths that can be read, ascending."""
+        out, total = [], 0
+        for s in self.slices:
+            total += s
+            out.append(total)
+        return tuple(out)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The physical parts in memory order; those of a precision b are the ones with first < b."""
+        out, first = [], 0
+        for s in self.slices:
+            while s:
+                width = 4 if s >= 4 else 2 if s >= 2 else 1
+                out.append(Part(first, width))
+                first += width
+                s -= width
+        return tuple(out)
+
+    def index(self, bits: int) -> int:
+        """Position of the precision that serves a request for `bits`: the highest one not above it, else the lowest."""
+        fits = [i for i, p in enumerate(self.precisions) if p <= bits]
+        return fits[-1] if fits else 0
+
+
+def padded(in_features: int, group_size: int) -> int:
+    """Inputs after padding to whole groups (and so to whole blocks)."""
+    return -(-in_features // group_size) * group_size
+
+
+def check_group_size(group_size: int) -> None:
+    """Raises QBEError unless `group_size` is a positive multiple of 64."""
+    if group_size < BLOCK or group_size % BLOCK:
+        raise QBEError(f"group size {group_size} is not supported: give a multiple of {BLOCK} (64 or 128, say)")

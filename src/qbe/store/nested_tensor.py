@@ -1,0 +1,226 @@
+"""NestedTensor: the weight of a linear layer from which every precision is read, and the torchao config that makes it.
+
+Follows torchao's tensor-subclass structure (`TorchAOBaseTensor`, one tensor per file); it takes the place of the
+specification's AffineQuantizedTensor, which torchao removed in 0.18.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import quantize_
+from torchao.quantization.transform_module import register_quantize_module_handler
+from torchao.utils import TorchAOBaseTensor
+
+from qbe.errors import QBEError
+from qbe.kernels import ops
+from qbe.kernels.reference.nested_linear import dequantise
+from qbe.sites import FULL_BITS
+from qbe.store.codes import quantise
+from qbe.store.layout import SliceLayout, check_group_size
+from qbe.store.packing import pack
+
+
+class NestedTensor(TorchAOBaseTensor):
+    """A weight [N, K] stored as nested codes; `F.linear` with it reads each row at that row's own bits.
+
+    Tensor data:
+        packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.store.layout`).
+        meta: uint8 [2P, N, Kp/group_size], scales and offsets (`qbe.store.scales`).
+        bits: int32 [rows] or [1]: precision of each row of the input; one value serves all rows. An engine binds
+            this to a row of its plan, and a write to the plan changes the precision of the next call.
+        original: [N, K] in the model's dtype, what 16 bits mean; None when it was dropped.
+
+    Attributes:
+        slices: widths of the slices.
+        group_size: inputs that share a scale.
+        exponent: scale exponent of the matrix.
+        shape, dtype: those of the original weight.
+    """
+
+    tensor_data_names = ["packed", "meta", "bits"]  # noqa: RUF012  (torchao's protocol)
+    tensor_attribute_names = ["slices", "group_size", "exponent", "in_features", "logical_dtype"]  # noqa: RUF012
+    optional_tensor_data_names = ["original"]  # noqa: RUF012
+
+    packed: torch.Tensor
+    meta: torch.Tensor
+    bits: torch.Tensor
+    original: torch.Tensor | None
+    slices: list[int]
+    group_size: int
+    exponent: int
+    in_features: int
+    logical_dtype: torch.dtype
+
+    def __new__(
+        cls,
+        packed: torch.Tensor,
+        meta: torch.Tensor,
+        bits: torch.Tensor,
+        slices: list[int],
+        group_size: int,
+        exponent: int,
+        in_features: int,
+        logical_dtype: torch.dtype,
+        original: torch.Tensor | None = None,
+    ) -> NestedTensor:
+        shape = (meta.shape[1], in_features)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=logical_dtype, device=packed.device, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        meta: torch.Tensor,
+        bits: torch.Tensor,
+        slices: list[int],
+        group_size: int,
+        exponent: int,
+        in_features: int,
+        logical_dtype: torch.dtype,
+        original: torch.Tensor | None = None,
+    ) -> None:
+        self.packed, self.meta, self.bits, self.original = packed, meta, bits, original
+        self.slices, self.group_size, self.exponent = list(slices), group_size, exponent
+        self.in_features, self.logical_dtype = in_features, logical_dtype
+
+    @classmethod
+    def from_weight(
+        cls, weight: torch.Tensor, slices: Sequence[int] = (4, 2, 2), group_size: int = 64, keep_original: bool = True
+    ) -> NestedTensor:
+        """Quantises a float weight [N, K]. Raises QBEError for what `qbe.store.codes.quantise` refuses."""
+        layout = SliceLayout.of(slices)
+        codes, meta, exponent = quantise(weight.detach(), layout, group_size)
+        bits = torch.tensor([FULL_BITS if keep_original else layout.total_bits], dtype=torch.int32)
+        return cls(
+            pack(codes, layout),
+            meta,
+            bits.to(weight.device),
+            list(layout.slices),
+            group_size,
+            exponent,
+            weight.shape[1],
+            weight.dtype,
+            weight.detach() if keep_original else None,
+        )
+
+    @property
+    def layout(self) -> SliceLayout:
+        return SliceLayout.of(self.slices)
+
+    @property
+    def gears(self) -> tuple[int, ...]:
+        """Precisions that can be asked for, ascending; 16 is among them while the original is kept."""
+        return (*self.layout.precisions, *((FULL_BITS,) if self.original is not None else ()))
+
+    def dequantise(self, bits: int | None = None) -> torch.Tensor:
+        """The weight at `bits` (default: the widest gear), [N, K] in the model's dtype."""
+        bits = self.gears[-1] if bits is None else bits
+        if bits not in self.gears:
+            raise QBEError(f"{bits} bits are not in this store (it has {', '.join(map(str, self.gears))})")
+        if bits == FULL_BITS:
+            assert self.original is not None
+            return self.original
+        weight = dequantise(self.packed, self.meta, self.exponent, self.slices, self.in_features, bits)
+        return weight.to(self.logical_dtype)
+
+    def bytes_at(self) -> dict[int, int]:
+        """Gear -> bytes a read at that gear moves: the slices up to it and the two or four scale planes it needs."""
+        plane = self.meta[0].numel()
+        out = {b: self.packed.shape[1] * b + plane * (2 if b == self.layout.total_bits else 4) for b in self.gears}
+        if self.original is not None:
+            out[FULL_BITS] = self.original.numel() * self.original.element_size()
+        return out
+
+    def nested_bytes(self) -> int:
+        """Bytes of the nested codes and scales, the 16-bit original not counted."""
+        return self.packed.numel() + self.meta.numel()
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        names, attributes = super().__tensor_flatten__()
+        return names, attributes
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"NestedTensor(shape={tuple(self.shape)}, slices={tuple(self.slices)}, group_size={self.group_size}, "
+            f"gears={self.gears}, dtype={self.logical_dtype}, device={self.device})"
+        )
+
+
+@NestedTensor.implements(torch.ops.aten.linear.default)
+@NestedTensor.implements_torch_function(torch.nn.functional.linear)
+def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    x, weight = args[0], args[1]
+    bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    bits = weight.bits
+    bits = bits.expand(rows) if bits.shape[0] == 1 else bits[:rows]
+    return ops.nested_linear(
+        x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent
+    )
+
+
+@dataclass
+class NestedWeightConfig(AOBaseConfig):
+    """`quantize_(model, NestedWeightConfig(...))` replaces each linear layer's weight by a NestedTensor.
+
+    Attributes:
+        group_size: inputs that share a scale, a multiple of 64.
+        slices: widths of the slices, most significant first; their running sums are the precisions.
+        keep_original: keep the 16-bit weight, so that gear 16 is exact.
+    """
+
+    group_size: int = 64
+    slices: tuple[int, ...] = (4, 2, 2)
+    keep_original: bool = True
+
+    def __post_init__(self) -> None:
+        check_group_size(self.group_size)
+        SliceLayout.of(self.slices)
+
+
+@register_quantize_module_handler(NestedWeightConfig)
+def _nest(module: nn.Module, config: NestedWeightConfig, **_: Any) -> nn.Module:
+    if not isinstance(module, nn.Linear):
+        raise QBEError(f"only nn.Linear can be nested, not {type(module).__name__}; filter it out")
+    weight = NestedTensor.from_weight(module.weight, config.slices, config.group_size, config.keep_original)
+    set_weight(module, weight)
+    return module
+
+
+def set_weight(module: nn.Linear, weight: NestedTensor) -> None:
+    """Makes `weight` the layer's weight and its `extra_repr` tell so."""
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    module.extra_repr = types.MethodType(  # type: ignore[method-assign]
+        lambda self: f"in_features={self.in_features}, out_features={self.out_features}, weight={self.weight!r}", module
+    )
+
+
+def nest(
+    model: nn.Module,
+    names: Sequence[str],
+    config: NestedWeightConfig | None = None,
+    on_site: Callable[[str], None] | None = None,
+) -> None:
+    """Nests the linear layers called `names`, through torchao's `quantize_`.
+
+    Args:
+        on_site: called with each name when its layer is done (a progress bar).
+    """
+    wanted = set(names)
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        if name not in wanted:
+            return False
+        if on_site is not None:
+            on_site(name)
+        return True
+
+    quantize_(model, config or NestedWeightConfig(), filter_fn=chosen)

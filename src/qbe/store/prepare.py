@@ -1,0 +1,219 @@
+"""From a model's name to a model with a nested store: from a checkpoint folder, from the cache, or made now.
+
+A model that is not a QBE checkpoint is nested once; codes and sensitivities go to the user's cache, the 16-bit
+weights keep being read from where they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from qbe.errors import QBEError
+from qbe.models import LoadedModel, cache_dir, load_model, pull
+from qbe.sites import FULL_BITS, NESTABLE_ROLES, SiteTable
+from qbe.store import checkpoint, sensitivity
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, set_weight
+from qbe.tagger import tag
+
+
+@dataclass
+class PreparedModel:
+    """A model ready to be run at any blueprint.
+
+    Attributes:
+        model: transformers causal LM whose nestable linears hold NestedTensors.
+        tokenizer: its tokenizer.
+        table: sites with gears, bytes and, when they were measured, sensitivities.
+        name: what the caller called it.
+    """
+
+    model: Any
+    tokenizer: Any
+    table: SiteTable
+    name: str
+
+
+def nestable(table: SiteTable) -> list[str]:
+    """Names of the sites that go into the nested store."""
+    return [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES]
+
+
+def with_store(table: SiteTable, model: nn.Module) -> SiteTable:
+    """The table with the gears and bytes of the nested weights found in `model`."""
+    modules = dict(model.named_modules())
+    sites = []
+    for site in table:
+        weight = getattr(modules.get(site.name), "weight", None)
+        if isinstance(weight, NestedTensor):
+            site = replace(site, gears=weight.gears, bytes_at=weight.bytes_at())
+        sites.append(site)
+    return replace(table, sites=tuple(sites))
+
+
+def prepare(
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device,
+    originals: str = "device",
+    need_sensitivity: bool = True,
+    progress: bool = True,
+) -> PreparedModel:
+    """Loads a model and its nested store; makes (and caches) what is missing.
+
+    Args:
+        name: anything `qbe.pull` takes, or a folder that `qbe quantize` wrote.
+        originals: where the 16-bit weights of nested sites live: `device`, or `host` (pinned memory).
+        need_sensitivity: measure the sensitivities if they are not stored yet (minutes, once per model).
+
+    Raises:
+        QBEError: whatever is wrong with the model or its files.
+    """
+    path = pull(str(name), progress=progress)
+    folder = path if checkpoint.is_checkpoint(path) else cached_store(path, str(name), progress=progress)
+    loaded = load_model(path, dtype=dtype, progress=progress)
+    table = tag(loaded.model, name=str(name))
+    checkpoint.attach(loaded.model, folder)
+    table = with_store(table, loaded.model)
+    measured = checkpoint.read_sensitivity(folder)
+    if measured is None and need_sensitivity:
+        measured = measure_into(folder, path, str(name), device, progress=progress)
+    if measured is not None:
+        table = table.with_sensitivity(measured)
+    place(loaded.model, device, originals)
+    return PreparedModel(loaded.model, loaded.tokenizer, table, str(name))
+
+
+def cached_store(path: Path, name: str, *, progress: bool) -> Path:
+    """The nested store of a model that is no QBE checkpoint, made on first use."""
+    config = NestedWeightConfig()
+    folder = cache_dir() / "nested" / fingerprint(path, config)
+    if not checkpoint.is_checkpoint(folder):
+        loaded = load_model(path, progress=progress)
+        nest_loaded(loaded, name, config, progress=progress)
+        with checkpoint.writing(folder) as partial:
+            checkpoint.write_nested(partial, loaded.model, name)
+    return folder
+
+
+def fingerprint(path: Path, config: NestedWeightConfig) -> str:
+    """Changes with the model's files (path, size, time), the layout and the format version."""
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    facts = [str(path.resolve()), config.slices, config.group_size, checkpoint.FORMAT_VERSION]
+    facts += [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return f"{path.stem}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
+
+
+def nest_loaded(loaded: LoadedModel, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
+    """Nests every nestable site of a loaded model in place and returns its site table."""
+    table = tag(loaded.model, name=name)
+    names = nestable(table)
+    if not names:
+        raise QBEError(f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision")
+    with bar("nesting weights", len(names), progress) as step:
+        nest(loaded.model, names, config, on_site=lambda _: step())
+    return with_store(table, loaded.model)
+
+
+def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> dict[str, Any]:
+    """Measures the sensitivities of the model at `path` with the store in `folder`, and writes them there.
+
+    In float32 when that fits into memory: the rounding of a bfloat16 pass is larger than what 8 bits do to one site.
+    """
+    loaded = load_model(path, dtype="float32" if _fits_in_float32(path, device) else "auto", progress=progress)
+    table = tag(loaded.model, name=name)
+    checkpoint.attach(loaded.model, folder)
+    table = with_store(table, loaded.model)
+    place(loaded.model, device, "device")
+    measured = measure_model(loaded.model, loaded.tokenizer, table, progress=progress)
+    checkpoint.write_sensitivity(folder, measured, {"text": "built-in calibration text", "dtype": str(loaded.dtype)})
+    return measured
+
+
+def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> dict[str, Any]:
+    """`qbe.store.sensitivity.measure` on the built-in text, with a progress bar."""
+    with bar("measuring sensitivity", len(table.nested), progress) as step:
+        return sensitivity.measure(model, table, sensitivity.calibration_tokens(tokenizer), lambda _: step())
+
+
+def _fits_in_float32(path: Path, device: torch.device) -> bool:
+    files = path.iterdir() if path.is_dir() else [path]
+    stored = sum(f.stat().st_size for f in files if f.suffix in (".safetensors", ".gguf"))
+    needed = stored * (8 if path.suffix == ".gguf" else 2.5)  # a 4-bit file grows eightfold, a 16-bit one doubles
+    if device.type == "cuda":
+        return needed < torch.cuda.mem_get_info(device)[0] * 0.8
+    import os
+
+    return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.8
+
+
+def place(model: nn.Module, device: torch.device, originals: str) -> None:
+    """Moves a model to its device; the 16-bit originals of nested sites stay in pinned host memory if so asked.
+
+    An original that is also another parameter (a tied embedding) stays one tensor.
+    """
+    if device.type == "cpu":
+        return
+    if originals not in ("device", "host"):
+        raise QBEError(f"originals can live on 'device' or 'host', not '{originals}'")
+    nested = [(m, m.weight) for m in model.modules() if isinstance(getattr(m, "weight", None), NestedTensor)]
+    for module, _ in nested:
+        module.weight = None  # type: ignore[assignment]
+    owners = {p.data_ptr(): n for n, p in model.named_parameters()}
+    tied = [w.original is not None and owners.get(w.original.data_ptr()) for _, w in nested]
+    model.to(device)
+    parameters = dict(model.named_parameters())
+    for (module, weight), owner in zip(nested, tied, strict=True):
+        original = weight.original
+        if original is not None:
+            if owner:
+                original = parameters[owner].detach()
+            else:
+                original = original.to(device) if originals == "device" else original.pin_memory()
+        moved = NestedTensor(
+            weight.packed.to(device), weight.meta.to(device), weight.bits.to(device), weight.slices,
+            weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,
+        )  # fmt: skip
+        set_weight(module, moved)
+
+
+def quantise_to(
+    name: str, out: Path, config: NestedWeightConfig, device: torch.device, *, measure: bool = True, progress: bool = True
+) -> Path:
+    """`qbe quantize`: writes the checkpoint folder of a model, sensitivities included.
+
+    Raises:
+        QBEError: bad input, a target that exists, or a disk that refuses; nothing is left behind then.
+    """
+    path = pull(name, progress=progress)
+    if checkpoint.is_checkpoint(path):
+        raise QBEError(f"{path} is already a QBE checkpoint; give the 16-bit model it was made from")
+    with checkpoint.writing(out) as partial:
+        loaded = load_model(path, progress=progress)
+        loaded.model.save_pretrained(partial)
+        loaded.tokenizer.save_pretrained(partial)
+        nest_loaded(loaded, name, config, progress=progress)
+        checkpoint.write_nested(partial, loaded.model, name)
+        del loaded
+        if measure:
+            measure_into(partial, path, name, device, progress=progress)
+    return out
+
+
+@contextmanager
+def bar(what: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error; yields the function that advances it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)

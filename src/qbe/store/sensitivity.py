@@ -1,0 +1,149 @@
+"""The sensitivity table: what lowering one site alone does to the model's output.
+
+For every nested site and gear: KL divergence (nats per token) from the logits of the 16-bit model to those of the same
+model with that site alone at that gear, on a built-in calibration text of prose, code, arithmetic and dialogue.
+Layers before the lowered site give what they gave in the 16-bit pass, so they are replayed, not computed again:
+this halves the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import nn
+
+from qbe.errors import QBEError
+from qbe.sites import FULL_BITS, SiteTable
+
+SEGMENT_TOKENS = 40  # per segment of the text; with four segments 160 tokens a pass
+
+
+def calibration_tokens(tokenizer: Any, tokens: int = SEGMENT_TOKENS) -> torch.Tensor:
+    """The built-in text as int64 [segments, tokens]."""
+    segments = (files("qbe.store") / "calibration.txt").read_text().split("===\n")
+    rows = [tokenizer(s.strip(), add_special_tokens=False)["input_ids"][:tokens] for s in segments]
+    shortest = min(len(r) for r in rows)
+    if shortest < 2:
+        raise QBEError("the tokenizer of this model turns the calibration text into fewer than 2 tokens")
+    return torch.tensor([r[:shortest] for r in rows])
+
+
+@torch.inference_mode()
+def measure(
+    model: nn.Module, table: SiteTable, tokens: torch.Tensor, on_site: Callable[[str], None] | None = None
+) -> dict[str, dict[int, float]]:
+    """Measures every nested site at every gear below 16.
+
+    Args:
+        model: a transformers causal LM whose nested sites hold NestedTensors with their originals.
+        tokens: int64 [segments, tokens].
+        on_site: called with each site's name when it is done (a progress bar).
+
+    Returns:
+        site name -> gear -> KL, nats per token; 0 at gear 16.
+
+    Raises:
+        QBEError: a nested site lost its 16-bit original.
+    """
+    modules = dict(model.named_modules())
+    weights = {s.name: modules[s.name].weight for s in table.nested}
+    before = {name: w.bits for name, w in weights.items()}
+    tokens = tokens.to(next(model.parameters()).device)
+    for name, weight in weights.items():
+        if weight.original is None:
+            raise QBEError(f"{name} was stored without its 16-bit weight, so its sensitivity cannot be measured")
+        weight.bits = _one(FULL_BITS, weight.device)
+    try:
+        layers = _decoder_layers(model, table)
+        outputs, reference = _reference_pass(model, layers, tokens)
+        measured: dict[str, dict[int, float]] = {}
+        for site in table.nested:
+            # An output head comes after every layer: all of them can be replayed.
+            replayed = len(layers) if site.layer is None else site.layer
+            measured[site.name] = {FULL_BITS: 0.0}
+            with _replay(layers[:replayed], outputs):
+                for gear in site.gears[:-1]:
+                    weights[site.name].bits = _one(gear, tokens.device)
+                    logits = _logits(model, tokens)
+                    measured[site.name][gear] = _divergence(reference, logits)
+            weights[site.name].bits = _one(FULL_BITS, tokens.device)
+            if on_site is not None:
+                on_site(site.name)
+        return measured
+    finally:
+        for name, weight in weights.items():
+            weight.bits = before[name]
+
+
+def _one(bits: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([bits], dtype=torch.int32, device=device)
+
+
+def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+
+
+def _divergence(reference: torch.Tensor, logits: torch.Tensor, rows: int = 64) -> float:
+    """Mean KL of the rows, a few at a time: a vocabulary's worth of float32 per token is large."""
+    total = 0.0
+    for i in range(0, len(logits), rows):
+        p = reference[i : i + rows].float().log_softmax(-1)
+        q = logits[i : i + rows].float().log_softmax(-1)
+        total += float((p.exp() * (p - q)).sum())
+    return max(0.0, total / len(logits))
+
+
+def _decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:
+    """The modules that the sites' layer indices count, found from the sites' own names; empty if there are none."""
+    found: dict[int, nn.Module] = {}
+    modules = dict(model.named_modules())
+    for site in table.nested:
+        if site.layer is not None and site.layer not in found:
+            head, _, _ = site.name.partition(f".{site.layer}.")
+            layer = modules.get(f"{head}.{site.layer}")
+            if layer is None or not isinstance(modules.get(head), nn.ModuleList):
+                return []
+            found[site.layer] = layer
+            for i, m in enumerate(modules[head]):  # type: ignore[arg-type]
+                found.setdefault(i, m)
+    return [found[i] for i in range(len(found))] if sorted(found) == list(range(len(found))) else []
+
+
+def _reference_pass(
+    model: nn.Module, layers: list[nn.Module], tokens: torch.Tensor
+) -> tuple[list[Any], torch.Tensor]:
+    """What every layer returned and the logits [rows, V], all at 16 bits."""
+    outputs: list[Any] = [None] * len(layers)
+
+    def keep(i: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            outputs[i] = output
+
+        return hook
+
+    hooks = [layer.register_forward_hook(keep(i)) for i, layer in enumerate(layers)]
+    try:
+        return outputs, _logits(model, tokens)
+    finally:
+        for h in hooks:
+            h.remove()
+
+
+@contextmanager
+def _replay(layers: list[nn.Module], outputs: list[Any]) -> Iterator[None]:
+    """Inside, each of `layers` returns what it returned in the reference pass."""
+
+    def fixed(output: Any) -> Callable[..., Any]:
+        return lambda *_args, **_kwargs: output
+
+    for layer, output in zip(layers, outputs, strict=False):
+        layer.forward = fixed(output)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's method shows again
