@@ -61,6 +61,8 @@ def load(name: str) -> Policy:
             except Exception as error:
                 raise QBEError(f"policy '{name}' ({entry.value}) cannot be loaded: {error}") from error
             if not isinstance(policy, Policy):
-                raise QBEError(f"policy '{name}' ({entry.value}) is not one: it lacks name, needs_sensitivity or blueprint")
+                raise QBEError(
+                    f"policy '{name}' ({entry.value}) is not one: it lacks name, needs_sensitivity or blueprint"
+                )
             return policy
     raise QBEError(f"unknown policy '{name}': choose one of {', '.join(available())}")

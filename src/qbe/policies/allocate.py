@@ -61,7 +61,9 @@ def _solve(table: SiteTable, most: float, least: float, floors: Mapping[Role, in
                 cost.append(max(0.0, site.sensitivity.get(gear, 0.0)))
                 weight.append(site.parameters * gear / table.nested_parameters)
     columns = np.arange(len(choices))
-    one_each = coo_array((np.ones(len(choices)), ([i for i, _ in choices], columns)), shape=(len(table.nested), len(choices)))
+    one_each = coo_array(
+        (np.ones(len(choices)), ([i for i, _ in choices], columns)), shape=(len(table.nested), len(choices))
+    )
     # Costs span many decades and the solver's tolerances are absolute, so they are scaled to at most 1.
     scaled = np.asarray(cost) / max(max(cost), 1e-30)
     # Of two assignments that cost the same, the one with fewer bits.

@@ -214,9 +214,16 @@ def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Man
                     packed, meta = stored.get_tensor(f"{name}.packed"), stored.get_tensor(f"{name}.meta")
                     n, k = site.shape
                     kp = padded(k, manifest.group_size)
-                    wanted = ((layout.total_bits, n * kp // 8), (2 * len(layout.precisions), n, kp // manifest.group_size))
-                    if (tuple(packed.shape), tuple(meta.shape)) != wanted or {packed.dtype, meta.dtype} != {torch.uint8}:
-                        raise QBEError(f"{folder / file} is damaged: {name} has the wrong shape; run 'qbe quantize' again")
+                    wanted = (
+                        (layout.total_bits, n * kp // 8),
+                        (2 * len(layout.precisions), n, kp // manifest.group_size),
+                    )
+                    if (tuple(packed.shape), tuple(meta.shape)) != wanted or {packed.dtype, meta.dtype} != {
+                        torch.uint8
+                    }:
+                        raise QBEError(
+                            f"{folder / file} is damaged: {name} has the wrong shape; run 'qbe quantize' again"
+                        )
                     weight = module.weight.detach()
                     bits = torch.tensor([FULL_BITS if keep_original else layout.total_bits], dtype=torch.int32)
                     nested = NestedTensor(

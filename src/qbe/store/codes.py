@@ -18,9 +18,7 @@ CLIP_STEPS = (0, 1, 2, 3, 4, 6)  # grid steps of about 4.4 % below the range tha
 CHUNK = 1 << 20  # weights handled at once: temporaries stay in cache and memory stays flat
 
 
-def quantise(
-    weight: torch.Tensor, layout: SliceLayout, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+def quantise(weight: torch.Tensor, layout: SliceLayout, group_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Nested codes of a weight matrix.
 
     Args:

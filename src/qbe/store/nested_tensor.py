@@ -162,9 +162,7 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     bits = weight.bits
     bits = bits.expand(rows) if bits.shape[0] == 1 else bits[:rows]
-    return ops.nested_linear(
-        x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent
-    )
+    return ops.nested_linear(x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent)
 
 
 @dataclass

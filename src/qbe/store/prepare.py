@@ -80,7 +80,7 @@ def prepare(
         QBEError: whatever is wrong with the model or its files.
     """
     path = pull(str(name), progress=progress)
-    folder = path if checkpoint.is_checkpoint(path) else cached_store(path, str(name), progress=progress)
+    folder = store_folder(str(name), progress=progress)
     loaded = load_model(path, dtype=dtype, progress=progress)
     table = tag(loaded.model, name=str(name))
     checkpoint.attach(loaded.model, folder)
@@ -92,6 +92,12 @@ def prepare(
         table = table.with_sensitivity(measured)
     place(loaded.model, device, originals)
     return PreparedModel(loaded.model, loaded.tokenizer, table, str(name))
+
+
+def store_folder(name: str, *, progress: bool) -> Path:
+    """Where the nested store of a model lies: its own folder, or one in the cache (made on first use)."""
+    path = pull(name, progress=progress)
+    return path if checkpoint.is_checkpoint(path) else cached_store(path, name, progress=progress)
 
 
 def cached_store(path: Path, name: str, *, progress: bool) -> Path:
@@ -119,7 +125,9 @@ def nest_loaded(loaded: LoadedModel, name: str, config: NestedWeightConfig, *, p
     table = tag(loaded.model, name=name)
     names = nestable(table)
     if not names:
-        raise QBEError(f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision")
+        raise QBEError(
+            f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision"
+        )
     with bar("nesting weights", len(names), progress) as step:
         nest(loaded.model, names, config, on_site=lambda _: step())
     return with_store(table, loaded.model)
@@ -188,7 +196,13 @@ def place(model: nn.Module, device: torch.device, originals: str) -> None:
 
 
 def quantise_to(
-    name: str, out: Path, config: NestedWeightConfig, device: torch.device, *, measure: bool = True, progress: bool = True
+    name: str,
+    out: Path,
+    config: NestedWeightConfig,
+    device: torch.device,
+    *,
+    measure: bool = True,
+    progress: bool = True,
 ) -> Path:
     """`qbe quantize`: writes the checkpoint folder of a model, sensitivities included.
 

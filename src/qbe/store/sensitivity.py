@@ -113,9 +113,7 @@ def _decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:
     return [found[i] for i in range(len(found))] if sorted(found) == list(range(len(found))) else []
 
 
-def _reference_pass(
-    model: nn.Module, layers: list[nn.Module], tokens: torch.Tensor
-) -> tuple[list[Any], torch.Tensor]:
+def _reference_pass(model: nn.Module, layers: list[nn.Module], tokens: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
     """What every layer returned and the logits [rows, V], all at 16 bits."""
     outputs: list[Any] = [None] * len(layers)
 

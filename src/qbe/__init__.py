@@ -1,0 +1,60 @@
+"""Quantization Blueprint Engine: LLM inference at a precision chosen for each query, layer by layer.
+
+    import qbe
+    engine = qbe.Engine("smollm2-135m-instruct")
+    print(engine.generate("What is the capital of France?").text)
+
+Importing `qbe` is cheap; torch and transformers are imported on first use of what needs them.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.errors import QBEError
+from qbe.models import pull
+
+if TYPE_CHECKING:
+    from qbe.engine.engine import Engine, Request, Result
+    from qbe.engine.sequence import SamplingParams
+    from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
+
+# torchao warns at import about GPU extensions that this machine cannot load, and torch about torchao's enums. Neither
+# concerns a user of QBE, and standard error belongs to progress bars and errors.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+__version__ = "0.1.0"
+__all__ = [
+    "Blueprint",
+    "Budget",
+    "Engine",
+    "NestedTensor",
+    "NestedWeightConfig",
+    "QBEError",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "pull",
+    "quantize_",
+]
+
+_LAZY = {
+    "Engine": "qbe.engine.engine",
+    "Request": "qbe.engine.engine",
+    "Result": "qbe.engine.engine",
+    "SamplingParams": "qbe.engine.sequence",
+    "NestedTensor": "qbe.store.nested_tensor",
+    "NestedWeightConfig": "qbe.store.nested_tensor",
+    "quantize_": "qbe.store.nested_tensor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'qbe' has no attribute {name!r}")

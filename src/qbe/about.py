@@ -1,0 +1,165 @@
+"""What `qbe info` and `qbe records` show: a model's sites and store, this machine, and the table of past requests."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from qbe.records import Record
+from qbe.sites import SiteTable
+
+
+def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[str, Any]:
+    """A model's sites, roles and nested store, and the machine, as JSON.
+
+    Args:
+        verify: also compare the checksums of the nested files.
+
+    Raises:
+        QBEError: whatever is wrong with the model or its files.
+    """
+    import torch
+
+    from qbe.store import checkpoint
+    from qbe.store.nested_tensor import NestedTensor
+    from qbe.store.prepare import prepare, store_folder
+
+    prepared = prepare(model, device=torch.device("cpu"), need_sensitivity=False, progress=progress)
+    folder = store_folder(model, progress=progress)
+    if verify:
+        checkpoint.verify(folder)
+    table = prepared.table
+    manifest = checkpoint.read_manifest(folder)
+    weights = [prepared.model.get_submodule(s.name).weight for s in table.nested]
+    nested_bytes = sum(w.nested_bytes() for w in weights)
+    own = {p.data_ptr() for p in prepared.model.parameters() if not isinstance(p, NestedTensor)}
+    tied = sum(w.numel() for w in weights if w.original.data_ptr() in own)
+    return {
+        "model": model,
+        "type": prepared.model.config.model_type,
+        "dtype": str(prepared.model.dtype).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in prepared.model.parameters()) - tied,
+        "layers": table.layers,
+        "roles": _roles(table),
+        "unknown": [s.name for s in table.unknown],
+        "store": {
+            "folder": str(folder),
+            "slices": list(manifest.slices),
+            "group_size": manifest.group_size,
+            "gears": list(table.gears()),
+            "nested_sites": len(table.nested),
+            "nested_parameters": table.nested_parameters,
+            "nested_bytes": nested_bytes,
+            "bits_per_weight": round(8 * nested_bytes / table.nested_parameters, 4),
+            "sensitivity_measured": table.measured,
+            "checksums_verified": verify,
+        },
+        "hardware": hardware(),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """This machine: device, memory, threads, which kernels serve it and the versions that matter."""
+    import os
+
+    import torch
+    import torchao
+    import transformers
+
+    from qbe import __version__
+    from qbe.kernels.cpu.build import backend
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "cpu_kernel": backend(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpus": gpus,
+        "versions": {
+            "qbe": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "torchao": torchao.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _roles(table: SiteTable) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for site in table:
+        row = found.setdefault(
+            str(site.role), {"role": str(site.role), "sites": 0, "parameters": 0, "nested": 0, "gears": []}
+        )
+        row["sites"] += 1
+        row["parameters"] += site.parameters
+        row["nested"] += site.nested
+        row["gears"] = sorted({*row["gears"], *site.gears})
+    return list(found.values())
+
+
+def render(described: dict[str, Any]) -> RenderableType:
+    """The result of `about` for a terminal."""
+    store, machine = described["store"], described["hardware"]
+    roles = Table(title="sites", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column, justify in (("role", "left"), ("sites", "right"), ("nested", "right"), ("weights", "right")):
+        roles.add_column(column, justify=justify)  # type: ignore[arg-type]
+    roles.add_column("gears")
+    for row in described["roles"]:
+        gears = " ".join(map(str, row["gears"]))
+        roles.add_row(row["role"], str(row["sites"]), str(row["nested"]), f"{row['parameters']:,}", gears)
+    unknown = described["unknown"]
+    parts: list[RenderableType] = [
+        Text(
+            f"{described['model']}  ({described['type']}, {described['parameters'] / 1e6:.1f} M parameters, "
+            f"{described['layers']} layers, {described['dtype']})",
+            style="bold",
+        ),
+        roles,
+        Text(f"unknown, at 16 bits: {', '.join(unknown) if unknown else 'none'}", style="yellow" if unknown else "dim"),
+        Text(
+            f"nested store: slices {tuple(store['slices'])}, group {store['group_size']}, {store['nested_sites']} sites, "
+            f"{store['nested_bytes'] / 1e6:.1f} MB, {store['bits_per_weight']:.3f} bits a weight"
+        ),
+        Text(
+            f"  in {store['folder']}; sensitivity {'measured' if store['sensitivity_measured'] else 'not measured yet'}"
+        ),
+        Text(
+            f"machine: {machine['cpu']}, {machine['threads']} threads, CPU kernel {machine['cpu_kernel']}, "
+            f"GPUs: {', '.join(machine['gpus']) or 'none'}"
+        ),
+        Text("  " + ", ".join(f"{k} {v}" for k, v in machine["versions"].items()), style="dim"),
+    ]
+    return Group(*parts)
+
+
+def records_table(rows: Sequence[Record], total: int) -> RenderableType:
+    """Records as a table, newest first."""
+    table = Table(box=None, padding=(0, 2, 0, 0), caption=f"{len(rows)} of {total} records", caption_justify="left")
+    for column in ("time", "id", "model", "policy", "class", "score", "bits", "in", "out", "MB/token", "end"):
+        table.add_column(
+            column,
+            no_wrap=column in ("time", "id"),
+            justify="right" if column in "score bits in out MB/token" else "left",
+        )
+    for r in rows:
+        table.add_row(
+            r.time[:19].replace("T", " "),
+            r.id[:8],
+            r.model.rsplit("/", 1)[-1],
+            r.policy,
+            r.prompt_class or "-",
+            "-" if r.score is None else f"{r.score:.2f}",
+            "-" if r.average_weight_bits is None else f"{r.average_weight_bits:.2f}",
+            str(r.prompt_tokens),
+            str(r.completion_tokens),
+            f"{r.bytes_per_token / 1e6:.1f}",
+            r.finish_reason,
+        )
+    return table

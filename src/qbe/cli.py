@@ -1,0 +1,326 @@
+"""The `qbe` command. Parses, calls the library, prints; a QBEError becomes one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+
+from qbe.errors import QBEError
+
+if TYPE_CHECKING:  # torch and transformers are imported when a command needs them: `qbe --help` stays quick
+    from qbe.budget import Budget
+    from qbe.engine.engine import Engine, Result
+    from qbe.engine.sequence import SamplingParams
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
+)
+out = Console()
+err = Console(stderr=True)
+
+DEFAULT = "smollm2-135m-instruct"
+Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")]
+Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: tiered, uniform or a plug-in's name")]
+Bits = Annotated[float | None, typer.Option(help="budget: average bits over the weights of nested sites")]
+Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
+Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Originals = Annotated[str, typer.Option(help="where 16-bit weights live when the device is a GPU: device or host")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="take the likeliest token (the same as --temperature 0)")]
+MaxTokens = Annotated[int, typer.Option(help="tokens to write at most")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy")]
+TopK = Annotated[int, typer.Option(help="keep the k likeliest tokens; 0 keeps all")]
+TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that add up to p")]
+MinP = Annotated[float, typer.Option(help="keep tokens at least this likely relative to the likeliest")]
+Penalty = Annotated[float, typer.Option(help="above 1 discourages repetition")]
+Seed = Annotated[int | None, typer.Option(help="same seed, same answer")]
+Stop = Annotated[list[str] | None, typer.Option(help="end the answer at this text (repeatable)")]
+Chat = Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+Prompt = Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")]
+
+
+@app.command()
+def generate(
+    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
+    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
+    max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95,
+    min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, chat: Chat = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Answer one prompt at the precision chosen for it, streaming the text."""
+    text = _prompt(prompt)
+    params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
+    budget = _budget(bits, tier)
+    with _engine(model, policy, dtype, device, originals, max_sequences=1) as engine:
+        asked: Any = [{"role": "user", "content": text}] if chat else text
+        result = _stream(engine, asked, params, budget, quiet=as_json)
+    if as_json:
+        _print_json(result.describe())
+    else:
+        _summary(result)
+
+
+@app.command("chat")
+def chat_command(
+    model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
+    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
+    max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95,
+    min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
+) -> None:  # fmt: skip
+    """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends."""
+    params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
+    budget = _budget(bits, tier)
+    with _engine(model, policy, dtype, device, originals, max_sequences=1) as engine:
+        messages: list[dict[str, str]] = []
+        while True:
+            try:
+                line = _utf8(input("you> " if sys.stdin.isatty() else ""), "the message").strip()
+            except EOFError:
+                break
+            if line in ("/exit", "/quit"):
+                break
+            if line == "/clear":
+                messages = []
+                continue
+            if not line:
+                continue
+            try:
+                result = _stream(engine, [*messages, {"role": "user", "content": line}], params, budget)
+            except QBEError as error:  # a message too long, say: the conversation so far is kept
+                err.print(f"qbe: {error}", style="red", markup=False, highlight=False)
+                continue
+            except KeyboardInterrupt:
+                err.print("(stopped)")
+                continue
+            messages += [{"role": "user", "content": line}, {"role": "assistant", "content": result.text}]
+            _summary(result)
+
+
+@app.command()
+def explain(
+    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
+    chat: Chat = False, as_json: Json = False,
+    html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
+) -> None:  # fmt: skip
+    """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
+    text = _prompt(prompt)
+    budget = _budget(bits, tier)
+    with _engine(model, policy, "auto", "cpu", "device", max_sequences=1) as engine:
+        found = engine.explain([{"role": "user", "content": text}] if chat else text, budget=budget)
+    if html is not None:
+        from qbe.explain.html import render as page
+        from qbe.files import write_text
+
+        write_text(html, page(found, prompt=text))
+    if as_json:
+        _print_json(found.describe())
+    elif html is None:
+        from qbe.explain.terminal import render
+
+        out.print(render(found))
+    else:
+        err.print(f"wrote {html}", markup=False, highlight=False)
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="hub id, transformers folder, GGUF file or built-in name")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder to write; it must not exist yet")],
+    group_size: Annotated[int, typer.Option(help="inputs that share a scale, a multiple of 64")] = 64,
+    slices: Annotated[str, typer.Option(help="widths of the slices, most significant first")] = "4,2,2",
+    device: Device = "auto", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write a model's nested store and its measured sensitivities as a folder that every command takes."""
+    from qbe.engine.devices import pick_device
+    from qbe.store.nested_tensor import NestedWeightConfig
+    from qbe.store.prepare import quantise_to
+
+    try:
+        widths = tuple(int(s) for s in slices.split(","))
+    except ValueError:
+        raise QBEError(f"--slices '{slices}' is not a list of whole numbers; give 4,2,2 for example") from None
+    config = NestedWeightConfig(group_size, widths)
+    quantise_to(model, output, config, pick_device(device), progress=err.is_terminal)
+    described = _about(str(output))
+    if as_json:
+        _print_json(described)
+    else:
+        store = described["store"]
+        out.print(
+            f"wrote {output}: {store['nested_sites']} sites, {store['bits_per_weight']:.2f} bits a weight",
+            highlight=False,
+        )
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="hub id, folder, GGUF file or built-in name")] = DEFAULT,
+    as_json: Json = False,
+) -> None:
+    """Fetch a model into the cache and print where it lies."""
+    from qbe.models import pull as fetch
+
+    path = fetch(name, progress=err.is_terminal)
+    if as_json:
+        _print_json({"name": name, "path": str(path)})
+    else:
+        print(path)
+
+
+@app.command()
+def info(
+    model: Model = DEFAULT,
+    verify: Annotated[bool, typer.Option("--verify", help="compare the checksums of a QBE folder's files")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a model's sites and roles, its nested store, and what this machine offers."""
+    described = _about(model, verify=verify)
+    if as_json:
+        _print_json(described)
+        return
+    from qbe.about import render
+
+    out.print(render(described))
+
+
+@app.command()
+def records(
+    export: Annotated[Path | None, typer.Option(help="write all records to this file")] = None,
+    format: Annotated[str, typer.Option(help="of --export: jsonl or parquet")] = "jsonl",
+    limit: Annotated[int, typer.Option(help="how many to list, newest first")] = 20,
+    as_json: Json = False,
+) -> None:
+    """List or export what past requests were given and what it cost."""
+    from qbe.about import records_table
+    from qbe.records import RecordStore
+    from qbe.records import export as write
+
+    store = RecordStore()
+    if export is not None:
+        count = write(store, export, format)
+        err.print(f"wrote {count} records to {export}", markup=False, highlight=False)
+        return
+    if limit < 1:
+        raise QBEError(f"--limit {limit} is not a number of records; give 1 or more")
+    rows = store.list(limit)
+    if as_json:
+        _print_json([r.describe() for r in rows])
+    else:
+        out.print(records_table(rows, store.count()))
+
+
+def _about(model: str, verify: bool = False) -> dict[str, Any]:
+    from qbe.about import about
+
+    return about(model, verify=verify, progress=err.is_terminal)
+
+
+def _engine(model: str, policy: str, dtype: str, device: str, originals: str, max_sequences: int) -> Engine:
+    from qbe.engine.engine import Engine
+
+    return Engine(
+        model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=max_sequences,
+        progress=err.is_terminal,
+    )  # fmt: skip
+
+
+def _budget(bits: float | None, tier: str) -> Budget:
+    from qbe.budget import Budget
+
+    return Budget(bits=bits, tier=tier)
+
+
+def _params(
+    max_tokens: int, greedy: bool, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float,
+    seed: int | None, stop: list[str] | None,
+) -> SamplingParams:  # fmt: skip
+    from qbe.engine.sequence import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0.0 if greedy else temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=penalty, seed=seed, stop=tuple(stop or ()),
+    )  # fmt: skip
+
+
+def _prompt(argument: str) -> str:
+    if argument == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise QBEError(f"standard input is not valid UTF-8 (byte {error.start}); convert it first") from None
+    else:
+        text = _utf8(argument, "the prompt")
+    if not text.strip():
+        raise QBEError("the prompt is empty; give some text, or - to read it from standard input")
+    return text
+
+
+def _utf8(text: str, what: str) -> str:
+    """Bytes that were no UTF-8 arrive from the shell as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise QBEError(f"{what} is not valid UTF-8 (character {error.start}); convert it first") from None
+    return text
+
+
+def _stream(engine: Engine, prompt: Any, params: SamplingParams, budget: Budget, quiet: bool = False) -> Result:
+    stream = engine.stream(prompt, params, budget=budget)
+    for piece in stream:
+        if not quiet:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if not quiet:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return stream.result
+
+
+def _summary(result: Result) -> None:
+    from qbe.explain.terminal import strip
+
+    line = strip(result.blueprint, result.table)
+    line.append(
+        f"  {result.average_weight_bits:.2f} bits  {result.bytes_per_token / 1e6:.1f} MB/token"
+        f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s",
+        style="dim",
+    )
+    err.print(line)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 when interrupted."""
+    try:
+        code = app(argv, standalone_mode=False)
+    except QBEError as error:
+        _fail(str(error))
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        _fail(f"{error.format_message()}; see 'qbe --help'".replace("\n", " "))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `qbe records --json | head`
+        sys.stderr.close()
+        sys.exit(0)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> None:
+    err.print(f"qbe: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)

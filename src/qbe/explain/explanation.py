@@ -1,0 +1,67 @@
+"""The explanation of one blueprint: everything that `qbe explain` shows. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qbe.analysis.profile import QueryProfile
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.sites import SiteTable
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A query's way to its blueprint, without the query's text.
+
+    Attributes:
+        prompt_tokens: length of the query in the model's tokens.
+        profile: its features and score.
+        blueprint: what the policy chose.
+        table: the model's sites.
+        budget: what the caller allowed.
+        target_bits: average bits that budget and score left to the policy.
+        analysis_ms, policy_ms: time that each took, milliseconds.
+        bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1 with this blueprint.
+        bytes_per_token_16bit: the same with every site at 16 bits.
+    """
+
+    prompt_tokens: int
+    profile: QueryProfile
+    blueprint: Blueprint
+    table: SiteTable
+    budget: Budget
+    target_bits: float
+    analysis_ms: float
+    policy_ms: float
+    bytes_per_token: int
+    bytes_per_token_16bit: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes per token with this blueprint over those at 16 bits; below 1 is a saving."""
+        return self.bytes_per_token / max(1, self.bytes_per_token_16bit)
+
+    @property
+    def average_bits(self) -> float:
+        """Mean gear over the weights of the nested sites."""
+        return self.blueprint.average_weight_bits(self.table)
+
+    def describe(self) -> dict[str, Any]:
+        """The explanation as JSON."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "profile": self.profile.describe(),
+            "policy": self.blueprint.policy,
+            "budget": {
+                "bits": self.budget.bits,
+                "tier": self.budget.tier,
+                "target_bits": round(self.target_bits, 4),
+            },
+            "blueprint": self.blueprint.describe(self.table),
+            "bytes_per_token": self.bytes_per_token,
+            "bytes_per_token_16bit": self.bytes_per_token_16bit,
+            "ratio": round(self.ratio, 4),
+            "timings": {"analysis_ms": round(self.analysis_ms, 4), "policy_ms": round(self.policy_ms, 4)},
+        }

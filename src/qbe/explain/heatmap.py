@@ -1,0 +1,126 @@
+"""The heat map of a blueprint as data: rows are roles, columns are decoder layers. Both renderers draw this."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qbe.blueprint import Blueprint
+from qbe.sites import Role, Site, SiteTable
+
+# In the order in which a token meets them.
+LABELS: dict[Role, str] = {
+    Role.ATTENTION_Q: "q",
+    Role.ATTENTION_K: "k",
+    Role.ATTENTION_V: "v",
+    Role.ATTENTION_QKV: "qkv",
+    Role.ATTENTION_O: "o",
+    Role.SSM_IN: "ssm_in",
+    Role.SSM_OUT: "ssm_out",
+    Role.FFN_GATE: "gate",
+    Role.FFN_UP: "up",
+    Role.FFN_GATE_UP: "gate_up",
+    Role.FFN_DOWN: "down",
+    Role.OUTPUT_HEAD: "head",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One or more sites of one role in one layer (or outside the layers).
+
+    Attributes:
+        sites: each site with its weight bits.
+    """
+
+    sites: tuple[tuple[Site, int], ...]
+
+    @property
+    def bits(self) -> float:
+        """Mean bits over the weights of the cell."""
+        return sum(s.parameters * b for s, b in self.sites) / max(1, sum(s.parameters for s, _ in self.sites))
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A blueprint laid out by role and layer.
+
+    Attributes:
+        layers: number of decoder layers, the columns.
+        rows: label -> one cell per layer; None where the layer has no such site.
+        mean: one cell per layer over all its sites; None where the layer has no nested site.
+        outside: label -> the cell of nested sites outside the layers, such as the output head.
+        gears: precisions that occur in the model's store, ascending; the legend.
+        fixed: role -> number of sites that always run at 16 bits.
+    """
+
+    layers: int
+    rows: dict[str, tuple[Cell | None, ...]]
+    mean: tuple[Cell | None, ...]
+    outside: dict[str, Cell]
+    gears: tuple[int, ...]
+    fixed: dict[str, int]
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, table: SiteTable) -> HeatMap:
+        """The heat map of a blueprint made for this table."""
+        groups: dict[tuple[Role, int | None], list[tuple[Site, int]]] = defaultdict(list)
+        by_layer: dict[int, list[tuple[Site, int]]] = defaultdict(list)
+        for pair in zip(table.nested, blueprint.weight_bits, strict=True):
+            site = pair[0]
+            groups[site.role, site.layer].append(pair)
+            if site.layer is not None:
+                by_layer[site.layer].append(pair)
+        layers = max([table.layers, *(i + 1 for i in by_layer)])
+
+        def line(role: Role) -> tuple[Cell | None, ...]:
+            return tuple(_cell(groups.get((role, i), ())) for i in range(layers))
+
+        roles = sorted({role for role, _ in groups}, key=lambda r: (_ORDER.get(r, len(_ORDER)), r))
+        return cls(
+            layers=layers,
+            rows={label(r): line(r) for r in roles if any(cell for cell in line(r))},
+            mean=tuple(_cell(by_layer.get(i, ())) for i in range(layers)),
+            outside={label(r): Cell(tuple(groups[r, None])) for r in roles if (r, None) in groups},
+            gears=tuple(sorted({g for s in table.nested for g in s.gears})),
+            fixed=dict(Counter(str(s.role) for s in table if not s.nested)),
+        )
+
+
+_ORDER = {role: i for i, role in enumerate(LABELS)}
+
+
+def label(role: Role) -> str:
+    """The short name of a role."""
+    return LABELS.get(role, str(role))
+
+
+def bits_text(bits: float) -> str:
+    """Bits for a cell, whole: sites of one cell that differ are shown by their rounded mean."""
+    return str(round(bits))
+
+
+def span(bits: Sequence[int]) -> str:
+    """One word for a list of bits: `16`, or `4 to 16`."""
+    if not bits:
+        return "none"
+    return str(min(bits)) if min(bits) == max(bits) else f"{min(bits)} to {max(bits)}"
+
+
+def size(n: float) -> str:
+    """Bytes for people, decimal units: `98.2 MB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n < 999.5 or unit == "TB":
+            break
+        n /= 1000
+    return f"{n:.0f} {unit}" if unit == "B" or n >= 99.95 else f"{n:.3g} {unit}"
+
+
+def number(value: float) -> str:
+    """A feature's value in a few characters: whole numbers whole, others with three digits."""
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _cell(sites: Sequence[tuple[Site, int]]) -> Cell | None:
+    return Cell(tuple(sites)) if sites else None

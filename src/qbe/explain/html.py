@@ -1,0 +1,53 @@
+"""The explanation as one page: no script, no network, light and dark, narrow and wide."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, Template
+
+from qbe.explain.explanation import Explanation
+from qbe.explain.heatmap import Cell, HeatMap, bits_text, label, number, size, span
+from qbe.explain.palette import colour, ink
+
+BAND = 40  # most layers side by side; deeper models get several bands
+
+
+def render(explanation: Explanation, prompt: str | None = None) -> str:
+    """The page as text. The prompt is in it only if it is given; everything is escaped."""
+    e = explanation
+    heat = HeatMap.of(e.blueprint, e.table)
+    bands = max(1, -(-heat.layers // BAND))
+    step = max(1, -(-heat.layers // bands))
+    return _template().render(
+        e=e,
+        heat=heat,
+        bands=[range(i, min(i + step, heat.layers)) for i in range(0, heat.layers, step)],
+        prompt=prompt,
+        sites=list(zip(e.table.nested, e.blueprint.weight_bits, e.blueprint.activation_bits, strict=True)),
+        activations=span(e.blueprint.activation_bits),
+        kv=span(e.blueprint.kv_bits),
+    )
+
+
+@cache
+def _template() -> Template:
+    env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    filters: dict[str, Any] = {"colour": colour, "ink": ink, "size": size, "number": number, "bits_text": bits_text}
+    env.filters.update(filters, tip=_tip, label=label)
+    return env.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+
+
+def _tip(cell: Cell) -> str:
+    """What a cell says when it is pointed at: one line per site."""
+    lines = []
+    for site, bits in cell.sites:
+        line = f"{site.name}: {bits} bits, {' × '.join(map(str, site.shape))}"
+        if bits in site.bytes_at:
+            line += f", {size(site.bytes_at[bits])} per token"
+        if bits in site.sensitivity:
+            line += f", KL {site.sensitivity[bits]:.2g} nats"
+        lines.append(line)
+    return "\n".join(lines)

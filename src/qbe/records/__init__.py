@@ -1,0 +1,9 @@
+"""Records: one row for each request (DESIGN decision 8), kept in SQLite, exported as JSON lines or Parquet."""
+
+from __future__ import annotations
+
+from qbe.records.export import export
+from qbe.records.record import Record
+from qbe.records.store import RecordStore
+
+__all__ = ["Record", "RecordStore", "export"]

@@ -1,0 +1,144 @@
+"""One record: what a request asked for, what it was given and what that cost. Pure data.
+
+Prices, the proxy scorer and the reports are computed from records alone (DESIGN decision 8), so a record holds the
+features of a prompt, never its text.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from qbe.errors import QBEError
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A finished, failed or cancelled request. What it never reached keeps its default.
+
+    Attributes:
+        id: 32 hex digits.
+        time: when it ended, UTC, ISO 8601.
+        model: name of the model.
+        policy: name of the policy that chose the blueprint.
+        tier: the budget's tier.
+        budget_bits: average bits the caller asked for; None when it was left to tier and score.
+        prompt_tokens, completion_tokens: tokens read and tokens written.
+        finish_reason: `stop`, `length`, `cancelled` or `error`.
+        score: complexity in [0, 1]; None when the query was not analysed.
+        prompt_class: class of the query; None when it was not analysed.
+        analysis_tier: which analysis made the profile: 1 thresholds, 2 trained classifier.
+        features: name -> value, what the score was computed from.
+        blueprint_key: `Blueprint.key` of the blueprint it began with.
+        average_weight_bits: mean gear over the weights of the nested sites, bits per weight.
+        weight_bits, activation_bits: one per nested site, in plan order.
+        kv_bits: one per decoder layer.
+        bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
+        bytes_moved: bytes of weights and scales over all steps of the request.
+        tokens_by_bits: gear -> tokens computed at it.
+        entropies: of the output distribution, nats per token; None when not measured.
+        analysis_ms, policy_ms, prefill_ms, decode_ms: time spent in each part, milliseconds.
+        error: what went wrong, one line; None when nothing did.
+    """
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    time: str = field(default_factory=_now)
+    model: str
+    policy: str
+    tier: str
+    budget_bits: float | None = None
+    prompt_tokens: int
+    completion_tokens: int = 0
+    finish_reason: str
+    score: float | None = None
+    prompt_class: str | None = None
+    analysis_tier: int | None = None
+    features: Mapping[str, float] = field(default_factory=dict)
+    blueprint_key: str | None = None
+    average_weight_bits: float | None = None
+    weight_bits: Sequence[int] = ()
+    activation_bits: Sequence[int] = ()
+    kv_bits: Sequence[int] = ()
+    bytes_per_token: int = 0
+    bytes_moved: int = 0
+    tokens_by_bits: Mapping[int, int] = field(default_factory=dict)
+    entropies: Sequence[float] | None = None
+    analysis_ms: float = 0.0
+    policy_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    error: str | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """The record as JSON, in the order of the fields."""
+        return {name: _plain(getattr(self, name)) for name in FIELDS}
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Record:
+        """The record that `describe` (possibly through JSON) was made from."""
+        return cls(**{k: _DECODE.get(k, _same)(v) for k, v in described.items()})
+
+    def to_row(self) -> tuple[Any, ...]:
+        """One SQLite value per field; lists and mappings as JSON text.
+
+        Raises:
+            QBEError: a value that JSON or SQLite cannot hold, such as NaN or an integer above 64 bits.
+        """
+        return tuple(_column(name, getattr(self, name)) for name in FIELDS)
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Record:
+        """The record of a row that `to_row` made."""
+        pairs = zip(FIELDS, row, strict=True)
+        return cls.of({k: json.loads(v) if k in JSON_FIELDS and v is not None else v for k, v in pairs})
+
+
+FIELDS = tuple(f.name for f in fields(Record))
+JSON_FIELDS = frozenset({"features", "weight_bits", "activation_bits", "kv_bits", "tokens_by_bits", "entropies"})
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of any kind as the two that JSON knows."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# What JSON loses: integer keys become strings, tuples become lists.
+_DECODE: dict[str, Callable[[Any], Any]] = {
+    "tokens_by_bits": lambda d: {int(k): v for k, v in d.items()},
+    "weight_bits": tuple,
+    "activation_bits": tuple,
+    "kv_bits": tuple,
+    "entropies": lambda x: None if x is None else tuple(x),
+}
+
+
+def _column(name: str, value: Any) -> Any:
+    if name in JSON_FIELDS:
+        if value is None:
+            return None
+        try:
+            return json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError) as e:
+            raise QBEError(f"the record's {name} cannot be stored: {e}; give finite numbers") from e
+    if value is not None and not isinstance(value, str | int | float):  # a tensor or NumPy scalar would become a blob
+        raise QBEError(f"the record's {name} is a {type(value).__name__}; give a plain number or text")
+    if isinstance(value, float) and not -float("inf") < value < float("inf"):
+        raise QBEError(f"the record's {name} is {value}; give a finite number")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise QBEError(f"the record's {name} is {value}, which does not fit in 64 bits")
+    # An error may quote bytes that were no UTF-8 (lone surrogates), which SQLite refuses.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

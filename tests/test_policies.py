@@ -1,0 +1,137 @@
+"""Policies: budgets are met, allocations are optimal, bad budgets get one line."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qbe import policies
+from qbe.analysis.profile import QueryProfile
+from qbe.blueprint import Blueprint
+from qbe.budget import TIERS, Budget
+from qbe.errors import QBEError
+from qbe.policies.allocate import allocate
+from qbe.sites import Role, Site, SiteTable
+
+SHAPES = {
+    Role.ATTENTION_Q: (576, 576), Role.ATTENTION_K: (192, 576), Role.ATTENTION_V: (192, 576),
+    Role.ATTENTION_O: (576, 576), Role.FFN_GATE: (1536, 576), Role.FFN_UP: (1536, 576), Role.FFN_DOWN: (576, 1536),
+}  # fmt: skip
+
+
+def smollm2_like(layers: int = 30, seed: int = 0) -> SiteTable:
+    rng = random.Random(seed)
+
+    def site(name: str, role: Role, layer: int | None, shape: tuple[int, int]) -> Site:
+        kl = rng.lognormvariate(-7, 1.5)
+        return Site(name, role, layer, shape, True, (4, 6, 8, 16), {}, {4: kl, 6: kl / 14, 8: kl / 200, 16: 0.0})
+
+    sites = [site(f"layers.{i}.{r}", r, i, s) for i in range(layers) for r, s in SHAPES.items()]
+    return SiteTable((*sites, site("lm_head", Role.OUTPUT_HEAD, None, (49152, 576))), "like", layers)
+
+
+TABLE = smollm2_like()
+
+
+def profile(score: float) -> QueryProfile:
+    return QueryProfile(score, "code", 2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(bits=st.floats(4.0, 16.0))
+def test_tiered_meets_a_budget_within_a_twentieth_of_a_bit(bits: float) -> None:
+    blueprint = policies.load("tiered").blueprint(profile(0.3), Budget(bits=bits), TABLE)
+    assert bits - 0.05 <= blueprint.average_weight_bits(TABLE) <= bits + 1e-6
+
+
+def test_different_scores_get_different_blueprints_and_equal_ones_share() -> None:
+    tiered = policies.load("tiered")
+    found = [tiered.blueprint(profile(s), Budget(), TABLE) for s in (0.1, 0.5, 0.9)]
+    assert len({b.key for b in found}) == 3
+    averages = [b.average_weight_bits(TABLE) for b in found]
+    assert averages == sorted(averages)
+    assert tiered.blueprint(profile(0.101), Budget(), TABLE) is found[0]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_tiers_bound_the_average(tier: str) -> None:
+    low = policies.load("tiered").blueprint(profile(0.0), Budget(tier=tier), TABLE).average_weight_bits(TABLE)
+    high = policies.load("tiered").blueprint(profile(1.0), Budget(tier=tier), TABLE).average_weight_bits(TABLE)
+    assert 4.0 <= low < high <= 8.0
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), bits=st.floats(4.2, 12))
+def test_allocation_is_optimal_on_models_small_enough_to_enumerate(seed: int, bits: float) -> None:
+    rng = random.Random(seed)
+    sites = tuple(
+        Site(f"s{i}", Role.FFN_UP, 0, (rng.randint(1, 40), 64), True, (4, 6, 8, 16), {},
+             {4: (k := rng.random()), 6: k / rng.uniform(2, 20), 8: k / 100, 16: 0.0})
+        for i in range(5)
+    )  # fmt: skip
+    table = SiteTable(sites, "small", 1)
+
+    def cost(gears: tuple[int, ...]) -> float:
+        return sum(s.sensitivity[g] for s, g in zip(sites, gears, strict=True))
+
+    def average(gears: tuple[int, ...]) -> float:
+        return Blueprint.of("x", table, gears).average_weight_bits(table)
+
+    everything = [g for g in itertools.product((4, 6, 8, 16), repeat=5) if average(g) <= bits + 1e-9]
+    near = [g for g in everything if average(g) >= bits - 0.05] or everything
+    ours = allocate(table, bits, {})
+    assert average(ours) <= bits + 1e-6
+    assert cost(ours) <= min(map(cost, near)) * 1.002 + 1e-5
+
+
+def test_floors_hold_until_the_budget_forbids_them() -> None:
+    floors = {Role.OUTPUT_HEAD: 6}
+    assert allocate(TABLE, 5.0, floors)[-1] >= 6
+    assert allocate(TABLE, 4.0, floors) == (4,) * len(TABLE.nested)
+
+
+def test_uniform_takes_only_the_stores_own_widths() -> None:
+    uniform = policies.load("uniform")
+    assert set(uniform.blueprint(profile(0.5), Budget(bits=6), TABLE).weight_bits) == {6}
+    assert set(uniform.blueprint(profile(0.5), Budget(), TABLE).weight_bits) == {8}
+    with pytest.raises(QBEError, match=r"5 bits: the store has 4, 6, 8, 16"):
+        uniform.blueprint(profile(0.5), Budget(bits=5), TABLE)
+
+
+def test_bad_budgets_and_policies() -> None:
+    with pytest.raises(QBEError, match="lowest average is 4.00"):
+        policies.load("tiered").blueprint(profile(0.5), Budget(bits=3.5), TABLE)
+    with pytest.raises(QBEError, match="no sensitivity table"):
+        bare = SiteTable(tuple(Site(s.name, s.role, s.layer, s.shape, True, s.gears) for s in TABLE), "bare", 30)
+        policies.load("tiered").blueprint(profile(0.5), Budget(), bare)
+    with pytest.raises(QBEError, match="unknown policy 'nope'"):
+        policies.load("nope")
+    with pytest.raises(QBEError, match="unknown tier"):
+        Budget(tier="gold")
+    for bits in (0, 17, float("nan")):
+        with pytest.raises(QBEError, match="out of range"):
+            Budget(bits=bits)
+    with pytest.raises(QBEError, match="5 bits are not in the store"):
+        Blueprint.of("x", TABLE, (5,) * len(TABLE.nested))
+
+
+def test_a_plug_in_is_found_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name, value = "mine", "somewhere:Mine"
+
+        def __init__(self, made: object) -> None:
+            self.made = made
+
+        def load(self) -> object:
+            return lambda: self.made
+
+    monkeypatch.setattr(policies, "entry_points", lambda group: [Entry(policies.load("uniform"))])
+    assert policies.load("mine").name == "uniform"
+    assert "mine" in policies.available()
+    monkeypatch.setattr(policies, "entry_points", lambda group: [Entry(object())])
+    with pytest.raises(QBEError, match="lacks name"):
+        policies.load("mine")
