@@ -1,4 +1,4 @@
-"""Fixtures that several test files share. Nothing here needs a network but `default_model`, which says so when it has none."""
+"""Fixtures that several test files share. Only `default_model` needs a network, and it skips without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is what is read; damage, other versions and full disks give one line and leave nothing."""
+"""Checkpoints: what is written is what is read; damage and full disks give one line and leave nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
 from transformers import AutoModelForCausalLM
 
+from conftest import tiny_llama
 from qbe.errors import QBEError
 from qbe.models import load_model
 from qbe.store import checkpoint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_llama
 
+from conftest import byte_tokenizer, tiny_llama
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 from qbe.store import sensitivity

@@ -11,7 +11,6 @@ from torch import nn
 from qbe.errors import QBEError
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.store import scales
-from qbe.store.codes import quantise
 from qbe.store.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, quantize_
 from qbe.store.packing import pack, unpack

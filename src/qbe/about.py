@@ -26,7 +26,7 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
     import torch
 
     from qbe.store import checkpoint
-    from qbe.store.nested_tensor import NestedTensor
+    from qbe.store.nested_tensor import NestedTensor, nested_linears
     from qbe.store.prepare import prepare, store_folder
 
     prepared = prepare(model, device=torch.device("cpu"), need_sensitivity=False, progress=progress)
@@ -35,10 +35,10 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
         checkpoint.verify(folder)
     table = prepared.table
     manifest = checkpoint.read_manifest(folder)
-    weights = [prepared.model.get_submodule(s.name).weight for s in table.nested]
+    weights = [weight for _, _, weight in nested_linears(prepared.model)]
     nested_bytes = sum(w.nested_bytes() for w in weights)
     own = {p.data_ptr() for p in prepared.model.parameters() if not isinstance(p, NestedTensor)}
-    tied = sum(w.numel() for w in weights if w.original.data_ptr() in own)
+    tied = sum(w.numel() for w in weights if w.original is not None and w.original.data_ptr() in own)
     return {
         "model": model,
         "type": prepared.model.config.model_type,
@@ -124,8 +124,8 @@ def render(described: dict[str, Any]) -> RenderableType:
         roles,
         Text(f"unknown, at 16 bits: {', '.join(unknown) if unknown else 'none'}", style="yellow" if unknown else "dim"),
         Text(
-            f"nested store: slices {tuple(store['slices'])}, group {store['group_size']}, {store['nested_sites']} sites, "
-            f"{store['nested_bytes'] / 1e6:.1f} MB, {store['bits_per_weight']:.3f} bits a weight"
+            f"nested store: slices {tuple(store['slices'])}, group {store['group_size']}, "
+            f"{store['nested_sites']} sites, {store['nested_bytes'] / 1e6:.1f} MB, {store['bits_per_weight']:.3f} bits a weight"
         ),
         Text(
             f"  in {store['folder']}; sensitivity {'measured' if store['sensitivity_measured'] else 'not measured yet'}"

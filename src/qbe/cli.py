@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 
@@ -24,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
 )
+# What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
+USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 out = Console()
 err = Console(stderr=True)
 
@@ -195,7 +196,7 @@ def info(
 
 @app.command()
 def records(
-    export: Annotated[Path | None, typer.Option(help="write all records to this file")] = None,
+    export: Annotated[Path | None, typer.Option(help="write all records to this file; - is standard output")] = None,
     format: Annotated[str, typer.Option(help="of --export: jsonl or parquet")] = "jsonl",
     limit: Annotated[int, typer.Option(help="how many to list, newest first")] = 20,
     as_json: Json = False,
@@ -207,7 +208,7 @@ def records(
 
     store = RecordStore()
     if export is not None:
-        count = write(store, export, format)
+        count = write(store, None if str(export) == "-" else export, format)
         err.print(f"wrote {count} records to {export}", markup=False, highlight=False)
         return
     if limit < 1:
@@ -308,15 +309,13 @@ def main(argv: list[str] | None = None) -> None:
         code = app(argv, standalone_mode=False)
     except QBEError as error:
         _fail(str(error))
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        _fail(f"{error.format_message()}; see 'qbe --help'".replace("\n", " "))
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:  # `qbe records --json | head`
         sys.stderr.close()
         sys.exit(0)
+    except USAGE_ERRORS as error:
+        _fail(f"{error.format_message()}; see 'qbe --help'".replace("\n", " "))
     else:
         sys.exit(code if isinstance(code, int) else 0)
 

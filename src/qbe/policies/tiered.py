@@ -1,4 +1,4 @@
-"""The default policy: the query's score and the budget give an average, an exact allocation gives each site its bits."""
+"""The default policy: score and budget give an average, an exact allocation gives each site its bits."""
 
 from __future__ import annotations
 

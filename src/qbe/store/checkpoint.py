@@ -30,7 +30,7 @@ from torch import nn
 from qbe.errors import QBEError
 from qbe.sites import FULL_BITS
 from qbe.store.layout import SliceLayout, padded
-from qbe.store.nested_tensor import NestedTensor, set_weight
+from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
 FORMAT = "qbe-nested"
 FORMAT_VERSION = 1
@@ -96,7 +96,7 @@ def _reason(error: Exception) -> str:
 
 def write_nested(folder: Path, model: nn.Module, model_name: str) -> None:
     """Writes the nested tensors of `model` and the manifest into a folder that already holds the 16-bit model."""
-    nested = {n: m.weight for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), NestedTensor)}
+    nested = {name: weight for name, _, weight in nested_linears(model)}
     if not nested:
         raise QBEError(f"{model_name} has no linear layer that can be nested; there is nothing to write")
     shards: list[list[str]] = [[]]

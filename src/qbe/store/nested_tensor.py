@@ -143,10 +143,6 @@ class NestedTensor(TorchAOBaseTensor):
         """Bytes of the nested codes and scales, the 16-bit original not counted."""
         return self.packed.numel() + self.meta.numel()
 
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        names, attributes = super().__tensor_flatten__()
-        return names, attributes
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
             f"NestedTensor(shape={tuple(self.shape)}, slices={tuple(self.slices)}, group_size={self.group_size}, "
@@ -199,6 +195,15 @@ def set_weight(module: nn.Linear, weight: NestedTensor) -> None:
     module.extra_repr = types.MethodType(  # type: ignore[method-assign]
         lambda self: f"in_features={self.in_features}, out_features={self.out_features}, weight={self.weight!r}", module
     )
+
+
+def nested_linears(model: nn.Module) -> list[tuple[str, nn.Linear, NestedTensor]]:
+    """Name, layer and weight of every linear layer of `model` that is nested, in module order."""
+    return [
+        (name, module, module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and isinstance(module.weight, NestedTensor)
+    ]
 
 
 def nest(

@@ -7,6 +7,7 @@ weights keep being read from where they are.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.models import LoadedModel, cache_dir, load_model, pull
-from qbe.sites import FULL_BITS, NESTABLE_ROLES, SiteTable
+from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store import checkpoint, sensitivity
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, set_weight
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest
+from qbe.store.placement import place
 from qbe.tagger import tag
 
 
@@ -160,39 +162,7 @@ def _fits_in_float32(path: Path, device: torch.device) -> bool:
     needed = stored * (8 if path.suffix == ".gguf" else 2.5)  # a 4-bit file grows eightfold, a 16-bit one doubles
     if device.type == "cuda":
         return needed < torch.cuda.mem_get_info(device)[0] * 0.8
-    import os
-
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.8
-
-
-def place(model: nn.Module, device: torch.device, originals: str) -> None:
-    """Moves a model to its device; the 16-bit originals of nested sites stay in pinned host memory if so asked.
-
-    An original that is also another parameter (a tied embedding) stays one tensor.
-    """
-    if device.type == "cpu":
-        return
-    if originals not in ("device", "host"):
-        raise QBEError(f"originals can live on 'device' or 'host', not '{originals}'")
-    nested = [(m, m.weight) for m in model.modules() if isinstance(getattr(m, "weight", None), NestedTensor)]
-    for module, _ in nested:
-        module.weight = None  # type: ignore[assignment]
-    owners = {p.data_ptr(): n for n, p in model.named_parameters()}
-    tied = [w.original is not None and owners.get(w.original.data_ptr()) for _, w in nested]
-    model.to(device)
-    parameters = dict(model.named_parameters())
-    for (module, weight), owner in zip(nested, tied, strict=True):
-        original = weight.original
-        if original is not None:
-            if owner:
-                original = parameters[owner].detach()
-            else:
-                original = original.to(device) if originals == "device" else original.pin_memory()
-        moved = NestedTensor(
-            weight.packed.to(device), weight.meta.to(device), weight.bits.to(device), weight.slices,
-            weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,
-        )  # fmt: skip
-        set_weight(module, moved)
 
 
 def quantise_to(

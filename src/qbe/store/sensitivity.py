@@ -108,7 +108,7 @@ def _decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:
             if layer is None or not isinstance(modules.get(head), nn.ModuleList):
                 return []
             found[site.layer] = layer
-            for i, m in enumerate(modules[head]):  # type: ignore[arg-type]
+            for i, m in enumerate(modules[head]):
                 found.setdefault(i, m)
     return [found[i] for i in range(len(found))] if sorted(found) == list(range(len(found))) else []
 
@@ -139,7 +139,7 @@ def _replay(layers: list[nn.Module], outputs: list[Any]) -> Iterator[None]:
         return lambda *_args, **_kwargs: output
 
     for layer, output in zip(layers, outputs, strict=False):
-        layer.forward = fixed(output)  # type: ignore[method-assign]
+        layer.forward = fixed(output)
     try:
         yield
     finally:

@@ -1,0 +1,6 @@
+"""Query analysis: query -> profile, in tiers (thresholds, trained classifier)."""
+
+from qbe.analysis.analyzer import Analyzer
+from qbe.analysis.profile import CLASSES, QueryProfile
+
+__all__ = ["CLASSES", "Analyzer", "QueryProfile"]

@@ -1,0 +1,190 @@
+"""The engine's loop: admit, run, sample, finish. Token ids in, token ids out; no tokenizer, no policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from qbe.blueprint import Blueprint
+from qbe.engine.plan import Plan
+from qbe.engine.runner import Runner, can_pack, use_paged_attention
+from qbe.engine.sampler import sample
+from qbe.engine.scheduler import Scheduler, Work
+from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.errors import QBEError
+from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
+from qbe.kvcache.pages import PAGE_SIZE, KVShape, PageAllocator, PagePool, pages_for
+from qbe.sites import SiteTable
+
+_DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
+_CPU_KV_TOKENS = 16384
+_CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step did for one sequence: a new token, an end, or both.
+
+    `finish_reason` is "stop", "length", "cancelled" or "error" when `finished`, else None.
+    """
+
+    sequence: Sequence
+    new_token: int | None
+    finished: bool
+    finish_reason: str | None
+
+
+class Core:
+    """Continuous batching over one model; requests with different blueprints share steps.
+
+    Args:
+        model: causal language model of transformers, already on its device. From here on its attention reads pages,
+            so it answers through this core only.
+        table: the model's sites; its nested sites' weights are bound to the plan.
+        eos_ids: tokens that end an answer; they stay in `output_ids`, as with transformers.
+        max_batch_tokens: tokens of one step; longer prompts are spread over steps.
+        max_sequences: requests that run at the same time; others wait.
+        kv_tokens: size of the KV cache in tokens. By default what 4 sequences at full context need, at most 16384
+            tokens on the CPU and 30 % of the free memory on a GPU.
+        device: the model's device, when it is not that of its first parameter.
+
+    Attributes:
+        context: the model's context in tokens, None when it has no limit.
+        vocabulary: number of tokens the model knows.
+
+    Raises:
+        QBEError: a model whose attention QBE cannot page, or sizes that do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: SiteTable,
+        *,
+        eos_ids: Iterable[int] = (),
+        max_batch_tokens: int = 512,
+        max_sequences: int = 32,
+        kv_tokens: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
+        self.device = device if device is not None else next(model.parameters()).device
+        config = decoder_config(model)
+        self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        packed = can_pack(config)
+
+        self.plan = Plan(table, max_batch_tokens if packed else 1, self.device, Runner.keeps_logits(model))
+        self.plan.bind(model)
+        shapes, dtype = probe_shapes(model)
+        paged = any(shapes)
+        if paged:
+            use_paged_attention(model)
+        tokens = kv_tokens if kv_tokens is not None else self._default_kv_tokens(shapes, dtype)
+        pages = pages_for(tokens) if paged else 0
+        self.pool = PagePool(shapes, pages, dtype, self.device)
+        self.scheduler = Scheduler(
+            PageAllocator(pages),
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            context=self.context,
+            paged=paged,
+            chunked=packed,
+        )
+        self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
+        self._try()
+
+    def _try(self) -> None:
+        """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""
+        lowest = Blueprint.of("trial", self.table, tuple(s.gears[0] for s in self.table.nested))
+        trial = Sequence("trial", [0], SamplingParams(max_tokens=1), lowest)
+        trial.pages = [0] if self.pool.num_pages else []
+        self.runner.step([Work(trial, 0, 1)])
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request.
+
+        Raises:
+            QBEError: a prompt that is empty, too long or has unknown tokens; a bias for an unknown token; an id in use.
+        """
+        for name, tokens in (("prompt", sequence.prompt_ids), ("logit_bias", sequence.params.logit_bias or ())):
+            unknown = [t for t in tokens if not 0 <= t < self.vocabulary]
+            if unknown:
+                raise QBEError(f"{name} has token {unknown[0]}, but the model knows 0 to {self.vocabulary - 1} only")
+        if len(sequence.blueprint.weight_bits) != len(self.table.nested):
+            raise QBEError(
+                f"the blueprint is for {len(sequence.blueprint.weight_bits)} sites, but the model has "
+                f"{len(self.table.nested)}: make it for this model"
+            )
+        self.scheduler.add(sequence)
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> Sequence | None:
+        """End a request now and free its pages; None when there is no such request (it may have finished).
+
+        `reason` becomes its finish reason: the caller that finds a stop string ends the request with "stop".
+        """
+        sequence = self.scheduler.get(request_id)
+        if sequence is not None:
+            self._end(sequence, reason)
+        return sequence
+
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work()
+
+    def step(self) -> list[StepOutput]:
+        """Run one step; an output for every sequence that got a token or ended. Empty when there is nothing to do."""
+        work = self.scheduler.schedule()
+        if not work:
+            return []
+        try:
+            logits = self.runner.step(work)
+            sequences = [w.sequence for w in work if w.samples]
+            tokens = sample(logits, sequences) if sequences else []
+        except BaseException:
+            # What these sequences have in the cache is unknown now: they cannot go on.
+            for w in work:
+                w.sequence.error = "the model failed while this request was in the batch"
+                self._end(w.sequence, "error")
+            raise
+        return [self._advance(s, t) for s, t in zip(sequences, tokens, strict=True)]
+
+    def _advance(self, sequence: Sequence, token: int | None) -> StepOutput:
+        """Give a sequence its token and end it when that was the last."""
+        if token is None:
+            sequence.error = (
+                f"the model's logits were not numbers after {len(sequence.token_ids)} tokens: "
+                "use a wider dtype (bfloat16 or float32) or more bits"
+            )
+            reason: str | None = "error"
+        else:
+            sequence.token_ids.append(token)
+            if token in self.eos_ids and not sequence.params.ignore_eos:
+                reason = "stop"
+            elif len(sequence.token_ids) >= sequence.max_length:
+                reason = "length"
+            else:
+                reason = None
+        if reason is not None:
+            self._end(sequence, reason)
+        elif len(sequence.token_ids) == self.runner.recompute_at:
+            sequence.computed = 0
+        return StepOutput(sequence, token, reason is not None, reason)
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        """Take a sequence out. One that did not end well may leave numbers in its pages that are none."""
+        pages = sequence.pages
+        self.scheduler.finish(sequence, reason)
+        if reason not in ("stop", "length") and pages:
+            self.pool.clear(pages)
+
+    def _default_kv_tokens(self, shapes: list[KVShape | None], dtype: torch.dtype) -> int:
+        wanted = _DEFAULT_SEQUENCES * self.context if self.context is not None else _CPU_KV_TOKENS
+        if self.device.type != "cuda":
+            return min(wanted, _CPU_KV_TOKENS)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        token_bytes = sum(s.numbers for s in shapes if s) * dtype.itemsize
+        return max(PAGE_SIZE, min(wanted, int(free * _CUDA_KV_SHARE) // max(1, token_bytes)))

@@ -1,0 +1,26 @@
+"""Which device the engine runs on."""
+
+from __future__ import annotations
+
+import torch
+
+from qbe.errors import QBEError
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        QBEError: another name, or a device this machine does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError):
+        raise QBEError(f"unknown device '{name}': choose auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise QBEError(f"device '{name}' is not supported: choose auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise QBEError(f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; choose cpu")
+    return device

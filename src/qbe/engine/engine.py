@@ -1,0 +1,372 @@
+"""`qbe.Engine`: a prompt comes in, its blueprint is chosen, its answer is written at that blueprint.
+
+analysis -> policy -> blueprint -> core (plan, pages, model, sampler) -> text, record
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from qbe import policies
+from qbe.analysis import Analyzer, QueryProfile
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.engine import core
+from qbe.engine.detokenize import Detokenizer
+from qbe.engine.devices import pick_device
+from qbe.engine.result import Prompt, Request, Result
+from qbe.engine.sequence import SamplingParams
+from qbe.engine.sequence import Sequence as Running
+from qbe.errors import QBEError
+from qbe.explain import Explanation
+from qbe.models import DEFAULT_MODEL, LoadedModel
+from qbe.records import Record, RecordStore
+from qbe.sites import SiteTable
+from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.placement import place
+from qbe.store.prepare import PreparedModel, measure_model, nest_loaded, prepare
+
+__all__ = ["Engine", "Request", "Result"]
+
+
+@dataclass
+class _Live:
+    """A request in the core, and what the engine keeps of it."""
+
+    request: Request
+    chosen: Explanation
+    running: Running
+    detokenizer: Detokenizer
+    started: float
+    pieces: list[str] = field(default_factory=list)
+    first_token: float | None = None
+    result: Result | None = None
+
+
+class Engine:
+    """One model that serves every precision from one copy of its weights.
+
+    Args:
+        model: anything `qbe.pull` takes, a folder that `qbe quantize` wrote, or a transformers causal LM in memory
+            (its linear layers are nested in place; then `tokenizer` is required).
+        policy: the default policy's name.
+        dtype: of the 16-bit weights and activations: `auto`, `float32`, `bfloat16` or `float16`.
+        device: `auto`, `cpu` or `cuda`.
+        originals: where the 16-bit weights of nested sites live when the device is a GPU: `device` or `host`.
+        max_batch_tokens: tokens per step; longer prompts are spread over steps.
+        max_sequences: requests that run at once; more wait.
+        kv_tokens: size of the KV cache in tokens; None chooses one that fits.
+        records: the file that records go to; None takes the user's, False keeps none.
+        progress: show progress bars on standard error.
+
+    Raises:
+        QBEError: bad input, in one line.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module = DEFAULT_MODEL,
+        *,
+        tokenizer: Any = None,
+        policy: str = "tiered",
+        dtype: str = "auto",
+        device: str = "auto",
+        originals: str = "device",
+        max_batch_tokens: int = 512,
+        max_sequences: int = 16,
+        kv_tokens: int | None = None,
+        records: Path | bool | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.policy = policies.load(policy)
+        self._policies = {policy: self.policy}
+        where = pick_device(device)
+        if isinstance(model, nn.Module):
+            prepared = _nest_in_place(model, tokenizer, where, originals, progress)
+        else:
+            prepared = prepare(
+                model, dtype=dtype, device=where, originals=originals,
+                need_sensitivity=self.policy.needs_sensitivity, progress=progress,
+            )  # fmt: skip
+        self.name, self.tokenizer, self.model = prepared.name, prepared.tokenizer, prepared.model
+        self._table = prepared.table
+        self._progress = progress
+        if self.policy.needs_sensitivity:
+            self._measure()
+        self.eos_ids = _eos_ids(self.model, self.tokenizer)
+        self.core = core.Core(
+            self.model, self._table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
+            max_sequences=min(max_sequences, max_batch_tokens), kv_tokens=kv_tokens, device=where,
+        )  # fmt: skip
+        self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
+        self._records = None if records is False else RecordStore(records if isinstance(records, Path) else None)
+        self._live: dict[str, _Live] = {}
+        full = Blueprint.of("full", self._table, tuple(s.gears[-1] for s in self._table.nested))
+        self._full_bytes = full.bytes_per_token(self._table)
+
+    @property
+    def table(self) -> SiteTable:
+        """The model's sites."""
+        return self._table
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        budget: Budget | None = None,
+        policy: str | None = None,
+    ) -> Result:
+        """Answers one prompt.
+
+        Raises:
+            QBEError: an empty or too long prompt, or a budget that cannot be met.
+        """
+        return self.generate_batch([Request(prompt, params or SamplingParams(), budget or Budget(), policy)])[0]
+
+    def generate_batch(self, requests: Sequence[Request]) -> list[Result]:
+        """Answers several prompts in shared steps, each at its own blueprint; results in the order of the requests.
+
+        Raises:
+            QBEError: any request is refused; none of them has started then.
+        """
+        ids: list[str] = []
+        try:
+            for request in requests:
+                ids.append(self.submit(request))
+        except QBEError:
+            for i in ids:
+                self.cancel(i)
+                self._live.pop(i)
+            raise
+        while any(self._live[i].result is None for i in ids):
+            self.step()
+        return [self._take(i) for i in ids]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        budget: Budget | None = None,
+        policy: str | None = None,
+    ) -> Stream:
+        """Answers one prompt piece by piece. Other streams and batches may run meanwhile, in the same thread."""
+        request = Request(prompt, params or SamplingParams(), budget or Budget(), policy)
+        return Stream(self, self.submit(request))
+
+    def explain(self, prompt: Prompt, *, budget: Budget | None = None, policy: str | None = None) -> Explanation:
+        """What `generate` would run this prompt at, and why; nothing is generated."""
+        return self._choose(Request(prompt, budget=budget or Budget(), policy=policy))[1]
+
+    def submit(self, request: Request) -> str:
+        """Queues a request and returns its id; `step` moves it on, `result` has its answer when it is done."""
+        ids, chosen = self._choose(request)
+        key = uuid.uuid4().hex
+        running = Running(key, ids, request.params, chosen.blueprint)
+        self.core.add(running)
+        text = Detokenizer(self.tokenizer, request.params.stop, self.eos_ids)
+        self._live[key] = _Live(request, chosen, running, text, time.perf_counter())
+        return key
+
+    def step(self) -> None:
+        """Runs one step of every request that can run."""
+        try:
+            outputs = self.core.step()
+        except BaseException:
+            for live in list(self._live.values()):
+                if live.running.finish_reason is not None and live.result is None:
+                    self._finish(live)
+            raise
+        now = time.perf_counter()
+        for output in outputs:
+            live = self._live[output.sequence.request_id]
+            if output.new_token is not None:
+                live.first_token = live.first_token or now
+                live.pieces.append(live.detokenizer.push(output.new_token))
+            if output.finished:
+                self._finish(live, now)
+            elif live.detokenizer.stopped is not None:
+                self.core.cancel(output.sequence.request_id, "stop")
+                self._finish(live, now)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request now; its pages are free at once and its result holds what was written so far."""
+        live = self._live.get(request_id)
+        if live is not None and live.result is None:
+            self.core.cancel(request_id)
+            self._finish(live)
+
+    def close(self) -> None:
+        """Cancels what still runs and closes the record store."""
+        for key in list(self._live):
+            self.cancel(key)
+        self._live.clear()
+        if self._records is not None:
+            self._records.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _choose(self, request: Request) -> tuple[list[int], Explanation]:
+        """Token ids of the prompt and the blueprint for it."""
+        text, ids = self._encode(request.prompt)
+        policy = self._policy(request.policy)
+        start = time.perf_counter()
+        profile: QueryProfile = self.analyzer.analyze(text, ids)
+        analysed = time.perf_counter()
+        blueprint = policy.blueprint(profile, request.budget, self._table)
+        done = time.perf_counter()
+        chosen = Explanation(
+            prompt_tokens=len(ids),
+            profile=profile,
+            blueprint=blueprint,
+            table=self._table,
+            budget=request.budget,
+            target_bits=request.budget.bits_for(profile.score),
+            analysis_ms=(analysed - start) * 1e3,
+            policy_ms=(done - analysed) * 1e3,
+            bytes_per_token=blueprint.bytes_per_token(self._table),
+            bytes_per_token_16bit=self._full_bytes,
+        )
+        return ids, chosen
+
+    def _encode(self, prompt: Prompt) -> tuple[str, list[int]]:
+        """The text to analyse (of a conversation: the last message) and the token ids to run."""
+        try:
+            if isinstance(prompt, str):
+                text, ids = prompt, self.tokenizer(prompt)["input_ids"]
+            else:
+                if not prompt or not all(isinstance(m.get("content"), str) and m.get("role") for m in prompt):
+                    raise QBEError("a conversation is a list of messages with 'role' and 'content'; give at least one")
+                if not getattr(self.tokenizer, "chat_template", None):
+                    raise QBEError(f"{self.name} has no chat template; give the prompt as plain text")
+                text = prompt[-1]["content"]
+                whole = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+                ids = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        except UnicodeEncodeError as error:
+            raise QBEError(f"the prompt is not valid UTF-8 (character {error.start}); convert it first") from None
+        except (TypeError, ValueError) as error:  # what tokenizers raise for lone surrogates and odd types
+            raise QBEError(f"the prompt cannot be tokenised ({error}); give valid UTF-8 text") from None
+        if not text.strip() or not ids:
+            raise QBEError("the prompt is empty; give some text")
+        return text, list(ids)
+
+    def _policy(self, name: str | None) -> policies.Policy:
+        if name is None:
+            return self.policy
+        if name not in self._policies:
+            self._policies[name] = policies.load(name)
+        if self._policies[name].needs_sensitivity and not self._table.measured:
+            raise QBEError(f"this engine was started without a sensitivity table; start it with policy='{name}'")
+        return self._policies[name]
+
+    def _measure(self) -> None:
+        """Sensitivities of a model given in memory; those of named models are measured by `prepare`."""
+        if not self._table.measured:
+            measured = measure_model(self.model, self.tokenizer, self._table, progress=self._progress)
+            self._table = self._table.with_sensitivity(measured)
+
+    def _finish(self, live: _Live, now: float | None = None) -> None:
+        """Makes the result and its record."""
+        now = time.perf_counter() if now is None else now
+        live.pieces.append(live.detokenizer.finish())
+        running, chosen = live.running, live.chosen
+        first = live.first_token or now
+        reason = "stop" if live.detokenizer.stopped is not None else running.finish_reason or "cancelled"
+        live.result = Result(
+            id=running.request_id, text=live.detokenizer.text, token_ids=running.output_ids, finish_reason=reason,
+            prompt_tokens=len(running.prompt_ids), profile=chosen.profile, blueprint=chosen.blueprint,
+            table=self._table, bytes_per_token=chosen.bytes_per_token, analysis_ms=chosen.analysis_ms,
+            policy_ms=chosen.policy_ms, prefill_ms=(first - live.started) * 1e3, decode_ms=(now - first) * 1e3,
+            error=running.error,
+        )  # fmt: skip
+        if self._records is not None:
+            self._records.try_append(self._record(live, live.result))
+
+    def _record(self, live: _Live, result: Result) -> Record:
+        budget, b = live.request.budget, result.blueprint
+        steps = len(result.token_ids)  # passes over the weights at batch 1: the prompt's, then one per further token
+        # Sites differ within one token: a token counts towards each gear by the share of weights that ran at it.
+        share: dict[int, int] = {}
+        for site, gear in zip(self._table.nested, b.weight_bits, strict=True):
+            share[gear] = share.get(gear, 0) + site.parameters
+        by_bits = {g: round(live.running.computed * n / self._table.nested_parameters) for g, n in share.items()}
+        return Record(
+            id=result.id, model=self.name, policy=b.policy, tier=budget.tier, budget_bits=budget.bits,
+            prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
+            finish_reason=result.finish_reason, score=result.profile.score, prompt_class=result.profile.prompt_class,
+            analysis_tier=result.profile.tier, features=result.profile.features, blueprint_key=b.key,
+            average_weight_bits=result.average_weight_bits, weight_bits=b.weight_bits,
+            activation_bits=b.activation_bits, kv_bits=b.kv_bits, bytes_per_token=result.bytes_per_token,
+            bytes_moved=result.bytes_per_token * steps, tokens_by_bits=by_bits, analysis_ms=result.analysis_ms,
+            policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
+        )  # fmt: skip
+
+    def _take(self, request_id: str) -> Result:
+        live = self._live.pop(request_id)
+        assert live.result is not None
+        return live.result
+
+
+class Stream:
+    """The pieces of one answer, as an iterator; `result` afterwards. Dropping it early cancels the request."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._engine, self._id = engine, request_id
+        self._result: Result | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        live = self._engine._live[self._id]
+        try:
+            while True:
+                while live.pieces:
+                    piece = live.pieces.pop(0)
+                    if piece:
+                        yield piece
+                if live.result is not None:
+                    break
+                self._engine.step()
+        finally:
+            self._engine.cancel(self._id)
+            self._result = self._engine._take(self._id)
+
+    @property
+    def result(self) -> Result:
+        """The finished result. Raises RuntimeError before the iteration has ended."""
+        if self._result is None:
+            raise RuntimeError("the stream has not been read to its end yet")
+        return self._result
+
+
+def _nest_in_place(
+    model: nn.Module, tokenizer: Any, device: torch.device, originals: str, progress: bool
+) -> PreparedModel:
+    if tokenizer is None:
+        raise QBEError("a model given in memory needs its tokenizer: Engine(model, tokenizer=...)")
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    loaded = LoadedModel(model.eval().requires_grad_(False), tokenizer, Path(), name, next(model.parameters()).dtype)  # type: ignore[arg-type]
+    table = nest_loaded(loaded, name, NestedWeightConfig(), progress=progress)
+    place(model, device, originals)
+    return PreparedModel(model, tokenizer, table, name)
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, as transformers' `generate` takes them."""
+    config = getattr(model, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(tokenizer, "eos_token_id", None)
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,100 @@
+"""The plan: the device tensors that a batch of blueprints becomes (DESIGN section 1)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from qbe.blueprint import Blueprint
+from qbe.sites import Role, SiteTable
+
+_CACHED_BLUEPRINTS = 256  # columns kept on the device; more than sequences ever run in one step
+
+
+class Plan:
+    """Precision of every nested site for every row of a step. Kernels read it; `write` changes a few bytes of it.
+
+    Attributes:
+        weight_bits: int32 `[nested sites, max_rows]`.
+        activation_bits: int32 `[nested sites, max_rows]`.
+
+    The plan's `kv_bits` belong to the pages and are in `qbe.kvcache.pages.PagePool`.
+
+    Args:
+        table: whose nested sites, in order, are the rows.
+        max_rows: tokens of the largest step; 1 when every forward has one sequence, whose single column then serves
+            all its tokens.
+        device: where the kernels run.
+        head_sees_kept: whether the output head sees only the rows whose logits are kept, rather than every token.
+    """
+
+    def __init__(self, table: SiteTable, max_rows: int, device: torch.device, head_sees_kept: bool = True) -> None:
+        self.table, self.max_rows, self.device = table, max_rows, device
+        sites = len(table.nested)
+        self._bits = torch.empty(2 * sites, max_rows, dtype=torch.int32, device=device)
+        lowest = torch.tensor([s.gears[0] for s in table.nested] * 2, dtype=torch.int32)
+        self._bits.copy_(lowest[:, None])  # valid from the start: whoever runs the model before a write reads the least
+        self.weight_bits, self.activation_bits = self._bits[:sites], self._bits[sites:]
+        heads = [i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD] if head_sees_kept else []
+        self._heads = [h + offset for h in heads for offset in (0, sites)]
+        capacity = max(_CACHED_BLUEPRINTS, max_rows)
+        self._columns = torch.zeros(capacity, 2 * sites, dtype=torch.int32, device=device)
+        self._column_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._written: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def bind(self, model: nn.Module) -> None:
+        """Let every nested linear layer of `model` read its bits here: `weight.bits` becomes a view of its row."""
+        for i, site in enumerate(self.table.nested):
+            model.get_submodule(site.name).weight.bits = self.weight_bits[i]  # type: ignore[union-attr]
+
+    def write(self, rows: Sequence[tuple[Blueprint, int]], kept: Sequence[Blueprint]) -> None:
+        """Set the plan for one forward.
+
+        No weight is touched and the device is not waited for: at most two small index tensors go to it, and nothing at
+        all when the rows are those of the step before.
+
+        Args:
+            rows: in the order of the step's tokens, a blueprint and how many tokens in a row have it.
+            kept: the blueprints of the rows whose logits are kept, which are the rows that the output head sees.
+
+        Raises:
+            ValueError: more rows than `max_rows`, or different blueprints in a plan of one row.
+        """
+        if not len(self.table.nested):
+            return
+        if self.max_rows == 1:
+            if len({b.key for b, _ in rows}) > 1:
+                raise ValueError("a plan of one row cannot hold two blueprints")
+            rows, kept = [(rows[0][0], 1)], []
+        owners = tuple(c for blueprint, n in rows for c in [self._column(blueprint)] * n)
+        if len(owners) > self.max_rows:
+            raise ValueError(f"{len(owners)} rows do not fit a plan of {self.max_rows}")
+        kept_owners = tuple(self._column(b) for b in kept)
+        if self._written == (owners, kept_owners):
+            return
+        index = torch.tensor(owners + kept_owners).to(self.device, non_blocking=True)
+        self._bits[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
+        if kept_owners:
+            columns = self._columns.index_select(0, index[len(owners) :])
+            for site in self._heads:
+                self._bits[site, : len(kept_owners)] = columns[:, site]
+        self._written = (owners, kept_owners)
+
+    def _column(self, blueprint: Blueprint) -> int:
+        """Where the blueprint's column is on the device; it is copied there when it is new."""
+        key = blueprint.key
+        if key in self._column_of:
+            self._column_of.move_to_end(key)
+            return self._column_of[key]
+        if len(self._column_of) < len(self._columns):
+            column = len(self._column_of)
+        else:
+            _, column = self._column_of.popitem(last=False)
+            self._written = None  # the column may be the one that was written
+        values = torch.tensor(blueprint.weight_bits + blueprint.activation_bits, dtype=torch.int32)
+        self._columns[column].copy_(values, non_blocking=True)
+        self._column_of[key] = column
+        return column

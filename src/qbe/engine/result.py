@@ -1,0 +1,96 @@
+"""What goes into the engine for one request and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from qbe.analysis.profile import QueryProfile
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.engine.sequence import SamplingParams
+from qbe.sites import SiteTable
+
+Prompt = str | list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to answer it.
+
+    Attributes:
+        prompt: text, or chat messages `{"role": ..., "content": ...}` for the model's chat template.
+        params: how tokens are sampled and when to stop.
+        budget: bounds on precision.
+        policy: name of the policy; None takes the engine's.
+    """
+
+    prompt: Prompt
+    params: SamplingParams = field(default_factory=SamplingParams)
+    budget: Budget = field(default_factory=Budget)
+    policy: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer and how it was made.
+
+    Attributes:
+        id: of the request and of its record.
+        text: the answer, without the stop string or the end-of-sequence token.
+        token_ids: what was generated, the end-of-sequence token included.
+        finish_reason: `stop`, `length`, `cancelled` or `error`.
+        error: one line when the reason is `error`.
+        bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
+        analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
+    """
+
+    id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    profile: QueryProfile
+    blueprint: Blueprint
+    table: SiteTable
+    bytes_per_token: int
+    analysis_ms: float
+    policy_ms: float
+    prefill_ms: float
+    decode_ms: float
+    error: str | None = None
+
+    @property
+    def average_weight_bits(self) -> float:
+        """Mean gear over the weights of the nested sites."""
+        return self.blueprint.average_weight_bits(self.table)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Speed after the first token; 0 when there was only one."""
+        return (len(self.token_ids) - 1) / self.decode_ms * 1e3 if self.decode_ms > 0 else 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """The result as JSON."""
+        return {
+            "id": self.id,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "usage": {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": len(self.token_ids),
+                "total_tokens": self.prompt_tokens + len(self.token_ids),
+            },
+            "profile": self.profile.describe(),
+            "blueprint": self.blueprint.describe(self.table),
+            "bytes_per_token": self.bytes_per_token,
+            "timings": {
+                "analysis_ms": round(self.analysis_ms, 4),
+                "policy_ms": round(self.policy_ms, 4),
+                "prefill_ms": round(self.prefill_ms, 3),
+                "decode_ms": round(self.decode_ms, 3),
+                "decode_tokens_per_s": round(self.decode_tokens_per_s, 2),
+            },
+        }

@@ -1,0 +1,138 @@
+"""Runs the model on one step's work: inputs, plan, pages, forward, logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence as Many
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from qbe.engine.plan import Plan
+from qbe.engine.scheduler import Work
+from qbe.engine.sequence import Sequence
+from qbe.errors import QBEError
+from qbe.kvcache.attention import ATTENTION, Span, StepLayout, step
+from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
+
+# Rotary embeddings whose frequencies depend on the longest position of the forward.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def can_pack(config: PretrainedConfig) -> bool:
+    """Whether tokens of different sequences may share one forward: nothing but attention mixes tokens."""
+    if is_recurrent(config):
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    return not any(k.get("rope_type") in _LENGTH_DEPENDENT_ROPE for k in kinds)
+
+
+def recompute_length(config: PretrainedConfig) -> int | None:
+    """The length at which rotary frequencies change for good and the cache must be made anew (LongRoPE), if any."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return None if original is None else int(original) + 1
+
+
+def use_paged_attention(model: nn.Module) -> None:
+    """Route the model's attention through `qbe.kvcache.attention`.
+
+    Raises:
+        QBEError: a model that does not take its attention from transformers' AttentionInterface.
+    """
+    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    if decoder_config(model)._attn_implementation != ATTENTION:
+        raise QBEError(f"{type(model).__name__} brings its own attention code: QBE cannot run this model")
+
+
+class Runner:
+    """Runs steps.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode, with paged attention.
+        cache: its pages.
+        plan: its precisions, bound to it.
+
+    Attributes:
+        packed: whether one forward serves all sequences of a step; otherwise each has its own.
+        recurrent: whether the model has layers with a state.
+        recompute_at: see `recompute_length`.
+    """
+
+    def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
+        self.model, self.cache, self.plan = model, cache, plan
+        self.config = decoder_config(model)
+        self.packed, self.recurrent = can_pack(self.config), is_recurrent(self.config)
+        self.recompute_at = recompute_length(self.config)
+        self.device = plan.device
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = cache_argument(model)
+        self._takes_positions = "position_ids" in names
+        self._takes_keep = "logits_to_keep" in names
+
+    @staticmethod
+    def keeps_logits(model: nn.Module) -> bool:
+        """Whether the model's output head can be made to see only the rows whose logits are wanted."""
+        return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.inference_mode()
+    def step(self, work: Many[Work]) -> torch.Tensor:
+        """Run the work and advance each sequence's `computed`.
+
+        Returns:
+            float32 `[n, vocabulary]` on the model's device, a row for every work that samples, in order.
+        """
+        logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
+        for w in work:
+            w.sequence.computed = w.start + w.count
+        return logits
+
+    def _forward(self, work: Many[Work]) -> torch.Tensor:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        kept: list[int] = []
+        spans: list[Span] = []
+        for w in work:
+            s = w.sequence
+            spans.append(self._span(s, len(ids), w))
+            ids += s.token_ids[w.start : w.start + w.count]
+            positions += range(w.start, w.start + w.count)
+            if s.pages:
+                slots += [slot_of(s.pages, p) for p in range(w.start, w.start + w.count)]
+            if w.samples:
+                kept.append(len(ids) - 1)
+        # The head must see a row even when no sequence samples.
+        rows = kept or [len(ids) - 1]
+        owners = [w.sequence.blueprint for w in work if w.samples] or [work[-1].sequence.blueprint]
+        self.plan.write([(w.sequence.blueprint, w.count) for w in work], owners)
+        # One small copy to the device for all indices.
+        both = torch.tensor(ids + positions + slots + rows).to(self.device, non_blocking=True)
+        t = len(ids)
+        input_ids, position_ids, slot_ids, keep = both.split([t, t, len(slots), len(rows)])
+        arguments: dict[str, object] = {"input_ids": input_ids[None], self._cache_name: self.cache, "use_cache": True}
+        if self._takes_positions:
+            arguments["position_ids"] = position_ids[None]
+        if self._takes_keep:
+            arguments["logits_to_keep"] = keep
+        if self.recurrent:
+            sequence = work[0].sequence
+            if sequence.recurrent is None:
+                sequence.recurrent = new_state(self.config)
+            self.cache.use_state(sequence.recurrent)
+        with step(StepLayout(self.cache, spans, slot_ids)):
+            logits = self.model(**arguments).logits[0]
+        if not self._takes_keep:
+            logits = logits.index_select(0, keep)
+        return logits[: len(kept)].float()
+
+    def _span(self, sequence: Sequence, row: int, work: Work) -> Span:
+        pages = sequence.pages
+        if sequence.block_table is None:
+            sequence.block_table = torch.tensor(pages, dtype=torch.long, device=self.device)
+            sequence.first_of_run = pages[0] if pages and pages[-1] - pages[0] == len(pages) - 1 else None
+        return Span(row, work.count, work.start, sequence.block_table, sequence.first_of_run)

@@ -1,0 +1,132 @@
+"""Chooses each sequence's next token from its logits.
+
+Order: repetition penalty, logit bias, temperature, top-k, top-p, min-p, then one draw: the order of transformers.
+All rows are treated at once, but every step of it depends on its own row alone, and the random number comes from the
+sequence's own generator: what a request writes does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+
+from qbe.engine.sequence import Sequence
+
+_NUCLEUS = (
+    1024  # top-p first looks among this many likeliest tokens; the whole vocabulary is sorted only if they fall short
+)
+
+
+def sample(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
+    """The next token of each sequence.
+
+    Args:
+        logits: float32 `[n, vocabulary]`; may be overwritten.
+        sequences: n of them.
+
+    Returns:
+        n token ids; None where the logits are not numbers (NaN, infinite, or nothing but -inf).
+    """
+    valid = torch.isfinite(logits.amax(dim=-1))
+    plain = [i for i, s in enumerate(sequences) if s.params.greedy and not _adjusts(s)]
+    if len(plain) == len(sequences):
+        tokens = logits.argmax(dim=-1)
+    else:
+        logits = adjust(logits, sequences)
+        tokens = logits.argmax(dim=-1)
+        drawn = [i for i, s in enumerate(sequences) if not s.params.greedy]
+        if drawn:
+            rows = torch.tensor(drawn, device=logits.device)
+            chosen = [sequences[i] for i in drawn]
+            # Rows without valid logits get harmless ones; their token is not used.
+            scores = torch.where(valid[rows, None], logits[rows], torch.zeros_like(logits[rows]))
+            tokens[rows] = draw(filtered(scores, chosen), chosen)
+    found = torch.where(valid, tokens, -1).tolist()  # the step's one wait for the device
+    return [t if t >= 0 else None for t in found]
+
+
+def _adjusts(sequence: Sequence) -> bool:
+    return sequence.params.repetition_penalty != 1 or bool(sequence.params.logit_bias)
+
+
+def adjust(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
+    """Logits after repetition penalty and logit bias, `[n, vocabulary]`; changed in place."""
+    for row, sequence in zip(logits, sequences, strict=True):
+        p = sequence.params
+        if p.repetition_penalty != 1:
+            penalised = torch.where(row < 0, row * p.repetition_penalty, row / p.repetition_penalty)
+            row.copy_(torch.where(_seen(sequence, row), penalised, row))
+        if p.logit_bias:
+            tokens = torch.tensor(list(p.logit_bias), device=row.device)
+            row[tokens] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
+    return logits
+
+
+def _seen(sequence: Sequence, row: torch.Tensor) -> torch.Tensor:
+    """bool `[vocabulary]`: tokens of the prompt and the answer. Kept on the sequence, a token is added each step."""
+    if sequence.seen is None:
+        sequence.seen = torch.zeros(len(row), dtype=torch.bool, device=row.device)
+        sequence.seen[torch.tensor(sequence.token_ids, device=row.device)] = True
+    else:
+        sequence.seen[sequence.token_ids[-1]] = True
+    return sequence.seen
+
+
+def filtered(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
+    """Logits over temperature, -inf where top-k, top-p or min-p drops a token; `[n, vocabulary]`.
+
+    Tokens are dropped by comparing with a threshold of their row, so ties at it stay together. A row's likeliest token
+    always stays.
+    """
+    device = logits.device
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+    params = [s.params for s in sequences]
+    # Subtracting the maximum first keeps the smallest temperatures finite.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
+    vocabulary = logits.shape[-1]
+
+    ks = [min(p.top_k, vocabulary) or vocabulary for p in params]
+    if min(ks) < vocabulary:
+        likeliest = logits.topk(max(k for k in ks if k < vocabulary), dim=-1).values
+        at = torch.tensor([min(k, likeliest.shape[-1]) - 1 for k in ks], device=device)[:, None]
+        limit = likeliest.gather(-1, at)
+        off = torch.tensor([k == vocabulary for k in ks], device=device)[:, None]
+        logits = logits.masked_fill((logits < limit) & ~off, float("-inf"))
+
+    if min(p.top_p for p in params) < 1:
+        logits = logits.masked_fill(logits < _nucleus(logits, column([p.top_p for p in params])), float("-inf"))
+
+    if max(p.min_p for p in params) > 0:
+        # p >= min_p * p_max is, with the maximum at 0, logit >= log(min_p).
+        logits = logits.masked_fill(logits < column([p.min_p for p in params]).log(), float("-inf"))
+    return logits
+
+
+def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The least logit `[n, 1]` of each row's nucleus: the fewest likeliest tokens whose probabilities reach `top_p`."""
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    for width in (min(_NUCLEUS, logits.shape[-1]), logits.shape[-1]):
+        values = logits.topk(width, dim=-1).values
+        cumulative = (values - total).exp().cumsum(dim=-1)
+        if width == logits.shape[-1] or bool((cumulative[:, -1:] >= top_p).all()):
+            break
+    # A token stays when the sum before it has not reached top_p yet.
+    inside = torch.nn.functional.pad(cumulative[:, :-1], (1, 0)) < top_p
+    limit = values.masked_fill(~inside, float("inf")).amin(dim=-1, keepdim=True)
+    return torch.where(top_p < 1, limit, float("-inf"))
+
+
+def draw(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
+    """A token for each row of logits `[n, vocabulary]`, drawn with the sequence's generator; int64 `[n]`.
+
+    One uniform number per row against the cumulative distribution in float64, in the order of the vocabulary.
+    """
+    uniform = torch.cat([torch.rand(1, generator=s.generator, dtype=torch.float64) for s in sequences])
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    point = uniform.to(logits.device, non_blocking=True)[:, None] * cumulative[:, -1:]
+    # right=True: the first token whose sum exceeds the point, which has a probability above zero.
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)

@@ -1,0 +1,153 @@
+"""A request while it is being served: its tokens, how to sample, its blueprint and what it holds of the cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from qbe.blueprint import Blueprint
+from qbe.errors import QBEError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop.
+
+    Attributes:
+        max_tokens: tokens to write at most.
+        temperature: 0 takes the likeliest token (greedy); otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the fewest likeliest tokens whose probabilities reach this sum (nucleus sampling).
+        min_p: keep tokens at least this fraction as likely as the likeliest.
+        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely (CTRL, Keskar et al. 2019).
+        logit_bias: token id -> number added to its logit.
+        seed: of this request's own random numbers; None draws one.
+        stop: texts that end the answer; not part of it.
+        ignore_eos: go on after an end-of-sequence token.
+
+    Raises:
+        QBEError: a value out of range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for ok, name, allowed in (
+            (_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "a whole number, 1 or more"),
+            (_is_finite(self.temperature) and self.temperature >= 0, "temperature", "a number, 0 or more"),
+            (_is_int(self.top_k) and self.top_k >= 0, "top_k", "a whole number, 0 (off) or more"),
+            (_is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
+            (_is_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
+            (
+                _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "repetition_penalty",
+                "a number above 0",
+            ),
+            (
+                self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
+                "seed",
+                "a whole number from 0 to 2^63 - 1",
+            ),
+            (
+                isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
+                "stop",
+                "a tuple of texts that are not empty",
+            ),
+            (
+                all(_is_int(t) and t >= 0 and _is_finite(b) for t, b in (self.logit_bias or {}).items()),
+                "logit_bias",
+                "token ids with finite numbers",
+            ),
+        ):
+            if not ok:
+                raise QBEError(f"{name} is {getattr(self, name)!r}, but must be {allowed}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request in the engine.
+
+    Attributes:
+        request_id: the caller's name for it, unique among the requests in the engine.
+        prompt_ids: token ids of the prompt; kept as given.
+        params: how to sample.
+        blueprint: precision of every site for this request's tokens; may be exchanged between two steps.
+        token_ids: the prompt's ids and after them the answer's.
+        computed: how many of `token_ids` have gone through the model.
+        max_length: `token_ids` it may grow to; the scheduler sets it from `max_tokens` and the context.
+        pages: page numbers, reserved at admission for `max_length` tokens.
+        block_table: the same as an int64 tensor on the model's device; the runner makes it.
+        first_of_run: the first page when the pages are consecutive, else None.
+        recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
+        finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
+        error: one line that says what went wrong, when the reason is "error".
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    blueprint: Blueprint
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(init=False)
+    computed: int = 0
+    max_length: int = 0
+    pages: list[int] = field(default_factory=list)
+    block_table: torch.Tensor | None = None
+    first_of_run: int | None = None
+    recurrent: dict[int, Any] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    generator: torch.Generator = field(init=False, repr=False)
+    seen: torch.Tensor | None = field(default=None, repr=False)  # bool [vocabulary], kept by the sampler
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+        self.generator = torch.Generator()
+        if self.params.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(self.params.seed)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Token ids of the answer so far."""
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that must go through the model before the next one can be sampled."""
+        return len(self.token_ids) - self.computed

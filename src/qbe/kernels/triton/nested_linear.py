@@ -1,0 +1,105 @@
+"""Launch of the Triton kernel of `qbe::nested_linear` (device code and its description: `nested_linear_kernel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+
+from qbe.errors import QBEError
+from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel, nested_linear_kernel
+from qbe.store.layout import BLOCK, SliceLayout
+
+DECODE_ROWS = 64  # up to here rows share one tile and codes are multiplied undequantised
+
+
+@cache
+def _parts(layout: SliceLayout) -> tuple[tuple[int, int, int, bool], ...]:
+    """PARTS of the kernel: each part, the lowest precision that needs it, and whether it is that one's last part."""
+    out = []
+    for first, width in layout.parts:
+        needed_by = next(i for i, p in enumerate(layout.precisions) if p > first)
+        out.append((first, width, needed_by, first + width == layout.precisions[needed_by]))
+    return tuple(out)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def launch_config(
+    m: int, n: int, blocks: int, group_blocks: int, precisions: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, int | bool]:
+    """Tile sizes and split of the sum over inputs for a shape. Depends on nothing that lives on the device.
+
+    Splitting gives a matrix with few outputs enough programs to keep every multiprocessor loading.
+    """
+    step = 2 if group_blocks % 2 == 0 else 1
+    if m > DECODE_ROWS:
+        tile = 32 if dtype == torch.float32 else 128
+        rows = tile if precisions <= 3 else tile // 2  # the code of more precisions needs registers
+        return {
+            "DEQUANTISE": True, "BLOCK_N": tile, "BLOCK_M": rows, "STEP_BLOCKS": 1, "SPLITS": 1, "SPLIT_BLOCKS": blocks,
+            "STAGES": 2, "num_warps": 4 if dtype == torch.float32 else 8,
+        }  # fmt: skip
+    block_m = max(16, triton.next_power_of_2(m))
+    block_n = 32 if dtype == torch.float32 else 64
+    tiles = -(-n // block_n)
+    splits = max(1, min(8, 4 * _multiprocessors(device) // tiles, blocks // 8))
+    split_blocks = -(-blocks // splits)
+    split_blocks = -(-split_blocks // step) * step
+    return {
+        "DEQUANTISE": False, "BLOCK_N": block_n, "BLOCK_M": block_m, "STEP_BLOCKS": step,
+        "SPLITS": -(-blocks // split_blocks), "SPLIT_BLOCKS": split_blocks, "STAGES": 3, "num_warps": 4,
+    }  # fmt: skip
+
+
+def nested_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slices: Sequence[int],
+    exponent: int,
+) -> torch.Tensor:
+    """y[r] = x[r] @ W(bits[r]).T + bias on a GPU. Arguments and result as the custom op's (`qbe.kernels.ops`).
+
+    `bits` is read by the kernel only: the launch is the same for every content, so a captured CUDA graph serves them
+    all. `original` may lie in pinned host memory; it is read only when some row asks for 16 bits. Rows that ask
+    for 16 bits are served by the widest slice when the original was dropped; the engine refuses such a plan before.
+
+    Raises:
+        QBEError: x in another dtype than float16, bfloat16 or float32, or an original in pageable host memory.
+    """
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise QBEError(f"nested_linear takes float16, bfloat16 or float32 inputs, not {x.dtype}")
+    if original is not None and original.device != x.device and not original.is_pinned():
+        raise QBEError("the 16-bit original lies in pageable host memory, which a GPU cannot read: pin it first")
+    layout = SliceLayout.of(slices)
+    n, groups = meta.shape[1:]
+    k = x.shape[-1]
+    rows = x.reshape(-1, k).contiguous()
+    m = rows.shape[0]
+    y = x.new_empty(*x.shape[:-1], n)
+    if y.numel() == 0:
+        return y
+    blocks = packed.shape[1] * 8 // n // BLOCK
+    config = launch_config(m, n, blocks, blocks // groups, len(layout.precisions), x.dtype, x.device)
+    splits = int(config["SPLITS"])
+    out = y if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
+    grid = (-(-n // config["BLOCK_N"]) * -(-m // config["BLOCK_M"]), splits)
+    with torch.cuda.device_of(x):  # Triton launches on the current device; does nothing for a CPU tensor
+        nested_linear_kernel[grid](
+            rows, packed.view(torch.int32), meta, bits.contiguous(), original, bias, out, m, n, k, blocks,
+            exponent=exponent, PRECISIONS=layout.precisions, PARTS=_parts(layout), GROUP_BLOCKS=blocks // groups,
+            **config,
+        )  # fmt: skip
+        if splits > 1:
+            add_splits_kernel[(m, -(-n // 512))](out, bias, y, m, n, SPLITS=splits, BLOCK_N=512, num_warps=4)
+    return y

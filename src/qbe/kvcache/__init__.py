@@ -1,0 +1,1 @@
+"""The paged KV cache and the attention that reads it."""

@@ -1,0 +1,173 @@
+"""The cache object that transformers' model code talks to: pages for attention, states for recurrent layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from qbe.errors import QBEError
+from qbe.kvcache.attention import STEP, StepLayout
+from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
+
+State = dict[int, Any]  # layer -> transformers' own cache layer with one sequence's recurrent and convolution state
+
+
+def decoder_config(model: nn.Module) -> PretrainedConfig:
+    """The configuration of the language model inside `model` (a vision-language model has several)."""
+    config: PretrainedConfig = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    return config
+
+
+def is_recurrent(config: PretrainedConfig) -> bool:
+    """Whether any layer carries a state from token to token, so that sequences cannot share a row of tokens."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
+def new_state(config: PretrainedConfig) -> State:
+    """A fresh state for one sequence: one of transformers' cache layers for every recurrent layer."""
+    layers = DynamicCache(config=config).layers
+    return {i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which the model's forward takes its cache."""
+    import inspect
+
+    names = inspect.signature(model.forward).parameters
+    return "past_key_values" if "past_key_values" in names else "cache_params"
+
+
+def probe_shapes(model: nn.Module) -> tuple[list[KVShape | None], torch.dtype]:
+    """Keys and values that each layer stores for a token, and their dtype, found by running one token.
+
+    The model's own code decides them (grouped heads, latent attention, sizes that differ between layers), so asking it
+    is safer than reading configurations.
+
+    Raises:
+        QBEError: a kind of attention layer that QBE has not.
+    """
+    config = decoder_config(model)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise QBEError(f"{type(model).__name__} has chunked attention: QBE cannot run this model")
+    cache = DynamicCache(config=config)
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        model(
+            input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
+            **{cache_argument(model): cache},
+            use_cache=True,
+        )
+    shapes: list[KVShape | None] = []
+    dtype = next(model.parameters()).dtype
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.numel() == 0:
+            shapes.append(None)
+        elif keys.shape[1] != values.shape[1] or hasattr(layer, "update_indexer"):
+            raise QBEError(f"{type(model).__name__} has {type(layer).__name__}s: QBE cannot run this model")
+        else:
+            shapes.append(KVShape(keys.shape[1], keys.shape[3], values.shape[3]))
+            dtype = keys.dtype
+    return shapes, dtype
+
+
+class _PagedLayer(CacheLayerMixin):
+    """Stands for a layer whose keys and values are in pages. transformers asks it for lengths only."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pages exist."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("PagedCache.update writes the pages")
+
+    def get_seq_length(self) -> int:
+        """Tokens in the cache before this step; of the longest sequence when several are packed."""
+        layout = STEP.get()
+        return max((span.start for span in layout.spans), default=0) if layout else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys, offset) as the mask builders of transformers count them."""
+        return self.get_seq_length() + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        """-1: the scheduler bounds lengths, not the layer."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` in transformers before 5.20."""
+        return -1
+
+
+class PagedCache(Cache):
+    """transformers' cache over a `PagePool`.
+
+    Attributes:
+        pool: the pages.
+        memory: per layer its keys and values as views `[1, kv_heads, num_pages * PAGE_SIZE, dim]`, the shape that
+            attention works in, or None.
+        windows: per layer its sliding window in tokens, or None.
+    """
+
+    def __init__(self, config: PretrainedConfig, pool: PagePool) -> None:
+        self.pool = pool
+        # DynamicCache leaves out layers at the end that keep nothing of their own.
+        layers: dict[int, Any] = dict(enumerate(DynamicCache(config=config).layers))
+        self.windows: list[int | None] = [
+            layers[i].sliding_window if getattr(layers.get(i), "is_sliding", False) else None
+            for i in range(len(pool.keys))
+        ]
+        super().__init__(layers=[_PagedLayer() for _ in pool.keys])
+        self.memory: list[tuple[torch.Tensor, torch.Tensor] | None] = [
+            (_as_heads(k), _as_heads(v)) if k is not None and v is not None else None
+            for k, v in zip(pool.keys, pool.values, strict=True)
+        ]
+
+    def use_state(self, state: State) -> None:
+        """Let the recurrent layers of the next forward read and write this sequence's state."""
+        for i, layer in state.items():
+            self.layers[i] = layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this step's keys and values `[1, kv_heads, T, dim]` to their pages and hand them back."""
+        layout, memory = STEP.get(), self.memory[layer_idx]
+        if layout is None or memory is None:
+            raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
+        memory[0].index_copy_(2, layout.slots, key_states)
+        memory[1].index_copy_(2, layout.slots, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the cache before this step; of the longest sequence when several are packed."""
+        layout = STEP.get()
+        return max((span.start for span in layout.spans), default=0) if layout else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys, offset) as the mask builders of transformers count them."""
+        return self.get_seq_length() + int(query_length), 0
+
+
+def _as_heads(pages: torch.Tensor) -> torch.Tensor:
+    """A view `[1, kv_heads, num_pages * PAGE_SIZE, dim]` of `[num_pages, PAGE_SIZE, kv_heads, dim]`."""
+    return pages.flatten(0, 1).transpose(0, 1)[None]
+
+
+def slot_of(pages: list[int], position: int) -> int:
+    """Where in the flat pages the token at `position` of a sequence with these pages is."""
+    return pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+
+
+__all__ = ["PagedCache", "State", "StepLayout", "cache_argument", "decoder_config", "is_recurrent", "new_state"]

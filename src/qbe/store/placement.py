@@ -1,0 +1,52 @@
+"""Where a nested model's tensors live: the nested codes on the device, the 16-bit originals there or in host memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from qbe.errors import QBEError
+from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
+
+PLACES = ("device", "host")
+
+
+def place(model: nn.Module, device: torch.device, originals: str) -> None:
+    """Moves a model to its device; the 16-bit originals of nested sites stay in pinned host memory if so asked.
+
+    A kernel on a GPU reads pinned memory directly, so a row at 16 bits works either way. An original that is also
+    another parameter (a tied embedding) stays one tensor.
+
+    Args:
+        originals: `device` or `host`; on the CPU both mean where they are.
+
+    Raises:
+        QBEError: another place.
+    """
+    if originals not in PLACES:
+        raise QBEError(f"originals can live on {' or '.join(PLACES)}, not '{originals}'")
+    if device.type == "cpu":
+        return
+    nested = nested_linears(model)
+    weights = {name: weight for name, _, weight in nested}
+    for _, module, _ in nested:
+        module.weight = None  # type: ignore[assignment]  # so that `model.to` leaves it alone
+    owners = {p.data_ptr(): name for name, p in model.named_parameters()}
+    tied = {n: owners[a] for n, w in weights.items() if (a := _address(w.original)) in owners}
+    model.to(device)
+    parameters = dict(model.named_parameters())
+    for name, module, weight in nested:
+        original = weight.original
+        if name in tied:
+            original = parameters[tied[name]].detach()
+        elif original is not None:
+            original = original.to(device) if originals == "device" else original.pin_memory()
+        moved = NestedTensor(
+            weight.packed.to(device), weight.meta.to(device), weight.bits.to(device), weight.slices,
+            weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,
+        )  # fmt: skip
+        set_weight(module, moved)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,143 @@
+"""The `qbe` command in a real process: stable options, stable JSON, one line and exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def qbe(*args: str | bytes, stdin: bytes | None = None, home: Path | None = None) -> subprocess.CompletedProcess[bytes]:
+    environment = dict(os.environ, NO_COLOR="1")
+    if home is not None:
+        environment |= {"QBE_CACHE": str(home), "QBE_RECORDS": str(home / "records.sqlite")}
+    return subprocess.run(
+        [sys.executable, "-m", "qbe", *args], capture_output=True, input=stdin, env=environment, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def nested(tiny_folder: Path, home: Path) -> str:
+    out = home / "nested"
+    done = qbe("quantize", str(tiny_folder), "-o", str(out), "--json", home=home)
+    assert done.returncode == 0, done.stderr.decode()
+    described = json.loads(done.stdout)
+    assert described["store"]["bits_per_weight"] <= 9.5
+    assert described["store"]["gears"] == [4, 6, 8, 16]
+    assert described["store"]["sensitivity_measured"]
+    return str(out)
+
+
+def refused(*args: str | bytes, stdin: bytes | None = None, home: Path | None = None) -> str:
+    done = qbe(*args, stdin=stdin, home=home)
+    message = done.stderr.decode().strip()
+    assert done.returncode == 2, message
+    assert "Traceback" not in message
+    assert message.startswith("qbe: ")
+    assert "\n" not in message
+    assert done.stdout == b""
+    return message
+
+
+def test_generate_json_has_what_is_promised(nested: str, home: Path) -> None:
+    options = ["--model", nested, "--greedy", "--max-tokens", "5", "--json", "--dtype", "float32", "--seed", "1"]
+    done = qbe("generate", "hello there", *options, "--bits", "6", "--tier", "default", "--policy", "tiered", home=home)
+    assert done.returncode == 0, done.stderr.decode()
+    result = json.loads(done.stdout)
+    assert len(result["token_ids"]) == 5
+    assert {"prompt_tokens", "completion_tokens"} <= set(result["usage"])
+    assert {"score", "class", "features"} <= set(result["profile"])
+    assert {"policy", "average_weight_bits", "sites"} <= set(result["blueprint"])
+    for site in result["blueprint"]["sites"]:
+        assert {"name", "role", "weight_bits", "activation_bits", "kv_bits"} <= set(site)
+    assert {"analysis_ms", "prefill_ms", "decode_tokens_per_s"} <= set(result["timings"])
+    assert result["bytes_per_token"] > 0
+    again = json.loads(qbe("generate", "-", *options, "--bits", "6", stdin=b"hello there", home=home).stdout)
+    assert again["token_ids"] == result["token_ids"]
+
+
+def test_explain_json_text_and_page(nested: str, home: Path, tmp_path: Path) -> None:
+    page = tmp_path / "why.html"
+    done = qbe("explain", "Write <b>code</b>", "--model", nested, "--json", "--html", str(page), home=home)
+    described = json.loads(done.stdout)
+    assert described["bytes_per_token"] < described["bytes_per_token_16bit"]
+    assert "Write &lt;b&gt;code" in page.read_text()
+    shown = qbe("explain", "hello", "--model", nested, home=home)
+    assert shown.returncode == 0
+    assert "bits" in shown.stdout.decode()
+
+
+def test_info_and_records(nested: str, home: Path, tmp_path: Path) -> None:
+    described = json.loads(qbe("info", "--model", nested, "--verify", "--json", home=home).stdout)
+    assert described["unknown"] == []
+    assert described["store"]["checksums_verified"]
+    assert "output_head" in qbe("info", "--model", nested, home=home).stdout.decode()
+    assert qbe("generate", "hi", "--model", nested, "--max-tokens", "2", home=home).returncode == 0
+    rows = json.loads(qbe("records", "--json", home=home).stdout)
+    assert rows[0]["completion_tokens"] == 2
+    assert "records" in qbe("records", home=home).stdout.decode()
+    for name in ("out.jsonl", "out.parquet"):
+        form = name.split(".")[1]
+        assert qbe("records", "--export", str(tmp_path / name), "--format", form, home=home).returncode == 0
+        assert (tmp_path / name).stat().st_size > 100
+    lines = qbe("records", "--export", "-", home=home).stdout.decode().splitlines()
+    assert json.loads(lines[0])["id"]
+
+
+def test_chat_answers_and_survives_bad_lines(nested: str, home: Path) -> None:
+    said = b"hello\n\n" + b"x" * 900 + b"\n/clear\nagain\n/exit\n"
+    done = qbe("chat", "--model", nested, "--max-tokens", "4", "--greedy", stdin=said, home=home)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "context" in done.stderr.decode()
+    assert len(done.stdout.decode().splitlines()) >= 2
+
+
+def test_pull_prints_where_a_folder_is(tiny_folder: Path, home: Path) -> None:
+    assert qbe("pull", str(tiny_folder), home=home).stdout.decode().strip() == str(tiny_folder)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["generate", "hi", "--model", "no/such-model-anywhere"], "no/such-model-anywhere"),
+        (["generate", "hi", "--model", "/does/not/exist"], "/does/not/exist"),
+        (["generate", ""], "empty"),
+        (["generate", b"bad \xff byte"], "UTF-8"),
+        (["generate", "hi", "--tier", "gold"], "tier"),
+        (["generate", "hi", "--bits", "99"], "out of range"),
+        (["generate", "hi", "--bits", "many"], "--bits"),
+        (["generate", "hi", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "hi", "--top-p", "2"], "top_p"),
+        (["generate", "hi", "--policy", "nope"], "policy"),
+        (["generate"], "argument"),
+        (["nonsense"], "nonsense"),
+        (["records", "--limit", "0"], "--limit"),
+    ],
+)
+def test_bad_input_without_a_model(args: list[str | bytes], says: str, home: Path) -> None:
+    assert says.lower() in refused(*args, home=home).lower()
+
+
+def test_bad_input_with_a_model(nested: str, home: Path, tmp_path: Path, tiny_folder: Path) -> None:
+    at = ["--model", nested]
+    assert "5 bits" in refused("generate", "hi", *at, "--policy", "uniform", "--bits", "5", home=home)
+    assert "lowest average" in refused("generate", "hi", *at, "--bits", "3", home=home)
+    assert "context" in refused("generate", "x" * 900, *at, home=home)
+    assert "UTF-8" in refused("generate", "-", *at, stdin=b"\xff\xfe", home=home)
+    assert "dtype" in refused("generate", "hi", *at, "--dtype", "int3", home=home)
+    assert "already exists" in refused("quantize", str(tiny_folder), "-o", nested, home=home)
+    assert "slices" in refused("quantize", str(tiny_folder), "-o", str(tmp_path / "a"), "--slices", "x", home=home)
+    assert "group size" in refused(
+        "quantize", str(tiny_folder), "-o", str(tmp_path / "a"), "--group-size", "7", home=home
+    )
+    assert "cannot be written" in refused("explain", "hi", *at, "--html", str(tmp_path / "no" / "x.html"), home=home)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,164 @@
+"""The plan: what a write changes and what it leaves alone, with a fake model and with a real nested one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine_models import DEVICE, build, prompts, request
+from qbe.blueprint import Blueprint
+from qbe.engine import plan as plan_module
+from qbe.engine.core import Core
+from qbe.engine.plan import Plan
+from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
+from qbe.store.nested_tensor import NestedTensor, nest
+from qbe.tagger import tag
+
+GEARS = (4, 6, 8, 16)
+CPU = torch.device("cpu")
+TABLE = SiteTable(
+    (
+        Site("a", Role.FFN_UP, 0, (4, 4), True, GEARS),
+        Site("norm", Role.NORM, 0, (4,)),
+        Site("b", Role.FFN_DOWN, 0, (4, 4), True, GEARS),
+        Site("head", Role.OUTPUT_HEAD, None, (4, 4), True, GEARS),
+    ),
+    layers=1,
+)
+
+
+def blueprint(*bits: int) -> Blueprint:
+    return Blueprint.of("test", TABLE, bits)
+
+
+def test_rows_get_their_blueprints_and_the_head_those_of_the_kept_rows() -> None:
+    plan = Plan(TABLE, 8, CPU)
+    assert plan.weight_bits.tolist() == [[4] * 8] * 3
+    low, high = blueprint(4, 6, 8), blueprint(8, 16, 16)
+    plan.write([(low, 1), (high, 3), (low, 2)], [low, high])
+    assert plan.weight_bits[0, :6].tolist() == [4, 8, 8, 8, 4, 4]
+    assert plan.weight_bits[1, :6].tolist() == [6, 16, 16, 16, 6, 6]
+    assert plan.weight_bits[2, :2].tolist() == [8, 16]
+    assert plan.activation_bits[:2, :6].eq(16).all()
+    by_token = Plan(TABLE, 8, CPU, head_sees_kept=False)
+    by_token.write([(low, 1), (high, 2)], [low, high])
+    assert by_token.weight_bits[2, :3].tolist() == [8, 16, 16]
+
+
+def test_a_write_moves_nothing_but_its_own_few_bytes() -> None:
+    plan = Plan(TABLE, 4, CPU)
+    model = nn.ModuleDict({s.name: nn.Linear(4, 4, bias=False) for s in TABLE.nested})
+    plan.bind(model)
+    weights = [(m.weight.data_ptr(), m.weight._version) for m in model.values()]
+    rows = [m.weight.bits.data_ptr() for m in model.values()]
+    for bits in ((4, 4, 4), (16, 8, 6)):
+        plan.write([(blueprint(*bits), 4)], [blueprint(*bits)] * 4)
+        assert [m.weight.bits.tolist() for m in model.values()] == [[b] * 4 for b in bits]
+    assert [m.weight.bits.data_ptr() for m in model.values()] == rows
+    assert [(m.weight.data_ptr(), m.weight._version) for m in model.values()] == weights
+
+
+def test_the_same_rows_again_are_not_written() -> None:
+    plan = Plan(TABLE, 4, CPU)
+    plan.write([(blueprint(4, 4, 4), 2)], [blueprint(4, 4, 4)])
+    before = plan.weight_bits._version
+    plan.write([(blueprint(4, 4, 4), 2)], [blueprint(4, 4, 4)])
+    assert plan.weight_bits._version == before
+    plan.write([(blueprint(4, 6, 4), 2)], [blueprint(4, 6, 4)])
+    assert plan.weight_bits._version > before
+
+
+def test_more_blueprints_than_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "_CACHED_BLUEPRINTS", 3)
+    plan = Plan(TABLE, 3, CPU)
+    every = [blueprint(a, b, c) for a in GEARS for b in GEARS for c in GEARS]
+    for i in (*range(len(every)), *range(0, len(every), 5), *range(3)):
+        chosen = [every[i], every[(i * 7) % 64], every[i]]
+        plan.write([(b, 1) for b in chosen], chosen)
+        assert plan.weight_bits.T.tolist() == [list(b.weight_bits) for b in chosen]
+
+
+def test_a_plan_of_one_row_serves_one_blueprint() -> None:
+    plan = Plan(TABLE, 1, CPU)
+    plan.write([(blueprint(4, 6, 8), 100)], [blueprint(4, 6, 8)])
+    assert plan.weight_bits.flatten().tolist() == [4, 6, 8]
+    with pytest.raises(ValueError, match="two blueprints"):
+        plan.write([(blueprint(4, 6, 8), 1), (blueprint(4, 4, 4), 1)], [])
+    with pytest.raises(ValueError, match="5 rows do not fit a plan of 4"):
+        Plan(TABLE, 4, CPU).write([(blueprint(4, 6, 8), 5)], [])
+
+
+def _nested(name: str) -> tuple[nn.Module, SiteTable]:
+    """A tiny model with every linear layer that can be nested in the store, and its table."""
+    model = build(name)
+    table = tag(model)
+    names = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES]
+    nest(model, names)
+    sites = tuple(
+        Site(s.name, s.role, s.layer, s.shape, s.is_linear, model.get_submodule(s.name).weight.gears)
+        if s.name in names
+        else s
+        for s in table
+    )
+    return model, SiteTable(sites, layers=table.layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "granite-moe-hybrid"])
+def test_rows_of_a_mixed_batch_get_the_logits_they_get_alone(name: str) -> None:
+    model, table = _nested(name)
+    assert len(table.nested) > 4
+    assert {s.role for s in table.nested} & {Role.OUTPUT_HEAD, Role.SSM_IN}
+    pointers = [model.get_submodule(s.name).weight.packed.data_ptr() for s in table.nested]
+    core = Core(model, table, max_batch_tokens=32)
+    blueprints = [Blueprint.of("uniform", table, (b,) * len(table.nested)) for b in GEARS]
+    mixed = tuple(GEARS[i % 4] for i in range(len(table.nested)))
+    blueprints.append(Blueprint.of("mixed", table, mixed))
+    texts = prompts(7, 12, 3, 9, 5)
+
+    def logits(which: list[int]) -> list[torch.Tensor]:
+        """Of each request after its prompt and two more tokens."""
+        requests = [request(str(i), texts[i], blueprints[i], max_tokens=5) for i in which]
+        for r in requests:
+            core.add(r)
+        found: dict[str, list[torch.Tensor]] = {r.request_id: [] for r in requests}
+        while any(len(f) < 3 for f in found.values()):
+            work = core.scheduler.schedule()
+            rows = iter(core.runner.step(work))
+            for w in work:
+                if w.samples:
+                    found[w.sequence.request_id].append(next(rows).cpu())
+                    w.sequence.token_ids.append(11)
+        for r in requests:
+            core.cancel(r.request_id)
+        return [torch.stack(f[:3]) for f in found.values()]
+
+    together = logits([0, 1, 2, 3, 4])
+    for i in range(5):
+        torch.testing.assert_close(together[i], logits([i])[0], rtol=2e-3, atol=2e-3 * together[i].abs().max().item())
+    assert [model.get_submodule(s.name).weight.packed.data_ptr() for s in table.nested] == pointers
+
+
+def test_sixteen_bits_are_the_plain_model_and_four_are_not() -> None:
+    plain = build("llama")
+    prompt = prompts(12)[0]
+    with torch.inference_mode():
+        expected = plain(torch.tensor([prompt], device=DEVICE)).logits[0, -1]
+    model, table = _nested("llama")
+    core = Core(model, table)
+    for bits, same in ((16, True), (4, False)):
+        r = request("r", prompt, Blueprint.of("uniform", table, (bits,) * len(table.nested)))
+        core.add(r)
+        logits = core.runner.step(core.scheduler.schedule())[0]
+        core.cancel("r")
+        assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-3) == same
+
+
+def test_every_nested_weight_is_bound() -> None:
+    model, table = _nested("llama")
+    core = Core(model, table, max_batch_tokens=32)
+    for i, site in enumerate(table.nested):
+        weight = model.get_submodule(site.name).weight
+        assert isinstance(weight, NestedTensor)
+        assert weight.bits.data_ptr() == core.plan.weight_bits[i].data_ptr()
+        assert weight.bits.shape == (32,)
