@@ -136,7 +136,8 @@ def test_every_sequence_attends_to_its_own_pages(spans, window, softcap, fragmen
     assert out.shape == (1, row, heads, value_dim)
     for span, q, k, v in zip(layout_spans, queries, keys, values, strict=True):
         expected = _reference(q, k, v, span.start, window, softcap, scale)
-        torch.testing.assert_close(out[0, span.row : span.row + span.count].transpose(0, 1), expected)
+        found = out[0, span.row : span.row + span.count].transpose(0, 1)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # the soft cap path has a float32 softmax
 
 
 @pytest.mark.parametrize("what", [{"s_aux": torch.ones(2)}, {"position_bias": torch.ones(1)}])

@@ -125,11 +125,10 @@ def render(described: dict[str, Any]) -> RenderableType:
         Text(f"unknown, at 16 bits: {', '.join(unknown) if unknown else 'none'}", style="yellow" if unknown else "dim"),
         Text(
             f"nested store: slices {tuple(store['slices'])}, group {store['group_size']}, "
-            f"{store['nested_sites']} sites, {store['nested_bytes'] / 1e6:.1f} MB, {store['bits_per_weight']:.3f} bits a weight"
+            f"{store['nested_sites']} sites, {store['nested_bytes'] / 1e6:.1f} MB, "
+            f"{store['bits_per_weight']:.3f} bits a weight"
         ),
-        Text(
-            f"  in {store['folder']}; sensitivity {'measured' if store['sensitivity_measured'] else 'not measured yet'}"
-        ),
+        Text(f"  in {store['folder']}; sensitivity {'' if store['sensitivity_measured'] else 'not '}measured"),
         Text(
             f"machine: {machine['cpu']}, {machine['threads']} threads, CPU kernel {machine['cpu_kernel']}, "
             f"GPUs: {', '.join(machine['gpus']) or 'none'}"
@@ -140,21 +139,19 @@ def render(described: dict[str, Any]) -> RenderableType:
 
 
 def records_table(rows: Sequence[Record], total: int) -> RenderableType:
-    """Records as a table, newest first."""
-    table = Table(box=None, padding=(0, 2, 0, 0), caption=f"{len(rows)} of {total} records", caption_justify="left")
-    for column in ("time", "id", "model", "policy", "class", "score", "bits", "in", "out", "MB/token", "end"):
-        table.add_column(
-            column,
-            no_wrap=column in ("time", "id"),
-            justify="right" if column in "score bits in out MB/token" else "left",
-        )
+    """Records as a table that fits 80 columns, newest first. The JSON form has every field."""
+    table = Table(box=None, padding=(0, 1, 0, 0), caption=f"{len(rows)} of {total} records", caption_justify="left")
+    for column in ("time (UTC)", "id", "policy", "class"):
+        table.add_column(column, no_wrap=True)
+    for column in ("score", "bits", "in", "out", "MB/token"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("end", no_wrap=True)
     for r in rows:
         table.add_row(
-            r.time[:19].replace("T", " "),
+            r.time[5:19].replace("T", " "),
             r.id[:8],
-            r.model.rsplit("/", 1)[-1],
             r.policy,
-            r.prompt_class or "-",
+            (r.prompt_class or "-").replace("question_answering", "questions").replace("_output", ""),
             "-" if r.score is None else f"{r.score:.2f}",
             "-" if r.average_weight_bits is None else f"{r.average_weight_bits:.2f}",
             str(r.prompt_tokens),

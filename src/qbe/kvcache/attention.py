@@ -175,6 +175,9 @@ def paged_attention(
         raise QBEError(f"{type(module).__name__} expands its keys after caching them: QBE cannot run this model")
     window = sliding_window if sliding_window is not None else cache.windows[layer]
 
+    groups = layout.groups(window) if layout.batched else []
+    if len(groups) == 1 and not layout.single:
+        return _attend_group(cache, layer, groups[0], query, scaling, softcap).transpose(0, 1), None
     parts = []
     for span in layout.single:
         q = query if len(layout.spans) == 1 else query.narrow(2, span.row, span.count)
@@ -184,35 +187,47 @@ def paged_attention(
         else:
             first = _first_key(span, window)
             mask = _causal_mask(span, first, window, q.device) if span.count > 1 else None
-            k, v = _read(keys, span, first), _read(values, span, first)
+            k, v = (_read(cache, layer, part, span, first) for part in (0, 1))
             parts.append(attend(q, k, v, mask, False, scaling, softcap))
-    if not layout.batched:
+    if not groups:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
 
     out = query.new_empty(1, query.shape[2], query.shape[1], values.shape[-1])
     for span, part in zip(layout.single, parts, strict=True):
         out[:, span.row : span.row + span.count] = part
-    for group in layout.groups(window):
-        q = query[0].index_select(1, group.rows).transpose(0, 1)[:, :, None]
-        k, v = (_read_pages(t, group.pages) for t in (keys, values))
-        out[0, group.rows] = attend(q, k, v, group.mask, False, scaling, softcap).squeeze(1)
+    for group in groups:
+        queries = query.index_select(2, group.rows)
+        out[0, group.rows] = _attend_group(cache, layer, group, queries, scaling, softcap).squeeze(1)
     return out, None
 
 
-def _read(memory: torch.Tensor, span: Span, first: int) -> torch.Tensor:
-    """A sequence's keys or values from position `first` on, `[1, kv_heads, n, dim]`; a view if its pages are a run."""
+def _attend_group(
+    cache: PagedCache, layer: int, group: Group, query: torch.Tensor, scaling: float | None, softcap: float | None
+) -> torch.Tensor:
+    """Attention of a group's tokens, query `[1, heads, n, key_dim]`; gives `[n, 1, heads, value_dim]`."""
+    k, v = (_read_pages(memory[layer], group.pages) for memory in (cache.pool.keys, cache.pool.values))
+    return attend(query.permute(2, 1, 0, 3), k, v, group.mask, False, scaling, softcap)
+
+
+def _read(cache: PagedCache, layer: int, part: int, span: Span, first: int) -> torch.Tensor:
+    """A sequence's keys (part 0) or values (1) from position `first` on, `[1, kv_heads, n, dim]`.
+
+    A view if its pages are a run, else a copy.
+    """
     if span.run is not None:
-        return memory.narrow(2, span.run * PAGE_SIZE + first, span.end - first)
+        return cache.memory[layer][part].narrow(2, span.run * PAGE_SIZE + first, span.end - first)  # type: ignore[index]
     page = first // PAGE_SIZE
-    tokens = _read_pages(memory, span.pages[None, page : pages_for(span.end)])
+    tokens = _read_pages(
+        (cache.pool.keys, cache.pool.values)[part][layer], span.pages[None, page : pages_for(span.end)]
+    )
     return tokens.narrow(2, first - page * PAGE_SIZE, span.end - first)
 
 
-def _read_pages(memory: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Copies pages `[n, P]` of memory `[1, kv_heads, slots, dim]` to `[n, kv_heads, P * PAGE_SIZE, dim]`."""
-    _, heads, slots, dim = memory.shape
-    by_page = memory[0].transpose(0, 1).view(slots // PAGE_SIZE, PAGE_SIZE, heads, dim)
-    return by_page.index_select(0, pages.flatten()).view(len(pages), -1, heads, dim).transpose(1, 2)
+def _read_pages(memory: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
+    """Copies pages `[n, P]` of memory `[num_pages, PAGE_SIZE, kv_heads, dim]`: `[n, kv_heads, P * PAGE_SIZE, dim]`."""
+    assert memory is not None
+    n, count = pages.shape
+    return memory.index_select(0, pages.flatten()).view(n, count * PAGE_SIZE, *memory.shape[2:]).transpose(1, 2)
 
 
 def _causal_mask(span: Span, first: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from qbe.errors import QBEError
-from qbe.kvcache.attention import STEP, StepLayout
+from qbe.kvcache.attention import STEP
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
 
 State = dict[int, Any]  # layer -> transformers' own cache layer with one sequence's recurrent and convolution state
@@ -35,8 +36,6 @@ def new_state(config: PretrainedConfig) -> State:
 
 def cache_argument(model: nn.Module) -> str:
     """The name under which the model's forward takes its cache."""
-    import inspect
-
     names = inspect.signature(model.forward).parameters
     return "past_key_values" if "past_key_values" in names else "cache_params"
 
@@ -168,6 +167,3 @@ def _as_heads(pages: torch.Tensor) -> torch.Tensor:
 def slot_of(pages: list[int], position: int) -> int:
     """Where in the flat pages the token at `position` of a sequence with these pages is."""
     return pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-
-
-__all__ = ["PagedCache", "State", "StepLayout", "cache_argument", "decoder_config", "is_recurrent", "new_state"]

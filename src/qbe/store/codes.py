@@ -1,8 +1,8 @@
 """From a weight matrix to nested codes: round to nearest at the widest precision, refit every lower one.
 
-For each group a few clipping ranges are tried (steps of the widest scale's own grid) and the one with the least
-weighted squared error over all precisions is kept. A bit more divides the error by four and doubles its weight:
-low precisions may tighten the range, but not at the cost of ruining the widest one.
+The range of a group is never clipped. Clipping to the least squared error (summed over the precisions, however
+weighted) was tried and gave more divergence at every width, although the weights themselves came closer: on SmolLM2 at
+4 bits 0.298 to 0.311 nats per token against 0.292. The few large weights matter more than squares say.
 Calibration from data is a later stage; this one needs none.
 """
 
@@ -14,8 +14,8 @@ from qbe.errors import QBEError
 from qbe.store import scales
 from qbe.store.layout import SliceLayout, check_group_size, padded
 
-CLIP_STEPS = (0, 1, 2, 3, 4, 6)  # grid steps of about 4.4 % below the range that clips nothing
-CHUNK = 1 << 20  # weights handled at once: temporaries stay in cache and memory stays flat
+# Weights handled at once: on the CPU temporaries stay in cache, on a GPU launches stay few; memory stays flat.
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 def quantise(weight: torch.Tensor, layout: SliceLayout, group_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -42,7 +42,7 @@ def quantise(weight: torch.Tensor, layout: SliceLayout, group_size: int) -> tupl
     count[-1] -= kp - k
 
     largest = 0.0
-    rows = max(1, CHUNK // kp)
+    rows = max(1, CHUNK.get(weight.device.type, 1 << 20) // kp)
     for part in weight.split(rows):
         g = _grouped(part, kp, groups)
         span = g.amax(-1).clamp_min(0) - g.amin(-1).clamp_max(0)
@@ -66,42 +66,17 @@ def _grouped(part: torch.Tensor, kp: int, groups: int) -> torch.Tensor:
 def _quantise_rows(
     w: torch.Tensor, layout: SliceLayout, exponent: int, levels: int, count: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [n, G, g] and meta [2P, n, G] of the rows w [n, G, g]: the best of the clipping steps, group by group."""
+    """Codes [n, G, g] and meta [2P, n, G] of the rows w [n, G, g]."""
     low, high = w.amin(-1).clamp_max(0), w.amax(-1).clamp_min(0)
     span = high - low
     zero = (levels * -low / span.clamp_min(1e-30)).round().clamp(0, levels)
-    unclipped = scales.encode_scale(span / levels, exponent)
+    scale_code = scales.encode_scale(span / levels, exponent)
+    scale = scales.decode_scale(scale_code, exponent)
+    codes = ((w / scale[..., None]).round_() + zero[..., None]).clamp_(0, levels)
     inside = torch.arange(w.shape[-1], device=w.device) < count.view(-1, 1)  # [G, g], false in padding
-
-    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    for step in CLIP_STEPS:
-        scale_code = (unclipped - step).clamp_min(0)
-        scale = scales.decode_scale(scale_code, exponent)
-        codes = ((w / scale[..., None]).round_() + zero[..., None]).clamp_(0, levels)
-        planes = [scale_code, zero.to(torch.int32)]
-        error = torch.zeros_like(scale)
-        for bits in layout.precisions:
-            shift = layout.total_bits - bits
-            if shift:
-                cut = torch.where(inside, (codes / 2**shift).floor_(), 0)
-                ratio, offset = scales.refit(w, cut, scale, zero, shift, count)
-                planes += [ratio, offset]
-                at = scale * 2**shift * (1 + ratio / scales.RATIO_STEP)
-                mid = scales.nominal_offset(zero, shift) + offset / scales.OFFSET_STEP
-                off = cut.sub_(mid[..., None]).mul_(at[..., None]).sub_(w)
-            else:
-                off = (codes - zero[..., None]).mul_(scale[..., None]).sub_(w)
-            importance = 2.0 ** (bits - layout.precisions[0])
-            error += torch.where(inside, off, 0).square_().sum(-1) * importance
-        meta = (torch.stack(planes) & 255).to(torch.uint8)
-        if best is None:
-            best = error, codes.to(torch.uint8), meta
-        else:
-            wins = error < best[0]
-            best = (
-                torch.where(wins, error, best[0]),
-                torch.where(wins[..., None], codes.to(torch.uint8), best[1]),
-                torch.where(wins, meta, best[2]),
-            )
-    assert best is not None
-    return best[1], best[2]
+    planes = [scale_code, zero.to(torch.int32)]
+    for bits in layout.precisions[:-1]:
+        shift = layout.total_bits - bits
+        cut = torch.where(inside, (codes / 2**shift).floor_(), 0)
+        planes += scales.refit(w, cut, scale, zero, shift, count)
+    return codes.to(torch.uint8), (torch.stack(planes) & 255).to(torch.uint8)

@@ -40,7 +40,7 @@ def place(model: nn.Module, device: torch.device, originals: str) -> None:
         if name in tied:
             original = parameters[tied[name]].detach()
         elif original is not None:
-            original = original.to(device) if originals == "device" else original.pin_memory()
+            original = original.to(device) if originals == "device" else original.cpu().pin_memory()
         moved = NestedTensor(
             weight.packed.to(device), weight.meta.to(device), weight.bits.to(device), weight.slices,
             weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,

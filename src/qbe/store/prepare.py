@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
+import qbe
 from qbe.errors import QBEError
 from qbe.models import LoadedModel, cache_dir, load_model, pull
 from qbe.sites import NESTABLE_ROLES, SiteTable
@@ -115,9 +116,9 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
 
 
 def fingerprint(path: Path, config: NestedWeightConfig) -> str:
-    """Changes with the model's files (path, size, time), the layout and the format version."""
+    """Changes with the model's files (path, size, time), the layout, the format and the version of QBE."""
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
-    facts = [str(path.resolve()), config.slices, config.group_size, checkpoint.FORMAT_VERSION]
+    facts = [str(path.resolve()), config.slices, config.group_size, checkpoint.FORMAT_VERSION, qbe.__version__]
     facts += [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return f"{path.stem}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
 

@@ -19,7 +19,7 @@ from torch import nn
 from qbe.errors import QBEError
 from qbe.sites import FULL_BITS, SiteTable
 
-SEGMENT_TOKENS = 40  # per segment of the text; with four segments 160 tokens a pass
+SEGMENT_TOKENS = 32  # per segment of the text; four segments give 128 tokens a pass
 
 
 def calibration_tokens(tokenizer: Any, tokens: int = SEGMENT_TOKENS) -> torch.Tensor:

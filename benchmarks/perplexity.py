@@ -1,0 +1,97 @@
+"""Perplexity of a model read from its nested store, against 16 bits and against independent rounding.
+
+    python benchmarks/perplexity.py [--model NAME] [--data DIR] [--tokens N] [--json FILE]
+
+Text: WikiText-2's test split from `--data` (default $QBE_DATA or ../shared/data), windows of 1024 tokens, float32.
+`rounded` quantises each matrix on its own to that width (round to nearest, asymmetric, group 64), which is what a
+nested read competes with. Mind that SmolLM2's GGUF lies on a 4-bit grid at group 32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from qbe import Budget, policies
+from qbe.analysis.profile import QueryProfile
+from qbe.store.nested_tensor import nested_linears
+from qbe.store.prepare import prepare
+
+WINDOW = 1024
+
+
+@torch.inference_mode()
+def perplexity(model: torch.nn.Module, windows: torch.Tensor) -> float:
+    """exp of the mean negative log likelihood, nats per token, of tokens 1.. of each window."""
+    total = 0.0
+    for row in windows:
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
+        for i in range(0, len(logits), 128):
+            total += float(
+                torch.nn.functional.cross_entropy(logits[i : i + 128].float(), row[1:][i : i + 128], reduction="sum")
+            )
+    return math.exp(total / (windows.numel() - len(windows)))
+
+
+def rounded(weight: torch.Tensor, bits: int, group: int = 64) -> torch.Tensor:
+    """Independent asymmetric round-to-nearest at one width."""
+    n, k = weight.shape
+    g = torch.nn.functional.pad(weight, (0, -k % group)).view(n, -1, group)
+    low, high = g.amin(-1, True).clamp_max(0), g.amax(-1, True).clamp_min(0)
+    scale = (high - low).clamp_min(1e-20) / (2**bits - 1)
+    zero = (-low / scale).round()
+    return ((((g / scale).round() + zero).clamp(0, 2**bits - 1) - zero) * scale).view(n, -1)[:, :k]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("QBE_DATA", "../shared/data")))
+    parser.add_argument("--tokens", type=int, default=6144)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    prepared = prepare(args.model, dtype="float32", device=torch.device("cpu"))
+    model, table = prepared.model, prepared.table
+    ids = prepared.tokenizer((args.data / "wikitext2_test.txt").read_text()[: 8 * args.tokens])["input_ids"]
+    windows = torch.tensor(ids[: args.tokens // WINDOW * WINDOW]).view(-1, WINDOW)
+    nested = nested_linears(model)
+    rows = []
+
+    def report(what: str, bits: float) -> None:
+        value = perplexity(model, windows)
+        rows.append({"what": what, "bits": round(bits, 3), "perplexity": round(value, 4),
+                     "excess": round(value / rows[0]["perplexity"] - 1, 5) if rows else 0.0})  # fmt: skip
+        print(f"{what:10s} {bits:5.2f} bits  {value:8.3f}  {rows[-1]['excess']:+8.2%}", flush=True)
+
+    def run_at(gears: tuple[int, ...]) -> None:
+        for (_, _, weight), gear in zip(nested, gears, strict=True):
+            weight.bits = torch.tensor([gear], dtype=torch.int32)
+
+    run_at((16,) * len(nested))
+    report("16 bits", 16)
+    for bits in (8, 6, 4):
+        run_at((bits,) * len(nested))
+        report("nested", bits)
+    tiered = policies.load("tiered")
+    for bits in (6.0, 5.0, 4.5):
+        blueprint = tiered.blueprint(QueryProfile(0.5, "question_answering", 2), Budget(bits=bits), table)
+        run_at(blueprint.weight_bits)
+        report("tiered", blueprint.average_weight_bits(table))
+    run_at((16,) * len(nested))
+    kept = {name: weight.original for name, _, weight in nested}
+    for bits in (6, 4):
+        for name, _, weight in nested:
+            weight.original = rounded(kept[name], bits)
+        report("rounded", bits)
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model, "tokens": windows.numel(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
