@@ -1,0 +1,22 @@
+"""Compiles the CPU kernel into the wheel. Optional: without a C compiler the package installs all the same, and then
+compiles on first use or runs plain PyTorch (`qbe.kernels.cpu.build`). Everything else is in pyproject.toml."""
+
+import runpy
+
+from setuptools import Extension, setup
+
+FOLDER = "src/qbe/kernels/cpu"
+kernel = runpy.run_path(f"{FOLDER}/source.py")
+
+setup(
+    ext_modules=[
+        Extension(
+            "qbe.kernels.cpu._nested",
+            sources=[f"{FOLDER}/nested.c"],
+            depends=[f"{FOLDER}/{path.name}" for path in kernel["INCLUDED"]],
+            define_macros=[("QBE_SOURCE_HASH", f'"{kernel["source_hash"]()}"')],
+            extra_compile_args=list(kernel["FLAGS"]),
+            optional=True,
+        )
+    ]
+)

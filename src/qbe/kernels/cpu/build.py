@@ -1,0 +1,139 @@
+"""Finds, or compiles once, the shared library of `nested.c`, and says which of its paths runs here.
+
+An installed wheel carries the library (`setup.py`). A source tree compiles it with the machine's C compiler into the
+user's cache, keyed by source, flags and architecture. Where neither works, plain PyTorch serves: slower, same results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from qbe.errors import QBEError
+from qbe.kernels.cpu.source import FLAGS, FOLDER, SOURCE, source_hash
+
+COMPILE_LIMIT_S = 120
+BACKENDS = ("scalar", "avx2", "avx512")  # the numbering of nested.c
+VARIABLE = "QBE_CPU_KERNEL"
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def backend() -> str:
+    """The path that serves `qbe::nested_linear` on CPU: "avx512", "avx2", "scalar" or "torch".
+
+    The best one the machine has, unless $QBE_CPU_KERNEL names another. Decided once a process: it is asked on every
+    call (a test that changes the variable calls `backend.cache_clear` and `number.cache_clear`).
+
+    Raises:
+        QBEError: $QBE_CPU_KERNEL names an unknown path, or one that this machine cannot run.
+    """
+    forced = os.environ.get(VARIABLE, "")
+    if forced and forced not in (*BACKENDS, "torch"):
+        names = ", ".join((*BACKENDS, "torch"))
+        raise QBEError(f"{VARIABLE}={forced} is not a CPU kernel: unset it or choose one of {names}")
+    if forced == "torch":
+        return forced
+    lib = library()
+    if lib is None:
+        if forced:
+            raise QBEError(f"{VARIABLE}={forced} needs the compiled CPU kernel: install a C compiler or unset it")
+        return "torch"
+    best = int(lib.qbe_best_backend())
+    if forced and BACKENDS.index(forced) > best:
+        raise QBEError(f"{VARIABLE}={forced} is beyond this CPU, whose best is {BACKENDS[best]}: unset it")
+    return forced or BACKENDS[best]
+
+
+@functools.cache
+def number() -> int:
+    """`backend()` as nested.c counts it."""
+    return BACKENDS.index(backend())
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL:
+    """The library where `backend()` has found one."""
+    lib = library()
+    assert lib is not None
+    return lib
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded kernel with its argument types declared; None where it is neither built nor can be compiled."""
+    path = _packaged() or _compiled()
+    if path is None:
+        return None
+    try:
+        return _declare(ctypes.CDLL(str(path)))
+    except OSError as error:
+        log.warning("the CPU kernel %s does not load (%s); plain PyTorch serves instead", path, error)
+        return None
+
+
+def _packaged() -> Path | None:
+    """The library that the wheel or editable install built, if it belongs to this source."""
+    for path in sorted(FOLDER.glob("_nested*.so")):
+        try:
+            lib = ctypes.CDLL(str(path))
+            lib.qbe_source_hash.restype = ctypes.c_char_p
+            if lib.qbe_source_hash() == source_hash().encode():
+                return path
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _compiled() -> Path | None:
+    """The library in the user's cache, compiled now if it is not there."""
+    from qbe.models import cache_dir
+
+    folder = cache_dir() / "kernels"
+    path = folder / f"nested-{platform.system().lower()}-{platform.machine()}-{source_hash()}.so"
+    if path.is_file():
+        return path
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        log.warning("no C compiler found; the CPU kernel is plain PyTorch (install one for several times the speed)")
+        return None
+    temporary: Path | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".nested-", suffix=".so", dir=folder)
+        os.close(handle)
+        temporary = Path(name)
+        define = f'-DQBE_SOURCE_HASH="{source_hash()}"'
+        command = [compiler, *FLAGS, "-fPIC", "-shared", define, str(SOURCE), "-o", name]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+        os.replace(temporary, path)
+        return path
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
+        log.warning("the CPU kernel could not be compiled (%s); plain PyTorch serves instead", " ".join(detail))
+        return None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    lib.qbe_multiply.argtypes = [pointer] * 7 + [long] + [integer] * 4
+    lib.qbe_multiply.restype = long
+    lib.qbe_dequantise.argtypes = [pointer] * 4 + [long] * 2 + [integer] * 4
+    lib.qbe_dequantise.restype = long
+    lib.qbe_set_parallel.argtypes = [pointer]
+    # torch has loaded its OpenMP runtime by now; through it the kernel shares torch's threads. Without one (a torch
+    # built on another pool) the kernel runs on the calling thread.
+    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    lib.qbe_set_parallel(ctypes.cast(parallel, pointer) if parallel is not None else None)
+    return lib

@@ -1,0 +1,70 @@
+/* What the threads of one call share. Included by nested.c. */
+
+#include <stdatomic.h>
+
+/* One per part of a precision, for dot_avx512.c. */
+typedef struct {
+    int64_t spread[8], rotate[8];      /* part -> 64-bit lane: which of its words, rotated left by how much */
+    uint64_t mask;                     /* the part's bits in the digit's bytes */
+    int32_t width, starts, ends;       /* starts, ends: first, last part of its digit */
+    uint16_t table[32];                /* of the digit, where `ends` */
+} Step;
+
+typedef struct {
+    int32_t count;
+    Step step[8];
+} Recipe;
+
+/* Rows of the weight are taken in chunks from the counter `next`. */
+typedef struct {
+    Weight w;
+    atomic_llong next;
+    atomic_int slot;   /* hands each thread its part of `scratch` */
+    int64_t chunk;
+    float *scratch;    /* per thread: scale and offset of one chunk */
+    int backend, dtype;
+    void *y;
+    int64_t rows;      /* of x; or of the weight, from n0, to dequantise */
+    /* multiply */
+    const void *x;     /* one row every x_bytes, as the backend's load function leaves it */
+    int64_t x_bytes;
+    const float *sums; /* [rows, groups]: sums of x over groups (AVX-512) */
+    const int32_t *row, *precision; /* where each row of x belongs, index of its precision (ascending) */
+    const float *bias;
+    Recipe recipe[8];  /* per precision (AVX-512) */
+    /* dequantise: first k inputs, at the precision `index` */
+    int64_t n0, k;
+    int index;
+} Job;
+
+/* Asks for the scales of the chunks that come next: short pieces of several planes, which no hardware prefetcher sees. */
+INLINE void prefetch_meta(const Job *j, int64_t n) {
+    const Weight *w = &j->w;
+    const int64_t end = n + 2 * j->chunk < w->n ? n + 2 * j->chunk : w->n;
+    for (int64_t r = 0; r < j->rows; r++) {
+        if (r && j->precision[r] == j->precision[r - 1]) continue;
+        const int planes[4] = {0, 1, 2 + 2 * j->precision[r], 3 + 2 * j->precision[r]};
+        const int count = j->precision[r] == w->layout->precisions - 1 ? 2 : 4;
+        for (int i = 0; i < count; i++) {
+            const uint8_t *plane = w->meta + planes[i] * w->n * w->groups;
+            for (const uint8_t *at = plane + n * w->groups; at < plane + end * w->groups; at += 64) __builtin_prefetch(at);
+        }
+    }
+}
+
+INLINE void store(const Job *j, int64_t row, int64_t n, float value) {
+    if (j->bias) value += j->bias[n];
+    if (j->dtype == FLOAT32) ((float *)j->y)[row * j->w.n + n] = value;
+    else ((uint16_t *)j->y)[row * j->w.n + n] = to_bfloat16(value);
+}
+
+/* Block b of a row of x in float32; zero in padding. */
+INLINE void load_block(const void *x, int dtype, int64_t k, int64_t b, float block[BLOCK]) {
+    const int64_t from = b * BLOCK, count = k - from >= BLOCK ? BLOCK : k > from ? k - from : 0;
+    if (count < BLOCK) memset(block, 0, BLOCK * sizeof *block);
+    if (dtype == FLOAT32) {
+        memcpy(block, (const float *)x + from, (size_t)count * sizeof *block);
+    } else {
+        for (int64_t i = 0; i < count; i++) block[i] = bits_to_float((uint32_t)((const uint16_t *)x)[from + i] << 16);
+    }
+}

@@ -1,0 +1,214 @@
+"""`qbe::nested_linear` on the CPU.
+
+Few rows (decode): the compiled kernel multiplies straight from the packed slices and each row reads only its own.
+Many rows (prefill): the weight is dequantised once per precision in the call and torch multiplies.
+Rows at 16 bits go to torch with the original weight.
+
+A decode step makes some two hundred calls, so whatever depends on shapes alone is checked and laid out once
+(`_geometry`), and a call with few rows hands C seven pointers and a table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import linear
+
+from qbe.kernels.cpu import build
+from qbe.kernels.cpu.geometry import DTYPES, Geometry, geometry
+from qbe.kernels.reference.nested_linear import dequantise
+from qbe.sites import FULL_BITS
+
+# From this many rows on dequantising wins (benchmarks/cpu_linear.py --crossover).
+MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
+CHUNK = 1 << 22  # weights dequantised at once in prefill: bounds the temporary, keeps it near the caches
+
+_threads = torch.get_num_threads
+
+
+def nested_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slices: Sequence[int],
+    exponent: int,
+) -> torch.Tensor:
+    """y[r] = x[r] @ W(bits[r]).T + bias. Arguments and result as those of `qbe.kernels.ops.nested_linear`.
+
+    With fewer than `MANY_ROWS` rows the weight is exact, the sums are float32 and a row's result does not depend, bit
+    for bit, on the rows beside it. With more, the weight is first rounded to x's dtype (bfloat16 or float32), as a
+    checkpoint's is.
+
+    Raises:
+        RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
+            anything is computed.
+        QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
+    """
+    shape, dtype = x.shape, x.dtype
+    if dtype not in DTYPES:  # float16 is rare on a CPU: it takes the float32 path and is rounded once
+        return nested_linear(x.float(), packed, meta, bits, original, bias, slices, exponent).to(dtype)
+    form = geometry(packed.shape, meta.shape, shape[-1], tuple(slices), exponent)
+    rows = x if len(shape) == 2 else x.reshape(-1, form.k)
+    _check(rows, packed, meta, bits, original, bias, form)
+    if rows.shape[0] == 0 or form.n == 0:
+        y = x.new_empty(rows.shape[0], form.n)
+    elif rows.shape[0] < MANY_ROWS[dtype] and build.backend() != "torch":
+        y = _few(rows, packed, meta, bits, original, bias, form)
+    else:
+        y = _many(rows, packed, meta, bits, original, bias, form)
+    return y if len(shape) == 2 else y.view(*shape[:-1], form.n)
+
+
+def _check(
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    form: Geometry,
+) -> None:
+    """With `geometry`, everything that C will touch: it trusts its pointers."""
+    if packed.dtype is not torch.uint8 or meta.dtype is not torch.uint8:
+        raise RuntimeError(f"packed and meta must be uint8, not {packed.dtype} and {meta.dtype}")
+    if not (packed.is_contiguous() and meta.is_contiguous()):
+        raise RuntimeError("packed and meta must be contiguous")
+    if bits.dtype is not torch.int32 or bits.shape != rows.shape[:1]:
+        raise RuntimeError(
+            f"bits must be int32 [{rows.shape[0]}], one per row of x, not {bits.dtype} {list(bits.shape)}"
+        )
+    if original is not None and original.shape != (form.n, form.k):
+        raise RuntimeError(f"the 16-bit original is {list(original.shape)}, its nested weight {[form.n, form.k]}")
+    if bias is not None and bias.shape != (form.n,):
+        raise RuntimeError(f"the bias is {list(bias.shape)}, but the weight has {form.n} outputs")
+
+
+def _few(
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    form: Geometry,
+) -> torch.Tensor:
+    """The compiled kernel for the rows below 16 bits, torch for the others."""
+    count = rows.shape[0]
+    rows, bits = rows.contiguous(), bits.contiguous()
+    y = torch.empty(count, form.n, dtype=rows.dtype)
+    if bias is not None:
+        bias32 = bias.float().contiguous()
+    full = build.loaded().qbe_multiply(
+        rows.data_ptr(),
+        packed.data_ptr(),
+        meta.data_ptr(),
+        bits.data_ptr(),
+        None if bias is None else bias32.data_ptr(),
+        y.data_ptr(),
+        form.address,
+        count,
+        DTYPES[rows.dtype],
+        original is None,
+        _threads(),
+        build.number(),
+    )
+    if full == 0:
+        return y
+    if full == -1:
+        raise _missing_original()
+    if full < 0:
+        raise MemoryError("the CPU kernel found no memory for its working buffers")
+    assert original is not None
+    if full == count:
+        return _full(rows, original, bias)
+    at = (bits >= FULL_BITS).nonzero().flatten()
+    y[at] = _full(rows[at], original, bias)
+    return y
+
+
+def _many(
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    meta: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    form: Geometry,
+) -> torch.Tensor:
+    """Precision by precision: rows too few to pay for a dequantised weight take the compiled kernel together."""
+    layout = form.layout
+    wanted = [FULL_BITS if b >= FULL_BITS else layout.precisions[layout.index(b)] for b in bits.tolist()]
+    count = Counter(wanted)
+    if FULL_BITS in count and original is None:
+        raise _missing_original()
+    limit = MANY_ROWS[rows.dtype] if build.backend() != "torch" else 0
+    few = {b for b in count if b != FULL_BITS and count[b] < limit}
+
+    y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
+    for group in [{b} for b in sorted(count) if b not in few] + ([few] if few else []):
+        if len(count) == 1:
+            at, mine = None, rows
+        else:
+            at = torch.tensor([r for r, b in enumerate(wanted) if b in group])
+            mine = rows[at]
+        if group is few:
+            assert at is not None
+            part = _few(mine, packed, meta, bits[at], None, bias, form)
+        elif FULL_BITS in group:
+            assert original is not None
+            part = _full(mine, original, bias)
+        else:
+            part = _dequantised(mine, packed, meta, min(group), bias, form)
+        if at is None:
+            return part
+        y[at] = part
+    return y
+
+
+def _dequantised(
+    rows: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor, bits: int, bias: torch.Tensor | None, form: Geometry
+) -> torch.Tensor:
+    """rows @ W(bits).T + bias through a dequantised weight, some rows of the weight at a time."""
+    if build.backend() == "torch":
+        weight = dequantise(packed, meta, form.exponent, form.slices, form.k, bits)
+        return linear(rows.float(), weight, None if bias is None else bias.float()).to(rows.dtype)
+    bias = None if bias is None else bias.to(rows.dtype)
+    step = max(64, CHUNK // form.k)
+    weight = torch.empty(min(step, form.n), form.k, dtype=rows.dtype)
+    y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
+    for n0 in range(0, form.n, step):
+        n1 = min(form.n, n0 + step)
+        failed = build.loaded().qbe_dequantise(
+            packed.data_ptr(),
+            meta.data_ptr(),
+            weight.data_ptr(),
+            form.address,
+            n0,
+            n1,
+            form.layout.precisions.index(bits),
+            DTYPES[rows.dtype],
+            _threads(),
+            build.number(),
+        )
+        if failed:
+            raise MemoryError("the CPU kernel found no memory for its working buffers")
+        part = linear(rows, weight[: n1 - n0], None if bias is None else bias[n0:n1])
+        if n1 - n0 == form.n:
+            return part
+        y[:, n0:n1] = part
+    return y
+
+
+def _full(rows: torch.Tensor, original: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """rows @ original.T + bias, exactly as the unquantised layer computes it when x has the model's dtype."""
+    dtype = torch.promote_types(rows.dtype, original.dtype)
+    return linear(rows.to(dtype), original.to(dtype), None if bias is None else bias.to(dtype)).to(rows.dtype)
+
+
+def _missing_original() -> RuntimeError:
+    return RuntimeError("a row asks for 16 bits, but this weight was stored without its 16-bit original")

@@ -1,0 +1,277 @@
+"""The CPU kernel of `qbe::nested_linear` against the PyTorch reference, on every path that this machine has."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qbe.errors import QBEError
+from qbe.kernels import ops
+from qbe.kernels.cpu import build, source
+from qbe.kernels.cpu import nested_linear as cpu
+from qbe.kernels.reference import nested_linear as reference
+from qbe.store.codes import quantise
+from qbe.store.layout import SliceLayout
+from qbe.store.packing import pack
+
+LAYOUTS = [(4, 2, 2), (3, 1, 1, 1, 2), (1,) * 8, (8,), (4, 4), (2, 4, 2), (5,), (2, 1)]
+PATHS = [*build.BACKENDS, "torch"]
+COMPILED = build.library() is not None
+
+
+def choose(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.VARIABLE, path)
+    build.backend.cache_clear()
+    build.number.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_choice() -> Iterator[None]:
+    yield
+    build.backend.cache_clear()
+    build.number.cache_clear()
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    choose(request.param, monkeypatch)
+    try:
+        build.backend()
+    except QBEError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+@functools.cache
+def stored(n: int, k: int, group: int, slices: tuple[int, ...], seed: int) -> tuple[torch.Tensor, ...]:
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+    codes, meta, exponent = quantise(weight, SliceLayout(slices), group)
+    return weight, pack(codes, SliceLayout(slices)), meta, torch.tensor(exponent)
+
+
+def problem(
+    n: int, k: int, group: int, slices: tuple[int, ...], rows: int, dtype: torch.dtype, seed: int, bias: bool = True
+) -> dict[str, Any]:
+    """Arguments of the op for a random weight, rows at random bits (also widths that the store lacks)."""
+    g = torch.Generator().manual_seed(seed)
+    weight, packed, meta, exponent = stored(n, k, group, slices, seed)
+    return {
+        "x": torch.randn(rows, k, generator=g).to(dtype),
+        "packed": packed,
+        "meta": meta,
+        "bits": torch.randint(0, 18, (rows,), generator=g, dtype=torch.int32),
+        "original": weight.to(dtype),
+        "bias": torch.randn(n, generator=g).to(dtype) if bias else None,
+        "slices": slices,
+        "exponent": int(exponent),
+    }
+
+
+def check(a: dict[str, Any], call: Callable[..., torch.Tensor] = cpu.nested_linear) -> None:
+    """The result is float32's, rounded once to x's dtype.
+
+    Element by element: within 4e-6 of the largest that its sum could be, plus one step of x's dtype. What goes through
+    torch's matrix product in 16 bits (rows at 16, and MANY_ROWS of them) is off by the rounding of the weight too.
+    """
+    y, x = call(**a), a["x"]
+    exact = reference.nested_linear(**{**a, "x": x.float()})
+    assert y.shape == exact.shape
+    assert y.dtype == x.dtype
+    largest = x.float().abs().sum(-1, keepdim=True) * float(a["original"].float().abs().max())
+    step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[x.dtype]
+    through_torch = (a["bits"] >= 16) | (x.shape[0] >= min(cpu.MANY_ROWS.values()))
+    allowed = 4e-6 * largest + step * (exact.abs() + through_torch[:, None] * largest / 4)
+    assert ((y.float() - exact).abs() <= allowed).all()
+    if y.numel() > 64 and x.dtype == torch.float32:
+        assert (y - exact).norm() <= 3e-6 * exact.norm()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n=st.integers(1, 70),
+    k=st.integers(1, 300),
+    group=st.sampled_from([64, 128]),
+    slices=st.sampled_from(LAYOUTS),
+    rows=st.integers(1, 20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_reference(
+    path: str, n: int, k: int, group: int, slices: tuple[int, ...], rows: int, dtype: torch.dtype, seed: int
+) -> None:
+    check(problem(n, k, group, slices, rows, dtype, seed))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 257])
+@pytest.mark.parametrize(("n", "k", "group"), [(1804, 576, 64), (192, 1536, 128)])
+def test_equals_reference_at_real_sizes(path: str, n: int, k: int, group: int, rows: int) -> None:
+    if path == "scalar" and rows > 64:
+        pytest.skip("same code as with 64 rows, slowly")
+    check(problem(n, k, group, (4, 2, 2), rows, torch.bfloat16, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_does_not_depend_on_its_batch(path: str, dtype: torch.dtype) -> None:
+    """Bit for bit below MANY_ROWS, whatever the neighbours' bits (rows at 16 bits are torch's: within its rounding)."""
+    rows = 11
+    a = problem(100, 320, 64, (4, 2, 2), rows, dtype, 2)
+    a["bits"] = torch.tensor([4, 6, 8, 16, 4, 4, 4, 8, 6, 4, 16], dtype=torch.int32)
+    together = cpu.nested_linear(**a)
+    for r in range(rows):
+        alone = cpu.nested_linear(**{**a, "x": a["x"][r : r + 1], "bits": a["bits"][r : r + 1]})
+        if path == "torch" or a["bits"][r] == 16:
+            torch.testing.assert_close(alone[0], together[r], rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-3)
+        else:
+            assert torch.equal(alone[0], together[r])
+
+
+def test_full_rows_are_the_plain_layer_exactly(path: str) -> None:
+    a = problem(96, 192, 64, (4, 2, 2), 5, torch.bfloat16, 3)
+    a["bits"].fill_(16)
+    assert torch.equal(cpu.nested_linear(**a), torch.nn.functional.linear(a["x"], a["original"], a["bias"]))
+
+
+def test_low_bits_read_no_higher_slice(path: str) -> None:
+    """Slices and scales of other precisions can be overwritten without changing a 4-bit read."""
+    a = problem(40, 256, 64, (4, 2, 2), 3, torch.float32, 4)
+    a["bits"].fill_(4)
+    before = cpu.nested_linear(**a)
+    a["packed"], a["meta"] = a["packed"].clone(), a["meta"].clone()
+    a["packed"][4:], a["meta"][4:] = 255, 255  # planes 0..3: the shared scale and zero, ratio and offset of 4 bits
+    assert torch.equal(cpu.nested_linear(**a), before)
+    a["bits"].fill_(6)
+    assert not torch.equal(cpu.nested_linear(**a), before)
+
+
+def test_outliers_of_x_cost_no_accuracy(path: str) -> None:
+    a = problem(64, 256, 64, (4, 2, 2), 4, torch.float32, 5)
+    a["bits"] = torch.tensor([4, 6, 8, 4], dtype=torch.int32)
+    a["x"][:, 17] = 3000.0
+    y, exact = cpu.nested_linear(**a), reference.nested_linear(**a)
+    assert (y - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_shapes_and_strides(path: str) -> None:
+    a = problem(33, 100, 64, (4, 2, 2), 6, torch.float32, 6)
+    plain = cpu.nested_linear(**a)
+    assert torch.equal(cpu.nested_linear(**{**a, "x": a["x"].view(2, 3, 100)}), plain.view(2, 3, 33))
+    assert torch.equal(cpu.nested_linear(**{**a, "x": a["x"].T.contiguous().T}), plain)
+    wide = a["bits"].repeat_interleave(2)[::2]
+    assert torch.equal(cpu.nested_linear(**{**a, "bits": wide}), plain)
+    empty = {**a, "x": a["x"][:0].view(0, 3, 100), "bits": a["bits"][:0]}
+    assert cpu.nested_linear(**empty).shape == (0, 3, 33)
+
+
+def test_threads_do_not_change_the_result(path: str) -> None:
+    """The same result with one thread as with several."""
+    a = problem(300, 640, 64, (4, 2, 2), 4, torch.bfloat16, 7)
+    several = cpu.nested_linear(**a)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = cpu.nested_linear(**a)
+    finally:
+        torch.set_num_threads(before)
+    below = a["bits"] < 16
+    if path != "torch":
+        assert torch.equal(several[below], single[below])
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_missing_original_is_refused(path: str, rows: int) -> None:
+    a = problem(8, 64, 64, (4, 2, 2), rows, torch.float32, 8)
+    a["bits"][-1] = 16
+    with pytest.raises(RuntimeError, match="without its 16-bit original"):
+        cpu.nested_linear(**{**a, "original": None})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x", torch.zeros(3, 65)),
+        ("packed", torch.zeros(8, 63, dtype=torch.uint8)),
+        ("meta", torch.zeros(6, 8, 2, dtype=torch.uint8)),
+        ("bits", torch.full((3,), 4)),
+        ("bits", torch.full((2,), 4, dtype=torch.int32)),
+        ("bias", torch.zeros(7)),
+        ("original", torch.zeros(8, 63)),
+        ("slices", (4, 4)),
+        ("exponent", 300),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(path: str, name: str, value: Any) -> None:
+    a = problem(8, 64, 64, (4, 2, 2), 3, torch.float32, 9)
+    with pytest.raises(RuntimeError):
+        cpu.nested_linear(**{**a, name: value})
+
+
+def test_dequantised_weight_is_the_references(path: str) -> None:
+    """Many identity rows read the weight itself: at float32 not one bit differs."""
+    a = problem(50, 192, 64, (3, 1, 1, 1, 2), 192, torch.float32, 10, bias=False)
+    a["x"] = torch.eye(192)
+    for bits in (3, 4, 5, 6, 8):
+        a["bits"].fill_(bits)
+        weight = reference.dequantise(a["packed"], a["meta"], a["exponent"], a["slices"], 192, bits)
+        assert torch.equal(cpu.nested_linear(**a), weight.T)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_custom_op(rows: int) -> None:
+    a = problem(24, 128, 64, (4, 2, 2), rows, torch.float32, 11)
+    args = tuple(a[k] for k in ("x", "packed", "meta", "bits", "original", "bias", "slices", "exponent"))
+    torch.library.opcheck(torch.ops.qbe.nested_linear.default, args)
+    check(a, ops.nested_linear)
+
+
+@pytest.mark.skipif(not COMPILED, reason="no C compiler")
+def test_best_path_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(build.VARIABLE, raising=False)
+    build.backend.cache_clear()
+    assert build.backend() == build.BACKENDS[build.library().qbe_best_backend()]  # type: ignore[union-attr]
+
+
+def test_unknown_path_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("sse9", monkeypatch)
+    with pytest.raises(QBEError, match="QBE_CPU_KERNEL=sse9 is not a CPU kernel"):
+        build.backend()
+
+
+def run_python(code: str, tmp_path: Path, **environment: str) -> str:
+    """A process of its own, with an empty cache."""
+    env = {**os.environ, "QBE_CACHE": str(tmp_path), "PYTHONPATH": str(source.FOLDER.parents[2]), **environment}
+    env.pop(build.VARIABLE, None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+REPORT = "import qbe.kernels.cpu.build as b; b._packaged = lambda: None; print(b.backend())"
+
+
+def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
+    assert run_python(REPORT, tmp_path, PATH=str(tmp_path), CC="no-such-compiler").splitlines()[-1] == "torch"
+
+
+def test_with_a_broken_compiler_torch_serves_and_nothing_is_left(tmp_path: Path) -> None:
+    assert run_python(REPORT, tmp_path, CC="false").splitlines()[-1] == "torch"
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_compiles_once_into_the_cache(tmp_path: Path) -> None:
+    assert run_python(REPORT, tmp_path).splitlines()[-1] in build.BACKENDS
+    (built,) = (tmp_path / "kernels").iterdir()
+    assert source.source_hash() in built.name
+    # The second process finds it, and needs no compiler.
+    assert run_python(REPORT, tmp_path, CC="no-such-compiler", PATH=str(tmp_path)).splitlines()[-1] in build.BACKENDS
