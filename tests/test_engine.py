@@ -131,6 +131,20 @@ def test_two_streams_interleave_and_a_dropped_one_frees_its_pages(engine: Engine
     assert engine.core.scheduler.allocator.free == free
 
 
+def test_every_sampling_option_works_on_the_models_own_logits(engine: Engine) -> None:
+    greedy = engine.generate(FACT, SamplingParams(max_tokens=8)).token_ids
+    banned = engine.generate(FACT, SamplingParams(max_tokens=8, logit_bias={greedy[0]: -1e9})).token_ids
+    assert greedy[0] not in banned
+    penalised = engine.generate(FACT, SamplingParams(max_tokens=30, repetition_penalty=50.0)).token_ids
+    assert len(set(penalised)) == 30
+    narrow = SamplingParams(max_tokens=8, temperature=2.0, top_k=1)
+    assert engine.generate(FACT, narrow).token_ids == greedy
+    mixed = SamplingParams(
+        max_tokens=8, temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3
+    )
+    assert engine.generate(FACT, mixed).token_ids == engine.generate(FACT, mixed).token_ids
+
+
 def test_seeds_repeat_and_do_not_depend_on_the_batch(engine: Engine) -> None:
     params = SamplingParams(max_tokens=10, temperature=1.0, seed=7)
     alone = engine.generate(FACT, params).token_ids

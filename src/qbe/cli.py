@@ -227,8 +227,11 @@ def _about(model: str, verify: bool = False) -> dict[str, Any]:
 
 
 def _engine(model: str, policy: str, dtype: str, device: str, originals: str, max_sequences: int) -> Engine:
+    from transformers.utils import logging
+
     from qbe.engine.engine import Engine
 
+    logging.set_verbosity_error()  # its advice on optional kernels would stand in the middle of an answer
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=max_sequences,
         progress=err.is_terminal,

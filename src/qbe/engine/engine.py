@@ -329,6 +329,8 @@ class Stream:
         self._result: Result | None = None
 
     def __iter__(self) -> Iterator[str]:
+        if self._result is not None:
+            raise RuntimeError("a stream can be read once; its whole text is in `result`")
         live = self._engine._live[self._id]
         try:
             while True:

@@ -18,6 +18,7 @@ _NUCLEUS = (
 )
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
     """The next token of each sequence.
 
