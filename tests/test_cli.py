@@ -94,11 +94,19 @@ def test_info_and_records(nested: str, home: Path, tmp_path: Path) -> None:
 
 
 def test_chat_answers_and_survives_bad_lines(nested: str, home: Path) -> None:
-    said = b"hello\n\n" + b"x" * 900 + b"\n/clear\nagain\n/exit\n"
+    said = b"hello\n\n" + b"x" * 900 + b"\nbad \xff\n/clear\nagain\n/exit\n"
     done = qbe("chat", "--model", nested, "--max-tokens", "4", "--greedy", stdin=said, home=home)
     assert done.returncode == 0, done.stderr.decode()
     assert "context" in done.stderr.decode()
+    assert "not valid UTF-8" in done.stderr.decode()
     assert len(done.stdout.decode().splitlines()) >= 2
+
+
+def test_chat_json_is_one_object_a_line(nested: str, home: Path) -> None:
+    done = qbe("chat", "--model", nested, "--max-tokens", "2", "--json", stdin=b"hello\nagain\n", home=home)
+    lines = [json.loads(line) for line in done.stdout.decode().splitlines()]
+    assert [len(a["token_ids"]) for a in lines] == [2, 2]
+    assert lines[1]["usage"]["prompt_tokens"] > lines[0]["usage"]["prompt_tokens"]
 
 
 def test_pull_prints_where_a_folder_is(tiny_folder: Path, home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -76,16 +77,21 @@ def chat_command(
     model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
     max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95,
-    min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
+    min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends."""
+    """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
+
+    With --json every answer is one line of JSON.
+    """
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
     budget = _budget(bits, tier)
     with _engine(model, policy, dtype, device, originals, max_sequences=1) as engine:
+        if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone
+            sys.stdin.reconfigure(errors="surrogateescape")
         messages: list[dict[str, str]] = []
         while True:
             try:
-                line = _utf8(input("you> " if sys.stdin.isatty() else ""), "the message").strip()
+                line = input("you> " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 break
             if line in ("/exit", "/quit"):
@@ -96,15 +102,19 @@ def chat_command(
             if not line:
                 continue
             try:
-                result = _stream(engine, [*messages, {"role": "user", "content": line}], params, budget)
+                asked = [*messages, {"role": "user", "content": _utf8(line, "the message")}]
+                result = _stream(engine, asked, params, budget, quiet=as_json)
             except QBEError as error:  # a message too long, say: the conversation so far is kept
                 err.print(f"qbe: {error}", style="red", markup=False, highlight=False)
                 continue
             except KeyboardInterrupt:
                 err.print("(stopped)")
                 continue
-            messages += [{"role": "user", "content": line}, {"role": "assistant", "content": result.text}]
-            _summary(result)
+            messages = [*asked, {"role": "assistant", "content": result.text}]
+            if as_json:
+                _print_json(result.describe())
+            else:
+                _summary(result)
 
 
 @app.command()
