@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,38 @@ def test_threads_do_not_change_the_result(path: str) -> None:
     below = a["bits"] < 16
     if path != "torch":
         assert torch.equal(several[below], single[below])
+
+
+@pytest.mark.skipif(not COMPILED, reason="no compiled kernel")
+def test_callers_on_several_threads() -> None:
+    """The pool serves one caller; the others, meanwhile, work alone. All get their own result."""
+    problems = [problem(512, 256, 64, (4, 2, 2), 3, torch.float32, seed, bias=False) for seed in range(4)]
+    alone = [cpu.nested_linear(**a) for a in problems]
+
+    def many(i: int) -> bool:
+        return all(torch.equal(cpu.nested_linear(**problems[i]), alone[i]) for _ in range(100))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(many, range(4), timeout=60)) == [True] * 4
+
+
+@pytest.mark.skipif(not (COMPILED and hasattr(os, "fork")), reason="no compiled kernel, or no fork")
+def test_forked_child_has_its_own_threads(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from test_cpu_kernel import cpu, problem
+a = problem(512, 256, 64, (4, 2, 2), 3, torch.float32, 1, bias=False)
+torch.set_num_threads(2)
+before = cpu.nested_linear(**a)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if all(torch.equal(cpu.nested_linear(**a), before) for _ in range(20)) else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    assert run_python(code, tmp_path, QBE_CACHE=os.environ.get("QBE_CACHE", "")) == "0"
 
 
 @pytest.mark.parametrize("rows", [2, 40])

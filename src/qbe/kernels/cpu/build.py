@@ -131,9 +131,4 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_multiply.restype = long
     lib.qbe_dequantise.argtypes = [pointer] * 4 + [long] * 2 + [integer] * 4
     lib.qbe_dequantise.restype = long
-    lib.qbe_set_parallel.argtypes = [pointer]
-    # torch has loaded its OpenMP runtime by now; through it the kernel shares torch's threads. Without one (a torch
-    # built on another pool) the kernel runs on the calling thread.
-    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    lib.qbe_set_parallel(ctypes.cast(parallel, pointer) if parallel is not None else None)
     return lib

@@ -37,21 +37,6 @@ typedef struct {
     int index;
 } Job;
 
-/* Asks for the scales of the chunks that come next: short pieces of several planes, which no hardware prefetcher sees. */
-INLINE void prefetch_meta(const Job *j, int64_t n) {
-    const Weight *w = &j->w;
-    const int64_t end = n + 2 * j->chunk < w->n ? n + 2 * j->chunk : w->n;
-    for (int64_t r = 0; r < j->rows; r++) {
-        if (r && j->precision[r] == j->precision[r - 1]) continue;
-        const int planes[4] = {0, 1, 2 + 2 * j->precision[r], 3 + 2 * j->precision[r]};
-        const int count = j->precision[r] == w->layout->precisions - 1 ? 2 : 4;
-        for (int i = 0; i < count; i++) {
-            const uint8_t *plane = w->meta + planes[i] * w->n * w->groups;
-            for (const uint8_t *at = plane + n * w->groups; at < plane + end * w->groups; at += 64) __builtin_prefetch(at);
-        }
-    }
-}
-
 INLINE void store(const Job *j, int64_t row, int64_t n, float value) {
     if (j->bias) value += j->bias[n];
     if (j->dtype == FLOAT32) ((float *)j->y)[row * j->w.n + n] = value;

@@ -5,6 +5,7 @@
    Every row of x goes through the same operations in the same order whatever rows it shares the call with: a row's
    result does not depend on its batch. */
 
+#define _GNU_SOURCE /* pthread_sigmask under -std=c11 */
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -27,20 +28,16 @@
 
 #include "dequantise.c"
 
+#include "pool.c"
+
 #define FULL_BITS 16 /* a row at this width belongs to the 16-bit original, not to this file */
 
 enum { SCALAR, AVX2, AVX512 };
-
-typedef void (*ParallelFn)(void (*)(void *), void *, unsigned, unsigned);
-static ParallelFn parallel = NULL;
 
 #ifndef QBE_SOURCE_HASH
 #define QBE_SOURCE_HASH ""
 #endif
 const char *qbe_source_hash(void) { return QBE_SOURCE_HASH; }
-
-/* GOMP_parallel of the OpenMP runtime that torch uses: one pool of threads, no second one spinning beside it. */
-void qbe_set_parallel(void *gomp_parallel) { parallel = (ParallelFn)gomp_parallel; }
 
 int qbe_best_backend(void) {
 #ifdef X86
@@ -61,7 +58,6 @@ int qbe_best_backend(void) {
             const int64_t n0 = atomic_fetch_add(&j->next, j->chunk), left = j->w.n - n0;              \
             if (left <= 0) return;                                                                    \
             const int64_t n1 = n0 + (left < j->chunk ? left : j->chunk);                              \
-            prefetch_meta(j, n1);                                                                     \
             for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {                                         \
                 const int at = j->precision[r0];                                                      \
                 for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == at;) r1++;                      \
@@ -79,8 +75,7 @@ DEFINE_WORK(avx512, TARGET_AVX512, multiply_avx512, dequantise_avx512)
 
 static void run(Job *j, int threads, void (*scalar)(void *), void (*avx2)(void *), void (*avx512)(void *)) {
     void (*work)(void *) = j->backend == AVX512 ? avx512 : j->backend == AVX2 ? avx2 : scalar;
-    if (threads > 1 && parallel) parallel(work, j, (unsigned)threads, 0);
-    else work(j);
+    pool_run(work, j, threads);
 }
 
 #ifdef X86
@@ -89,8 +84,16 @@ static void run(Job *j, int threads, void (*scalar)(void *), void (*avx2)(void *
 #define RUN(J, THREADS, KIND) run(J, THREADS, scalar_##KIND, scalar_##KIND, scalar_##KIND)
 #endif
 
-/* 16 K weights a chunk: 8 KB at 4 bits, enough work to hide the counter, small enough to balance the threads. */
-static int64_t chunk_rows(int64_t kp) { return kp >= 32768 ? 1 : 32768 / kp; }
+/* Rows of the weight in a chunk: an even share for each thread, in whole tiles, at most 64 K weights (shorter runs break
+   the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the threads worse). */
+static int64_t chunk_rows(int64_t rows, int64_t kp, int threads) {
+    const int64_t share = (rows / threads + 3) / 4 * 4, most = 65536 / kp / 4 * 4;
+    const int64_t chunk = share < most ? share : most;
+    return chunk < 4 ? 4 : chunk;
+}
+
+/* Waking a thread costs about as much as this many weights. */
+static int useful_threads(int threads, int64_t weights) { return threads < 1 || weights < 32768 ? 1 : threads; }
 
 static Weight weight_of(const uint8_t *packed, const uint8_t *meta, const Shape *s) {
     Weight w = {packed, meta, s->n, s->kp, s->groups, s->exponent, &s->layout};
@@ -113,9 +116,10 @@ int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, 
     if (full && refuse_full) return -1;
     if (full == rows || n == 0) return full;
 
-    Job j = {.w = weight_of(packed, meta, shape), .chunk = chunk_rows(kp), .backend = backend,
-             .rows = rows - full, .bias = bias, .y = y, .dtype = dtype};
-    if (threads < 1 || n <= j.chunk) threads = 1;
+    Job j = {.w = weight_of(packed, meta, shape), .backend = backend, .dtype = dtype,
+             .rows = rows - full, .bias = bias, .y = y};
+    threads = useful_threads(threads, n * kp);
+    j.chunk = chunk_rows(n, kp, threads);
     j.x_bytes = kp * (backend != AVX512 ? 4 : dtype == FLOAT32 ? 6 : 2);
     const size_t x_size = aligned((size_t)(j.rows * j.x_bytes)), list = aligned((size_t)j.rows * 4);
     const size_t sums_size = aligned((size_t)(j.rows * groups) * 4);
@@ -155,10 +159,11 @@ int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, 
 /* out[n1-n0, k] of `dtype`: rows n0..n1 of the weight at the precision `index`. Returns 0, or -2: out of memory. */
 int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, const Shape *shape, int64_t n0, int64_t n1,
                        int32_t index, int32_t dtype, int32_t threads, int32_t backend) {
-    Job j = {.w = weight_of(packed, meta, shape), .chunk = chunk_rows(shape->kp), .backend = backend,
-             .rows = n1 - n0, .y = out, .dtype = dtype, .n0 = n0, .k = shape->k, .index = index};
+    Job j = {.w = weight_of(packed, meta, shape), .backend = backend, .dtype = dtype,
+             .rows = n1 - n0, .y = out, .n0 = n0, .k = shape->k, .index = index};
     if (n1 <= n0) return 0;
-    if (threads < 1 || n1 - n0 <= j.chunk) threads = 1;
+    threads = useful_threads(threads, (n1 - n0) * shape->kp);
+    j.chunk = chunk_rows(n1 - n0, shape->kp, threads);
 #ifdef X86
     if (backend == AVX512) j.recipe[index] = recipe_of(&shape->layout, shape->layout.precision[index], 8);
 #endif

@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "nested.c"
 INCLUDED = sorted(set(FOLDER.glob("*.c")) - {SOURCE})
 # -ffp-contract=off: sums round the same way on every path and with every compiler.
-FLAGS = ("-std=c11", "-O3", "-ffp-contract=off")
+FLAGS = ("-std=c11", "-O3", "-pthread", "-ffp-contract=off")
 
 
 def source_hash() -> str:
