@@ -1,6 +1,9 @@
 """Fixtures that several test files share. Only `default_model` needs a network, and it skips without one."""
 
+# ruff: noqa: E402, I001
 from __future__ import annotations
+
+import qbe  # noqa: F401  (before torch: it sets how torch's threads wait)
 
 import os
 from collections.abc import Iterator
@@ -8,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import qbe  # noqa: F401, I001  (before torch: it sets how torch's threads wait)
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
