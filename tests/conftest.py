@@ -1,6 +1,6 @@
 """Fixtures that several test files share. Only `default_model` needs a network, and it skips without one."""
 
-# ruff: noqa: E402, I001
+# ruff: noqa: I001
 from __future__ import annotations
 
 import qbe  # noqa: F401  (before torch: it sets how torch's threads wait)
