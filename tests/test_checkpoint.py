@@ -16,7 +16,7 @@ from qbe.errors import QBEError
 from qbe.models import load_model
 from qbe.store import checkpoint
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig
-from qbe.store.prepare import nest_loaded, prepare, quantise_to
+from qbe.store.prepare import nest_model, prepare, quantise_to
 from qbe.tagger import tag
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def copy(written: Path, tmp_path: Path) -> Path:
 
 def test_round_trip_is_exact(written: Path, tiny_folder: Path) -> None:
     fresh = load_model(tiny_folder, progress=False)
-    nest_loaded(fresh, "x", NestedWeightConfig(), progress=False)
+    nest_model(fresh.model, "x", NestedWeightConfig(), progress=False)
     read = prepare(written, device=CPU, progress=False)
     assert len(read.table.nested) == 15
     for site in read.table.nested:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from qbe import policies
@@ -26,14 +25,13 @@ from qbe.engine.devices import pick_device
 from qbe.engine.result import Prompt, Request, Result
 from qbe.engine.sequence import SamplingParams
 from qbe.engine.sequence import Sequence as Running
+from qbe.engine.stream import Stream
 from qbe.errors import QBEError
 from qbe.explain import Explanation
-from qbe.models import DEFAULT_MODEL, LoadedModel
+from qbe.models import DEFAULT_MODEL
 from qbe.records import Record, RecordStore
 from qbe.sites import SiteTable
-from qbe.store.nested_tensor import NestedWeightConfig
-from qbe.store.placement import place
-from qbe.store.prepare import PreparedModel, measure_model, nest_loaded, prepare
+from qbe.store.prepare import measure_model, prepare, prepare_in_memory
 
 __all__ = ["Engine", "Request", "Result"]
 
@@ -91,7 +89,7 @@ class Engine:
         self._policies = {policy: self.policy}
         where = pick_device(device)
         if isinstance(model, nn.Module):
-            prepared = _nest_in_place(model, tokenizer, where, originals, progress)
+            prepared = prepare_in_memory(model, tokenizer, device=where, originals=originals, progress=progress)
         else:
             prepared = prepare(
                 model, dtype=dtype, device=where, originals=originals,
@@ -146,11 +144,11 @@ class Engine:
         except QBEError:
             for i in ids:
                 self.cancel(i)
-                self._live.pop(i)
+                self.take_result(i)
             raise
-        while any(self._live[i].result is None for i in ids):
+        while not all(map(self.finished, ids)):
             self.step()
-        return [self._take(i) for i in ids]
+        return [self.take_result(i) for i in ids]
 
     def stream(
         self,
@@ -161,15 +159,15 @@ class Engine:
         policy: str | None = None,
     ) -> Stream:
         """Answers one prompt piece by piece. Other streams and batches may run meanwhile, in the same thread."""
-        request = Request(prompt, params or SamplingParams(), budget or Budget(), policy)
-        return Stream(self, self.submit(request))
+        request_id = self.submit(Request(prompt, params or SamplingParams(), budget or Budget(), policy))
+        return Stream(self, request_id)
 
     def explain(self, prompt: Prompt, *, budget: Budget | None = None, policy: str | None = None) -> Explanation:
         """What `generate` would run this prompt at, and why; nothing is generated."""
         return self._choose(Request(prompt, budget=budget or Budget(), policy=policy))[1]
 
     def submit(self, request: Request) -> str:
-        """Queues a request and returns its id; `step` moves it on, `result` has its answer when it is done."""
+        """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id."""
         ids, chosen = self._choose(request)
         key = uuid.uuid4().hex
         running = Running(key, ids, request.params, chosen.blueprint)
@@ -205,6 +203,24 @@ class Engine:
         if live is not None and live.result is None:
             self.core.cancel(request_id)
             self._finish(live)
+
+    def take_pieces(self, request_id: str) -> list[str]:
+        """The text that came since the last call."""
+        live = self._live[request_id]
+        pieces, live.pieces = [p for p in live.pieces if p], []
+        return pieces
+
+    def finished(self, request_id: str) -> bool:
+        """Whether the request has its result."""
+        return self._live[request_id].result is not None
+
+    def take_result(self, request_id: str) -> Result:
+        """The result of a finished request, which the engine forgets then. Raises KeyError for any other."""
+        live = self._live[request_id]
+        if live.result is None:
+            raise KeyError(request_id)
+        del self._live[request_id]
+        return live.result
 
     def close(self) -> None:
         """Cancels what still runs and closes the record store."""
@@ -314,55 +330,6 @@ class Engine:
             bytes_moved=result.bytes_per_token * steps, tokens_by_bits=by_bits, analysis_ms=result.analysis_ms,
             policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
         )  # fmt: skip
-
-    def _take(self, request_id: str) -> Result:
-        live = self._live.pop(request_id)
-        assert live.result is not None
-        return live.result
-
-
-class Stream:
-    """The pieces of one answer, as an iterator; `result` afterwards. Dropping it early cancels the request."""
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self._engine, self._id = engine, request_id
-        self._result: Result | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        if self._result is not None:
-            raise RuntimeError("a stream can be read once; its whole text is in `result`")
-        live = self._engine._live[self._id]
-        try:
-            while True:
-                while live.pieces:
-                    piece = live.pieces.pop(0)
-                    if piece:
-                        yield piece
-                if live.result is not None:
-                    break
-                self._engine.step()
-        finally:
-            self._engine.cancel(self._id)
-            self._result = self._engine._take(self._id)
-
-    @property
-    def result(self) -> Result:
-        """The finished result. Raises RuntimeError before the iteration has ended."""
-        if self._result is None:
-            raise RuntimeError("the stream has not been read to its end yet")
-        return self._result
-
-
-def _nest_in_place(
-    model: nn.Module, tokenizer: Any, device: torch.device, originals: str, progress: bool
-) -> PreparedModel:
-    if tokenizer is None:
-        raise QBEError("a model given in memory needs its tokenizer: Engine(model, tokenizer=...)")
-    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-    loaded = LoadedModel(model.eval().requires_grad_(False), tokenizer, Path(), name, next(model.parameters()).dtype)  # type: ignore[arg-type]
-    table = nest_loaded(loaded, name, NestedWeightConfig(), progress=progress)
-    place(model, device, originals)
-    return PreparedModel(model, tokenizer, table, name)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

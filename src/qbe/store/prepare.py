@@ -21,7 +21,7 @@ from torch import nn
 
 import qbe
 from qbe.errors import QBEError
-from qbe.models import LoadedModel, cache_dir, load_model, pull
+from qbe.models import cache_dir, load_model, pull
 from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store import checkpoint, sensitivity
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest
@@ -97,6 +97,22 @@ def prepare(
     return PreparedModel(loaded.model, loaded.tokenizer, table, str(name))
 
 
+def prepare_in_memory(
+    model: nn.Module, tokenizer: Any, *, device: torch.device, originals: str = "device", progress: bool = True
+) -> PreparedModel:
+    """Nests a transformers causal LM that is in memory already, in place; its sensitivities are not measured.
+
+    Raises:
+        QBEError: no tokenizer, or nothing to nest.
+    """
+    if tokenizer is None:
+        raise QBEError("a model given in memory needs its tokenizer: Engine(model, tokenizer=...)")
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    table = nest_model(model.eval().requires_grad_(False), name, NestedWeightConfig(), progress=progress)
+    place(model, device, originals)
+    return PreparedModel(model, tokenizer, table, name)
+
+
 def store_folder(name: str, *, progress: bool) -> Path:
     """Where the nested store of a model lies: its own folder, or one in the cache (made on first use)."""
     path = pull(name, progress=progress)
@@ -109,7 +125,7 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
     folder = cache_dir() / "nested" / fingerprint(path, config)
     if not checkpoint.is_checkpoint(folder):
         loaded = load_model(path, progress=progress)
-        nest_loaded(loaded, name, config, progress=progress)
+        nest_model(loaded.model, name, config, progress=progress)
         with checkpoint.writing(folder) as partial:
             checkpoint.write_nested(partial, loaded.model, name)
     return folder
@@ -123,17 +139,17 @@ def fingerprint(path: Path, config: NestedWeightConfig) -> str:
     return f"{path.stem}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
 
 
-def nest_loaded(loaded: LoadedModel, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
-    """Nests every nestable site of a loaded model in place and returns its site table."""
-    table = tag(loaded.model, name=name)
+def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
+    """Nests every nestable site of a model in place and returns its site table. Raises QBEError when there is none."""
+    table = tag(model, name=name)
     names = nestable(table)
     if not names:
         raise QBEError(
             f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision"
         )
     with bar("nesting weights", len(names), progress) as step:
-        nest(loaded.model, names, config, on_site=lambda _: step())
-    return with_store(table, loaded.model)
+        nest(model, names, config, on_site=lambda _: step())
+    return with_store(table, model)
 
 
 def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> dict[str, Any]:
@@ -187,7 +203,7 @@ def quantise_to(
         loaded = load_model(path, progress=progress)
         loaded.model.save_pretrained(partial)
         loaded.tokenizer.save_pretrained(partial)
-        nest_loaded(loaded, name, config, progress=progress)
+        nest_model(loaded.model, name, config, progress=progress)
         checkpoint.write_nested(partial, loaded.model, name)
         del loaded
         if measure:

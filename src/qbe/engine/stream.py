@@ -1,0 +1,39 @@
+"""One answer, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from qbe.engine.result import Result
+
+if TYPE_CHECKING:
+    from qbe.engine.engine import Engine
+
+
+class Stream:
+    """The pieces of one answer, as an iterator; `result` afterwards. Dropping it early cancels the request."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._engine, self._id = engine, request_id
+        self._result: Result | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        if self._result is not None:
+            raise RuntimeError("a stream can be read once; its whole text is in `result`")
+        try:
+            while True:
+                yield from self._engine.take_pieces(self._id)
+                if self._engine.finished(self._id):
+                    break
+                self._engine.step()
+        finally:
+            self._engine.cancel(self._id)
+            self._result = self._engine.take_result(self._id)
+
+    @property
+    def result(self) -> Result:
+        """The finished result. Raises RuntimeError before the iteration has ended."""
+        if self._result is None:
+            raise RuntimeError("the stream has not been read to its end yet")
+        return self._result
