@@ -25,7 +25,7 @@ def main() -> None:
     out = Console(highlight=False)
     out.print("[bold]QBE[/]: one copy of the weights, a precision for every layer, chosen for each query\n")
     with qbe.Engine(progress=True, max_sequences=1) as engine:
-        params = qbe.SamplingParams(max_tokens=120, repetition_penalty=1.1)
+        params = qbe.SamplingParams(max_tokens=120)
         for title, question in PROMPTS.items():
             messages: Prompt = [{"role": "user", "content": question}]
             why = engine.explain(messages)

@@ -250,7 +250,9 @@ def test_default_model_end_to_end(default_model: Path) -> None:
     assert len({e.blueprint.key for e in three}) == 3
     for bits in (4.3, 5.0, 6.5, 8.0, 11.0):
         assert bits - 0.05 <= engine.explain(FACT, budget=Budget(bits=bits)).average_bits <= bits + 1e-6
-    answer = engine.generate([{"role": "user", "content": FACT}], SamplingParams(max_tokens=30))
+    message = [{"role": "user", "content": FACT}]
+    answer = engine.generate(message, SamplingParams(max_tokens=30), budget=Budget(bits=8))
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
-    assert answer.bytes_per_token < 0.5 * three[0].bytes_per_token_16bit
+    assert answer.bytes_per_token < 0.56 * three[0].bytes_per_token_16bit
+    assert engine.generate(message, SamplingParams(max_tokens=30)).bytes_per_token < answer.bytes_per_token

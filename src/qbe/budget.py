@@ -9,9 +9,9 @@ from qbe.errors import QBEError
 # Range of average bits that each tier leaves to the score (a score of 0 gets the low end, 1 the high end).
 # Names are OpenAI's `service_tier` values; `auto` and `default` are the middle.
 TIER_BITS: dict[str, tuple[float, float]] = {
-    "flex": (4.2, 5.2),
-    "default": (4.5, 6.5),
-    "priority": (6.0, 8.0),
+    "flex": (4.3, 5.5),
+    "default": (5.0, 7.0),
+    "priority": (6.5, 8.0),
 }
 TIER_ALIASES = {"auto": "default", "fast": "priority"}
 TIERS = (*TIER_BITS, *TIER_ALIASES)

@@ -238,10 +238,10 @@ class Engine:
 
     def _choose(self, request: Request) -> tuple[list[int], Explanation]:
         """Token ids of the prompt and the blueprint for it."""
-        text, ids = self._encode(request.prompt)
+        text, words, ids = self._encode(request.prompt)
         policy = self._policy(request.policy)
         start = time.perf_counter()
-        profile: QueryProfile = self.analyzer.analyze(text, ids)
+        profile: QueryProfile = self.analyzer.analyze(text, words)
         analysed = time.perf_counter()
         blueprint = policy.blueprint(profile, request.budget, self._table)
         done = time.perf_counter()
@@ -259,11 +259,12 @@ class Engine:
         )
         return ids, chosen
 
-    def _encode(self, prompt: Prompt) -> tuple[str, list[int]]:
-        """The text to analyse (of a conversation: the last message) and the token ids to run."""
+    def _encode(self, prompt: Prompt) -> tuple[str, list[int], list[int]]:
+        """The text to analyse (of a conversation: the last message), its token ids, and the token ids to run."""
         try:
             if isinstance(prompt, str):
-                text, ids = prompt, self.tokenizer(prompt)["input_ids"]
+                text = prompt
+                words = ids = self.tokenizer(prompt)["input_ids"]
             else:
                 if not prompt or not all(isinstance(m.get("content"), str) and m.get("role") for m in prompt):
                     raise QBEError("a conversation is a list of messages with 'role' and 'content'; give at least one")
@@ -272,13 +273,14 @@ class Engine:
                 text = prompt[-1]["content"]
                 whole = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
                 ids = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+                words = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         except UnicodeEncodeError as error:
             raise QBEError(f"the prompt is not valid UTF-8 (character {error.start}); convert it first") from None
         except (TypeError, ValueError) as error:  # what tokenizers raise for lone surrogates and odd types
             raise QBEError(f"the prompt cannot be tokenised ({error}); give valid UTF-8 text") from None
         if not text.strip() or not ids:
             raise QBEError("the prompt is empty; give some text")
-        return text, list(ids)
+        return text, list(words), list(ids)
 
     def _policy(self, name: str | None) -> policies.Policy:
         if name is None:
