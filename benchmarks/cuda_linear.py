@@ -2,8 +2,9 @@
 
     python benchmarks/cuda_linear.py [--json FILE]
 
-Each time is the median of CUDA graph replays of many launches over distinct copies of the weights (more than the L2
-cache holds), divided by their number. One graph is captured per shape; the columns differ only in the contents of the
+The weights are in the layout that a GPU gets (`qbe.kernels.triton.layout`). Each time is the median of CUDA graph
+replays of at least 24 launches over distinct copies of the weights (more than the L2 cache holds), divided by their
+number. One graph is captured per shape; the columns differ only in the contents of the
 bits tensor. Error: worst row against the float32 reference, with all precisions mixed.
 """
 
@@ -18,13 +19,14 @@ from pathlib import Path
 import torch
 
 from qbe.kernels.reference import nested_linear as reference
-from qbe.kernels.triton.nested_linear import launch_config, nested_linear
+from qbe.kernels.triton.layout import to_device_layout
+from qbe.kernels.triton.nested_linear import nested_linear
 from qbe.store.codes import quantise
 from qbe.store.layout import SliceLayout
 from qbe.store.packing import pack
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-ROWS = (1, 8, 64, 512)
+ROWS = (1, 8, 16, 64, 512, 2048)
 COLUMNS = {"4": (4,), "6": (6,), "8": (8,), "4+6+8": (4, 6, 8)}
 LAYOUT = SliceLayout((4, 2, 2))
 COLD_BYTES = 180_000_000  # three times the L2 cache of an H200, counted at 4 bits
@@ -61,7 +63,11 @@ def measure(name: str, n: int, k: int, group_size: int) -> list[dict[str, object
     packed = pack(codes, LAYOUT)
     del codes
     copies = max(3, COLD_BYTES * 2 // (n * k))
-    stores = [(packed.clone(), meta.clone()) for _ in range(copies)]
+    tiled = to_device_layout(packed, meta, LAYOUT, k)
+    if tiled is None:
+        raise SystemExit(f"group size {group_size} has no GPU layout: give 64 or 128")
+    stores = [(tiled.clone(), meta.clone()) for _ in range(copies)]
+    launches = max(copies, 24)
     dense = [weight.clone() for _ in range(max(3, copies // 4))]
 
     out: list[dict[str, object]] = []
@@ -71,22 +77,20 @@ def measure(name: str, n: int, k: int, group_size: int) -> list[dict[str, object
         y = [x.new_empty(m, n)]
 
         def run_nested(x: torch.Tensor = x, bits: torch.Tensor = bits, y: list[torch.Tensor] = y) -> None:
-            for p, s in stores:
-                y[0] = nested_linear(x, p, s, bits, weight, None, LAYOUT.slices, exponent)
+            for i in range(launches):
+                y[0] = nested_linear(x, *stores[i % copies], bits, weight, None, LAYOUT.slices, exponent)
 
         def run_dense(x: torch.Tensor = x) -> None:
-            for i in range(copies):
+            for i in range(launches):
                 torch.nn.functional.linear(x, dense[i % len(dense)])
 
-        blocks = k // 64
-        config = launch_config(m, n, blocks, group_size // 64, len(LAYOUT.precisions), x.dtype, x.device)
-        row: dict[str, object] = {"linear": name, "n": n, "k": k, "m": m, "group": group_size, "config": config}
-        row["bf16_us"] = replay_us(capture(run_dense), copies)
+        row: dict[str, object] = {"linear": name, "n": n, "k": k, "m": m, "group": group_size}
+        row["bf16_us"] = replay_us(capture(run_dense), launches)
         graph = capture(run_nested)
         times = {}
         for column, widths in COLUMNS.items():
             bits.copy_(torch.tensor([widths[i % len(widths)] for i in range(m)], dtype=torch.int32))
-            times[column] = replay_us(graph, copies)
+            times[column] = replay_us(graph, launches)
         row["nested_us"] = times
         expected = reference.nested_linear(x.float(), packed, meta, bits, weight, None, LAYOUT.slices, exponent)
         row["error"] = ((y[0].float() - expected).norm(dim=1) / expected.norm(dim=1)).max().item()

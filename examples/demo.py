@@ -54,3 +54,5 @@ if __name__ == "__main__":
         main()
     except qbe.QBEError as error:
         sys.exit(f"demo: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -117,6 +117,36 @@ def damage_shape(folder: Path) -> None:
     (folder / "qbe.json").write_text(json.dumps(manifest))
 
 
+def edit_manifest(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / "qbe.json").read_text())
+    (folder / "qbe.json").write_text(json.dumps(manifest | changes))
+
+
+def damage_group(folder: Path) -> None:
+    edit_manifest(folder, group_size=0)
+
+
+def damage_slices(folder: Path) -> None:
+    edit_manifest(folder, slices="422")
+
+
+def damage_exponent(folder: Path) -> None:
+    sites = json.loads((folder / "qbe.json").read_text())["sites"]
+    next(iter(sites.values()))["exponent"] = 300
+    edit_manifest(folder, sites=sites)
+
+
+def damage_lost_site(folder: Path) -> None:
+    sites = json.loads((folder / "qbe.json").read_text())["sites"]
+    del sites["lm_head"]
+    edit_manifest(folder, sites=sites)
+
+
+def damage_infinity(folder: Path) -> None:
+    text = (folder / "sensitivity.json").read_text()
+    (folder / "sensitivity.json").write_text(text.replace('"4": ', '"4": 1e999, "5": ', 1))
+
+
 def damage_outside(folder: Path) -> None:
     manifest = json.loads((folder / "qbe.json").read_text())
     manifest["files"]["../elsewhere"] = {"bytes": 1, "sha256": ""}
@@ -135,6 +165,11 @@ def damage_outside(folder: Path) -> None:
         (damage_sensitivity, "sensitivity.json is damaged"),
         (damage_shape, "does not fit the model"),
         (damage_outside, "not a plain file name"),
+        (damage_group, "group size 0"),
+        (damage_slices, "is damaged"),
+        (damage_exponent, "out of range"),
+        (damage_lost_site, "lacks lm_head"),
+        (damage_infinity, "not a finite number"),
     ],
 )
 def test_damage_is_one_clear_line(copy: Path, damage: object, says: str) -> None:
@@ -196,6 +231,21 @@ def test_a_really_full_disk_leaves_nothing(tiny_folder: Path, tmp_path: Path) ->
     assert done.returncode == 1
     assert "QBEError" in done.stderr.strip().splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_make_the_same_store_at_once_all_succeed(tiny_folder: Path, tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch\nfrom qbe.store.prepare import prepare\n"
+        "prepare(sys.argv[1], device=torch.device('cpu'), need_sensitivity=False, progress=False)\n"
+    )
+    environment = dict(os.environ, QBE_CACHE=str(tmp_path / "cache"))
+    started = [subprocess.Popen([sys.executable, "-c", code, str(tiny_folder)], env=environment) for _ in range(3)]
+    assert [p.wait(timeout=120) for p in started] == [0, 0, 0]
+    assert len(list((tmp_path / "cache" / "nested").iterdir())) == 1
 
 
 def test_models_without_linears_are_refused() -> None:

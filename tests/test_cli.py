@@ -37,14 +37,14 @@ def nested(tiny_folder: Path, home: Path) -> str:
     return str(out)
 
 
-def refused(*args: str | bytes, stdin: bytes | None = None, home: Path | None = None) -> str:
+def refused(*args: str | bytes, stdin: bytes | None = None, home: Path | None = None, out: bytes = b"") -> str:
     done = qbe(*args, stdin=stdin, home=home)
     message = done.stderr.decode().strip()
     assert done.returncode == 2, message
     assert "Traceback" not in message
     assert message.startswith("qbe: ")
     assert "\n" not in message
-    assert done.stdout == b""
+    assert done.stdout == out
     return message
 
 
@@ -133,6 +133,34 @@ def test_pull_prints_where_a_folder_is(tiny_folder: Path, home: Path) -> None:
 )
 def test_bad_input_without_a_model(args: list[str | bytes], says: str, home: Path) -> None:
     assert says.lower() in refused(*args, home=home).lower()
+
+
+def test_failed_answers_and_outputs_are_one_line(nested: str, home: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = Path(shutil.copytree(nested, tmp_path / "broken"))
+    weights = bytearray((broken / "model.safetensors").read_bytes())
+    weights[-4000:] = b"\xff" * 4000
+    (broken / "model.safetensors").write_bytes(weights)
+    assert "not numbers" in refused("generate", "hi", "--model", str(broken), "--max-tokens", "2", home=home, out=b"\n")
+    for where in ("", ".", "/etc/passwd/x.html", "x" * 300):
+        assert "cannot be written" in refused("explain", "hi", "--model", nested, "--html", where, home=home)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "qbe", "pull", nested], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
+
+
+def test_devices_and_links_are_written_through_not_replaced(nested: str, home: Path, tmp_path: Path) -> None:
+    link, target = tmp_path / "link.html", tmp_path / "target.html"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert qbe("explain", "hi", "--model", nested, "--html", str(link), home=home).returncode == 0
+    assert link.is_symlink()
+    assert "<html" in target.read_text()
+    page = qbe("explain", "hi", "--model", nested, "--html", "/dev/stdout", home=home)
+    assert b"<html" in page.stdout
 
 
 def test_bad_input_with_a_model(nested: str, home: Path, tmp_path: Path, tiny_folder: Path) -> None:

@@ -187,7 +187,10 @@ def test_a_full_disk_does_not_stop_answers(tmp_path: Path, monkeypatch: pytest.M
         ("bad \udcff byte", "UTF-8"),
         ([], "conversation"),
         ([{"role": "user"}], "conversation"),
-        (5, "conversation|prompt"),
+        (5, "conversation"),
+        (b"hi", "conversation"),
+        (["hi"], "conversation"),
+        ({"role": "user", "content": "hi"}, "conversation"),
     ],
 )
 def test_bad_prompts_are_one_line(engine: Engine, prompt: object, says: str) -> None:
@@ -218,6 +221,57 @@ def test_bad_arguments() -> None:
         Engine(model, tokenizer=byte_tokenizer(), policy="gold")
     with pytest.raises(QBEError, match="unknown device"):
         Engine(model, tokenizer=byte_tokenizer(), device="abacus")
+
+
+def test_a_stream_nobody_reads_does_not_go_on(engine: Engine) -> None:
+    free = engine.core.scheduler.allocator.free
+    unread = engine.stream(FACT, SamplingParams(max_tokens=50))
+    del unread
+    assert not engine.core.has_work()
+    started = engine.stream(FACT, SamplingParams(max_tokens=5))
+    first = iter(started)
+    next(first)
+    with pytest.raises(RuntimeError, match="read once"):
+        next(iter(started))
+    assert list(first) is not None
+    assert engine.core.scheduler.allocator.free == free
+
+
+def test_an_interrupted_batch_leaves_nothing_running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = engine.core.runner.step, []
+
+    def interrupt(work):  # type: ignore[no-untyped-def]
+        calls.append(work)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return step(work)
+
+    with monkeypatch.context() as m:
+        m.setattr(engine.core.runner, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate_batch([Request(FACT), Request(CODE)])
+    assert not engine.core.has_work()
+    assert not engine._live
+
+
+def test_a_tiny_temperature_is_greedy(engine: Engine) -> None:
+    greedy = engine.generate(FACT, SamplingParams(max_tokens=6)).token_ids
+    assert engine.generate(FACT, SamplingParams(max_tokens=6, temperature=1e-300)).token_ids == greedy
+
+
+def test_a_closed_engine_and_a_nested_model_are_refused() -> None:
+    model = tiny_llama()
+    engine = Engine(model, tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False)
+    engine.close()
+    with pytest.raises(QBEError, match="closed"):
+        engine.generate(FACT)
+    with pytest.raises(QBEError, match="nested already"):
+        Engine(model, tokenizer=byte_tokenizer(), device="cpu")
+    for name in ("kv_tokens", "max_batch_tokens", "max_sequences"):
+        with pytest.raises(QBEError, match=name):
+            Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", **{name: 0})
+    with pytest.raises(QBEError, match="keeps its dtype"):
+        Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", dtype="bfloat16")
 
 
 # ------------------------------------------------------------------------------------------- with the default model

@@ -227,7 +227,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "ratio",
         "timings",
     }
-    assert d["budget"] == {"bits": None, "tier": "default", "target_bits": 5.74}
+    assert d["budget"] == {"bits": None, "tier": "default", "target_bits": 6.24}
     assert d["ratio"] == pytest.approx(e.bytes_per_token / e.bytes_per_token_16bit, abs=1e-4)
     assert len(d["blueprint"]["sites"]) == 211
 
@@ -289,7 +289,7 @@ def test_the_figures_are_there() -> None:
     figures += ["analysis tier 2 in 0.42 ms", size(e.bytes_per_token), size(e.bytes_per_token_16bit)]
     for figure in figures:
         assert figure in text
-    assert "tier default asks 5.74" in plain(printed(terminal.render(e)))
+    assert "tier default asks 6.24" in plain(printed(terminal.render(e)))
 
 
 def test_a_longer_bar_means_more() -> None:

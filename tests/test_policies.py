@@ -97,7 +97,8 @@ def test_floors_hold_until_the_budget_forbids_them() -> None:
 def test_uniform_takes_only_the_stores_own_widths() -> None:
     uniform = policies.load("uniform")
     assert set(uniform.blueprint(profile(0.5), Budget(bits=6), TABLE).weight_bits) == {6}
-    assert set(uniform.blueprint(profile(0.5), Budget(), TABLE).weight_bits) == {8}
+    for tier, bits in {"flex": 4, "default": 6, "priority": 8}.items():
+        assert set(uniform.blueprint(profile(0.5), Budget(tier=tier), TABLE).weight_bits) == {bits}
     with pytest.raises(QBEError, match=r"5 bits: the store has 4, 6, 8, 16"):
         uniform.blueprint(profile(0.5), Budget(bits=5), TABLE)
 

@@ -36,8 +36,10 @@ class Budget:
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
             raise QBEError(f"unknown tier '{self.tier}': choose one of {', '.join(TIERS)}")
-        if self.bits is not None and not 1 <= self.bits <= 16:
-            raise QBEError(f"a budget of {self.bits:g} bits is out of range: give an average between 1 and 16")
+        if self.bits is None:
+            return
+        if not isinstance(self.bits, int | float) or isinstance(self.bits, bool) or not 1 <= self.bits <= 16:
+            raise QBEError(f"a budget of {self.bits!r} bits is out of range: give an average between 1 and 16")
 
     def bits_for(self, score: float) -> float:
         """Average bits for a query of complexity `score` in [0, 1]."""

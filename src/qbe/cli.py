@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 from qbe.errors import QBEError
+from qbe.files import reason
 
 if TYPE_CHECKING:  # torch and transformers are imported when a command needs them: `qbe --help` stays quick
     from qbe.budget import Budget
@@ -51,6 +53,22 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object on sta
 Prompt = Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from qbe import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and end")]
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Quantization Blueprint Engine: the precision of every layer, chosen for each query."""
+
+
 @app.command()
 def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
@@ -68,7 +86,9 @@ def generate(
         result = _stream(engine, asked, params, budget, quiet=as_json)
     if as_json:
         _print_json(result.describe())
-    else:
+    if result.error is not None:
+        raise QBEError(result.error)
+    if not as_json:
         _summary(result)
 
 
@@ -86,6 +106,8 @@ def chat_command(
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
     budget = _budget(bits, tier)
     with _engine(model, policy, dtype, device, originals, max_sequences=1) as engine:
+        if sys.stdin is None:
+            raise QBEError("standard input is closed; a chat needs one")
         if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone
             sys.stdin.reconfigure(errors="surrogateescape")
         messages: list[dict[str, str]] = []
@@ -104,6 +126,8 @@ def chat_command(
             try:
                 asked = [*messages, {"role": "user", "content": _utf8(line, "the message")}]
                 result = _stream(engine, asked, params, budget, quiet=as_json)
+                if result.error is not None:
+                    raise QBEError(result.error)
             except QBEError as error:  # a message too long, say: the conversation so far is kept
                 err.print(f"qbe: {error}", style="red", markup=False, highlight=False)
                 continue
@@ -133,14 +157,13 @@ def explain(
         from qbe.files import write_text
 
         write_text(html, page(found, prompt=text))
+        err.print(f"wrote {str(html).encode('utf-8', 'replace').decode()}", markup=False, highlight=False)
     if as_json:
         _print_json(found.describe())
     elif html is None:
         from qbe.explain.terminal import render
 
         out.print(render(found))
-    else:
-        err.print(f"wrote {html}", markup=False, highlight=False)
 
 
 @app.command()
@@ -221,8 +244,8 @@ def records(
         count = write(store, None if str(export) == "-" else export, format)
         err.print(f"wrote {count} records to {export}", markup=False, highlight=False)
         return
-    if limit < 1:
-        raise QBEError(f"--limit {limit} is not a number of records; give 1 or more")
+    if not 1 <= limit <= 1_000_000:
+        raise QBEError(f"--limit {limit} is out of range; give 1 to 1000000, or --export for all")
     rows = store.list(limit)
     if as_json:
         _print_json([r.describe() for r in rows])
@@ -268,6 +291,8 @@ def _params(
 
 def _prompt(argument: str) -> str:
     if argument == "-":
+        if sys.stdin is None:
+            raise QBEError("standard input is closed; give the prompt as an argument")
         try:
             text = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:
@@ -318,8 +343,10 @@ def _print_json(value: Any) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 when interrupted."""
+    warnings.showwarning = _warn  # type: ignore[assignment]
     try:
         code = app(argv, standalone_mode=False)
+        sys.stdout.flush()
     except QBEError as error:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
@@ -327,10 +354,20 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `qbe records --json | head`
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        if error.filename is not None:  # not a stream of ours: a defect that should be seen whole
+            raise
+        _fail(f"the output cannot be written: {reason(error)}")
     except USAGE_ERRORS as error:
+        if not error.format_message():  # `qbe` alone: the help has been printed
+            sys.exit(2)
         _fail(f"{error.format_message()}; see 'qbe --help'".replace("\n", " "))
     else:
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _warn(message: Warning | str, *_rest: Any) -> None:
+    err.print(f"qbe: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _fail(message: str) -> None:

@@ -1,26 +1,65 @@
-"""Writing a file so that it is either complete or not there."""
+"""Writing a file so that it is either complete or as it was before."""
 
 from __future__ import annotations
 
+import errno
 import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from qbe.errors import QBEError
 
 
+def reason(error: OSError) -> str:
+    """What the system says, and what to do about it."""
+    if error.errno == errno.ENOSPC:
+        return "the disk is full; free some space and try again"
+    if error.errno == errno.EFBIG:
+        return "the file would exceed the size limit that is set for this process; raise it and try again"
+    said = os.strerror(error.errno) if error.errno else str(error)
+    return f"{said}; check the folder and its permissions"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file beside `path` that takes its place when the block ends well and is removed when it does not.
+
+    A symbolic link is followed. A device or pipe (`/dev/stdout`) is written to, never replaced.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    if not path.name or path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as file:
+            yield file
+        return
+    path = Path(os.path.realpath(path))
+    beside = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        with open(beside, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):  # of the two errors the first one matters
+            beside.unlink()
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` under a temporary name beside `path` and renames it.
+    """Writes `text` as UTF-8, all of it or nothing.
 
     Raises:
         QBEError: the disk refuses (full, read-only, no such folder).
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        with replacing(path) as file:
+            file.write(text.encode("utf-8", "replace"))
     except OSError as error:
-        raise QBEError(
-            f"{path} cannot be written: {os.strerror(error.errno or 0)}; check the folder and its space"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise QBEError(f"'{path}' cannot be written: {reason(error)}") from error

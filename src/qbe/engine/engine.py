@@ -82,13 +82,19 @@ class Engine:
         max_batch_tokens: int = 512,
         max_sequences: int = 16,
         kv_tokens: int | None = None,
-        records: Path | bool | None = None,
+        records: str | Path | bool | None = None,
         progress: bool = False,
     ) -> None:
         self.policy = policies.load(policy)
         self._policies = {policy: self.policy}
         where = pick_device(device)
+        sizes = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "kv_tokens": kv_tokens}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise QBEError(f"{name} is {size}, but must be 1 or more")
         if isinstance(model, nn.Module):
+            if dtype != "auto":
+                raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
             prepared = prepare_in_memory(model, tokenizer, device=where, originals=originals, progress=progress)
         else:
             prepared = prepare(
@@ -106,7 +112,10 @@ class Engine:
             max_sequences=min(max_sequences, max_batch_tokens), kv_tokens=kv_tokens, device=where,
         )  # fmt: skip
         self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
-        self._records = None if records is False else RecordStore(records if isinstance(records, Path) else None)
+        self.analyzer.analyze("warm up", [0], tier=2)  # the first analysis of a process takes milliseconds
+        where_to = Path(records) if isinstance(records, str | Path) else None
+        self._records = None if records is False else RecordStore(where_to)
+        self._closed = False
         self._live: dict[str, _Live] = {}
         full = Blueprint.of("full", self._table, tuple(s.gears[-1] for s in self._table.nested))
         self._full_bytes = full.bytes_per_token(self._table)
@@ -141,14 +150,13 @@ class Engine:
         try:
             for request in requests:
                 ids.append(self.submit(request))
-        except QBEError:
+            while not all(map(self.finished, ids)):
+                self.step()
+        finally:  # nothing is left running when a request is refused or the caller interrupts
             for i in ids:
                 self.cancel(i)
-                self.take_result(i)
-            raise
-        while not all(map(self.finished, ids)):
-            self.step()
-        return [self.take_result(i) for i in ids]
+            results = [self.take_result(i) for i in ids]
+        return results
 
     def stream(
         self,
@@ -168,6 +176,8 @@ class Engine:
 
     def submit(self, request: Request) -> str:
         """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id."""
+        if self._closed:
+            raise QBEError("this engine is closed; make a new one")
         ids, chosen = self._choose(request)
         key = uuid.uuid4().hex
         running = Running(key, ids, request.params, chosen.blueprint)
@@ -226,7 +236,7 @@ class Engine:
         """Cancels what still runs and closes the record store."""
         for key in list(self._live):
             self.cancel(key)
-        self._live.clear()
+        self._closed = True
         if self._records is not None:
             self._records.close()
 
@@ -266,8 +276,10 @@ class Engine:
                 text = prompt
                 words = ids = self.tokenizer(prompt)["input_ids"]
             else:
-                if not prompt or not all(isinstance(m.get("content"), str) and m.get("role") for m in prompt):
-                    raise QBEError("a conversation is a list of messages with 'role' and 'content'; give at least one")
+                if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
+                    raise QBEError(
+                        "a prompt is text or a conversation: a list of messages, each with 'role' and 'content'"
+                    )
                 if not getattr(self.tokenizer, "chat_template", None):
                     raise QBEError(f"{self.name} has no chat template; give the prompt as plain text")
                 text = prompt[-1]["content"]
@@ -332,6 +344,10 @@ class Engine:
             bytes_moved=result.bytes_per_token * steps, tokens_by_bits=by_bits, analysis_ms=result.analysis_ms,
             policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
         )  # fmt: skip
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

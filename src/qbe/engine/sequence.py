@@ -67,7 +67,8 @@ class SamplingParams:
                 "a tuple of texts that are not empty",
             ),
             (
-                all(_is_int(t) and t >= 0 and _is_finite(b) for t, b in (self.logit_bias or {}).items()),
+                isinstance(self.logit_bias or {}, dict)
+                and all(_is_int(t) and t >= 0 and _is_finite(b) for t, b in (self.logit_bias or {}).items()),
                 "logit_bias",
                 "token ids with finite numbers",
             ),
@@ -77,8 +78,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
-        return self.temperature == 0
+        """Whether the likeliest token is taken. So small a temperature leaves float32 nothing else."""
+        return self.temperature < 1e-5
 
 
 def _is_int(value: Any) -> bool:

@@ -17,10 +17,12 @@ class Stream:
     def __init__(self, engine: Engine, request_id: str) -> None:
         self._engine, self._id = engine, request_id
         self._result: Result | None = None
+        self._reading = False
 
     def __iter__(self) -> Iterator[str]:
-        if self._result is not None:
+        if self._reading or self._result is not None:
             raise RuntimeError("a stream can be read once; its whole text is in `result`")
+        self._reading = True
         try:
             while True:
                 yield from self._engine.take_pieces(self._id)
@@ -28,8 +30,16 @@ class Stream:
                     break
                 self._engine.step()
         finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancels what has not been written yet and makes the result; does nothing when it is there."""
+        if self._result is None:
             self._engine.cancel(self._id)
             self._result = self._engine.take_result(self._id)
+
+    def __del__(self) -> None:
+        self.close()  # a stream that nobody read must not go on in other requests' steps
 
     @property
     def result(self) -> Result:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import struct
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from qbe.errors import QBEError
+from qbe.files import reason
 from qbe.models.gguf_header import GGUFHeader, GGUFTensor
 
 try:  # moved between transformers 5.17 and 5.23
@@ -44,8 +48,11 @@ def config_of(header: GGUFHeader) -> PreTrainedConfig:
         QBEError: an architecture that transformers cannot read from GGUF, or impossible numbers.
     """
     _check_counts(header)
-    with tempfile.TemporaryDirectory(prefix="qbe-gguf-") as tmp:
-        _write_stub(header, Path(tmp) / "stub.gguf")
+    with _temporary_folder() as tmp:
+        try:
+            _write_stub(header, Path(tmp) / "stub.gguf")
+        except OSError as e:
+            raise QBEError(f"a temporary file cannot be written in {tmp}: {reason(e)}") from e
         try:
             config = AutoConfig.from_pretrained(tmp, gguf_file="stub.gguf", local_files_only=True)
         except Exception as e:
@@ -58,6 +65,18 @@ def config_of(header: GGUFHeader) -> PreTrainedConfig:
         config.get_text_config().vocab_size = len(tokens)
     config.name_or_path = str(header.path)
     return config
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    try:
+        folder = tempfile.mkdtemp(prefix="qbe-gguf-")
+    except OSError as e:
+        raise QBEError(f"no temporary folder can be made: {reason(e)}") from e
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_counts(header: GGUFHeader) -> None:

@@ -78,7 +78,7 @@ def load_model(
     path = pull(str(name_or_path), progress=progress)
     is_path = isinstance(name_or_path, Path) or Path(name_or_path).expanduser().exists()
     name = (path.stem if path.is_file() else path.resolve().name) if is_path else str(name_or_path)
-    with _quiet(), torch.no_grad():
+    with quiet(), torch.no_grad():
         if path.is_file():
             model, tokenizer = _load_gguf(path, wanted or torch.bfloat16, torch.device(device), progress)
         else:
@@ -94,7 +94,7 @@ def load_config_and_tokenizer(path: str | Path) -> tuple[PreTrainedConfig, PreTr
         QBEError: as `load_model`.
     """
     path = Path(path)
-    with _quiet():
+    with quiet():
         if path.is_file():
             header = read_header(path)
             config = gguf_weights.config_of(header)
@@ -269,7 +269,7 @@ class _Counted:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence transformers' bars and warnings: errors become one line of ours, stdout belongs to results."""
     hub_log = transformers.utils.logging
     level, bars = hub_log.get_verbosity(), hub_log.is_progress_bar_enabled()

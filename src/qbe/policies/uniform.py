@@ -8,18 +8,19 @@ from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 
-DEFAULT_BITS = 8
-
 
 class UniformPolicy:
-    """Every nested site at the budget's bits (8 when it names none); the query is not looked at."""
+    """Every nested site at the budget's bits, else at the widest gear its tier allows; blind to the query."""
 
     name = "uniform"
     needs_sensitivity = False
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for bits the store does not have."""
-        wanted = DEFAULT_BITS if budget.bits is None else budget.bits
+        wanted = budget.bits
+        if wanted is None:
+            allowed = [g for g in table.gears() if g <= budget.bits_for(1.0)]
+            wanted = max(allowed, default=table.gears()[0])
         if wanted not in table.gears():
             have = ", ".join(map(str, table.gears()))
             raise QBEError(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 from qbe.errors import QBEError
+from qbe.files import replacing
 from qbe.records.record import FIELDS
 from qbe.records.store import RecordStore
 
@@ -45,7 +42,7 @@ def export(store: RecordStore, path: Path | None = None, format: str = "jsonl") 
             n = write(store, sys.stdout.buffer)
             sys.stdout.buffer.flush()
             return n
-        with _replacing(Path(path)) as file:
+        with replacing(Path(path)) as file:
             return write(store, file)
     except BrokenPipeError:
         raise  # the reader (`| head`) has enough: the command line's business
@@ -99,20 +96,3 @@ def _pyarrow() -> tuple[Any, Any]:
     except ImportError as e:
         raise QBEError("Parquet needs pyarrow: pip install 'qbe[parquet]', or export as jsonl") from e
     return pyarrow, pyarrow.parquet
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file beside `path` that takes its place when the block ends well and is removed when it does not."""
-    if path.is_dir():
-        raise IsADirectoryError(0, "it is a folder")
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with open(beside, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

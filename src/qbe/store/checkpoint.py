@@ -10,10 +10,11 @@ A folder is written under a temporary name beside its target and renamed when co
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,8 +29,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from qbe.errors import QBEError
+from qbe.files import reason, write_text
 from qbe.sites import FULL_BITS
-from qbe.store.layout import SliceLayout, padded
+from qbe.store.layout import SliceLayout, check_group_size, padded
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
 FORMAT = "qbe-nested"
@@ -71,10 +73,10 @@ def writing(target: Path) -> Iterator[Path]:
     Raises:
         QBEError: the target exists, or the disk refuses (full, read-only, no permission).
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise QBEError(f"{target} already exists and is not empty; choose another folder or remove it")
     partial: Path | None = None
     try:
+        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+            raise QBEError(f"{target} already exists and is not empty; choose another folder or remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
         yield partial
@@ -88,10 +90,11 @@ def writing(target: Path) -> Iterator[Path]:
 
 
 def _reason(error: Exception) -> str:
-    number = getattr(error, "errno", None)
-    if number == errno.ENOSPC or "No space left" in str(error) or "os error 28" in str(error):
-        return "the disk is full; free some space and try again"
-    return f"{os.strerror(number)}; check the folder and its permissions" if number else str(error)
+    """Also for what the safetensors library wraps: the system's number is in its text."""
+    if isinstance(error, OSError):
+        return reason(error)
+    number = re.search(r"os error (\d+)", str(error))
+    return reason(OSError(int(number[1]), "")) if number else " ".join(str(error).split())
 
 
 def write_nested(folder: Path, model: nn.Module, model_name: str) -> None:
@@ -114,7 +117,7 @@ def write_nested(folder: Path, model: nn.Module, model_name: str) -> None:
         file = f"nested-{i:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            tensors[f"{name}.packed"] = nested[name].packed.cpu().contiguous()
+            tensors[f"{name}.packed"] = nested[name].canonical_packed().cpu().contiguous()
             tensors[f"{name}.meta"] = nested[name].meta.cpu().contiguous()
             sites[name] = {"file": file, "shape": list(nested[name].shape), "exponent": nested[name].exponent}
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -146,7 +149,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise QBEError(f"{path} cannot be read ({error}); run 'qbe quantize' again") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise QBEError(f"{path} does not describe a QBE checkpoint; run 'qbe quantize' again")
@@ -161,8 +164,16 @@ def read_manifest(folder: Path) -> Manifest:
             for name, s in raw["sites"].items()
         }
         manifest = Manifest(
-            str(raw["model"]), int(raw["group_size"]), tuple(map(int, raw["slices"])), sites, dict(raw["files"])
+            str(raw["model"]),
+            int(raw["group_size"]),
+            tuple(map(int, _list(raw["slices"]))),
+            sites,
+            dict(raw["files"]),
         )
+        check_group_size(manifest.group_size)
+        SliceLayout.of(manifest.slices)
+        if not all(0 < s.exponent < 240 and min(s.shape) > 0 for s in sites.values()):
+            raise ValueError("a site's exponent or shape is out of range")
         for file, facts in manifest.files.items():
             if Path(file).name != file:
                 raise ValueError(f"'{file}' is not a plain file name")
@@ -179,6 +190,12 @@ def read_manifest(folder: Path) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); run 'qbe quantize' again") from error
     return manifest
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is not a list")
+    return value
 
 
 def verify(folder: Path) -> None:
@@ -240,14 +257,7 @@ def write_sensitivity(folder: Path, measured: Mapping[str, Mapping[int, float]],
     """Writes the sensitivity table beside the store, atomically. Raises QBEError when the disk refuses."""
     table = {name: {str(g): float(f"{kl:.6g}") for g, kl in gears.items()} for name, gears in measured.items()}
     target = folder / SENSITIVITY
-    partial = target.with_name(f".{SENSITIVITY}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps({"about": dict(about), "kl": table}, indent=1) + "\n")
-        os.replace(partial, target)
-    except OSError as error:
-        raise QBEError(f"{target} cannot be written: {_reason(error)}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(target, json.dumps({"about": dict(about), "kl": table}, indent=1) + "\n")
 
 
 def read_sensitivity(folder: Path) -> dict[str, dict[int, float]] | None:
@@ -261,6 +271,9 @@ def read_sensitivity(folder: Path) -> dict[str, dict[int, float]] | None:
         return None
     try:
         raw = json.loads(path.read_text())["kl"]
-        return {str(n): {int(g): float(kl) for g, kl in gears.items()} for n, gears in raw.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        table = {str(n): {int(g): float(kl) for g, kl in gears.items()} for n, gears in raw.items()}
+        if not all(math.isfinite(kl) for gears in table.values() for kl in gears.values()):
+            raise ValueError("a value is not a finite number")
+        return table
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); delete it and run 'qbe quantize' again") from error

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from qbe.errors import QBEError
 
 BLOCK = 64  # inputs per block; group sizes are multiples of it
+MAX_GROUP = 1024
 MAX_BITS = 8
 
 
@@ -89,6 +90,6 @@ def padded(in_features: int, group_size: int) -> int:
 
 
 def check_group_size(group_size: int) -> None:
-    """Raises QBEError unless `group_size` is a positive multiple of 64."""
-    if group_size < BLOCK or group_size % BLOCK:
-        raise QBEError(f"group size {group_size} is not supported: give a multiple of {BLOCK} (64 or 128, say)")
+    """Raises QBEError unless `group_size` is a multiple of 64 from 64 to 1024."""
+    if not BLOCK <= group_size <= MAX_GROUP or group_size % BLOCK:
+        raise QBEError(f"group size {group_size} is not supported: give a multiple of {BLOCK} up to {MAX_GROUP}")

@@ -31,7 +31,8 @@ class NestedTensor(TorchAOBaseTensor):
     """A weight [N, K] stored as nested codes; `F.linear` with it reads each row at that row's own bits.
 
     Tensor data:
-        packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.store.layout`).
+        packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.store.layout`); on a GPU uint8
+            [bytes], the same in the order its kernels read (`qbe.kernels.triton.layout`).
         meta: uint8 [2P, N, Kp/group_size], scales and offsets (`qbe.store.scales`).
         bits: int32 [rows] or [1]: precision of each row of the input; one value serves all rows. An engine binds
             this to a row of its plan, and a write to the plan changes the precision of the next call.
@@ -128,13 +129,22 @@ class NestedTensor(TorchAOBaseTensor):
         if bits == FULL_BITS:
             assert self.original is not None
             return self.original
-        weight = dequantise(self.packed, self.meta, self.exponent, self.slices, self.in_features, bits)
+        weight = dequantise(self.canonical_packed(), self.meta, self.exponent, self.slices, self.in_features, bits)
         return weight.to(self.logical_dtype)
+
+    def canonical_packed(self) -> torch.Tensor:
+        """The slices in the canonical layout, uint8 [total_bits, N*Kp/8], whatever layout the device has."""
+        if self.packed.dim() == 2:
+            return self.packed
+        from qbe.kernels.triton.layout import from_device_layout
+
+        return from_device_layout(self.packed, self.meta, self.layout, self.in_features)
 
     def bytes_at(self) -> dict[int, int]:
         """Gear -> bytes a read at that gear moves: the slices up to it and the two or four scale planes it needs."""
         plane = self.meta[0].numel()
-        out = {b: self.packed.shape[1] * b + plane * (2 if b == self.layout.total_bits else 4) for b in self.gears}
+        bit_plane = self.meta.shape[1] * self.meta.shape[2] * self.group_size // 8
+        out = {b: bit_plane * b + plane * (2 if b == self.layout.total_bits else 4) for b in self.gears}
         if self.original is not None:
             out[FULL_BITS] = self.original.numel() * self.original.element_size()
         return out

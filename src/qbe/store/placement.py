@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import nn
 
@@ -42,10 +44,21 @@ def place(model: nn.Module, device: torch.device, originals: str) -> None:
         elif original is not None:
             original = original.to(device) if originals == "device" else original.cpu().pin_memory()
         moved = NestedTensor(
-            weight.packed.to(device), weight.meta.to(device), weight.bits.to(device), weight.slices,
+            _device_layout(weight, device), weight.meta.to(device), weight.bits.to(device), weight.slices,
             weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,
         )  # fmt: skip
         set_weight(module, moved)
+
+
+def _device_layout(weight: NestedTensor, device: torch.device) -> torch.Tensor:
+    """The slices on the device, in the order its kernels read where there is one and Triton runs there."""
+    packed = weight.packed.to(device)
+    if device.type != "cuda" or packed.dim() == 1 or importlib.util.find_spec("triton") is None:
+        return packed
+    from qbe.kernels.triton.layout import to_device_layout
+
+    tiled = to_device_layout(packed, weight.meta.to(device), weight.layout, weight.in_features)
+    return packed if tiled is None else tiled
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

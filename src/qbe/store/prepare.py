@@ -22,9 +22,10 @@ from torch import nn
 import qbe
 from qbe.errors import QBEError
 from qbe.models import cache_dir, load_model, pull
+from qbe.models.load import quiet
 from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store import checkpoint, sensitivity
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.placement import place
 from qbe.tagger import tag
 
@@ -86,12 +87,17 @@ def prepare(
     folder = store_folder(str(name), progress=progress)
     loaded = load_model(path, dtype=dtype, progress=progress)
     table = tag(loaded.model, name=str(name))
-    checkpoint.attach(loaded.model, folder)
+    manifest = checkpoint.attach(loaded.model, folder)
+    if missing := set(nestable(table)) - set(manifest.sites):
+        raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; run 'qbe quantize' again")
     table = with_store(table, loaded.model)
     measured = checkpoint.read_sensitivity(folder)
     if measured is None and need_sensitivity:
         measured = measure_into(folder, path, str(name), device, progress=progress)
     if measured is not None:
+        for site in table.nested:
+            if not set(site.gears) <= set(measured.get(site.name, {})):
+                raise QBEError(f"the sensitivities in {folder} lack {site.name}; delete sensitivity.json there")
         table = table.with_sensitivity(measured)
     place(loaded.model, device, originals)
     return PreparedModel(loaded.model, loaded.tokenizer, table, str(name))
@@ -108,6 +114,8 @@ def prepare_in_memory(
     if tokenizer is None:
         raise QBEError("a model given in memory needs its tokenizer: Engine(model, tokenizer=...)")
     name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    if nested_linears(model):
+        raise QBEError(f"{name} is nested already; one model serves one engine, load it again for another")
     table = nest_model(model.eval().requires_grad_(False), name, NestedWeightConfig(), progress=progress)
     place(model, device, originals)
     return PreparedModel(model, tokenizer, table, name)
@@ -126,17 +134,22 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
     if not checkpoint.is_checkpoint(folder):
         loaded = load_model(path, progress=progress)
         nest_model(loaded.model, name, config, progress=progress)
-        with checkpoint.writing(folder) as partial:
-            checkpoint.write_nested(partial, loaded.model, name)
+        try:
+            with checkpoint.writing(folder) as partial:
+                checkpoint.write_nested(partial, loaded.model, name)
+        except QBEError:
+            if not checkpoint.is_checkpoint(folder):  # else another process finished the same store first
+                raise
     return folder
 
 
 def fingerprint(path: Path, config: NestedWeightConfig) -> str:
     """Changes with the model's files (path, size, time), the layout, the format and the version of QBE."""
-    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    kinds = (".safetensors", ".gguf", ".json")
+    files = sorted(p for p in path.iterdir() if p.suffix in kinds) if path.is_dir() else [path]
     facts = [str(path.resolve()), config.slices, config.group_size, checkpoint.FORMAT_VERSION, qbe.__version__]
     facts += [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return f"{path.stem}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
+    return f"{path.name}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
 
 
 def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
@@ -201,8 +214,9 @@ def quantise_to(
         raise QBEError(f"{path} is already a QBE checkpoint; give the 16-bit model it was made from")
     with checkpoint.writing(out) as partial:
         loaded = load_model(path, progress=progress)
-        loaded.model.save_pretrained(partial)
-        loaded.tokenizer.save_pretrained(partial)
+        with quiet():
+            loaded.model.save_pretrained(partial)
+            loaded.tokenizer.save_pretrained(partial)
         nest_model(loaded.model, name, config, progress=progress)
         checkpoint.write_nested(partial, loaded.model, name)
         del loaded

@@ -8,6 +8,7 @@ this halves the work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -19,6 +20,7 @@ from torch import nn
 from qbe.errors import QBEError
 from qbe.sites import FULL_BITS, SiteTable
 
+BROKEN = 1e4  # nats per token, recorded when the lowered model gives no numbers at all
 SEGMENT_TOKENS = 32  # per segment of the text; four segments give 128 tokens a pass
 
 
@@ -100,7 +102,8 @@ def _divergence(reference: torch.Tensor, probabilities: torch.Tensor, logits: to
         d = logits[i : i + rows].float() - reference[i : i + rows]
         d -= (p * d).sum(-1, keepdim=True)  # a common shift changes nothing but the rounding
         total += float((torch.log1p((p * torch.expm1(d)).sum(-1)) - (p * d).sum(-1)).sum())
-    return max(0.0, total / len(logits))
+    # A site whose lowering breaks the model must not look harmless.
+    return max(0.0, total / len(logits)) if math.isfinite(total) else BROKEN
 
 
 def _decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:

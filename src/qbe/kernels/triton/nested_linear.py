@@ -10,6 +10,7 @@ import triton
 
 from qbe.errors import QBEError
 from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel, nested_linear_kernel
+from qbe.kernels.triton.tiled_linear import tiled_linear
 from qbe.store.layout import BLOCK, SliceLayout
 
 DECODE_ROWS = 64  # up to here rows share one tile and codes are multiplied undequantised
@@ -70,6 +71,7 @@ def nested_linear(
 ) -> torch.Tensor:
     """y[r] = x[r] @ W(bits[r]).T + bias on a GPU. Arguments and result as the custom op's (`qbe.kernels.ops`).
 
+    One kernel reads the canonical buffer; a flat one is in the layout made for GPUs (`layout`) and has faster ones.
     `bits` is read by the kernel only: the launch is the same for every content, so a captured CUDA graph serves them
     all. `original` may lie in pinned host memory; it is read only when some row asks for 16 bits. Rows that ask
     for 16 bits are served by the widest slice when the original was dropped; the engine refuses such a plan before.
@@ -88,6 +90,10 @@ def nested_linear(
     m = rows.shape[0]
     y = x.new_empty(*x.shape[:-1], n)
     if y.numel() == 0:
+        return y
+    if packed.dim() == 1:
+        with torch.cuda.device_of(x):
+            tiled_linear(rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n))
         return y
     blocks = packed.shape[1] * 8 // n // BLOCK
     config = launch_config(m, n, blocks, blocks // groups, len(layout.precisions), x.dtype, x.device)

@@ -1,0 +1,159 @@
+"""From packed bytes to the operands of a matrix product: device functions of the tiled kernels.
+
+On a GPU four packed bytes are cut with one 32-bit shift and mask and spread with two byte permutations (inline PTX;
+the compiler on its own works byte by byte). ASM is false in the interpreter, which runs the plain form beside it.
+"""
+
+# Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
+# mypy: disable-error-code="no-untyped-def, assignment, operator, index, misc, return-value"
+# ruff: noqa: SIM300
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def _cut(src, j, width):
+    shift = f"shr.b32 t,{src},{j * width}; and.b32 t,t," if j else f"and.b32 t,{src},"
+    return shift + f"0x{((1 << width) - 1) * 0x01010101:08X};"
+
+
+@triton.constexpr_function
+def _operand_asm(j, width, high):
+    return "{.reg .b32 t; " + _cut("$2", j, width) + f" prmt.b32 $0,t,{high},0x5140; prmt.b32 $1,t,{high},0x5342;}}"
+
+
+@triton.constexpr_function
+def _merge_asm(odd):
+    if odd:
+        return "{.reg .b32 t; shr.b32 t,$2,2; lop3.b32 $0,$1,t,0xCCCCCCCC,0xE4;}"
+    return "{.reg .b32 t; shl.b32 t,$1,2; lop3.b32 $0,t,$2,0xCCCCCCCC,0xE4;}"
+
+
+@triton.constexpr_function
+def _six_asm(c, high):
+    a = "shr.b32 a,$2,2;" if c % 2 else "shl.b32 a,$2,2;"
+    b = f"shr.b32 t,$3,{c % 4 * 2}; and.b32 t,t,0x03030303;" if c % 4 else "and.b32 t,$3,0x03030303;"
+    return (
+        "{.reg .b32 a,t; "
+        + a
+        + b
+        + f" lop3.b32 t,a,0x3C3C3C3C,t,0xEA; prmt.b32 $0,t,{high},0x5140; prmt.b32 $1,t,{high},0x5342;"
+        + "}"
+    )
+
+
+@triton.constexpr_function
+def _float_asm(wide):
+    sel = "0x74{}4" if wide else "0x7{}44"
+    const = "0x47000000" if wide else "0x43000000"
+    return "".join(f"prmt.b32 ${i},$4,{const},{sel.format(i)}; " for i in range(4))
+
+
+@triton.jit
+def operand(w, J: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """field J as 128 + code (bfloat16) or code * 2**-24 (float16)"""
+    if ASM:
+        if DTYPE == tl.bfloat16:
+            return tl.inline_asm_elementwise(_operand_asm(J, WIDTH, 0x43434343), "=r,=r,r", [w], tl.bfloat16, True, 4)
+        else:
+            return tl.inline_asm_elementwise(_operand_asm(J, WIDTH, 0), "=r,=r,r", [w], tl.float16, True, 4)
+    else:
+        f = ((w >> (J * WIDTH)) & ((1 << WIDTH) - 1)).to(tl.int16)
+        if DTYPE == tl.bfloat16:
+            f = f | 0x4300
+        return f.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def merge(a, b, ODD: tl.constexpr, ASM: tl.constexpr):
+    """two 2-bit parts -> one 4-bit part: fields 0 and 2 (even) or 1 and 3 (ODD)"""
+    if ASM:
+        return tl.inline_asm_elementwise(_merge_asm(ODD), "=r,r,r", [a, b], tl.uint8, True, 4)
+    elif ODD:
+        return (a & 0xCC) | ((b >> 2) & 0x33)
+    else:
+        return ((a << 2) & 0xCC) | (b & 0x33)
+
+
+@triton.jit
+def six(a, b, C: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """chunk C of a 4-bit and a 2-bit part as one 6-bit operand"""
+    if ASM:
+        if DTYPE == tl.bfloat16:
+            return tl.inline_asm_elementwise(_six_asm(C, 0x43434343), "=r,=r,r,r", [a, b], tl.bfloat16, True, 4)
+        else:
+            return tl.inline_asm_elementwise(_six_asm(C, 0), "=r,=r,r,r", [a, b], tl.float16, True, 4)
+    else:
+        f = (((a >> (C % 2 * 4)) & 15) << 2 | ((b >> (C % 4 * 2)) & 3)).to(tl.int16)
+        if DTYPE == tl.bfloat16:
+            f = f | 0x4300
+        return f.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def ones(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """1.0 everywhere, in the operand layout of the codes (a constant of its own would get another one)"""
+    if ASM:
+        if DTYPE == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "mov.b32 $0,0x3F803F80; mov.b32 $1,0x3F803F80;", "=r,=r,r", [w], tl.bfloat16, True, 4
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "mov.b32 $0,0x3C003C00; mov.b32 $1,0x3C003C00;", "=r,=r,r", [w], tl.float16, True, 4
+            )
+    else:
+        return tl.full(w.shape, 1.0, tl.float32).to(DTYPE)
+
+
+@triton.jit
+def as_float(c, BITS: tl.constexpr, ASM: tl.constexpr):
+    """uint8 -> float32 code + 128 (below 8 bits) or + 32768"""
+    if ASM:
+        if BITS < 8:
+            return tl.inline_asm_elementwise(_float_asm(False), "=r,=r,=r,=r,r", [c], tl.float32, True, 4)
+        else:
+            return tl.inline_asm_elementwise(_float_asm(True), "=r,=r,=r,=r,r", [c], tl.float32, True, 4)
+    else:
+        return c.to(tl.float32) + (128.0 if BITS < 8 else 32768.0)
+
+
+@triton.jit
+def scale_offset(base, low, exponent, SHIFT: tl.constexpr):
+    """uint16 pairs (int32 holding) -> scale, offset"""
+    s = (((base & 255) << 19) + (exponent << 23)).to(tl.float32, bitcast=True)
+    o = ((base >> 8) & 255).to(tl.float32)
+    if SHIFT > 0:
+        STEP: tl.constexpr = 1 << SHIFT
+        r = ((low << 24) >> 24).to(tl.float32)
+        d = ((low << 16) >> 24).to(tl.float32)
+        s = s * tl.fma(r, STEP / 256.0, STEP + 0.0)
+        o = tl.fma(o, 1.0 / STEP, -(STEP - 1) / 2 / STEP) + d * (1.0 / 64)
+    return s, o
+
+
+@triton.constexpr_function
+def _step_asm(width, first):
+    mask = f"0x{((1 << width) - 1) * 0x01010101:08X}"
+    if first:
+        return "{.reg .b32 t; shr.b32 t,$1,$2; and.b32 $0,t," + mask + ";}"
+    return "{.reg .b32 t,a; shr.b32 t,$2,$3; and.b32 t,t," + mask + f"; shl.b32 a,$1,{width}; or.b32 $0,a,t;" + "}"
+
+
+@triton.jit
+def first_at(w, shift, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(_step_asm(WIDTH, True), "=r,r,r,r,r,r", [w, shift], tl.uint8, True, 4)
+    else:
+        return ((w >> shift.to(tl.uint8)) & ((1 << WIDTH) - 1)).to(tl.uint8)
+
+
+@triton.jit
+def append_at(c, w, shift, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(_step_asm(WIDTH, False), "=r,r,r,r,r,r,r", [c, w, shift], tl.uint8, True, 4)
+    else:
+        return ((c << WIDTH) | ((w >> shift.to(tl.uint8)) & ((1 << WIDTH) - 1))).to(tl.uint8)

@@ -1,0 +1,153 @@
+"""Launch of `qbe::nested_linear` on a weight in the tiled layout (`qbe.kernels.triton.layout`)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+
+from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape, unit
+from qbe.kernels.triton.tiled_decode_kernel import decode_kernel
+from qbe.kernels.triton.tiled_rows_kernel import dense_kernel, dequantise_kernel, rows_kernel
+from qbe.store.layout import SliceLayout
+
+DECODE_ROWS = 16  # up to here codes are multiplied undequantised
+SPLIT_ROWS = 64  # up to here one tile holds all rows, and the sum over inputs may be split
+PREFILL_ROWS = 256  # from here the weight is dequantised once for all rows
+CHUNK_ROWS = 8192  # rows of one prefill launch
+
+
+@cache
+def _parts(layout: SliceLayout) -> tuple[tuple[int, int, int], ...]:
+    """PARTS of the kernels: first bit, width and the lowest precision that needs the part."""
+    return tuple((f, w, next(i for i, p in enumerate(layout.precisions) if p > f)) for f, w in layout.parts)
+
+
+@cache
+def _device(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors, and whether a kernel may be launched before the one ahead of it has ended."""
+    if device.type != "cuda":
+        return 132, False
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major >= 9 and torch.version.hip is None
+
+
+def _splits(units: int, most: int, least_units: int) -> int:
+    """The largest number of equal parts, at most `most` and 8, that have at least `least_units` units each."""
+    return max((s for s in range(1, 9) if units % s == 0 and s <= most and units // s >= least_units), default=1)
+
+
+@cache
+def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> dict[str, int]:
+    """Tile, split and pipeline of the decode kernel, from sweeps on an H200 (docs/performance.md).
+
+    Wide tiles share x and sum(x) between more outputs; narrow ones and splits give a small matrix enough programs.
+    """
+    block_m = 8 if m <= 8 else 16
+    wide = block_m == 8 and (-(-n // 64) >= 2 * processors // 3 or units >= 32)
+    block_n = 64 if wide else 32
+    tiles = -(-n // block_n)
+    splits = _splits(units, 4 * processors // tiles, 4)
+    return {
+        "BM": block_m, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits,
+        "STAGES": 3 if parts <= 4 else 2, "num_warps": 2,
+    }  # fmt: skip
+
+
+@cache
+def rows_config(m: int, n: int, steps: int, parts: int, dtype: torch.dtype, processors: int) -> dict[str, int]:
+    """The same of the kernel that dequantises a tile at a time."""
+    if dtype == torch.float32:
+        return {"BM": 32, "BN": 32, "SPLITS": 1, "STEPS": steps, "STAGES": 2, "num_warps": 4}
+    block_m = 64 if m <= SPLIT_ROWS else 128
+    block_n = 128 if parts <= 4 else 64
+    tiles = -(-n // block_n)
+    splits = _splits(steps, 2 * processors // tiles, 8) if m <= SPLIT_ROWS else 1
+    return {
+        "BM": block_m, "BN": block_n, "SPLITS": splits, "STEPS": steps // splits,
+        "STAGES": 3 if parts <= 4 else 2, "num_warps": 4,
+    }  # fmt: skip
+
+
+def tiled_linear(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    layout: SliceLayout,
+    exponent: int,
+    y: torch.Tensor,
+) -> None:
+    """y = x @ W(bits).T + bias, every row at its own bits.
+
+    Args:
+        x: float16, bfloat16 or float32 [M, K], contiguous, M at least 1.
+        tiled: uint8 [bytes], the weight.
+        bits: int32 [M], contiguous, on the device; read by the kernels only.
+        original: [N, K] for rows at 16 bits; None serves them by the widest slice.
+        y: [M, N] in x's dtype, contiguous; written.
+    """
+    m, k = x.shape
+    n = y.shape[1]
+    group_size = group_size_of(tiled, n, k, layout)
+    rows, inputs = padded_shape(n, k, layout)
+    processors, early = _device(x.device)
+    common = {
+        "PRECISIONS": layout.precisions, "PARTS": _parts(layout), "GROUP": group_size, "ASM": x.device.type == "cuda",
+    }  # fmt: skip
+    same = original is None or original.dtype == x.dtype
+    if m >= PREFILL_ROWS and x.dtype != torch.float32 and same:
+        for at in range(0, m, CHUNK_ROWS):
+            to = slice(at, at + CHUNK_ROWS)
+            _prefill(x[to], tiled, bits[to], original, bias, layout, exponent, y[to], rows, inputs, common)
+        return
+    even = k == inputs
+    parts = len(layout.parts)
+    decode = m <= DECODE_ROWS and x.dtype != torch.float32
+    config = (
+        decode_config(m, n, inputs // unit(layout), parts, processors)
+        if decode
+        else rows_config(m, n, inputs // 64, parts, x.dtype, processors)
+    )
+    splits = config["SPLITS"]
+    sums = y if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
+    grid = (-(-n // config["BN"]) * -(-m // config["BM"]), splits)
+    arguments = (x, tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent)
+    if decode:
+        launch = {"launch_pdl": True} if early else {}
+        decode_kernel[grid](*arguments, UNIT=unit(layout), EVEN=even, EARLY=early, **common, **config, **launch)
+    else:
+        rows_kernel[grid](*arguments, EVEN=even, **common, **config)
+
+
+def _prefill(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    layout: SliceLayout,
+    exponent: int,
+    y: torch.Tensor,
+    rows: int,
+    inputs: int,
+    common: dict[str, object],
+) -> None:
+    """Dequantise once and multiply, for each precision that some row asks for; the launches do not depend on which."""
+    m, k = x.shape
+    n = y.shape[1]
+    weight = torch.empty(rows, inputs, dtype=x.dtype, device=x.device)
+    grid = (-(-n // 256) * -(-m // 128),)
+    tile = {"BM": 128, "BN": 256, "BK": 64, "STAGES": 3, "EVEN": k % 64 == 0, "KSTEPS": -(-k // 64), "num_warps": 8}
+    top = 16 if original is not None else 2**30
+    bounds = (-(2**30), *layout.precisions[1:], top)
+    for p in range(len(layout.precisions)):
+        low, high = bounds[p], bounds[p + 1]
+        dequantise_kernel[(rows // TILE, inputs // 256)](
+            tiled, bits, weight, m, rows, inputs, exponent, low, high, ROWS=triton.next_power_of_2(m), TOP=p, **common
+        )
+        dense_kernel[grid](x, weight, bits, bias, y, m, n, k, inputs, low, high, **tile)
+    if original is not None:
+        dense_kernel[grid](x, original, bits, bias, y, m, n, k, k, top, 2**30, **tile)

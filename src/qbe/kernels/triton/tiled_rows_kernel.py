@@ -1,0 +1,318 @@
+"""More rows: the weight is dequantised to x's dtype, in a tile on its way to the tensor cores or once for all rows.
+
+- `rows_kernel` (up to a few hundred rows): every program dequantises its tile of W at each precision that its rows ask
+  for and multiplies; a row takes the sums of its own.
+- `dequantise_kernel` and `dense_kernel` (prefill): W at one precision into a scratch matrix, then an ordinary product
+  for the rows of that precision. The pair runs once per precision; where no row wants it both return at once.
+"""
+
+# Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
+# mypy: disable-error-code="no-untyped-def, assignment, operator, index, misc, return-value"
+# ruff: noqa: SIM102, SIM108, SIM300
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qbe.kernels.triton.tiled_codes import append_at, as_float, first_at, scale_offset
+
+
+@triton.jit
+def _rows_loop(
+    x_ptr,
+    packed_ptr,
+    exponent,
+    K,
+    np_,
+    kp,
+    n,
+    m,
+    m_ok,
+    b0,
+    STEPS: tl.constexpr,
+    PRECISIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    P: tl.constexpr = len(PRECISIONS)
+    TOTAL: tl.constexpr = PRECISIONS[P - 1]
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WORD: tl.constexpr = tl.int64 if GROUP == 64 else tl.int32
+    ru = tl.arange(0, 64)
+    tile = n // 64
+    row = n % 64
+    plane = np_.to(tl.int64) * kp // 8
+    words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
+    word_plane = (np_ * (kp // 256)).to(tl.int64)
+    pm = words + tile.to(tl.int64) * ((kp // 256) * 64) + row
+    px = x_ptr + m.to(tl.int64)[:, None] * K + ru[None, :]
+    zero = tl.zeros((BN, 64), tl.int32)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        b = b0 + step
+        if EVEN:
+            x = tl.load(px + b * 64, mask=m_ok[:, None], other=0.0)
+        else:
+            x = tl.load(px + b * 64, mask=m_ok[:, None] & (b * 64 + ru < K)[None, :], other=0.0)
+        base = (tl.load(pm + b // 4 * 64) >> (b % 4 * 64 // GROUP * 16)).to(tl.int32)
+        low = base
+        if PRECISIONS[TOP] < TOTAL:
+            low = (tl.load(pm + (TOP + 1) * word_plane + b // 4 * 64) >> (b % 4 * 64 // GROUP * 16)).to(tl.int32)
+        code = tl.zeros((BN, 64), tl.uint8)
+        for i in tl.static_range(len(PARTS)):
+            if PARTS[i][2] <= TOP:
+                at = (
+                    packed_ptr
+                    + plane * PARTS[i][0]
+                    + (tile * (kp * PARTS[i][1] // 512)).to(tl.int64)[:, None] * 4096
+                    + (row * 64)[:, None]
+                    + ru[None, :]
+                )
+                w = tl.load(at + b * PARTS[i][1] // 8 * 4096)
+                shift = zero + b % (8 // PARTS[i][1]) * PARTS[i][1]
+                if i == 0:
+                    code = first_at(w, shift, PARTS[i][1], ASM)
+                else:
+                    code = append_at(code, w, shift, PARTS[i][1], ASM)
+        s, o = scale_offset(base, low, exponent, TOTAL - PRECISIONS[TOP])
+        f = as_float(code, PRECISIONS[TOP], ASM)
+        if DTYPE == tl.float32:
+            w = ((f - (128.0 if PRECISIONS[TOP] < 8 else 32768.0)) - o[:, None]) * s[:, None]
+        else:
+            w = tl.fma(f, s[:, None], (-(o + (128.0 if PRECISIONS[TOP] < 8 else 32768.0)) * s)[:, None]).to(DTYPE)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "exponent"])
+def rows_kernel(
+    x_ptr,
+    packed_ptr,
+    bits_ptr,
+    original_ptr,
+    bias_ptr,
+    y_ptr,
+    parts_ptr,
+    M,
+    N,
+    K,
+    np_,
+    kp,
+    exponent,
+    PRECISIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    P: tl.constexpr = len(PRECISIONS)
+    TOTAL: tl.constexpr = PRECISIONS[P - 1]
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    row_tiles = tl.cdiv(M, BM)
+    n = tl.program_id(0) // row_tiles * BN + tl.arange(0, BN)
+    m = tl.program_id(0) % row_tiles * BM + tl.arange(0, BM)
+    m_ok = m < M
+    n_ok = n < N
+    n_in = tl.where(n < np_, n, 0)  # a wide tile may reach past the padding
+    b0 = tl.program_id(1) * STEPS
+    bits = tl.load(bits_ptr + m, mask=m_ok, other=0)
+    serves = tl.zeros((BM,), tl.int32)
+    for p in tl.static_range(1, P):
+        serves += (bits >= PRECISIONS[p]).to(tl.int32)
+    if original_ptr is not None:
+        serves = tl.where(bits >= 16, P, serves)
+    serves = tl.where(m_ok, serves, -1)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for p in tl.static_range(P):
+        if tl.max((serves == p).to(tl.int32), 0) > 0:
+            part = _rows_loop(
+                x_ptr,
+                packed_ptr,
+                exponent,
+                K,
+                np_,
+                kp,
+                n_in,
+                m,
+                m_ok,
+                b0,
+                STEPS,
+                PRECISIONS,
+                PARTS,
+                GROUP,
+                p,
+                EVEN,
+                BN,
+                BM,
+                STAGES,
+                ASM,
+            )
+            acc = tl.where((serves == p)[:, None], part, acc)
+    if original_ptr is not None:
+        if tl.max(serves, 0) == P:
+            OTHER: tl.constexpr = DTYPE if original_ptr.dtype.element_ty == DTYPE else tl.float32
+            exact = tl.zeros((BM, BN), tl.float32)
+            row = original_ptr + n.to(tl.int64) * K
+            for step in tl.range(0, STEPS, num_stages=STAGES):
+                k = (b0 + step) * 64 + tl.arange(0, 64)
+                w = tl.load(row[:, None] + k[None, :], mask=n_ok[:, None] & (k < K)[None, :], other=0.0)
+                xs = tl.load(
+                    x_ptr + m.to(tl.int64)[:, None] * K + k[None, :], mask=m_ok[:, None] & (k < K)[None, :], other=0.0
+                )
+                exact = tl.dot(xs.to(OTHER), tl.trans(w.to(OTHER)), exact, input_precision="ieee")
+            acc = tl.where((serves == P)[:, None], exact, acc)
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    ok = n_ok[None, :] & m_ok[:, None]
+    if SPLITS > 1:
+        size = M.to(tl.int64) * N
+        count_at = np_.to(tl.int64) * kp // 8 * TOTAL + np_.to(tl.int64) * kp // GROUP * 2 * P
+        count_ptr = (packed_ptr + count_at).to(tl.pointer_type(tl.int32)) + tl.program_id(0)
+        tl.store(parts_ptr + tl.program_id(1) * size + at, acc, mask=ok)
+        tl.debug_barrier()
+        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == SPLITS - 1:
+            tl.debug_barrier()
+            acc = tl.zeros((BM, BN), tl.float32)
+            for i in tl.static_range(SPLITS):
+                acc += tl.load(parts_ptr + i * size + at, mask=ok, other=0.0, cache_modifier=".cg")
+            if bias_ptr is not None:
+                acc += tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
+            tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=ok)
+            tl.store(count_ptr, 0)
+    else:
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["M", "exponent", "LOW", "HIGH"])
+def dequantise_kernel(
+    packed_ptr,
+    bits_ptr,
+    w_ptr,
+    M,
+    np_,
+    kp,
+    exponent,
+    LOW,
+    HIGH,
+    ROWS: tl.constexpr,
+    PRECISIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOP: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """W at precision TOP into w [np_, kp], if any row wants bits in LOW <= b < HIGH"""
+    P: tl.constexpr = len(PRECISIONS)
+    TOTAL: tl.constexpr = PRECISIONS[P - 1]
+    WORD: tl.constexpr = tl.int64 if GROUP == 64 else tl.int32
+    at = tl.arange(0, ROWS)
+    b = tl.load(bits_ptr + at, mask=at < M, other=-(2**31))
+    if tl.max(((b >= LOW) & (b < HIGH)).to(tl.int32), 0) > 0:
+        tile = tl.program_id(0)
+        unit_ = tl.program_id(1)
+        row = tl.arange(0, 64)
+        ru = tl.arange(0, 64)
+        plane = np_.to(tl.int64) * kp // 8
+        words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
+        word_plane = (np_ * (kp // 256)).to(tl.int64)
+        pm = words + tile.to(tl.int64) * ((kp // 256) * 64) + unit_ * 64 + row
+        base64 = tl.load(pm)
+        low64 = base64
+        if PRECISIONS[TOP] < TOTAL:
+            low64 = tl.load(pm + (TOP + 1) * word_plane)
+        for c in tl.static_range(4):
+            code = tl.zeros((64, 64), tl.uint8)
+            block = unit_ * 4 + c
+            for i in tl.static_range(len(PARTS)):
+                if PARTS[i][2] <= TOP:
+                    run = (
+                        packed_ptr
+                        + plane * PARTS[i][0]
+                        + (tile * (kp * PARTS[i][1] // 512)).to(tl.int64) * 4096
+                        + (row * 64)[:, None]
+                        + ru[None, :]
+                    )
+                    w = tl.load(run + block * PARTS[i][1] // 8 * 4096)
+                    shift = tl.zeros((64, 64), tl.int32) + block % (8 // PARTS[i][1]) * PARTS[i][1]
+                    if i == 0:
+                        code = first_at(w, shift, PARTS[i][1], ASM)
+                    else:
+                        code = append_at(code, w, shift, PARTS[i][1], ASM)
+            s, o = scale_offset(
+                (base64 >> (c * 64 // GROUP * 16)).to(tl.int32),
+                (low64 >> (c * 64 // GROUP * 16)).to(tl.int32),
+                exponent,
+                TOTAL - PRECISIONS[TOP],
+            )
+            f = as_float(code, PRECISIONS[TOP], ASM) - (128.0 if PRECISIONS[TOP] < 8 else 32768.0)
+            w = ((f - o[:, None]) * s[:, None]).to(w_ptr.dtype.element_ty)
+            tl.store(w_ptr + (tile * 64 + row).to(tl.int64)[:, None] * kp + (block * 64 + ru)[None, :], w)
+
+
+@triton.jit(do_not_specialize=["M", "LOW", "HIGH"])
+def dense_kernel(
+    x_ptr,
+    w_ptr,
+    bits_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    stride,
+    LOW,
+    HIGH,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    KSTEPS: tl.constexpr,
+):
+    """y of the rows whose bits lie in LOW <= b < HIGH: x @ w.T"""
+    row_tiles = tl.cdiv(M, BM)
+    col_tiles = tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    per = 8 * row_tiles
+    first = pid // per * 8
+    size = tl.minimum(col_tiles - first, 8)
+    n = (first + pid % per % size) * BN + tl.arange(0, BN)
+    m = pid % per // size * BM + tl.arange(0, BM)
+    m_ok = m < M
+    n_ok = n < N
+    bits = tl.load(bits_ptr + m, mask=m_ok, other=-(2**31))
+    mine = m_ok & (bits >= LOW) & (bits < HIGH)
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        k0 = tl.arange(0, BK)
+        px = x_ptr + tl.where(m_ok, m, 0).to(tl.int64)[:, None] * K + k0[None, :]
+        pw = w_ptr + tl.where(n_ok, n, 0).to(tl.int64)[:, None] * stride + k0[None, :]
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in tl.range(0, KSTEPS, num_stages=STAGES):
+            if EVEN:
+                x = tl.load(px + step * BK)
+                w = tl.load(pw + step * BK)
+            else:
+                ok = (step * BK + k0 < K)[None, :]
+                x = tl.load(px + step * BK, mask=ok, other=0.0)
+                w = tl.load(pw + step * BK, mask=ok, other=0.0)
+            acc = tl.dot(x, tl.trans(w), acc)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            y_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
+            acc.to(y_ptr.dtype.element_ty),
+            mask=n_ok[None, :] & mine[:, None],
+        )

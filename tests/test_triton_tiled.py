@@ -1,0 +1,188 @@
+"""The tiled layout and its kernels against the canonical layout and the reference (see `test_triton_kernel`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qbe.errors import QBEError
+from qbe.kernels import ops
+from qbe.kernels.triton.layout import from_device_layout, group_size_of, to_device_layout
+from qbe.store.layout import SliceLayout
+from test_triton_kernel import CUDA, INTERPRET, LAYOUTS, Case, close, on_device, on_gpu
+
+
+@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
+def test_in_the_interpreter() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(__file__).resolve())]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def tiled(case: Case) -> Case:
+    """The case with its weight in the tiled layout."""
+    buffer = to_device_layout(case.packed, case.meta, case.layout, case.x.shape[-1])
+    assert buffer is not None
+    case.packed = buffer
+    return case
+
+
+def check(case: Case, bits: torch.Tensor) -> None:
+    """The kernel on the tiled layout against the reference on the canonical one."""
+    expected = case.expect(bits)
+    close(tiled(case).run(bits), expected)
+
+
+@pytest.mark.parametrize("slices", [*LAYOUTS, (4,), (2, 2), (6, 2), (2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (70, 200), (64, 576)])
+def test_layout_round_trip(slices: tuple[int, ...], group: int, n: int, k: int) -> None:
+    case = Case(1, n, k, slices, group)
+    buffer = to_device_layout(case.packed, case.meta, case.layout, k)
+    assert buffer is not None
+    assert buffer.dim() == 1
+    assert group_size_of(buffer, n, k, case.layout) == group
+    assert torch.equal(from_device_layout(buffer, case.meta, case.layout, k), case.packed)
+
+
+def test_layout_refuses_what_it_is_not_made_for() -> None:
+    case = Case(1, 20, 330, group=192)
+    assert to_device_layout(case.packed, case.meta, case.layout, 330) is None
+    with pytest.raises(QBEError, match="does not hold"):
+        group_size_of(torch.zeros(10, dtype=torch.uint8), 20, 330, SliceLayout())
+
+
+@on_device
+@pytest.mark.parametrize("slices", [*LAYOUTS, (4, 4), (6, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("m", [10, 20])
+def test_mixed_bits(slices: tuple[int, ...], dtype: torch.dtype, m: int) -> None:
+    case = Case(m, 70, 200, slices, dtype=dtype)
+    check(case, case.mixed())
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group", "slices", "dtype"),
+    [
+        (1, 33, 64, 64, (4, 2, 2), torch.bfloat16),
+        (2, 64, 1100, 128, (3, 1, 1, 1, 2), torch.float16),
+        (3, 33, 2100, 64, (4, 2, 2), torch.bfloat16),
+        (5, 5, 256, 128, (4, 2, 2), torch.float32),
+        (16, 190, 512, 128, (4, 2, 2), torch.float16),
+        (40, 130, 1024, 64, (4, 2, 2), torch.bfloat16),
+        (65, 40, 72, 64, (3, 1, 1, 1, 2), torch.float16),
+        (257, 70, 200, 128, (4, 2, 2), torch.bfloat16),
+        (260, 30, 256, 64, (8,), torch.float16),
+    ],
+)
+def test_ragged_shapes(m: int, n: int, k: int, group: int, slices: tuple[int, ...], dtype: torch.dtype) -> None:
+    case = Case(m, n, k, slices, group, dtype, bias=m % 2 == 0)
+    check(case, case.mixed())
+
+
+@on_device
+@pytest.mark.parametrize("m", [4, 12, 67, 258])
+def test_a_row_is_the_same_alone_and_in_a_mixed_batch(m: int) -> None:
+    case = tiled(Case(m, 40, 300))
+    mixed = case.mixed()
+    y = case.run(mixed)
+    for b in (4, 6, 8, 16):
+        alone = case.run(case.bits([b] * m))
+        assert torch.equal(y[mixed == b], alone[mixed == b])
+
+
+@on_device
+@pytest.mark.parametrize("m", [6, 20, 270])
+def test_widths_the_store_lacks_and_a_dropped_original(m: int) -> None:
+    asked, served = [1, 3, 5, 7, 12, 17], [4, 4, 4, 6, 8, 16]
+    times = m // 6 + 1
+    case = Case(m, 20, 100, dtype=torch.float16)
+    expected = case.expect(case.bits((served * times)[:m]))
+    close(tiled(case).run(case.bits((asked * times)[:m])), expected)
+    case = Case(m, 20, 100, dtype=torch.float16)
+    case.original = None
+    expected = case.expect(case.bits([*served[:5], 8] * times)[:m])
+    close(tiled(case).run(case.bits((asked * times)[:m])), expected)
+
+
+@on_device
+@pytest.mark.parametrize("m", [4, 20, 260])
+def test_an_infinite_row_stays_in_its_row(m: int) -> None:
+    case = tiled(Case(m, 20, 100))
+    bits = case.mixed()
+    before = case.run(bits)
+    case.x[1, 3] = float("inf")
+    after = case.run(bits)
+    others = [r for r in range(m) if r != 1]
+    assert not torch.isfinite(after[1]).all()
+    assert torch.equal(before[others], after[others])
+
+
+@on_device
+def test_no_rows() -> None:
+    case = tiled(Case(2, 20, 128))
+    case.x = case.x[:0]
+    assert case.run(case.bits([])).shape == (0, 20)
+
+
+@pytest.mark.cuda
+@on_gpu
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (1804, 1536), (1536, 576)])
+@pytest.mark.parametrize("m", [1, 8, 16, 33, 64, 100, 300])
+def test_model_shapes(m: int, n: int, k: int) -> None:
+    case = tiled(Case(m, n, k, group=64 if m % 2 else 128))
+    expected = Case(m, n, k, group=64 if m % 2 else 128)
+    for bits in (case.mixed(), case.bits([4] * m), case.bits([6] * m), case.bits([8] * m)):
+        close(case.run(bits), expected.expect(bits))
+
+
+@pytest.mark.cuda
+@on_gpu
+@pytest.mark.parametrize("m", [4, 40, 300])
+def test_one_graph_serves_every_bits_and_nothing_waits(m: int) -> None:
+    case = Case(m, 512, 2048)
+    expected = {v: case.expect(case.bits([v] * m)) for v in (4, 6, 8, 16)}
+    mixed = case.expect(case.mixed())
+    case = tiled(case)
+    bits = case.bits([4] * m)
+    case.run(bits)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = case.run(bits)
+    for values, want in [*(([v] * m, expected[v]) for v in (8, 16, 6, 4)), (case.mixed().tolist(), mixed)]:
+        bits.copy_(case.bits(values))
+        y.fill_(float("nan"))
+        graph.replay()
+        close(y, want)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.run(bits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@on_gpu
+def test_launches_in_a_row_wait_for_each_other() -> None:
+    """Each output is the next input; a launch that began too early would read an unfinished one."""
+    case = tiled(Case(3, 1024, 1024, bias=False))
+    bits = case.mixed()
+    first = case.x
+    results = []
+    for synchronize in (True, False):
+        case.x = first
+        for _ in range(40):
+            case.x = ops.nested_linear(*case.args(bits)[:6], list(case.layout.slices), case.exponent)
+            if synchronize:
+                torch.cuda.synchronize()
+        results.append(case.x)
+    assert torch.equal(*results)
