@@ -31,7 +31,7 @@ from qbe.explain import Explanation
 from qbe.models import DEFAULT_MODEL
 from qbe.records import Record, RecordStore
 from qbe.sites import SiteTable
-from qbe.store.prepare import measure_model, prepare, prepare_in_memory
+from qbe.store.prepare import prepare, prepare_in_memory
 
 __all__ = ["Engine", "Request", "Result"]
 
@@ -95,7 +95,10 @@ class Engine:
         if isinstance(model, nn.Module):
             if dtype != "auto":
                 raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
-            prepared = prepare_in_memory(model, tokenizer, device=where, originals=originals, progress=progress)
+            prepared = prepare_in_memory(
+                model, tokenizer, device=where, originals=originals,
+                need_sensitivity=self.policy.needs_sensitivity, progress=progress,
+            )  # fmt: skip
         else:
             prepared = prepare(
                 model, dtype=dtype, device=where, originals=originals,
@@ -103,9 +106,6 @@ class Engine:
             )  # fmt: skip
         self.name, self.tokenizer, self.model = prepared.name, prepared.tokenizer, prepared.model
         self._table = prepared.table
-        self._progress = progress
-        if self.policy.needs_sensitivity:
-            self._measure()
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         self.core = core.Core(
             self.model, self._table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
@@ -302,12 +302,6 @@ class Engine:
         if self._policies[name].needs_sensitivity and not self._table.measured:
             raise QBEError(f"this engine was started without a sensitivity table; start it with policy='{name}'")
         return self._policies[name]
-
-    def _measure(self) -> None:
-        """Sensitivities of a model given in memory; those of named models are measured by `prepare`."""
-        if not self._table.measured:
-            measured = measure_model(self.model, self.tokenizer, self._table, progress=self._progress)
-            self._table = self._table.with_sensitivity(measured)
 
     def _finish(self, live: _Live, now: float | None = None) -> None:
         """Makes the result and its record."""

@@ -129,7 +129,8 @@ class NestedTensor(TorchAOBaseTensor):
         if bits == FULL_BITS:
             assert self.original is not None
             return self.original
-        weight = dequantise(self.canonical_packed(), self.meta, self.exponent, self.slices, self.in_features, bits)
+        meta = self.meta.to(self.packed.device)  # it is in host memory where the tiled slices hold it too
+        weight = dequantise(self.canonical_packed(), meta, self.exponent, self.slices, self.in_features, bits)
         return weight.to(self.logical_dtype)
 
     def canonical_packed(self) -> torch.Tensor:
@@ -138,7 +139,7 @@ class NestedTensor(TorchAOBaseTensor):
             return self.packed
         from qbe.kernels.triton.layout import from_device_layout
 
-        return from_device_layout(self.packed, self.meta, self.layout, self.in_features)
+        return from_device_layout(self.packed, self.meta.to(self.packed.device), self.layout, self.in_features)
 
     def bytes_at(self) -> dict[int, int]:
         """Gear -> bytes a read at that gear moves: the slices up to it and the two or four scale planes it needs."""
@@ -150,8 +151,9 @@ class NestedTensor(TorchAOBaseTensor):
         return out
 
     def nested_bytes(self) -> int:
-        """Bytes of the nested codes and scales, the 16-bit original not counted."""
-        return self.packed.numel() + self.meta.numel()
+        """Bytes on the device of the nested codes and scales, the 16-bit original not counted."""
+        tiled = self.packed.dim() == 1
+        return self.packed.numel() + (0 if tiled else self.meta.numel())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (

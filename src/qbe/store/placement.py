@@ -43,22 +43,29 @@ def place(model: nn.Module, device: torch.device, originals: str) -> None:
             original = parameters[tied[name]].detach()
         elif original is not None:
             original = original.to(device) if originals == "device" else original.cpu().pin_memory()
+        packed, meta = _device_layout(weight, device)
         moved = NestedTensor(
-            _device_layout(weight, device), weight.meta.to(device), weight.bits.to(device), weight.slices,
+            packed, meta, weight.bits.to(device), weight.slices,
             weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,
         )  # fmt: skip
         set_weight(module, moved)
 
 
-def _device_layout(weight: NestedTensor, device: torch.device) -> torch.Tensor:
-    """The slices on the device, in the order its kernels read where there is one and Triton runs there."""
-    packed = weight.packed.to(device)
-    if device.type != "cuda" or packed.dim() == 1 or importlib.util.find_spec("triton") is None:
-        return packed
-    from qbe.kernels.triton.layout import to_device_layout
+def _device_layout(weight: NestedTensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slices and scales for the device's kernels: tiled where they have such a layout, else canonical.
 
-    tiled = to_device_layout(packed, weight.meta.to(device), weight.layout, weight.in_features)
-    return packed if tiled is None else tiled
+    The tiled buffer holds the scales too, so their canonical form stays in host memory then.
+    """
+    packed = weight.packed.to(device)
+    if packed.dim() == 1:
+        return packed, weight.meta
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from qbe.kernels.triton.layout import to_device_layout
+
+        tiled = to_device_layout(packed, weight.meta.to(device), weight.layout, weight.in_features)
+        if tiled is not None:
+            return tiled, weight.meta.cpu()
+    return packed, weight.meta.to(device)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -104,9 +104,15 @@ def prepare(
 
 
 def prepare_in_memory(
-    model: nn.Module, tokenizer: Any, *, device: torch.device, originals: str = "device", progress: bool = True
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    device: torch.device,
+    originals: str = "device",
+    need_sensitivity: bool = True,
+    progress: bool = True,
 ) -> PreparedModel:
-    """Nests a transformers causal LM that is in memory already, in place; its sensitivities are not measured.
+    """Nests a transformers causal LM that is in memory already, in place, and measures its sensitivities if needed.
 
     Raises:
         QBEError: no tokenizer, or nothing to nest.
@@ -117,7 +123,11 @@ def prepare_in_memory(
     if nested_linears(model):
         raise QBEError(f"{name} is nested already; one model serves one engine, load it again for another")
     table = nest_model(model.eval().requires_grad_(False), name, NestedWeightConfig(), progress=progress)
-    place(model, device, originals)
+    place(model, device, "device")
+    if need_sensitivity:  # before originals leave the device: the measurement reads all of them again and again
+        table = table.with_sensitivity(measure_model(model, tokenizer, table, progress=progress))
+    if originals != "device":
+        place(model, device, originals)
     return PreparedModel(model, tokenizer, table, name)
 
 
