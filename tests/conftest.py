@@ -15,6 +15,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The test runs once on the CPU and, where there is one, once on a CUDA device."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device(request.param)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests never write into the user's records."""

@@ -14,18 +14,15 @@ from qbe import Budget, Engine, QBEError, Request, SamplingParams
 from qbe.records import RecordStore
 from qbe.store.nested_tensor import nested_linears
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 FACT = "What is the capital of France?"
 ARITHMETIC = "Tom has 3 apples, buys 5 more and gives 2 away. How many are left? Explain each step."
 CODE = "Write a Python function that reverses a linked list."
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+@pytest.fixture(scope="module")
+def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     records = tmp_path_factory.mktemp("engine") / "records.sqlite"
-    return Engine(tiny_llama(), tokenizer=byte_tokenizer(), device=request.param, records=records)
+    return Engine(tiny_llama(), tokenizer=byte_tokenizer(), device=device.type, records=records)
 
 
 def test_three_kinds_of_query_get_three_blueprints(engine: Engine) -> None:
@@ -286,20 +283,21 @@ PROMPTS = [
 
 
 @pytest.mark.model
-def test_default_model_at_16_bits_is_transformers_for_20_prompts(default_model: Path) -> None:
+def test_default_model_at_16_bits_is_transformers_for_20_prompts(default_model: Path, device: torch.device) -> None:
     plain = qbe.models.load_model(default_model, dtype="float32", progress=False)
-    engine = Engine(policy="uniform", dtype="float32", device="cpu", records=False, max_sequences=20)
+    plain.model.to(device)
+    engine = Engine(policy="uniform", dtype="float32", device=device.type, records=False, max_sequences=20)
     params = SamplingParams(max_tokens=64)
     ours = engine.generate_batch([Request(p, params, Budget(bits=16)) for p in PROMPTS])
     for prompt, result in zip(PROMPTS, ours, strict=True):
-        ids = plain.tokenizer(prompt, return_tensors="pt")
+        ids = plain.tokenizer(prompt, return_tensors="pt").to(device)
         theirs = plain.model.generate(**ids, max_new_tokens=64, do_sample=False)
         assert result.token_ids == theirs[0, ids["input_ids"].shape[1] :].tolist(), prompt
 
 
 @pytest.mark.model
-def test_default_model_end_to_end(default_model: Path) -> None:
-    engine = Engine(device="cpu", records=False)
+def test_default_model_end_to_end(default_model: Path, device: torch.device) -> None:
+    engine = Engine(device=device.type, records=False)
     three = [engine.explain(p) for p in (FACT, ARITHMETIC, CODE)]
     assert len({e.blueprint.key for e in three}) == 3
     for bits in (4.3, 5.0, 6.5, 8.0, 11.0):

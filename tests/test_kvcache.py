@@ -64,8 +64,8 @@ def test_double_free_and_sharing_a_free_page_are_errors() -> None:
         allocator.share(pages)
 
 
-def test_pool_shapes_differ_by_layer_and_start_at_16_bits() -> None:
-    pool = PagePool([KVShape(2, 8, 4), None, KVShape(3, 16, 16)], 5, torch.bfloat16, torch.device("cpu"))
+def test_pool_shapes_differ_by_layer_and_start_at_16_bits(device: torch.device) -> None:
+    pool = PagePool([KVShape(2, 8, 4), None, KVShape(3, 16, 16)], 5, torch.bfloat16, device)
     assert pool.keys[0].shape == (5, PAGE_SIZE, 2, 8)
     assert pool.values[0].shape == (5, PAGE_SIZE, 2, 4)
     assert pool.keys[1] is None
@@ -81,7 +81,8 @@ def _reference(q, k, v, start, window, softcap, scale):
     scores = torch.einsum("hqd,hkd->hqk", q, k.repeat_interleave(repeat, 0)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    at, query_at = torch.arange(k.shape[1]), start + torch.arange(q.shape[1])[:, None]
+    at = torch.arange(k.shape[1], device=q.device)
+    query_at = start + torch.arange(q.shape[1], device=q.device)[:, None]
     seen = (at <= query_at) & (at > query_at - (window or 10**6))
     return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.repeat_interleave(repeat, 0)
 
@@ -94,15 +95,15 @@ def _reference(q, k, v, start, window, softcap, scale):
     fragmented=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_every_sequence_attends_to_its_own_pages(spans, window, softcap, fragmented, seed) -> None:
+def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap, fragmented, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
 
     heads, kv_heads, key_dim, value_dim, scale = 4, 2, 8, 6, 0.3
     total = sum(pages_for(start + n) for start, n in spans)
-    pool = PagePool([KVShape(kv_heads, key_dim, value_dim)], 2 * total, torch.float64, torch.device("cpu"))
+    pool = PagePool([KVShape(kv_heads, key_dim, value_dim)], 2 * total, torch.float64, device)
     cache = PagedCache(LlamaConfig(num_hidden_layers=1), pool)
     allocator = PageAllocator(2 * total)
     if fragmented:
@@ -117,10 +118,11 @@ def test_every_sequence_attends_to_its_own_pages(spans, window, softcap, fragmen
             random(heads, n, key_dim),
         )
         where = torch.tensor([pages[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for p in range(start + n)])
+        where = where.to(device)
         for memory, states in zip(cache.memory[0], (k, v), strict=True):
             memory.index_copy_(2, where[:start], states[None, :, :start])
         run = pages[0] if pages[-1] - pages[0] == len(pages) - 1 else None
-        layout_spans.append(Span(row, n, start, torch.tensor(pages), run))
+        layout_spans.append(Span(row, n, start, torch.tensor(pages, device=device), run))
         slots.append(where[start:])
         keys.append(k)
         values.append(v)

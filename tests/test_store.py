@@ -23,11 +23,13 @@ layouts = st.sampled_from(LAYOUTS) | st.lists(st.integers(1, 8), min_size=1, max
 
 @settings(max_examples=60, deadline=None)
 @given(slices=layouts, n=st.integers(1, 9), blocks=st.integers(1, 4), seed=st.integers(0, 2**31))
-def test_packing_is_lossless_at_every_precision(slices: tuple[int, ...], n: int, blocks: int, seed: int) -> None:
+def test_packing_is_lossless_at_every_precision(
+    device: torch.device, slices: tuple[int, ...], n: int, blocks: int, seed: int
+) -> None:
     layout = SliceLayout(slices)
     codes = torch.randint(
         0, 2**layout.total_bits, (n, 64 * blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
+    ).to(device)
     packed = pack(codes, layout)
     assert packed.numel() * 8 == codes.numel() * layout.total_bits
     for bits in layout.precisions:
@@ -36,9 +38,9 @@ def test_packing_is_lossless_at_every_precision(slices: tuple[int, ...], n: int,
 
 
 @pytest.mark.parametrize("slices", LAYOUTS)
-def test_a_read_never_touches_higher_slices(slices: tuple[int, ...]) -> None:
+def test_a_read_never_touches_higher_slices(device: torch.device, slices: tuple[int, ...]) -> None:
     layout = SliceLayout(slices)
-    codes = torch.randint(0, 2**layout.total_bits, (5, 128), dtype=torch.uint8)
+    codes = torch.randint(0, 2**layout.total_bits, (5, 128), dtype=torch.uint8, device=device)
     packed = pack(codes, layout)
     for bits in layout.precisions:
         spoiled = packed.clone()
@@ -91,13 +93,15 @@ def decode_by_hand(
 
 @settings(max_examples=15, deadline=None)
 @given(slices=layouts, n=st.integers(1, 3), k=st.integers(1, 150), seed=st.integers(0, 2**31))
-def test_every_precision_reads_what_the_format_says(slices: tuple[int, ...], n: int, k: int, seed: int) -> None:
-    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+def test_every_precision_reads_what_the_format_says(
+    device: torch.device, slices: tuple[int, ...], n: int, k: int, seed: int
+) -> None:
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(device)
     nested = NestedTensor.from_weight(weight, slices)
     codes = unpack(nested.packed, nested.layout, n, nested.layout.total_bits)
     for bits in nested.layout.precisions:
         by_hand = decode_by_hand(codes, nested.meta, nested.exponent, nested.layout, bits, 64)[:, :k]
-        torch.testing.assert_close(nested.dequantise(bits).double(), by_hand, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(nested.dequantise(bits).cpu().double(), by_hand, rtol=1e-5, atol=1e-6)
 
 
 def independent_rounding(weight: torch.Tensor, bits: int, group: int = 64) -> torch.Tensor:
@@ -109,9 +113,9 @@ def independent_rounding(weight: torch.Tensor, bits: int, group: int = 64) -> to
 
 
 @pytest.mark.parametrize("shape", [(96, 256), (64, 1536)])
-def test_low_precisions_are_refitted_not_truncated(shape: tuple[int, int]) -> None:
+def test_low_precisions_are_refitted_not_truncated(device: torch.device, shape: tuple[int, int]) -> None:
     """Nested reads stay within a few percent of an independent quantisation at the same width, or beat it."""
-    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(1)) * 0.02
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(device) * 0.02
     nested = NestedTensor.from_weight(weight)
     for bits, allowed in {4: 1.0, 6: 1.03, 8: 1.06}.items():
         ours = (nested.dequantise(bits) - weight).norm()
@@ -124,8 +128,8 @@ def test_low_precisions_are_refitted_not_truncated(shape: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("outlier", [1e-30, 1e4, 1e36])
-def test_outliers_zero_groups_and_extremes_stay_finite(outlier: float) -> None:
-    weight = torch.randn(4, 256) * 0.02
+def test_outliers_zero_groups_and_extremes_stay_finite(device: torch.device, outlier: float) -> None:
+    weight = torch.randn(4, 256, device=device) * 0.02
     weight[0, :64] = 0
     weight[1, 3] = outlier
     weight[2] = -weight[2].abs()
@@ -133,38 +137,42 @@ def test_outliers_zero_groups_and_extremes_stay_finite(outlier: float) -> None:
     for bits in (4, 6, 8):
         assert torch.isfinite(nested.dequantise(bits)).all()
     assert (nested.dequantise(8)[0, :64].abs() <= 1e-4 * max(outlier, 1)).all()
-    far = torch.ones(4, 256, dtype=torch.bool)
+    far = torch.ones(4, 256, dtype=torch.bool, device=device)
     far[1, :64] = False
     error = (nested.dequantise(8) - weight)[far].abs().max()
     assert error < 0.02 or outlier > 1e6  # a group's outlier does not touch other groups until scales run out of range
 
 
-def test_all_zero_and_single_column_matrices() -> None:
-    assert (NestedTensor.from_weight(torch.zeros(3, 64)).dequantise(4) == 0).all()
-    one = NestedTensor.from_weight(torch.tensor([[0.5], [-2.0]]))
-    torch.testing.assert_close(one.dequantise(8), torch.tensor([[0.5], [-2.0]]), rtol=0.02, atol=0)
+def test_all_zero_and_single_column_matrices(device: torch.device) -> None:
+    assert (NestedTensor.from_weight(torch.zeros(3, 64, device=device)).dequantise(4) == 0).all()
+    column = torch.tensor([[0.5], [-2.0]], device=device)
+    torch.testing.assert_close(NestedTensor.from_weight(column).dequantise(8), column, rtol=0.02, atol=0)
 
 
-def test_gear_16_is_the_checkpoints_own_tensor() -> None:
-    layer = nn.Linear(100, 30).bfloat16()
+def test_gear_16_is_the_checkpoints_own_tensor(device: torch.device) -> None:
+    layer = nn.Linear(100, 30, device=device).bfloat16()
     pointer, value = layer.weight.data_ptr(), layer.weight.detach().clone()
     quantize_(layer, NestedWeightConfig(), filter_fn=lambda m, _: isinstance(m, nn.Linear))
     assert layer.weight.original.data_ptr() == pointer
     assert torch.equal(layer.weight.dequantise(16), value)
-    x = torch.randn(3, 100).bfloat16()
-    assert torch.equal(layer(x), nn.functional.linear(x, value, layer.bias))
+    x = torch.randn(3, 100, device=device).bfloat16()
+    if device.type == "cpu":
+        assert torch.equal(layer(x), nn.functional.linear(x, value, layer.bias))
+    else:  # the kernel sums in another order than cuBLAS
+        exact = nn.functional.linear(x.double(), value.double(), layer.bias.double())
+        torch.testing.assert_close(layer(x).double(), exact, rtol=2**-8, atol=2**-8)
 
 
-def test_device_bytes_per_weight() -> None:
-    nested = NestedTensor.from_weight(torch.randn(64, 576))
+def test_device_bytes_per_weight(device: torch.device) -> None:
+    nested = NestedTensor.from_weight(torch.randn(64, 576, device=device))
     assert nested.nested_bytes() * 8 / (64 * 576) == 8.75
     assert nested.bytes_at()[4] * 8 / (64 * 576) == 4.5
     assert NestedTensor.from_weight(torch.randn(64, 512), group_size=128).nested_bytes() * 8 / (64 * 512) == 8.375
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "group", "dims"])
-def test_bad_weights_are_refused_in_one_line(bad: str) -> None:
-    weight = torch.randn(4, 64)
+def test_bad_weights_are_refused_in_one_line(device: torch.device, bad: str) -> None:
+    weight = torch.randn(4, 64, device=device)
     group = 64
     if bad == "group":
         group = 48
@@ -177,15 +185,17 @@ def test_bad_weights_are_refused_in_one_line(bad: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_nest_leaves_other_layers_alone_and_to_keeps_the_parts_together() -> None:
+def test_nest_leaves_other_layers_alone_and_to_keeps_the_parts_together(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
     done: list[str] = []
     nest(model, ["0"], on_site=done.append)
     assert done == ["0"]
     assert isinstance(model[0].weight, NestedTensor)
     assert not isinstance(model[2].weight, NestedTensor)
-    moved = model.to("cpu")
+    moved = model.to(device)
     assert moved[0].weight.gears == (4, 6, 8, 16)
+    parts = (moved[0].weight.packed, moved[0].weight.meta, moved[0].weight.bits, moved[0].weight.original)
+    assert {part.device.type for part in parts} == {device.type}
     with pytest.raises(QBEError, match="not in this store"):
         moved[0].weight.dequantise(5)
 
@@ -196,14 +206,14 @@ def test_without_the_original_16_bits_are_not_a_gear() -> None:
     assert nested.bits.tolist() == [8]
 
 
-def test_compiled_linear_follows_the_bits_without_recompiling() -> None:
-    layer = nn.Linear(64, 32, bias=False).requires_grad_(False)
+def test_compiled_linear_follows_the_bits_without_recompiling(device: torch.device) -> None:
+    layer = nn.Linear(64, 32, bias=False, device=device).requires_grad_(False)
     nest(nn.Sequential(layer), ["0"])
-    layer.weight.bits = torch.tensor([4, 8], dtype=torch.int32)
+    layer.weight.bits = torch.tensor([4, 8], dtype=torch.int32, device=device)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 64)
+    x = torch.randn(2, 64, device=device)
     with torch.inference_mode():
         for bits in ([4, 8], [8, 8], [16, 6]):
             layer.weight.bits.copy_(torch.tensor(bits))
