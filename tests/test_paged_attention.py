@@ -1,0 +1,143 @@
+"""`qbe::paged_attention`: the reference against attention written out over whole tensors, the kernels against it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qbe.kernels import attention_ops
+from qbe.kernels.reference.paged_attention import paged_attention as reference
+from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu
+
+PAGE = 16
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SHAPES = {  # heads, kv_heads, key_dim, value_dim
+    "smollm": (9, 3, 64, 64),
+    "llama": (8, 2, 128, 128),
+    "multi-query": (16, 1, 32, 32),
+    "no groups": (3, 3, 24, 40),
+    "wide": (2, 1, 256, 256),
+}
+
+
+def case(shape: str, lengths: list[int], dtype: torch.dtype, room: int = 400, seed: int = 0) -> dict[str, object]:
+    """Random arguments; every sequence has its own pages in random order, and memory nobody owns holds NaN."""
+    heads, kv_heads, key_dim, value_dim = SHAPES[shape]
+    g = torch.Generator().manual_seed(seed)
+    batch, per = len(lengths), -(-room // PAGE)
+    pages = torch.randperm(batch * per + 2, generator=g)[: batch * per].view(batch, per)
+    tables = torch.full((batch, per), 2**30, dtype=torch.int32)
+    keys = torch.full((batch * per + 2, PAGE, kv_heads, key_dim), float("nan"))
+    values = torch.full((batch * per + 2, PAGE, kv_heads, value_dim), float("nan"))
+    slots = torch.zeros(batch, dtype=torch.long)
+    for i, n in enumerate(lengths):
+        used = -(-n // PAGE)
+        tables[i, :used] = pages[i, :used]
+        at = torch.arange(n - 1)
+        where = pages[i][at // PAGE] * PAGE + at % PAGE
+        keys.flatten(0, 1)[where] = torch.randn(n - 1, kv_heads, key_dim, generator=g)
+        values.flatten(0, 1)[where] = torch.randn(n - 1, kv_heads, value_dim, generator=g)
+        slots[i] = pages[i, (n - 1) // PAGE] * PAGE + (n - 1) % PAGE
+    # as transformers hands them over: [1, heads, T, dim] seen as [T, heads, dim]
+    new = [torch.randn(h, batch, d, generator=g).transpose(0, 1) for h, d in
+           ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))]  # fmt: skip
+    q, k, v = (t.to(DEVICE, dtype) for t in new)
+    return {
+        "query": q, "key": k, "value": v, "keys": keys.to(DEVICE, dtype), "values": values.to(DEVICE, dtype),
+        "slots": slots.to(DEVICE), "tables": tables.to(DEVICE), "lengths": torch.tensor(lengths, device=DEVICE),
+        "scaling": key_dim**-0.5, "window": 0, "softcap": 0.0,
+    }  # fmt: skip
+
+
+def copied(arguments: dict[str, object]) -> dict[str, object]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 3.0), (40, 3.0)])
+def test_the_reference_is_attention_over_the_whole_sequence(window: int, softcap: float) -> None:
+    arguments = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in
+                 case("smollm", [1, 16, 17, 33], torch.float32).items()}  # fmt: skip
+    arguments |= {"window": window, "softcap": softcap}
+    out = reference(**arguments)
+    for i, n in enumerate(arguments["lengths"].tolist()):
+        at = torch.arange(n)
+        where = arguments["tables"][i][at // PAGE].long() * PAGE + at % PAGE
+        k, v = (arguments[m].flatten(0, 1)[where].transpose(0, 1) for m in ("keys", "values"))
+        for head in range(9):
+            scores = k[head // 3] @ arguments["query"][i, head] / 8
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            seen = at >= n - (window or n)
+            expected = scores.masked_fill(~seen, float("-inf")).softmax(0) @ v[head // 3]
+            torch.testing.assert_close(out[i, head], expected)
+
+
+def test_the_op_is_well_formed() -> None:
+    arguments = case("smollm", [3, 20], torch.float32)
+    schema = torch.ops.qbe.paged_attention.default
+    torch.library.opcheck(schema, tuple(t.cpu() if isinstance(t, torch.Tensor) else t for t in arguments.values()))
+
+
+@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
+def test_in_the_interpreter() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(__file__).resolve())]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def same(arguments: dict[str, object], dtype: torch.dtype) -> None:
+    from qbe.kernels.triton.paged_attention import paged_attention as kernel
+
+    expected_in, found_in = copied(arguments), copied(arguments)
+    expected, found = reference(**expected_in), kernel(**found_in)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for memory in ("keys", "values"):  # bit for bit: the new tokens are in their pages and nothing else changed
+        assert torch.equal(found_in[memory].nan_to_num(7), expected_in[memory].nan_to_num(7))
+
+
+@on_device
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_is_the_reference(shape: str, dtype: torch.dtype) -> None:
+    if INTERPRET and dtype == torch.bfloat16:
+        pytest.skip("the interpreter cuts bfloat16 instead of rounding it")
+    same(case(shape, [1, 2, 16, 17, 64, 65, 300], dtype), dtype)
+
+
+@on_device
+@pytest.mark.parametrize("window", [1, 7, 64, 100])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_windows_and_soft_caps(window: int, softcap: float) -> None:
+    arguments = case("smollm", [1, 8, 63, 64, 65, 66, 399], torch.float32)
+    same(arguments | {"window": window, "softcap": softcap}, torch.float32)
+
+
+@on_device
+@pytest.mark.parametrize("room", [16, 64, 130, 1000])
+def test_one_part_and_many(room: int) -> None:
+    same(case("llama", [1, 16, min(room, 130)], torch.float32, room=room), torch.float32)
+
+
+@on_gpu
+@pytest.mark.cuda
+def test_a_graph_follows_lengths_and_tables() -> None:
+    first, second = (case("llama", n, torch.bfloat16, seed=s) for n, s in (([1, 40], 0), ([300, 7], 1)))
+    held = copied(first)
+    attention_ops.paged_attention(**held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention_ops.paged_attention(**held)
+    for arguments in (first, second, first):
+        for name, tensor in arguments.items():
+            if isinstance(tensor, torch.Tensor):
+                held[name].copy_(tensor)
+        graph.replay()
+        torch.testing.assert_close(out, reference(**copied(arguments)), rtol=1.6e-2, atol=1.6e-2)
