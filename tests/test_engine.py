@@ -59,10 +59,10 @@ def logits_of(engine: Engine, requests: list[Request], monkeypatch: pytest.Monke
     step = engine.core.runner.step
 
     def spy(work):  # type: ignore[no-untyped-def]
-        logits = step(work)
+        logits, best = step(work)
         for row, sequence in zip(logits, [w.sequence for w in work if w.samples], strict=True):
             seen.setdefault(sequence.request_id, []).append(row.float().cpu().clone())
-        return logits
+        return logits, best
 
     with monkeypatch.context() as m:
         m.setattr(engine.core.runner, "step", spy)

@@ -124,7 +124,7 @@ def test_rows_of_a_mixed_batch_get_the_logits_they_get_alone(name: str) -> None:
         found: dict[str, list[torch.Tensor]] = {r.request_id: [] for r in requests}
         while any(len(f) < 3 for f in found.values()):
             work = core.scheduler.schedule()
-            rows = iter(core.runner.step(work))
+            rows = iter(core.runner.step(work)[0])
             for w in work:
                 if w.samples:
                     found[w.sequence.request_id].append(next(rows).cpu())
@@ -149,7 +149,7 @@ def test_sixteen_bits_are_the_plain_model_and_four_are_not() -> None:
     for bits, same in ((16, True), (4, False)):
         r = request("r", prompt, Blueprint.of("uniform", table, (bits,) * len(table.nested)))
         core.add(r)
-        logits = core.runner.step(core.scheduler.schedule())[0]
+        logits = core.runner.step(core.scheduler.schedule())[0][0]
         core.cancel("r")
         assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-3) == same
 

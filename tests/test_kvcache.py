@@ -66,10 +66,10 @@ def test_double_free_and_sharing_a_free_page_are_errors() -> None:
 
 def test_pool_shapes_differ_by_layer_and_start_at_16_bits(device: torch.device) -> None:
     pool = PagePool([KVShape(2, 8, 4), None, KVShape(3, 16, 16)], 5, torch.bfloat16, device)
-    assert pool.keys[0].shape == (5, PAGE_SIZE, 2, 8)
-    assert pool.values[0].shape == (5, PAGE_SIZE, 2, 4)
+    assert pool.keys[0].shape == (5 + 1, PAGE_SIZE, 2, 8)  # and the spare one
+    assert pool.values[0].shape == (5 + 1, PAGE_SIZE, 2, 4)
     assert pool.keys[1] is None
-    assert pool.values[2].shape == (5, PAGE_SIZE, 3, 16)
+    assert pool.values[2].shape == (5 + 1, PAGE_SIZE, 3, 16)
     assert pool.kv_bits.shape == (3, 3, 5)
     assert pool.kv_bits.dtype == torch.int8
     assert (pool.kv_bits == 16).all()

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from engine_models import NO_BLUEPRINT, request
-from qbe.engine.sampler import adjust, filtered, sample
+from qbe.engine import sampler
+from qbe.engine.sampler import adjust, filtered, likeliest
 from qbe.engine.sequence import SamplingParams, Sequence
 from qbe.errors import QBEError
 
@@ -32,6 +33,10 @@ PARAMS = st.fixed_dictionaries(
         "repetition_penalty": st.sampled_from([1.0, 1.3, 0.8]),
     }
 )
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | None]:
+    return sampler.sample(logits, likeliest(logits), sequences)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,12 +83,12 @@ def test_flat_logits_need_the_whole_vocabulary_for_top_p() -> None:
 
 def test_greedy_rows_take_the_likeliest_token() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    likeliest = logits.argmax(-1).tolist()
-    assert sample(logits.clone(), [request(str(i), [1]) for i in range(3)]) == likeliest
+    expected = logits.argmax(-1).tolist()
+    assert sample(logits.clone(), [request(str(i), [1]) for i in range(3)]) == expected
     mixed = [request("0", [1]), request("1", [1], temperature=1.0, seed=1), request("2", [1])]
     tokens = sample(logits.clone(), mixed)
-    assert [tokens[0], tokens[2]] == [likeliest[0], likeliest[2]]
-    assert sample(logits.clone(), [request("a", [1], temperature=1e-30, seed=1)] * 3) == likeliest
+    assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
+    assert sample(logits.clone(), [request("a", [1], temperature=1e-30, seed=1)] * 3) == expected
 
 
 def test_bias_and_penalty_move_greedy_choices() -> None:

@@ -96,6 +96,9 @@ class Core:
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
         self._try()
+        if self.device.type == "cuda" and self.runner.packed and paged:
+            longest = pages if self.context is None else min(pages, pages_for(self.context))
+            self.runner.capture_decode(max_sequences, longest)
 
     def _try(self) -> None:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""
@@ -141,9 +144,9 @@ class Core:
         if not work:
             return []
         try:
-            logits = self.runner.step(work)
+            logits, best = self.runner.step(work)
             sequences = [w.sequence for w in work if w.samples]
-            tokens = sample(logits, sequences) if sequences else []
+            tokens = sample(logits, best, sequences) if sequences else []
         except BaseException:
             # What these sequences have in the cache is unknown now: they cannot go on.
             for w in work:

@@ -83,6 +83,23 @@ class Plan:
                 self._bits[site, : len(kept_owners)] = columns[:, site]
         self._written = (owners, kept_owners)
 
+    def columns(self, blueprints: Sequence[Blueprint]) -> list[int]:
+        """The number of each blueprint's column, for `gather`; a new one goes to the device."""
+        return [self._column(b) for b in blueprints] if len(self.table.nested) else [0] * len(blueprints)
+
+    def gather(self, columns: torch.Tensor) -> None:
+        """Set the first rows to these columns: one launch that a CUDA graph can hold, for rows that all keep logits.
+
+        Args:
+            columns: int64 `[rows]` on the plan's device.
+        """
+        if len(self.table.nested):
+            self._bits[:, : columns.shape[0]] = self._columns.index_select(0, columns).T
+
+    def forget(self) -> None:
+        """What the rows hold is not what `write` wrote last."""
+        self._written = None
+
     def _column(self, blueprint: Blueprint) -> int:
         """Where the blueprint's column is on the device; it is copied there when it is new."""
         key = blueprint.key

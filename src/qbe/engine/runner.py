@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from qbe.engine.decode import DecodeStep
 from qbe.engine.plan import Plan
+from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
@@ -61,6 +63,7 @@ class Runner:
         packed: whether one forward serves all sequences of a step; otherwise each has its own.
         recurrent: whether the model has layers with a state.
         recompute_at: see `recompute_length`.
+        decode: runs steps of one new token per sequence, once `capture_decode` made it.
     """
 
     def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
@@ -69,6 +72,7 @@ class Runner:
         self.packed, self.recurrent = can_pack(self.config), is_recurrent(self.config)
         self.recompute_at = recompute_length(self.config)
         self.device = plan.device
+        self.decode: DecodeStep | None = None
         names = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model)
         self._takes_positions = "position_ids" in names
@@ -80,16 +84,32 @@ class Runner:
         return "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def step(self, work: Many[Work]) -> torch.Tensor:
+    def step(self, work: Many[Work]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the work and advance each sequence's `computed`.
 
         Returns:
-            float32 `[n, vocabulary]` on the model's device, a row for every work that samples, in order.
+            logits float32 `[n, vocabulary]` on the model's device, a row for every work that samples, in order, and
+            their `likeliest` tokens. Both are valid until the next step.
         """
-        logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
+        if self.decode is not None and self.decode.serves(work):
+            logits, best = self.decode.run(work)
+        else:
+            logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
+            best = likeliest(logits)
         for w in work:
             w.sequence.computed = w.start + w.count
-        return logits
+        return logits, best
+
+    def capture_decode(self, largest: int, pages: int) -> None:
+        """Let steps of one new token per sequence run from CUDA graphs, where the model can be captured.
+
+        Args:
+            largest: sequences of the largest step.
+            pages: pages that one sequence can have.
+        """
+        if self._takes_positions:
+            decode = DecodeStep(self.model, self.cache, self.plan, largest, pages, self._cache_name)
+            self.decode = decode if decode.capture() else None
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []

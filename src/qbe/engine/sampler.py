@@ -19,21 +19,28 @@ _NUCLEUS = (
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Each row's likeliest token, int64 `[n]`; -1 where the logits `[n, vocabulary]` are not numbers."""
+    best, tokens = logits.max(dim=-1)
+    return torch.where(torch.isfinite(best), tokens, -1)
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
     """The next token of each sequence.
 
     Args:
         logits: float32 `[n, vocabulary]`; may be overwritten.
+        best: their `likeliest`.
         sequences: n of them.
 
     Returns:
         n token ids; None where the logits are not numbers (NaN, infinite, or nothing but -inf).
     """
-    valid = torch.isfinite(logits.amax(dim=-1))
     plain = [i for i, s in enumerate(sequences) if s.params.greedy and not _adjusts(s)]
-    if len(plain) == len(sequences):
-        tokens = logits.argmax(dim=-1)
-    else:
+    found = best
+    if len(plain) < len(sequences):
+        valid = best >= 0
         logits = adjust(logits, sequences)
         tokens = logits.argmax(dim=-1)
         drawn = [i for i, s in enumerate(sequences) if not s.params.greedy]
@@ -43,8 +50,8 @@ def sample(logits: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
             # Rows without valid logits get harmless ones; their token is not used.
             scores = torch.where(valid[rows, None], logits[rows], torch.zeros_like(logits[rows]))
             tokens[rows] = draw(filtered(scores, chosen), chosen)
-    found = torch.where(valid, tokens, -1).tolist()  # the step's one wait for the device
-    return [t if t >= 0 else None for t in found]
+        found = torch.where(valid, tokens, -1)
+    return [t if t >= 0 else None for t in found.tolist()]  # the step's one wait for the device
 
 
 def _adjusts(sequence: Sequence) -> bool:

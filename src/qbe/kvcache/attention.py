@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from qbe.errors import QBEError
+from qbe.kernels import attention_ops
 from qbe.kvcache.pages import PAGE_SIZE, pages_for
 
 if TYPE_CHECKING:
@@ -101,11 +102,24 @@ class StepLayout:
         return self._groups[window]
 
 
-STEP: ContextVar[StepLayout | None] = ContextVar("qbe_step", default=None)
+@dataclass
+class DecodeLayout:
+    """A step of one new token for each sequence, in tensors whose shapes do not change from step to step.
+
+    slots, tables, lengths: see `qbe.kernels.attention_ops.paged_attention`.
+    """
+
+    cache: PagedCache
+    slots: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+
+
+STEP: ContextVar[StepLayout | DecodeLayout | None] = ContextVar("qbe_step", default=None)
 
 
 @contextmanager
-def step(layout: StepLayout) -> Iterator[None]:
+def step(layout: StepLayout | DecodeLayout) -> Iterator[None]:
     """Makes `layout` the one that `paged_attention` and `PagedCache` use inside the block."""
     token = STEP.set(layout)
     try:
@@ -174,6 +188,8 @@ def paged_attention(
     if key.shape[1::2] != keys.shape[1::2] or value.shape[1::2] != values.shape[1::2]:
         raise QBEError(f"{type(module).__name__} expands its keys after caching them: QBE cannot run this model")
     window = sliding_window if sliding_window is not None else cache.windows[layer]
+    if isinstance(layout, DecodeLayout):
+        return _attend_decode(layout, layer, query, key, value, scaling, window, softcap), None
 
     groups = layout.groups(window) if layout.batched else []
     if len(groups) == 1 and not layout.single:
@@ -199,6 +215,37 @@ def paged_attention(
         queries = query.index_select(2, group.rows)
         out[0, group.rows] = _attend_group(cache, layer, group, queries, scaling, softcap).squeeze(1)
     return out, None
+
+
+def _attend_decode(
+    layout: DecodeLayout,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of a decode step, `[1, B, heads, value_dim]`; it writes the new keys and values, too."""
+    pool = layout.cache.pool
+    keys, values = pool.keys[layer], pool.values[layer]
+    assert keys is not None
+    assert values is not None
+    out = attention_ops.paged_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        keys,
+        values,
+        layout.slots,
+        layout.tables,
+        layout.lengths,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window or 0,
+        softcap or 0.0,
+    )
+    return out[None]
 
 
 def _attend_group(

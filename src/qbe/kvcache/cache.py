@@ -11,7 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from qbe.errors import QBEError
-from qbe.kvcache.attention import STEP
+from qbe.kvcache.attention import STEP, DecodeLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
 
 State = dict[int, Any]  # layer -> transformers' own cache layer with one sequence's recurrent and convolution state
@@ -74,6 +74,12 @@ def probe_shapes(model: nn.Module) -> tuple[list[KVShape | None], torch.dtype]:
     return shapes, dtype
 
 
+def _longest() -> int:
+    """Tokens in the cache before this step; a decode step of fixed shapes must not depend on them and says 0."""
+    layout = STEP.get()
+    return max((span.start for span in layout.spans), default=0) if isinstance(layout, StepLayout) else 0
+
+
 class _PagedLayer(CacheLayerMixin):
     """Stands for a layer whose keys and values are in pages. transformers asks it for lengths only."""
 
@@ -93,8 +99,7 @@ class _PagedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens in the cache before this step; of the longest sequence when several are packed."""
-        layout = STEP.get()
-        return max((span.start for span in layout.spans), default=0) if layout else 0
+        return _longest()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, offset) as the mask builders of transformers count them."""
@@ -145,14 +150,15 @@ class PagedCache(Cache):
         layout, memory = STEP.get(), self.memory[layer_idx]
         if layout is None or memory is None:
             raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
+        if isinstance(layout, DecodeLayout):
+            return key_states, value_states  # the attention of a decode step writes them
         memory[0].index_copy_(2, layout.slots, key_states)
         memory[1].index_copy_(2, layout.slots, value_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache before this step; of the longest sequence when several are packed."""
-        layout = STEP.get()
-        return max((span.start for span in layout.spans), default=0) if layout else 0
+        return _longest()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys, offset) as the mask builders of transformers count them."""

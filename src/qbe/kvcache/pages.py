@@ -105,11 +105,12 @@ class PagePool:
     """The pages' memory, allocated once.
 
     Attributes:
-        keys: per layer a tensor `[num_pages, PAGE_SIZE, kv_heads, key_dim]` of the model's dtype; None for a layer
+        keys: per layer a tensor `[num_pages + 1, PAGE_SIZE, kv_heads, key_dim]` of the model's dtype; None for a layer
             without attention.
-        values: per layer `[num_pages, PAGE_SIZE, kv_heads, value_dim]`.
+        values: per layer `[num_pages + 1, PAGE_SIZE, kv_heads, value_dim]`.
         kv_bits: int8 `[layers, kv_heads, num_pages]`, the precision of each page and head (16 everywhere for now).
             This is the plan's `kv_bits` (DESIGN section 1); layers with fewer heads use the first rows.
+        spare: number of one page more, which no sequence owns: rows that pad a batch write there.
     """
 
     def __init__(
@@ -118,9 +119,9 @@ class PagePool:
         def memory(shape: KVShape | None, dim: int) -> torch.Tensor | None:
             if shape is None:
                 return None
-            return torch.zeros(num_pages, PAGE_SIZE, shape.kv_heads, dim, dtype=dtype, device=device)
+            return torch.zeros(num_pages + 1, PAGE_SIZE, shape.kv_heads, dim, dtype=dtype, device=device)
 
-        self.num_pages = num_pages
+        self.num_pages, self.spare = num_pages, num_pages
         self.keys = [memory(s, s.key_dim if s else 0) for s in shapes]
         self.values = [memory(s, s.value_dim if s else 0) for s in shapes]
         heads = max((s.kv_heads for s in shapes if s), default=0)

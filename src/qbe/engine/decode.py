@@ -1,0 +1,162 @@
+"""Decode steps at fixed shapes: one new token for each sequence, replayed from a CUDA graph.
+
+There is one graph for each batch size of a short list; a batch in between is padded. Whatever differs between two steps
+of a size is in tensors that the graph reads: tokens, positions, pages, lengths and, for each row, the number of its
+blueprint's column. The graph's first kernel spreads those columns over the plan. So one graph serves every blueprint
+(DESIGN section 3.4), and a change of precision costs nothing but another number in a copy that is made anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qbe.engine.plan import Plan
+from qbe.engine.sampler import likeliest
+from qbe.engine.scheduler import Work
+from qbe.engine.sequence import Sequence
+from qbe.kvcache.attention import DecodeLayout, step
+from qbe.kvcache.cache import PagedCache, slot_of
+from qbe.kvcache.pages import PAGE_SIZE
+
+log = logging.getLogger(__name__)
+
+_INPUTS = 5  # numbers per row: token, position, slot, length, column
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """The sizes that have a graph: powers of two up to 16, then multiples of 16, and `largest` itself."""
+    sizes = [1, 2, 4, 8, *range(16, largest, 16)]
+    return [s for s in sizes if s < largest] + [largest]
+
+
+@dataclass
+class _Captured:
+    """A graph and what it writes: logits float32 [B, V] and tokens int64 [B], -1 where the logits are not numbers."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
+class DecodeStep:
+    """Runs steps of one new token per sequence.
+
+    Args:
+        model: a causal language model whose forward packs sequences and takes positions.
+        cache: its pages.
+        plan: its precisions.
+        largest: sequences of the largest step.
+        pages: pages that one sequence can have.
+
+    Attributes:
+        captures: how often a graph was captured. It does not grow once the engine serves.
+    """
+
+    def __init__(
+        self, model: nn.Module, cache: PagedCache, plan: Plan, largest: int, pages: int, cache_name: str
+    ) -> None:
+        self.model, self.cache, self.plan, self.largest = model, cache, plan, largest
+        self.device = plan.device
+        self.captures = 0
+        self._cache_name = cache_name
+        self._forward: Any = self._run_model
+        self._graphs: dict[int, _Captured] = {}
+        self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
+        self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
+        self._tables = torch.zeros(largest, max(1, pages), dtype=torch.int32, device=self.device)
+        self._owners: list[Sequence | None] = [None] * largest  # whose pages are in a row of `_tables`
+        self._copied: torch.cuda.Event | None = None
+
+    def capture(self) -> bool:
+        """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
+
+        Largest first: the smaller ones then live in the memory that the larger ones have taken.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self.device)
+        try:
+            for size in reversed(batch_sizes(self.largest)):
+                self._graphs[size] = self._capture(size, stream, pool)
+        except RuntimeError as error:
+            self._graphs.clear()
+            torch.cuda.synchronize(self.device)
+            log.warning("decode steps run without CUDA graphs: %s", str(error).splitlines()[0])
+            return False
+        return True
+
+    @torch.inference_mode()
+    def _capture(self, size: int, stream: torch.cuda.Stream, pool: Any) -> _Captured:
+        self._stage([], size)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
+                self._forward(size)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                logits, tokens = self._forward(size)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.captures += 1
+        return _Captured(graph, logits, tokens)
+
+    def serves(self, work: Many[Work]) -> bool:
+        """Whether this step is one: a single new token for each of not too many sequences."""
+        return len(work) <= self.largest and all(w.count == 1 and w.samples for w in work)
+
+    @torch.inference_mode()
+    def run(self, work: Many[Work]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step.
+
+        Returns:
+            logits float32 `[n, vocabulary]` and the likeliest tokens int64 `[n]` (-1 where the logits are not
+            numbers), a row for every work. They are valid until the next step.
+        """
+        n = len(work)
+        size = next(s for s in batch_sizes(self.largest) if s >= n) if self._graphs else n
+        self._stage(work, size)
+        self.plan.forget()
+        if self._graphs:
+            captured = self._graphs[size]
+            captured.graph.replay()
+            return captured.logits[:n], captured.tokens[:n]
+        return self._forward(size)
+
+    def _stage(self, work: Many[Work], size: int) -> None:
+        """Bring the step's numbers to the device: one small copy, and a row of pages for each that changed hands."""
+        sequences = [w.sequence for w in work]
+        pad = size - len(work)
+        columns = self.plan.columns([s.blueprint for s in sequences])
+        numbers = [s.token_ids[w.start] for s, w in zip(sequences, work, strict=True)] + [0] * pad
+        numbers += [w.start for w in work] + [0] * pad
+        numbers += [slot_of(w.sequence.pages, w.start) for w in work] + [self.cache.pool.spare * PAGE_SIZE] * pad
+        numbers += [w.start + 1 for w in work] + [1] * pad
+        numbers += columns + columns[-1:] * pad if columns else [0] * pad
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this one has long left the staging memory
+        self._staging[: len(numbers)] = torch.tensor(numbers)
+        self._inputs[: len(numbers)].copy_(self._staging[: len(numbers)], non_blocking=True)
+        if self.device.type == "cuda":
+            self._copied = self._copied or torch.cuda.Event()
+            self._copied.record()
+        for row, sequence in enumerate(sequences):
+            if self._owners[row] is not sequence:
+                pages = torch.tensor(sequence.pages, dtype=torch.int32)
+                self._tables[row, : len(pages)].copy_(pages, non_blocking=True)
+                self._owners[row] = sequence
+
+    def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step on the inputs as they are on the device now."""
+        ids, positions, slots, lengths, columns = self._inputs[: _INPUTS * size].view(_INPUTS, size)
+        self.plan.gather(columns)
+        with step(DecodeLayout(self.cache, slots, self._tables[:size], lengths)):
+            out = self.model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=True, **{self._cache_name: self.cache}
+            )
+        logits = out.logits[0].float()
+        return logits, likeliest(logits)
