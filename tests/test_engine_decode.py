@@ -14,6 +14,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.sequence import SamplingParams
+from qbe.kvcache import attention
 from qbe.kvcache.pages import PAGE_SIZE, pages_for
 
 PACKED = ["llama", "qwen3", "mistral-sliding", "gemma2-softcap", "gemma3-text"]
@@ -103,7 +104,7 @@ def test_rows_that_pad_a_batch_touch_nobodys_page() -> None:
     before = [m.clone() for m in (*core.pool.keys, *core.pool.values)]
     work = core.scheduler.schedule()
     decode._stage(work, 4)
-    with torch.inference_mode():
+    with torch.inference_mode(), attention.step(decode._layout(4)):
         decode._run_model(4)
     written = r.pages[20 // PAGE_SIZE]
     assert written != core.pool.spare

@@ -108,7 +108,7 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
     allocator = PageAllocator(2 * total)
     if fragmented:
         allocator.release(allocator.allocate(2 * total)[::2])
-    module = SimpleNamespace(layer_idx=0)
+    module = SimpleNamespace(layer_idx=0, qbe_cache=cache)
     layout_spans, slots, keys, values, queries, row = [], [], [], [], [], 0
     for start, n in spans:
         pages = allocator.allocate(pages_for(start + n))
@@ -149,6 +149,6 @@ def test_what_attention_cannot_honour_is_named(what: dict[str, torch.Tensor]) ->
     x = torch.zeros(1, 2, 1, 8)
     layout = StepLayout(cache, [Span(0, 1, 0, torch.tensor([0]), 0)], torch.tensor([0]))
     with step(layout), pytest.raises(QBEError, match=next(iter(what))):
-        paged_attention(SimpleNamespace(layer_idx=0), x, x, x, None, **what)
+        paged_attention(SimpleNamespace(layer_idx=0, qbe_cache=cache), x, x, x, None, **what)
     with pytest.raises(QBEError, match="belongs to an engine"):
         paged_attention(SimpleNamespace(layer_idx=0), x, x, x, None)

@@ -70,6 +70,7 @@ class DecodeStep:
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
         self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
         self._tables = torch.zeros(largest, max(1, pages), dtype=torch.int32, device=self.device)
+        self._layouts: dict[int, DecodeLayout] = {}
         self._owners: list[Sequence | None] = [None] * largest  # whose pages are in a row of `_tables`
         self._copied: torch.cuda.Event | None = None
 
@@ -94,7 +95,7 @@ class DecodeStep:
     def _capture(self, size: int, stream: torch.cuda.Stream, pool: Any) -> _Captured:
         self._stage([], size)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with step(self._layout(size)), torch.cuda.stream(stream):
             for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
                 self._forward(size)
             stream.synchronize()
@@ -125,7 +126,18 @@ class DecodeStep:
             captured = self._graphs[size]
             captured.graph.replay()
             return captured.logits[:n], captured.tokens[:n]
-        return self._forward(size)
+        with step(self._layout(size)):
+            return self._forward(size)
+
+    def _rows(self, size: int) -> torch.Tensor:
+        """tokens, positions, slots, lengths and columns, int64 [5, size]"""
+        return self._inputs[: _INPUTS * size].view(_INPUTS, size)
+
+    def _layout(self, size: int) -> DecodeLayout:
+        if size not in self._layouts:
+            _, _, slots, lengths, _ = self._rows(size)
+            self._layouts[size] = DecodeLayout(self.cache, slots, self._tables[:size], lengths)
+        return self._layouts[size]
 
     def _stage(self, work: Many[Work], size: int) -> None:
         """Bring the step's numbers to the device: one small copy, and a row of pages for each that changed hands."""
@@ -151,12 +163,11 @@ class DecodeStep:
                 self._owners[row] = sequence
 
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step on the inputs as they are on the device now."""
-        ids, positions, slots, lengths, columns = self._inputs[: _INPUTS * size].view(_INPUTS, size)
+        """The step on the inputs as they are on the device now, inside its layout."""
+        ids, positions, _, _, columns = self._rows(size)
         self.plan.gather(columns)
-        with step(DecodeLayout(self.cache, slots, self._tables[:size], lengths)):
-            out = self.model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=True, **{self._cache_name: self.cache}
-            )
+        out = self.model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=True, **{self._cache_name: self.cache}
+        )
         logits = out.logits[0].float()
         return logits, likeliest(logits)

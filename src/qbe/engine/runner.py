@@ -68,6 +68,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
         self.model, self.cache, self.plan = model, cache, plan
+        cache.attach(model)
         self.config = decoder_config(model)
         self.packed, self.recurrent = can_pack(self.config), is_recurrent(self.config)
         self.recompute_at = recompute_length(self.config)

@@ -2,14 +2,13 @@
 
 A step packs the tokens of many sequences into one row of tokens `[1, T]`. The model's own code computes queries, keys
 and values for all T at once; `PagedCache.update` writes the keys and values to pages, and `paged_attention` lets every
-sequence attend to its own pages only. What belongs to whom is in the `StepLayout` that the runner puts into `STEP`.
+sequence attend to its own pages only. What belongs to whom is in the layout that the runner gives the cache for a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from qbe.kvcache.cache import PagedCache
 
 ATTENTION = "qbe_paged"  # the name under which transformers finds `paged_attention`
+CACHE = "qbe_cache"  # the attribute of an attention module that holds its `PagedCache`
 
 # Things some models ask of attention that are not built here; silently dropping one would give wrong text.
 _NOT_HONOURED = ("s_aux", "position_bias", "sinks", "head_mask")
@@ -115,17 +115,14 @@ class DecodeLayout:
     lengths: torch.Tensor
 
 
-STEP: ContextVar[StepLayout | DecodeLayout | None] = ContextVar("qbe_step", default=None)
-
-
 @contextmanager
 def step(layout: StepLayout | DecodeLayout) -> Iterator[None]:
-    """Makes `layout` the one that `paged_attention` and `PagedCache` use inside the block."""
-    token = STEP.set(layout)
+    """Makes `layout` the one that `paged_attention` and its cache use inside the block."""
+    layout.cache.layout = layout
     try:
         yield
     finally:
-        STEP.reset(token)
+        layout.cache.layout = None
 
 
 def _first_key(span: Span, window: int | None) -> int:
@@ -172,15 +169,16 @@ def paged_attention(
     Raises:
         QBEError: no step is running, or the model asks for something that is not built here.
     """
-    layout = STEP.get()
-    if layout is None:
+    cache: PagedCache | None = getattr(module, CACHE, None)
+    layout = None if cache is None else cache.layout
+    if cache is None or layout is None:
         raise QBEError("this model belongs to an engine: call the engine, or load the model again to call it directly")
     for name in _NOT_HONOURED:
         if kwargs.get(name) is not None:
             raise QBEError(f"{type(module).__name__} needs attention with '{name}': QBE cannot run this model")
     if attention_mask is not None or kwargs.get("is_causal") is False:
         raise QBEError(f"{type(module).__name__} needs a mask that is not causal: QBE runs causal models")
-    cache, layer = layout.cache, int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     memory = cache.memory[layer]
     if memory is None:
         raise QBEError(f"layer {layer} ({type(module).__name__}) reads another layer's keys: QBE cannot run this model")

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from qbe.errors import QBEError
-from qbe.kvcache.attention import STEP, DecodeLayout, StepLayout
+from qbe.kvcache.attention import CACHE, DecodeLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
 
 State = dict[int, Any]  # layer -> transformers' own cache layer with one sequence's recurrent and convolution state
@@ -74,9 +74,8 @@ def probe_shapes(model: nn.Module) -> tuple[list[KVShape | None], torch.dtype]:
     return shapes, dtype
 
 
-def _longest() -> int:
+def _longest(layout: StepLayout | DecodeLayout | None) -> int:
     """Tokens in the cache before this step; a decode step of fixed shapes must not depend on them and says 0."""
-    layout = STEP.get()
     return max((span.start for span in layout.spans), default=0) if isinstance(layout, StepLayout) else 0
 
 
@@ -85,9 +84,10 @@ class _PagedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, cache: PagedCache) -> None:
         super().__init__()
         self.is_initialized = True
+        self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pages exist."""
@@ -99,7 +99,7 @@ class _PagedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens in the cache before this step; of the longest sequence when several are packed."""
-        return _longest()
+        return _longest(self._cache.layout)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, offset) as the mask builders of transformers count them."""
@@ -122,21 +122,30 @@ class PagedCache(Cache):
         memory: per layer its keys and values as views `[1, kv_heads, num_pages * PAGE_SIZE, dim]`, the shape that
             attention works in, or None.
         windows: per layer its sliding window in tokens, or None.
+        layout: what the rows of the step that runs now are (`qbe.kvcache.attention.step`), or None.
     """
 
+    layout: StepLayout | DecodeLayout | None
+
     def __init__(self, config: PretrainedConfig, pool: PagePool) -> None:
-        self.pool = pool
+        self.pool, self.layout = pool, None
         # DynamicCache leaves out layers at the end that keep nothing of their own.
         layers: dict[int, Any] = dict(enumerate(DynamicCache(config=config).layers))
         self.windows: list[int | None] = [
             layers[i].sliding_window if getattr(layers.get(i), "is_sliding", False) else None
             for i in range(len(pool.keys))
         ]
-        super().__init__(layers=[_PagedLayer() for _ in pool.keys])
+        super().__init__(layers=[_PagedLayer(self) for _ in pool.keys])
         self.memory: list[tuple[torch.Tensor, torch.Tensor] | None] = [
             (_as_heads(k), _as_heads(v)) if k is not None and v is not None else None
             for k, v in zip(pool.keys, pool.values, strict=True)
         ]
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the attention of `model` find this cache."""
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, CACHE, self)
 
     def use_state(self, state: State) -> None:
         """Let the recurrent layers of the next forward read and write this sequence's state."""
@@ -147,7 +156,7 @@ class PagedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this step's keys and values `[1, kv_heads, T, dim]` to their pages and hand them back."""
-        layout, memory = STEP.get(), self.memory[layer_idx]
+        layout, memory = self.layout, self.memory[layer_idx]
         if layout is None or memory is None:
             raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
         if isinstance(layout, DecodeLayout):
@@ -158,7 +167,7 @@ class PagedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache before this step; of the longest sequence when several are packed."""
-        return _longest()
+        return _longest(self.layout)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys, offset) as the mask builders of transformers count them."""
