@@ -10,6 +10,7 @@ from torch import nn
 
 from qbe.blueprint import Blueprint
 from qbe.sites import Role, SiteTable
+from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
 
 _CACHED_BLUEPRINTS = 256  # columns kept on the device; more than sequences ever run in one step
 
@@ -43,12 +44,15 @@ class Plan:
         capacity = max(_CACHED_BLUEPRINTS, max_rows)
         self._columns = torch.zeros(capacity, 2 * sites, dtype=torch.int32, device=device)
         self._column_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._weights: list[NestedTensor] = []
+        self._told = False  # whether any weight holds a `uniform`
         self._written: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def bind(self, model: nn.Module) -> None:
         """Let every nested linear layer of `model` read its bits here: `weight.bits` becomes a view of its row."""
-        for i, site in enumerate(self.table.nested):
-            model.get_submodule(site.name).weight.bits = self.weight_bits[i]  # type: ignore[union-attr]
+        self._weights = [model.get_submodule(site.name).weight for site in self.table.nested]  # type: ignore[misc]
+        for weight, bits in zip(self._weights, self.weight_bits, strict=True):
+            weight.bits = bits
 
     def write(self, rows: Sequence[tuple[Blueprint, int]], kept: Sequence[Blueprint]) -> None:
         """Set the plan for one forward.
@@ -65,6 +69,7 @@ class Plan:
         """
         if not len(self.table.nested):
             return
+        tokens = rows
         if self.max_rows == 1:
             if len({b.key for b, _ in rows}) > 1:
                 raise ValueError("a plan of one row cannot hold two blueprints")
@@ -75,6 +80,7 @@ class Plan:
         kept_owners = tuple(self._column(b) for b in kept)
         if self._written == (owners, kept_owners):
             return
+        self._tell([b for b, _ in tokens], sum(n for _, n in tokens))
         index = torch.tensor(owners + kept_owners).to(self.device, non_blocking=True)
         self._bits[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
         if kept_owners:
@@ -99,6 +105,17 @@ class Plan:
     def forget(self) -> None:
         """What the rows hold is not what `write` wrote last."""
         self._written = None
+        self._tell([], 0)
+
+    def _tell(self, blueprints: Sequence[Blueprint], tokens: int) -> None:
+        """Let the weights know which of them every row of a long step reads at the same bits."""
+        if tokens < UNIFORM_ROWS and not self._told:
+            return
+        self._told = tokens >= UNIFORM_ROWS
+        columns = {b.key: b.weight_bits for b in blueprints}.values() if self._told else ()
+        for i, weight in enumerate(self._weights):
+            bits = {column[i] for column in columns}
+            weight.uniform = bits.pop() if len(bits) == 1 else None
 
     def _column(self, blueprint: Blueprint) -> int:
         """Where the blueprint's column is on the device; it is copied there when it is new."""

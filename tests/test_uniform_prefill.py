@@ -1,0 +1,110 @@
+"""Long steps whose rows all read the same bits: the plan says so, and a GPU then dequantises a weight once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import byte_tokenizer, tiny_llama
+from engine_models import build
+from qbe import Budget, Engine, Request, SamplingParams
+from qbe.blueprint import Blueprint
+from qbe.engine.plan import Plan
+from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor, NestedWeightConfig, nest, nested_linears
+from qbe.store.prepare import nestable, with_store
+from qbe.tagger import tag
+from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device
+
+
+def test_the_plan_says_what_a_long_step_reads_alike() -> None:
+    model = build("llama").cpu()
+    nest(model, nestable(tag(model)), NestedWeightConfig())
+    table = with_store(tag(model), model)
+    plan = Plan(table, 2 * UNIFORM_ROWS, torch.device("cpu"))
+    plan.bind(model)
+    weights = [w for _, _, w in nested_linears(model)]
+    low = Blueprint.of("low", table, (4,) * len(weights))
+    first = Blueprint.of("first", table, (8, *(4,) * (len(weights) - 1)))
+
+    def told() -> list[int | None]:
+        return [w.uniform for w in weights]
+
+    plan.write([(low, UNIFORM_ROWS - 1)], [low])
+    assert told() == [None] * len(weights)
+    plan.write([(low, UNIFORM_ROWS)], [low])
+    assert told() == [4] * len(weights)
+    plan.write([(low, UNIFORM_ROWS), (first, 1)], [low, first])
+    assert told() == [None, *[4] * (len(weights) - 1)]
+    plan.write([(first, 1)], [first])
+    assert told() == [None] * len(weights)
+    plan.write([(first, UNIFORM_ROWS)], [first])
+    assert told() == [8, *[4] * (len(weights) - 1)]
+    plan.gather(torch.tensor(plan.columns([low])))
+    plan.forget()
+    assert told() == [None] * len(weights)
+
+
+@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
+def test_in_the_interpreter() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(__file__).resolve())]
+    done = subprocess.run([*command, "-k", "whole"], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@on_device
+@pytest.mark.parametrize("slices", [(4, 2, 2), (3, 1, 1, 1, 2)])
+@pytest.mark.parametrize("shape", [(64, 256), (100, 200)])
+def test_a_whole_weight_is_the_reference(shape: tuple[int, int], slices: tuple[int, ...]) -> None:
+    from qbe.kernels.triton.layout import to_device_layout
+
+    weight = NestedTensor.from_weight(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE), slices)
+    tiled = to_device_layout(weight.packed, weight.meta, weight.layout, shape[1])
+    placed = NestedTensor(
+        tiled, weight.meta, weight.bits, weight.slices, 64, weight.exponent, shape[1], torch.float32, weight.original
+    )
+    for bits in weight.layout.precisions:
+        torch.testing.assert_close(placed.whole(bits, torch.float32), weight.dequantise(bits), rtol=1e-6, atol=1e-7)
+    assert placed.whole(16, torch.float32) is weight.original
+    assert placed.whole(16, torch.bfloat16) is None
+    assert torch.equal(placed.whole(2, torch.float32), placed.whole(weight.gears[0], torch.float32))
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8, 16])
+def test_a_long_prompt_alone_and_beside_another_precision(device: torch.device, bits: int) -> None:
+    """Alone its rows are uniform, in the batch they are not: two ways through the kernels, one answer."""
+    engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device=device.type, policy="uniform", records=False)
+    params = SamplingParams(max_tokens=3)
+    prompt = "".join(chr(97 + 7 * i % 26) for i in range(300))
+    seen: list[bool] = []
+    weights = [w for _, _, w in nested_linears(engine.model)]
+
+    def logits(*requests: Request) -> torch.Tensor:
+        found = []
+        step = engine.core.runner.step
+
+        def spy(work):  # type: ignore[no-untyped-def]
+            out, best = step(work)
+            seen.append(any(w.uniform is not None for w in weights))
+            found.append(out[0].float().cpu().clone())
+            return out, best
+
+        engine.core.runner.step = spy  # type: ignore[method-assign]
+        engine.generate_batch(list(requests))
+        del engine.core.runner.step
+        return found[0]
+
+    mine = Request(prompt, params, Budget(bits=bits), "uniform")
+    alone = logits(mine)
+    assert seen[0]
+    seen.clear()
+    other = 4 if bits != 4 else 8
+    beside = logits(mine, Request("x" * 150, params, Budget(bits=other), "uniform"))
+    assert not seen[0]
+    torch.testing.assert_close(alone, beside, rtol=1e-3, atol=1e-3 * float(alone.abs().max()))
