@@ -21,6 +21,7 @@ from qbe.sites import SiteTable
 
 _DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
 _CPU_KV_TOKENS = 16384
+_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
 
 
@@ -45,11 +46,13 @@ class Core:
             so it answers through this core only.
         table: the model's sites; its nested sites' weights are bound to the plan.
         eos_ids: tokens that end an answer; they stay in `output_ids`, as with transformers.
-        max_batch_tokens: tokens of one step; longer prompts are spread over steps.
+        max_batch_tokens: tokens of one step; longer prompts are spread over steps. By default 512 on the CPU, where a
+            step is long, and 2048 on a GPU, where a short one leaves it idle.
         max_sequences: requests that run at the same time; others wait.
         kv_tokens: size of the KV cache in tokens. By default what 4 sequences at full context need, at most 16384
             tokens on the CPU and 30 % of the free memory on a GPU.
         device: the model's device, when it is not that of its first parameter.
+        progress: show a progress bar while decode steps are captured.
 
     Attributes:
         context: the model's context in tokens, None when it has no limit.
@@ -65,13 +68,16 @@ class Core:
         table: SiteTable,
         *,
         eos_ids: Iterable[int] = (),
-        max_batch_tokens: int = 512,
+        max_batch_tokens: int | None = None,
         max_sequences: int = 32,
         kv_tokens: int | None = None,
         device: torch.device | None = None,
+        progress: bool = False,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
+        if max_batch_tokens is None:
+            max_batch_tokens = _BATCH_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
         config = decoder_config(model)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -98,7 +104,7 @@ class Core:
         self._try()
         if self.device.type == "cuda" and self.runner.packed and paged:
             longest = pages if self.context is None else min(pages, pages_for(self.context))
-            self.runner.capture_decode(max_sequences, longest)
+            self.runner.capture_decode(max_sequences, longest, progress)
 
     def _try(self) -> None:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""

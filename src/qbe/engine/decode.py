@@ -9,6 +9,7 @@ blueprint's column. The graph's first kernel spreads those columns over the plan
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
@@ -74,16 +75,21 @@ class DecodeStep:
         self._owners: list[Sequence | None] = [None] * largest  # whose pages are in a row of `_tables`
         self._copied: torch.cuda.Event | None = None
 
-    def capture(self) -> bool:
+    def capture(self, on_size: Callable[[], None] | None = None) -> bool:
         """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
 
         Largest first: the smaller ones then live in the memory that the larger ones have taken.
+
+        Args:
+            on_size: called when a size is done (a progress bar): the first start on a machine compiles the kernels.
         """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self.device)
         try:
             for size in reversed(batch_sizes(self.largest)):
                 self._graphs[size] = self._capture(size, stream, pool)
+                if on_size is not None:
+                    on_size()
         except RuntimeError as error:
             self._graphs.clear()
             torch.cuda.synchronize(self.device)

@@ -60,7 +60,7 @@ class Engine:
         dtype: of the 16-bit weights and activations: `auto`, `float32`, `bfloat16` or `float16`.
         device: `auto`, `cpu` or `cuda`.
         originals: where the 16-bit weights of nested sites live when the device is a GPU: `device` or `host`.
-        max_batch_tokens: tokens per step; longer prompts are spread over steps.
+        max_batch_tokens: tokens per step; longer prompts are spread over steps; None: 512 on a CPU, 2048 on a GPU.
         max_sequences: requests that run at once; more wait.
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
         records: the file that records go to; None takes the user's, False keeps none.
@@ -79,7 +79,7 @@ class Engine:
         dtype: str = "auto",
         device: str = "auto",
         originals: str = "device",
-        max_batch_tokens: int = 512,
+        max_batch_tokens: int | None = None,
         max_sequences: int = 16,
         kv_tokens: int | None = None,
         records: str | Path | bool | None = None,
@@ -109,7 +109,8 @@ class Engine:
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         self.core = core.Core(
             self.model, self._table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
-            max_sequences=min(max_sequences, max_batch_tokens), kv_tokens=kv_tokens, device=where,
+            max_sequences=min(max_sequences, max_batch_tokens or max_sequences), kv_tokens=kv_tokens, device=where,
+            progress=progress,
         )  # fmt: skip
         self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
         self.analyzer.analyze("warm up", [0], tier=2)  # the first analysis of a process takes milliseconds

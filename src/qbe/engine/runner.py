@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from qbe.engine.decode import DecodeStep
+from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
@@ -17,6 +17,7 @@ from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
+from qbe.store.prepare import bar
 
 # Rotary embeddings whose frequencies depend on the longest position of the forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -101,16 +102,18 @@ class Runner:
             w.sequence.computed = w.start + w.count
         return logits, best
 
-    def capture_decode(self, largest: int, pages: int) -> None:
+    def capture_decode(self, largest: int, pages: int, progress: bool) -> None:
         """Let steps of one new token per sequence run from CUDA graphs, where the model can be captured.
 
         Args:
             largest: sequences of the largest step.
             pages: pages that one sequence can have.
+            progress: show a progress bar.
         """
         if self._takes_positions:
             decode = DecodeStep(self.model, self.cache, self.plan, largest, pages, self._cache_name)
-            self.decode = decode if decode.capture() else None
+            with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
+                self.decode = decode if decode.capture(advance) else None
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []
