@@ -77,21 +77,23 @@ def test_every_family_is_covered() -> None:
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        ("fma avx2 avx512f avx512bw avx512_vnni avx512_bf16", AVX512),  # Linux's spelling
-        ("fma3 avx2 avx512_f avx512_bw avx512_vnni avx512_bf16", AVX512),  # torch's
-        ("avx2 avx_vnni", ("avx2", "vnni")),
-        ("avx2 avx512_bw avx512_vnni amx_tile amx_int8 amx_bf16 avx512_fp16", (*AVX512, "fp16", "amx")),
-        ("avx512_f", ()),  # Knights Landing: no byte instructions
+        ("fma3 avx2 avx512_f avx512_bw avx512_vnni avx512_bf16", AVX512),  # Zen 4
+        (
+            "f16c avx2 avx_vnni avx512_f avx512_bw avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_int8 amx_bf16",
+            (*AVX512, "fp16", "amx"),
+        ),  # Sapphire Rapids
+        ("fma3 avx2 avx_vnni", ("avx2", "vnni")),  # Alder Lake
+        ("avx2 avx512_f avx512_cd", ("avx2",)),  # Knights Landing: no byte instructions in AVX-512
         ("sse4_2 avx", ()),
-        ("neon dot bf16_arm", ()),
+        ("neon dot bf16 i8mm", ()),  # Arm
     ],
 )
-def test_extensions_are_named_alike_whoever_spells_them(flags: str, names: tuple[str, ...]) -> None:
+def test_extensions_of_known_cpus(flags: str, names: tuple[str, ...]) -> None:
     assert extensions_of(flags.split()) == names
 
 
 @pytest.mark.skipif(not CPUINFO.exists() or "flags" not in CPUINFO.read_text(), reason="needs Linux on x86")
-def test_this_cpu_against_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_cpu_against_what_the_kernel_says() -> None:
     found, text = detect("cpu"), CPUINFO.read_text()
     flags = set(next(line for line in text.splitlines() if line.startswith("flags")).split())
     assert found.family is Family.CPU
@@ -104,8 +106,6 @@ def test_this_cpu_against_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) 
     assert found.processors == os.cpu_count()
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     assert found.memory_bytes == pytest.approx(total, rel=0.01)
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # a torch without it
-    assert detect("cpu") == found
 
 
 @pytest.mark.cuda
@@ -226,7 +226,7 @@ def test_block_scaled_formats_are_refused_below_blackwell(profile: HardwareProfi
 def test_what_torchao_does_not_have_is_refused_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for profile in (gpu(10, 0), gpu(9, 0), cpu(*AVX512)):
         assert "no FP6 product" in refusal("mxfp6", profile)
-        assert "no native int8 product" in refusal("int8", profile)
+        assert "above 16 rows" in refusal("int8", profile)
         assert "leave the layer as it is" in refusal("bf16", profile)
         assert "choose one of" in refusal("fp5", profile)
     monkeypatch.setitem(sys.modules, "torchao.prototype.mx_formats", None)

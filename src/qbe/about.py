@@ -10,8 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from qbe.hardware import ORIGINAL
 from qbe.records import Record
 from qbe.sites import SiteTable
+from qbe.tier_formats import NESTED
 
 
 def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[str, Any]:
@@ -161,13 +163,23 @@ def _profile(machine: dict[str, Any]) -> list[RenderableType]:
     capability = f"compute capability {profile['capability']}, " if profile["capability"] else ""
     extensions = f", extensions: {' '.join(profile['extensions']) or 'none'}" if profile["family"] == "cpu" else ""
     torchao = [name for name, refused in machine["native_formats"].items() if refused is None]
-    tiers = Table(title="precision tiers here", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    tiers = Table(
+        title="the specification's precision tiers, as far as this device goes",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     for column in ("tier", "weights", "activations", "specification", "why"):
         tiers.add_column(column, no_wrap=column != "why")
     for tier, form in machine["tiers"].items():
-        weights = f"{form['weight_format']} {form['weight_bits']}"
-        activations = f"{form['activation_format']} {form['activation_bits']}"
-        tiers.add_row(tier, weights, activations, form["specification"] or "-", form["why"])
+        sides = [
+            f"{name} {bits}" if name in (NESTED, ORIGINAL) else name
+            for name, bits in (
+                (form["weight_format"], form["weight_bits"]),
+                (form["activation_format"], form["activation_bits"]),
+            )
+        ]
+        tiers.add_row(tier, *sides, form["specification"] or "-", form["why"])
     return [
         Text(
             f"device: {profile['device']}, {profile['name']} ({profile['family']}), {capability}"

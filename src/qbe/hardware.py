@@ -13,7 +13,6 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbe.errors import QBEError
@@ -68,10 +67,10 @@ _CUDA_FORMATS: dict[Format, tuple[int, int]] = {
     Format.MXFP4: (10, 0),
     Format.NVFP4: (10, 0),
 }
-# Our name of an x86 extension: the flags, in torch's or in Linux's spelling, any of which means that it is there.
+# Our name of an x86 extension: the flags of `torch.cpu.get_capabilities` any of which means that it is there.
 _EXTENSIONS: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2"}),
-    "avx512": frozenset({"avx512_bw", "avx512bw"}),
+    "avx512": frozenset({"avx512_bw"}),
     "vnni": frozenset({"avx512_vnni", "avx_vnni"}),
     "bf16": frozenset({"avx512_bf16", "amx_bf16"}),
     "fp16": frozenset({"avx512_fp16", "amx_fp16"}),
@@ -123,8 +122,9 @@ class HardwareProfile:
     def activation_formats(self) -> dict[int, str]:
         """Activation gear -> the format activations take there. 16 is always there and means the model's own format.
 
-        8 is there where 8-bit products are native: E4M3 where tensor cores take it (its range needs no care about
-        outliers, at the speed of int8), else int8. No other `activation_bits` may be asked of this device.
+        8 is there where 8-bit products are native: as E4M3 where tensor cores take it (beside an outlier it keeps
+        small values that int8 rounds to zero, at the same rate), else as int8. No other `activation_bits` may be
+        asked of this device. What a device could run is not what QBE's kernels have: the engine runs 16 so far.
         """
         for eight in (Format.FP8_E4M3, Format.INT8):
             if eight in self.formats:
@@ -144,7 +144,7 @@ class HardwareProfile:
 
 
 def extensions_of(flags: Collection[str]) -> tuple[str, ...]:
-    """Our names of the vector extensions among a CPU's flags, as torch or Linux spell them."""
+    """Our names of the vector extensions among a CPU's flags, as `torch.cpu.get_capabilities` spells them."""
     return tuple(name for name, any_of in _EXTENSIONS.items() if any_of & set(flags))
 
 
@@ -161,37 +161,17 @@ def detect(device: str | torch.device) -> HardwareProfile:
     except RuntimeError:
         raise QBEError(f"unknown device '{device}': choose cpu or cuda") from None
     if where.type == "cpu":
+        found = torch.cpu.get_capabilities()
+        name = found.get("cpu_name") or platform.processor() or platform.machine()
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return HardwareProfile("cpu", _cpu_name(), memory, os.cpu_count() or 1, extensions=extensions_of(_cpu_flags()))
+        extensions = extensions_of({flag for flag, there in found.items() if there is True})
+        return HardwareProfile("cpu", name, memory, os.cpu_count() or 1, extensions=extensions)
     if where.type != "cuda" or (where.index or 0) >= torch.cuda.device_count():
         raise QBEError(
             f"there is no device '{device}' here to profile; torch sees {torch.cuda.device_count()} CUDA devices"
         )
     index = torch.cuda.current_device() if where.index is None else where.index
-    found = torch.cuda.get_device_properties(index)
+    gpu = torch.cuda.get_device_properties(index)
     # ROCm's torch calls its GPUs cuda and numbers their capabilities its own way; nothing is known of those here.
-    capability = (found.major, found.minor) if torch.version.hip is None else (0, 0)
-    return HardwareProfile(f"cuda:{index}", found.name, found.total_memory, found.multi_processor_count, capability)
-
-
-def _cpu_flags() -> set[str]:
-    import torch
-
-    if hasattr(torch.cpu, "get_capabilities"):
-        return {name for name, there in torch.cpu.get_capabilities().items() if there is True}
-    return set(_cpuinfo("flags").split())
-
-
-def _cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def _cpuinfo(key: str) -> str:
-    """A field of the first core in Linux's /proc/cpuinfo; empty where there is no such file or field."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next(
-        (value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key), ""
-    )
+    capability = (gpu.major, gpu.minor) if torch.version.hip is None else (0, 0)
+    return HardwareProfile(f"cuda:{index}", gpu.name, gpu.total_memory, gpu.multi_processor_count, capability)

@@ -15,6 +15,9 @@ tiers and departs from its formats where QBE's store or the hardware says so:
   left the choice per query. On layers that keep the choice the tier is the nested store at 4 bits.
 - Ada, older GPUs and CPUs, which it does not name, follow the same rule: the store's bits, and 8-bit activations where
   8-bit products are native.
+
+The activations here are what the device can run (`HardwareProfile.activation_formats`), for kernels and policies to
+take up; blueprints carry 16 so far.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 
 A layer in such a format has one precision: the engine runs it as it is and nests the others. Weights must be bfloat16.
 
-What torchao 0.18 offers was read in its source and tried. FP6 is there as a conversion only (a byte a weight), and its
-products are emulated: both sides are dequantised first. So is int8 on a CPU and, on a GPU, for the few rows of a decode
-step. NVFP4 and MX configs refuse or fail to multiply below compute capability 10. FP8 was run on an H200; the
-Blackwell formats have not been run by us, having no such device.
+What torchao 0.18 offers, from its source and from trying it: FP6 as a conversion only (a byte a weight), whose products
+are emulated (both sides are dequantised first); int8 products that are native on a GPU above 16 rows, else emulated in
+32 bits; NVFP4, MXFP8 and MXFP4 from compute capability 10 on. The tests multiply in FP8 where a GPU has it. They make
+the configs of the Blackwell formats and have never multiplied in them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _OFFERED: dict[Format, Callable[[], AOBaseConfig]] = {
 _BITS = {Format.FP8_E4M3: 8, Format.MXFP8: 8, Format.MXFP4: 4, Format.NVFP4: 4}
 _NOT_OFFERED: dict[Format, str] = {
     Format.MXFP6: "torchao 0.18 has no FP6 product, it only emulates one; use the nested store at 6 bits",
-    Format.INT8: "torchao 0.18 has no native int8 product for the few rows of decoding; use the nested store at 8 bits",
+    Format.INT8: "torchao 0.18 multiplies int8 natively above 16 rows on a GPU only; use the nested store at 8 bits",
     Format.BF16: "it is a 16-bit format, to which nothing is quantised; leave the layer as it is",
     Format.FP16: "it is a 16-bit format, to which nothing is quantised; leave the layer as it is",
 }
