@@ -22,6 +22,7 @@ from qbe.models import pull
 if TYPE_CHECKING:
     from qbe.engine.engine import Engine, Request, Result
     from qbe.engine.sequence import SamplingParams
+    from qbe.store.native_formats import native_config
     from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
 
 # Waiting threads of torch's OpenMP spin by default. Beside any other busy process that slows a decode step manyfold
@@ -44,6 +45,7 @@ __all__ = [
     "Request",
     "Result",
     "SamplingParams",
+    "native_config",
     "pull",
     "quantize_",
 ]
@@ -55,6 +57,7 @@ _LAZY = {
     "SamplingParams": "qbe.engine.sequence",
     "NestedTensor": "qbe.store.nested_tensor",
     "NestedWeightConfig": "qbe.store.nested_tensor",
+    "native_config": "qbe.store.native_formats",
     "quantize_": "qbe.store.nested_tensor",
 }
 

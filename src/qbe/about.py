@@ -10,8 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from qbe.hardware import ORIGINAL
 from qbe.records import Record
 from qbe.sites import SiteTable
+from qbe.tier_formats import NESTED
 
 
 def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[str, Any]:
@@ -59,12 +61,20 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
             "sensitivity_measured": table.measured,
             "checksums_verified": verify,
         },
-        "hardware": hardware(),
+        "hardware": hardware(table.gears()),
     }
 
 
-def hardware() -> dict[str, Any]:
-    """This machine: device, memory, threads, which kernels serve it and the versions that matter."""
+def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
+    """This machine: device, memory, threads, which kernels serve it and the versions that matter.
+
+    `profile`, `tiers` and `native_formats` are those of the device that an engine takes by itself (CUDA if there is
+    one): what it runs natively, what the specification's tiers ask for on it, and for each format of torchao's null or
+    the line that refuses it.
+
+    Args:
+        gears: precisions of the store that the tiers are read from.
+    """
     import os
 
     import torch
@@ -72,8 +82,13 @@ def hardware() -> dict[str, Any]:
     import transformers
 
     from qbe import __version__
+    from qbe.engine.devices import pick_device
+    from qbe.hardware import detect
     from qbe.kernels.cpu.build import backend
+    from qbe.store.native_formats import availability
+    from qbe.tier_formats import tier_formats
 
+    profile = detect(pick_device("auto"))
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": platform.processor() or platform.machine(),
@@ -81,6 +96,9 @@ def hardware() -> dict[str, Any]:
         "cpu_kernel": backend(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpus": gpus,
+        "profile": profile.describe(),
+        "tiers": {str(tier): form.describe() for tier, form in tier_formats(profile, gears).items()},
+        "native_formats": availability(profile),
         "versions": {
             "qbe": __version__,
             "python": platform.python_version(),
@@ -134,8 +152,45 @@ def render(described: dict[str, Any]) -> RenderableType:
             f"GPUs: {', '.join(machine['gpus']) or 'none'}"
         ),
         Text("  " + ", ".join(f"{k} {v}" for k, v in machine["versions"].items()), style="dim"),
+        *_profile(machine),
     ]
     return Group(*parts)
+
+
+def _profile(machine: dict[str, Any]) -> list[RenderableType]:
+    """The device that an engine takes by itself, and the specification's tiers on it."""
+    profile = machine["profile"]
+    capability = f"compute capability {profile['capability']}, " if profile["capability"] else ""
+    extensions = f", extensions: {' '.join(profile['extensions']) or 'none'}" if profile["family"] == "cpu" else ""
+    torchao = [name for name, refused in machine["native_formats"].items() if refused is None]
+    tiers = Table(
+        title="the specification's precision tiers, as far as this device goes",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    for column in ("tier", "weights", "activations", "specification", "why"):
+        tiers.add_column(column, no_wrap=column != "why")
+    for tier, form in machine["tiers"].items():
+        sides = [
+            f"{name} {bits}" if name in (NESTED, ORIGINAL) else name
+            for name, bits in (
+                (form["weight_format"], form["weight_bits"]),
+                (form["activation_format"], form["activation_bits"]),
+            )
+        ]
+        tiers.add_row(tier, *sides, form["specification"] or "-", form["why"])
+    return [
+        Text(
+            f"device: {profile['device']}, {profile['name']} ({profile['family']}), {capability}"
+            f"{profile['memory_bytes'] / 1e9:.1f} GB, {profile['processors']} processors{extensions}"
+        ),
+        Text(
+            f"  runs natively: {' '.join(profile['formats']) or 'nothing below float32'}; "
+            f"of torchao's formats: {' '.join(torchao) or 'none'}"
+        ),
+        tiers,
+    ]
 
 
 def records_table(rows: Sequence[Record], total: int) -> RenderableType:

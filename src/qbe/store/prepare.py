@@ -23,8 +23,9 @@ import qbe
 from qbe.errors import QBEError
 from qbe.models import cache_dir, load_model, pull
 from qbe.models.load import quiet
-from qbe.sites import NESTABLE_ROLES, SiteTable
+from qbe.sites import FULL_BITS, NESTABLE_ROLES, SiteTable
 from qbe.store import checkpoint, sensitivity
+from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.placement import place
 from qbe.tagger import tag
@@ -53,13 +54,16 @@ def nestable(table: SiteTable) -> list[str]:
 
 
 def with_store(table: SiteTable, model: nn.Module) -> SiteTable:
-    """The table with the gears and bytes of the nested weights found in `model`."""
+    """The table with the gears and bytes of the nested weights found in `model`, and the bytes of native formats."""
     modules = dict(model.named_modules())
     sites = []
     for site in table:
         weight = getattr(modules.get(site.name), "weight", None)
         if isinstance(weight, NestedTensor):
             site = replace(site, gears=weight.gears, bytes_at=weight.bytes_at())
+        elif is_native(weight):
+            as_tagged = weight.numel() * weight.element_size()
+            site = replace(site, bytes_at={FULL_BITS: site.bytes_at[FULL_BITS] - as_tagged + stored_bytes(weight)})
         sites.append(site)
     return replace(table, sites=tuple(sites))
 
@@ -163,9 +167,13 @@ def fingerprint(path: Path, config: NestedWeightConfig) -> str:
 
 
 def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
-    """Nests every nestable site of a model in place and returns its site table. Raises QBEError when there is none."""
+    """Nests every nestable site of a model in place, except layers in one of torchao's formats; returns the site table.
+
+    Raises:
+        QBEError: there is nothing to nest.
+    """
     table = tag(model, name=name)
-    names = nestable(table)
+    names = [n for n in nestable(table) if not is_native(model.get_submodule(n).weight)]
     if not names:
         raise QBEError(
             f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision"
