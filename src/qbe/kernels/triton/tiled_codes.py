@@ -1,12 +1,11 @@
 """From packed bytes to the operands of a matrix product: device functions of the tiled kernels.
 
-On a GPU four packed bytes are cut with one 32-bit shift and mask and spread with two byte permutations (inline PTX;
-the compiler on its own works byte by byte). ASM is false in the interpreter, which runs the plain form beside it.
+On a GPU four packed bytes are handled as one 32-bit word (inline PTX; the compiler on its own works byte by byte). ASM
+is false in the interpreter, which runs the plain form beside it.
 """
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
 # mypy: disable-error-code="no-untyped-def, assignment, operator, index, misc, return-value"
-# ruff: noqa: SIM300
 
 from __future__ import annotations
 
@@ -60,63 +59,6 @@ def _float_asm(wide):
     sel = "0x74{}4" if wide else "0x7{}44"
     const = "0x47000000" if wide else "0x43000000"
     return "".join(f"prmt.b32 ${i},$4,{const},{sel.format(i)}; " for i in range(4))
-
-
-@triton.jit
-def operand(w, J: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """field J as 128 + code (bfloat16) or code * 2**-24 (float16)"""
-    if ASM:
-        if DTYPE == tl.bfloat16:
-            return tl.inline_asm_elementwise(_operand_asm(J, WIDTH, 0x43434343), "=r,=r,r", [w], tl.bfloat16, True, 4)
-        else:
-            return tl.inline_asm_elementwise(_operand_asm(J, WIDTH, 0), "=r,=r,r", [w], tl.float16, True, 4)
-    else:
-        f = ((w >> (J * WIDTH)) & ((1 << WIDTH) - 1)).to(tl.int16)
-        if DTYPE == tl.bfloat16:
-            f = f | 0x4300
-        return f.to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def merge(a, b, ODD: tl.constexpr, ASM: tl.constexpr):
-    """two 2-bit parts -> one 4-bit part: fields 0 and 2 (even) or 1 and 3 (ODD)"""
-    if ASM:
-        return tl.inline_asm_elementwise(_merge_asm(ODD), "=r,r,r", [a, b], tl.uint8, True, 4)
-    elif ODD:
-        return (a & 0xCC) | ((b >> 2) & 0x33)
-    else:
-        return ((a << 2) & 0xCC) | (b & 0x33)
-
-
-@triton.jit
-def six(a, b, C: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """chunk C of a 4-bit and a 2-bit part as one 6-bit operand"""
-    if ASM:
-        if DTYPE == tl.bfloat16:
-            return tl.inline_asm_elementwise(_six_asm(C, 0x43434343), "=r,=r,r,r", [a, b], tl.bfloat16, True, 4)
-        else:
-            return tl.inline_asm_elementwise(_six_asm(C, 0), "=r,=r,r,r", [a, b], tl.float16, True, 4)
-    else:
-        f = (((a >> (C % 2 * 4)) & 15) << 2 | ((b >> (C % 4 * 2)) & 3)).to(tl.int16)
-        if DTYPE == tl.bfloat16:
-            f = f | 0x4300
-        return f.to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def ones(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """1.0 everywhere, in the operand layout of the codes (a constant of its own would get another one)"""
-    if ASM:
-        if DTYPE == tl.bfloat16:
-            return tl.inline_asm_elementwise(
-                "mov.b32 $0,0x3F803F80; mov.b32 $1,0x3F803F80;", "=r,=r,r", [w], tl.bfloat16, True, 4
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "mov.b32 $0,0x3C003C00; mov.b32 $1,0x3C003C00;", "=r,=r,r", [w], tl.float16, True, 4
-            )
-    else:
-        return tl.full(w.shape, 1.0, tl.float32).to(DTYPE)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
 # mypy: disable-error-code="no-untyped-def, var-annotated, assignment, operator, index, misc, return-value"
-# ruff: noqa: SIM102, SIM108
 
 from __future__ import annotations
 

@@ -4,14 +4,15 @@ A program makes a tile y[BN outputs, BM rows] by integer products. Codes enter t
 bits that a precision has, left-aligned, less 128. Activations are 16-bit fixed point in two bytes (`tiled_quantise`).
 The sum of a group is an exact integer; then y += s * sx * (sum + o * sum(x)).
 
-In a mixed batch every part is multiplied once; a row adds the sums of the bits it asks for, exact integers, and takes
-the scale and offset of its precision: it comes out the same, bit for bit, whatever the other rows ask for. Each highest precision has loops of its own, for a uniform and for a mixed tile,
-which load what they need and nothing else. The bits are read at run time.
+In a mixed batch every part is multiplied once. A row adds the sums of the bits it asks for, exact integers, and takes
+the scale and offset of its precision: it comes out the same, bit for bit, whatever the other rows ask for. Each
+highest precision has loops of its own, for a uniform and for a mixed tile, which load what they need and nothing
+else. The bits are read at run time.
 """
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
-# mypy: disable-error-code="no-untyped-def, var-annotated, assignment, operator, index, misc, return-value"
-# ruff: noqa: SIM102, SIM108
+# mypy: disable-error-code="no-untyped-def, var-annotated, assignment, operator, index, misc, attr-defined"
+# ruff: noqa: B007, SIM102
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def _prefetch(address):
 
 
 @triton.jit
-def _prefetch_runs(part_ptr, kp, n0, BN: tl.constexpr, u0, WIDTH: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr):
+def _prefetch_runs(
+    part_ptr, kp, n0, BN: tl.constexpr, u0, WIDTH: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr
+):
     """AHEAD units of a part, 128-byte lines of BN outputs"""
     line = tl.arange(0, AHEAD * UNIT * WIDTH // 512 * BN // 2)
     run = n0 // 64 * (kp * WIDTH // 512) + u0 * (UNIT * WIDTH // 512) + line // (BN // 2)
@@ -41,14 +44,12 @@ def _prefetch_ahead(
     packed_ptr, bits_ptr, np_, kp, n0, BN: tl.constexpr, m, m_ok, u0, PRECISIONS: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The first AHEAD units into the L2. The bits may still change: they only tell which parts are likely to be read."""
+    """The first AHEAD units into the L2. The bits may still change: they only hint at the parts that will be read."""
     P: tl.constexpr = len(PRECISIONS)
-    guess = tl.max(tl.load(bits_ptr + m, mask=m_ok, other=0), 0)
+    guess = tl.maximum(tl.max(tl.load(bits_ptr + m, mask=m_ok, other=0), 0), PRECISIONS[0])
     plane = np_.to(tl.int64) * kp // 8
     for i in tl.static_range(len(PARTS)):
-        if PARTS[i][2] == 0:
-            _prefetch_runs(packed_ptr + plane * PARTS[i][0], kp, n0, BN, u0, PARTS[i][1], UNIT, AHEAD)
-        elif guess >= PRECISIONS[PARTS[i][2]]:
+        if guess >= PRECISIONS[PARTS[i][2]]:
             _prefetch_runs(packed_ptr + plane * PARTS[i][0], kp, n0, BN, u0, PARTS[i][1], UNIT, AHEAD)
     line = tl.arange(0, AHEAD * UNIT // 256 * (256 // GROUP))  # of the 64 outputs of a tile
     for p in tl.static_range(P):
@@ -150,7 +151,9 @@ def _loop(
                 for p in tl.static_range(LOWEST, TOP + 1):
                     lower = base
                     if PRECISIONS[p] < TOTAL:
-                        lower = (lows[(p - LOWEST) * METAS + c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
+                        lower = (lows[(p - LOWEST) * METAS + c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(
+                            tl.int32
+                        )
                     s_p, o_p = _scales(base, lower, exponent, TOTAL - PRECISIONS[p], 8 - TOTAL)
                     sum_p = sums[p - LOWEST][0] * 256 + sums[p - LOWEST][1]
                     if p == LOWEST:
@@ -185,8 +188,7 @@ def decode_kernel(
     count_ptr = counter(packed_ptr, np_, kp, P, TOTAL, GROUP)
     if EARLY:
         # Programmatic dependent launch (Hopper and later): this program may run while the kernels before it drain.
-        # Until they are complete it uses nothing but weights: it brings its first AHEAD units to the L2. It looks at
-        # bits that may still change, only to guess which parts will be read.
+        # Until they are complete it uses nothing but weights: it brings its first AHEAD units to the L2.
         gdc_launch_dependents()
         _prefetch_ahead(packed_ptr, bits_ptr, np_, kp, n0, BN, m, m_ok, u0, PRECISIONS, PARTS, GROUP, UNIT, AHEAD)
         if SPLITS > 1:

@@ -27,7 +27,7 @@ def quantised_bytes(m: int, kp: int, group: int) -> int:
 def fixed_point(x, AXIS: tl.constexpr):
     """float32 -> scale and the int32 q of it, over AXIS; integers order floats by magnitude, NaN above infinity."""
     magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS, keep_dims=True)
-    largest = tl.maximum(magnitude, 0x0DA24260).to(tl.float32, bitcast=True)  # at least 1e-30: no division by zero
+    largest = tl.maximum(magnitude, 0x08A6274C).to(tl.float32, bitcast=True)  # at least 1e-33: no division by zero
     q = x * (32512.0 / largest)
     q = tl.where(magnitude < 0x7F800000, q + tl.where(q >= 0, 0.5, -0.5), 0.0)
     return largest * (1.0 / 32512), q.to(tl.int32)

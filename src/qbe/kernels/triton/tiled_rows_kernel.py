@@ -83,7 +83,6 @@ def rows_kernel(
 ):  # fmt: skip
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row_tiles = tl.cdiv(M, BM)
     n = tl.program_id(0) // row_tiles * BN + tl.arange(0, BN)
     m = tl.program_id(0) % row_tiles * BM + tl.arange(0, BM)
