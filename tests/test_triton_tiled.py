@@ -114,16 +114,34 @@ def test_widths_the_store_lacks_and_a_dropped_original(m: int) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("m", [4, 20, 260])
-def test_an_infinite_row_stays_in_its_row(m: int) -> None:
+def test_what_is_not_finite_stays_in_its_row(m: int, value: float) -> None:
     case = tiled(Case(m, 20, 100))
     bits = case.mixed()
     before = case.run(bits)
-    case.x[1, 3] = float("inf")
+    case.x[1, 3] = value
     after = case.run(bits)
     others = [r for r in range(m) if r != 1]
-    assert not torch.isfinite(after[1]).all()
+    assert not torch.isfinite(after[1]).any()
     assert torch.equal(before[others], after[others])
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_any_magnitude(dtype: torch.dtype) -> None:
+    """Zeros, small and large rows, and one input a thousand times the others of its group."""
+    case = Case(8, 40, 300, dtype=dtype, bias=False)
+    case.x[0] = 0
+    case.x[1] *= 1e-15 if dtype == torch.bfloat16 else 1e-3
+    case.x[2] *= 1e15 if dtype == torch.bfloat16 else 1e3
+    case.x[5, 70] = 1000
+    case.x[4, :128] = 0
+    bits = case.mixed()
+    expected = case.expect(bits)
+    y = tiled(case).run(bits)
+    assert (y[0] == 0).all()
+    close(y[1:], expected[1:])
 
 
 @on_device

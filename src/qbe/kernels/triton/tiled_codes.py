@@ -1,12 +1,11 @@
 """From packed bytes to the operands of a matrix product: device functions of the tiled kernels.
 
-On a GPU four packed bytes are cut with one 32-bit shift and mask and spread with two byte permutations (inline PTX;
-the compiler on its own works byte by byte). ASM is false in the interpreter, which runs the plain form beside it.
+On a GPU four packed bytes are handled as one 32-bit word (inline PTX; the compiler on its own works byte by byte). ASM
+is false in the interpreter, which runs the plain form beside it.
 """
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
 # mypy: disable-error-code="no-untyped-def, assignment, operator, index, misc, return-value"
-# ruff: noqa: SIM300
 
 from __future__ import annotations
 
@@ -15,34 +14,44 @@ import triton.language as tl
 
 
 @triton.constexpr_function
-def _cut(src, j, width):
-    shift = f"shr.b32 t,{src},{j * width}; and.b32 t,t," if j else f"and.b32 t,{src},"
-    return shift + f"0x{((1 << width) - 1) * 0x01010101:08X};"
+def _place_asm(j, width, first, source):
+    """t = field j of `source`, moved to the bits that lie `first` below the top of each byte"""
+    shift = 8 - first - width - j * width
+    move = f"shl.b32 t,{source},{shift};" if shift > 0 else f"shr.b32 t,{source},{-shift};"
+    mask = (((1 << width) - 1) << (8 - first - width)) * 0x01010101
+    return "{.reg .b32 t; " + (move if shift else f"mov.b32 t,{source};"), f"0x{mask:08X}"
 
 
 @triton.constexpr_function
-def _operand_asm(j, width, high):
-    return "{.reg .b32 t; " + _cut("$2", j, width) + f" prmt.b32 $0,t,{high},0x5140; prmt.b32 $1,t,{high},0x5342;}}"
+def _left_aligned_asm(j, width):
+    place, mask = _place_asm(j, width, 0, "$1")
+    return place + f" lop3.b32 $0,t,{mask},0x80808080,0x6A;}}"  # (t & mask) ^ 0x80 a byte
 
 
 @triton.constexpr_function
-def _merge_asm(odd):
-    if odd:
-        return "{.reg .b32 t; shr.b32 t,$2,2; lop3.b32 $0,$1,t,0xCCCCCCCC,0xE4;}"
-    return "{.reg .b32 t; shl.b32 t,$1,2; lop3.b32 $0,t,$2,0xCCCCCCCC,0xE4;}"
+def _with_bits_asm(j, width, first):
+    place, mask = _place_asm(j, width, first, "$2")
+    return place + f" lop3.b32 $0,t,{mask},$1,0xEA;}}"  # (t & mask) | $1
 
 
-@triton.constexpr_function
-def _six_asm(c, high):
-    a = "shr.b32 a,$2,2;" if c % 2 else "shl.b32 a,$2,2;"
-    b = f"shr.b32 t,$3,{c % 4 * 2}; and.b32 t,t,0x03030303;" if c % 4 else "and.b32 t,$3,0x03030303;"
-    return (
-        "{.reg .b32 a,t; "
-        + a
-        + b
-        + f" lop3.b32 t,a,0x3C3C3C3C,t,0xEA; prmt.b32 $0,t,{high},0x5140; prmt.b32 $1,t,{high},0x5342;"
-        + "}"
-    )
+@triton.jit
+def left_aligned(w, J: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """field J of a first part as the top bits of a byte less 128: int8"""
+    if ASM:
+        return tl.inline_asm_elementwise(_left_aligned_asm(J, WIDTH), "=r,r", [w], tl.int8, True, 4)
+    else:
+        field = (w >> (J * WIDTH)) & ((1 << WIDTH) - 1)
+        return ((field << (8 - WIDTH)) ^ 0x80).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def with_bits(c, w, J: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, ASM: tl.constexpr):
+    """c with field J of a part put FIRST bits below the top: int8"""
+    if ASM:
+        return tl.inline_asm_elementwise(_with_bits_asm(J, WIDTH, FIRST), "=r,r,r", [c, w], tl.int8, True, 4)
+    else:
+        field = (w >> (J * WIDTH)) & ((1 << WIDTH) - 1)
+        return c | (field << (8 - FIRST - WIDTH)).to(tl.int8, bitcast=True)
 
 
 @triton.constexpr_function
@@ -50,63 +59,6 @@ def _float_asm(wide):
     sel = "0x74{}4" if wide else "0x7{}44"
     const = "0x47000000" if wide else "0x43000000"
     return "".join(f"prmt.b32 ${i},$4,{const},{sel.format(i)}; " for i in range(4))
-
-
-@triton.jit
-def operand(w, J: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """field J as 128 + code (bfloat16) or code * 2**-24 (float16)"""
-    if ASM:
-        if DTYPE == tl.bfloat16:
-            return tl.inline_asm_elementwise(_operand_asm(J, WIDTH, 0x43434343), "=r,=r,r", [w], tl.bfloat16, True, 4)
-        else:
-            return tl.inline_asm_elementwise(_operand_asm(J, WIDTH, 0), "=r,=r,r", [w], tl.float16, True, 4)
-    else:
-        f = ((w >> (J * WIDTH)) & ((1 << WIDTH) - 1)).to(tl.int16)
-        if DTYPE == tl.bfloat16:
-            f = f | 0x4300
-        return f.to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def merge(a, b, ODD: tl.constexpr, ASM: tl.constexpr):
-    """two 2-bit parts -> one 4-bit part: fields 0 and 2 (even) or 1 and 3 (ODD)"""
-    if ASM:
-        return tl.inline_asm_elementwise(_merge_asm(ODD), "=r,r,r", [a, b], tl.uint8, True, 4)
-    elif ODD:
-        return (a & 0xCC) | ((b >> 2) & 0x33)
-    else:
-        return ((a << 2) & 0xCC) | (b & 0x33)
-
-
-@triton.jit
-def six(a, b, C: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """chunk C of a 4-bit and a 2-bit part as one 6-bit operand"""
-    if ASM:
-        if DTYPE == tl.bfloat16:
-            return tl.inline_asm_elementwise(_six_asm(C, 0x43434343), "=r,=r,r,r", [a, b], tl.bfloat16, True, 4)
-        else:
-            return tl.inline_asm_elementwise(_six_asm(C, 0), "=r,=r,r,r", [a, b], tl.float16, True, 4)
-    else:
-        f = (((a >> (C % 2 * 4)) & 15) << 2 | ((b >> (C % 4 * 2)) & 3)).to(tl.int16)
-        if DTYPE == tl.bfloat16:
-            f = f | 0x4300
-        return f.to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def ones(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """1.0 everywhere, in the operand layout of the codes (a constant of its own would get another one)"""
-    if ASM:
-        if DTYPE == tl.bfloat16:
-            return tl.inline_asm_elementwise(
-                "mov.b32 $0,0x3F803F80; mov.b32 $1,0x3F803F80;", "=r,=r,r", [w], tl.bfloat16, True, 4
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "mov.b32 $0,0x3C003C00; mov.b32 $1,0x3C003C00;", "=r,=r,r", [w], tl.float16, True, 4
-            )
-    else:
-        return tl.full(w.shape, 1.0, tl.float32).to(DTYPE)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 
 from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape, unit
 from qbe.kernels.triton.tiled_decode_kernel import decode_kernel
+from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
 from qbe.kernels.triton.tiled_rows_kernel import dense_kernel, dequantise_kernel, rows_kernel
 from qbe.store.layout import SliceLayout
 
@@ -42,7 +43,7 @@ def _splits(units: int, most: int, least_units: int) -> int:
 def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> dict[str, int]:
     """Tile, split and pipeline of the decode kernel, from sweeps on an H200 (docs/performance.md).
 
-    Wide tiles share x and sum(x) between more outputs; narrow ones and splits give a small matrix enough programs.
+    Wide tiles share x between more outputs; narrow ones and splits give a small matrix enough programs.
     """
     block_m = 8 if m <= 8 else 16
     wide = block_m == 8 and (-(-n // 64) >= 2 * processors // 3 or units >= 32)
@@ -51,7 +52,7 @@ def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> di
     splits = _splits(units, 4 * processors // tiles, 4)
     return {
         "BM": block_m, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits,
-        "STAGES": 3 if parts <= 4 else 2, "num_warps": 2,
+        "STAGES": 3 if parts <= 4 else 2, "AHEAD": 2 if units // splits >= 2 else 1, "num_warps": 2,
     }  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def tiled_linear(
     n = y.shape[1]
     group_size = group_size_of(tiled, n, k, layout)
     rows, inputs = padded_shape(n, k, layout)
-    processors, early = _device(x.device)
+    processors, _ = _device(x.device)
     common = {
         "PRECISIONS": layout.precisions, "PARTS": _parts(layout), "GROUP": group_size, "ASM": x.device.type == "cuda",
     }  # fmt: skip
@@ -103,23 +104,53 @@ def tiled_linear(
             to = slice(at, at + CHUNK_ROWS)
             _prefill(x[to], tiled, bits[to], original, bias, layout, exponent, y[to], rows, inputs, common)
         return
-    even = k == inputs
-    parts = len(layout.parts)
-    decode = m <= DECODE_ROWS and x.dtype != torch.float32
-    config = (
-        decode_config(m, n, inputs // unit(layout), parts, processors)
-        if decode
-        else rows_config(m, n, inputs // 64, parts, x.dtype, processors)
+    if m <= DECODE_ROWS and x.dtype != torch.float32:
+        _decode(x, tiled, bits, original, bias, layout, exponent, y, rows, inputs, common)
+        return
+    config = rows_config(m, n, inputs // 64, len(layout.parts), x.dtype, processors)
+    rows_kernel[_grid(m, n, config)](
+        x, tiled, bits, original, bias, y, _sums(y, config), m, n, k, rows, inputs, exponent,
+        EVEN=k == inputs, **common, **config,
+    )  # fmt: skip
+
+
+def _grid(m: int, n: int, config: dict[str, int]) -> tuple[int, int]:
+    return -(-n // config["BN"]) * -(-m // config["BM"]), config["SPLITS"]
+
+
+def _sums(y: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
+    """Where the parts of a split sum go."""
+    return y if config["SPLITS"] == 1 else torch.empty(config["SPLITS"], *y.shape, dtype=torch.float32, device=y.device)
+
+
+def _decode(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    layout: SliceLayout,
+    exponent: int,
+    y: torch.Tensor,
+    rows: int,
+    inputs: int,
+    common: dict[str, object],
+) -> None:
+    """Integer products of quantised activations."""
+    m, k = x.shape
+    n = y.shape[1]
+    group = int(common["GROUP"])  # type: ignore[call-overload]
+    processors, early = _device(x.device)
+    launch = {"EARLY": early, **({"launch_pdl": True} if early else {})}
+    quantised = torch.empty(quantised_bytes(m, inputs, group), dtype=torch.uint8, device=x.device)
+    quantise_kernel[(m, -(-inputs // 1024))](
+        x, quantised, m, k, inputs, GROUP=group, GROUPS=1024 // group, num_warps=4, **launch
     )
-    splits = config["SPLITS"]
-    sums = y if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
-    grid = (-(-n // config["BN"]) * -(-m // config["BM"]), splits)
-    arguments = (x, tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent)
-    if decode:
-        launch = {"launch_pdl": True} if early else {}
-        decode_kernel[grid](*arguments, UNIT=unit(layout), EVEN=even, EARLY=early, **common, **config, **launch)
-    else:
-        rows_kernel[grid](*arguments, EVEN=even, **common, **config)
+    config = decode_config(m, n, inputs // unit(layout), len(layout.parts), processors)
+    decode_kernel[_grid(m, n, config)](
+        x, quantised, tiled, bits, original, bias, y, _sums(y, config), m, n, k, rows, inputs, exponent,
+        UNIT=unit(layout), **common, **config, **launch,
+    )  # fmt: skip
 
 
 def _prefill(

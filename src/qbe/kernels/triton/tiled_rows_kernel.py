@@ -16,31 +16,15 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.triton.tiled_codes import append_at, as_float, first_at, scale_offset
+from qbe.kernels.triton.tiled_common import counter, exact_product, finish, load_bias, serving
 
 
 @triton.jit
 def _rows_loop(
-    x_ptr,
-    packed_ptr,
-    exponent,
-    K,
-    np_,
-    kp,
-    n,
-    m,
-    m_ok,
-    b0,
-    STEPS: tl.constexpr,
-    PRECISIONS: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOP: tl.constexpr,
-    EVEN: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, packed_ptr, exponent, K, np_, kp, n, m, m_ok, b0, STEPS: tl.constexpr, PRECISIONS: tl.constexpr,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr,
-):
+):  # fmt: skip
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -53,8 +37,8 @@ def _rows_loop(
     word_plane = (np_ * (kp // 256)).to(tl.int64)
     pm = words + tile.to(tl.int64) * ((kp // 256) * 64) + row
     px = x_ptr + m.to(tl.int64)[:, None] * K + ru[None, :]
-    zero = tl.zeros((BN, 64), tl.int32)
-    acc = tl.zeros((BM, BN), tl.float32)
+    zero = tl.zeros((n.shape[0], 64), tl.int32)
+    acc = tl.zeros((m.shape[0], n.shape[0]), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         b = b0 + step
         if EVEN:
@@ -65,7 +49,7 @@ def _rows_loop(
         low = base
         if PRECISIONS[TOP] < TOTAL:
             low = (tl.load(pm + (TOP + 1) * word_plane + b // 4 * 64) >> (b % 4 * 64 // GROUP * 16)).to(tl.int32)
-        code = tl.zeros((BN, 64), tl.uint8)
+        code = tl.zeros((n.shape[0], 64), tl.uint8)
         for i in tl.static_range(len(PARTS)):
             if PARTS[i][2] <= TOP:
                 at = (
@@ -93,33 +77,12 @@ def _rows_loop(
 
 @triton.jit(do_not_specialize=["M", "exponent"])
 def rows_kernel(
-    x_ptr,
-    packed_ptr,
-    bits_ptr,
-    original_ptr,
-    bias_ptr,
-    y_ptr,
-    parts_ptr,
-    M,
-    N,
-    K,
-    np_,
-    kp,
-    exponent,
-    PRECISIONS: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STEPS: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    x_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
+    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    STEPS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row_tiles = tl.cdiv(M, BM)
     n = tl.program_id(0) // row_tiles * BN + tl.arange(0, BN)
     m = tl.program_id(0) % row_tiles * BM + tl.arange(0, BM)
@@ -127,93 +90,30 @@ def rows_kernel(
     n_ok = n < N
     n_in = tl.where(n < np_, n, 0)  # a wide tile may reach past the padding
     b0 = tl.program_id(1) * STEPS
-    bits = tl.load(bits_ptr + m, mask=m_ok, other=0)
-    serves = tl.zeros((BM,), tl.int32)
-    for p in tl.static_range(1, P):
-        serves += (bits >= PRECISIONS[p]).to(tl.int32)
-    if original_ptr is not None:
-        serves = tl.where(bits >= 16, P, serves)
-    serves = tl.where(m_ok, serves, -1)
+    serves = serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS)
     acc = tl.zeros((BM, BN), tl.float32)
     for p in tl.static_range(P):
         if tl.max((serves == p).to(tl.int32), 0) > 0:
             part = _rows_loop(
-                x_ptr,
-                packed_ptr,
-                exponent,
-                K,
-                np_,
-                kp,
-                n_in,
-                m,
-                m_ok,
-                b0,
-                STEPS,
-                PRECISIONS,
-                PARTS,
-                GROUP,
-                p,
-                EVEN,
-                BN,
-                BM,
-                STAGES,
-                ASM,
-            )
+                x_ptr, packed_ptr, exponent, K, np_, kp, n_in, m, m_ok, b0, STEPS, PRECISIONS, PARTS, GROUP, p, EVEN,
+                STAGES, ASM,
+            )  # fmt: skip
             acc = tl.where((serves == p)[:, None], part, acc)
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
-            OTHER: tl.constexpr = DTYPE if original_ptr.dtype.element_ty == DTYPE else tl.float32
-            exact = tl.zeros((BM, BN), tl.float32)
-            row = original_ptr + n.to(tl.int64) * K
-            for step in tl.range(0, STEPS, num_stages=STAGES):
-                k = (b0 + step) * 64 + tl.arange(0, 64)
-                w = tl.load(row[:, None] + k[None, :], mask=n_ok[:, None] & (k < K)[None, :], other=0.0)
-                xs = tl.load(
-                    x_ptr + m.to(tl.int64)[:, None] * K + k[None, :], mask=m_ok[:, None] & (k < K)[None, :], other=0.0
-                )
-                exact = tl.dot(xs.to(OTHER), tl.trans(w.to(OTHER)), exact, input_precision="ieee")
+            exact = exact_product(x_ptr, original_ptr, K, m, m_ok, n, n_ok, b0 * 64, STEPS)
             acc = tl.where((serves == P)[:, None], exact, acc)
     at = m.to(tl.int64)[:, None] * N + n[None, :]
-    ok = n_ok[None, :] & m_ok[:, None]
-    if SPLITS > 1:
-        size = M.to(tl.int64) * N
-        count_at = np_.to(tl.int64) * kp // 8 * TOTAL + np_.to(tl.int64) * kp // GROUP * 2 * P
-        count_ptr = (packed_ptr + count_at).to(tl.pointer_type(tl.int32)) + tl.program_id(0)
-        tl.store(parts_ptr + tl.program_id(1) * size + at, acc, mask=ok)
-        tl.debug_barrier()
-        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == SPLITS - 1:
-            tl.debug_barrier()
-            acc = tl.zeros((BM, BN), tl.float32)
-            for i in tl.static_range(SPLITS):
-                acc += tl.load(parts_ptr + i * size + at, mask=ok, other=0.0, cache_modifier=".cg")
-            if bias_ptr is not None:
-                acc += tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
-            tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=ok)
-            tl.store(count_ptr, 0)
-    else:
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)[None, :]
-        tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=ok)
+    bias = load_bias(bias_ptr, n, n_ok)[None, :]
+    count_ptr = counter(packed_ptr, np_, kp, P, TOTAL, GROUP)
+    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[None, :] & m_ok[:, None], M.to(tl.int64) * N, SPLITS)
 
 
 @triton.jit(do_not_specialize=["M", "exponent", "LOW", "HIGH"])
 def dequantise_kernel(
-    packed_ptr,
-    bits_ptr,
-    w_ptr,
-    M,
-    np_,
-    kp,
-    exponent,
-    LOW,
-    HIGH,
-    ROWS: tl.constexpr,
-    PRECISIONS: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOP: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    packed_ptr, bits_ptr, w_ptr, M, np_, kp, exponent, LOW, HIGH, ROWS: tl.constexpr, PRECISIONS: tl.constexpr,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """W at precision TOP into w [np_, kp], if any row wants bits in LOW <= b < HIGH"""
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
@@ -264,24 +164,9 @@ def dequantise_kernel(
 
 @triton.jit(do_not_specialize=["M", "LOW", "HIGH"])
 def dense_kernel(
-    x_ptr,
-    w_ptr,
-    bits_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    stride,
-    LOW,
-    HIGH,
-    EVEN: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    KSTEPS: tl.constexpr,
-):
+    x_ptr, w_ptr, bits_ptr, bias_ptr, y_ptr, M, N, K, stride, LOW, HIGH, EVEN: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, KSTEPS: tl.constexpr,
+):  # fmt: skip
     """y of the rows whose bits lie in LOW <= b < HIGH: x @ w.T"""
     row_tiles = tl.cdiv(M, BM)
     col_tiles = tl.cdiv(N, BN)

@@ -1,0 +1,75 @@
+"""What the tiled kernels share: which precision serves a row, the product with the 16-bit original, and the end."""
+
+# Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
+# mypy: disable-error-code="no-untyped-def, var-annotated, assignment, operator, index, misc, return-value"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS: tl.constexpr):
+    """index of the precision that serves each row; their number for the original, -1 for a row past the end"""
+    P: tl.constexpr = len(PRECISIONS)
+    # Past the L1 cache, which may hold what the bits were before the kernel ahead of this one had ended.
+    bits = tl.load(bits_ptr + m, mask=m_ok, other=0, cache_modifier=".cg")
+    serves = tl.zeros(m.shape, tl.int32)
+    for p in tl.static_range(1, P):
+        serves += (bits >= PRECISIONS[p]).to(tl.int32)
+    if original_ptr is not None:
+        serves = tl.where(bits >= 16, P, serves)
+    return tl.where(m_ok, serves, -1)
+
+
+@triton.jit
+def exact_product(a_ptr, b_ptr, K, i, i_ok, j, j_ok, k0, STEPS: tl.constexpr):
+    """a[i] @ b[j].T over 64 * STEPS inputs from k0, float32; in float32 if the dtypes differ"""
+    SAME: tl.constexpr = a_ptr.dtype.element_ty == b_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = a_ptr.dtype.element_ty if SAME else tl.float32
+    acc = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
+    pa = a_ptr + i.to(tl.int64) * K
+    pb = b_ptr + j.to(tl.int64) * K
+    for step in tl.range(0, STEPS, num_stages=3):
+        k = k0 + step * 64 + tl.arange(0, 64)
+        a = tl.load(pa[:, None] + k[None, :], mask=i_ok[:, None] & (k < K)[None, :], other=0.0)
+        b = tl.load(pb[None, :] + k[:, None], mask=j_ok[None, :] & (k < K)[:, None], other=0.0)
+        acc = tl.dot(a.to(DTYPE), b.to(DTYPE), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, ok, size, SPLITS: tl.constexpr):
+    """Writes a tile, with the bias (broadcast to it) if there is one.
+
+    The last program of a tile to arrive adds the parts of a split sum in fixed order: deterministic, and no second
+    launch.
+    """
+    if SPLITS > 1:
+        tl.store(parts_ptr + tl.program_id(1) * size + at, acc, mask=ok)
+        tl.debug_barrier()
+        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == SPLITS - 1:
+            tl.debug_barrier()
+            acc = tl.zeros(acc.shape, tl.float32)
+            for i in tl.static_range(SPLITS):
+                acc += tl.load(parts_ptr + i * size + at, mask=ok, other=0.0, cache_modifier=".cg")
+            tl.store(y_ptr + at, (acc + bias).to(y_ptr.dtype.element_ty), mask=ok)
+            tl.store(count_ptr, 0)
+    else:
+        tl.store(y_ptr + at, (acc + bias).to(y_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def load_bias(bias_ptr, n, n_ok):
+    if bias_ptr is not None:
+        return tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(n.shape, tl.float32)
+
+
+@triton.jit
+def counter(packed_ptr, np_, kp, P: tl.constexpr, TOTAL: tl.constexpr, GROUP: tl.constexpr):
+    """where the weight keeps how many parts of this program's tile have arrived"""
+    at = np_.to(tl.int64) * kp // 8 * TOTAL + np_.to(tl.int64) * kp // GROUP * 2 * P
+    return (packed_ptr + at).to(tl.pointer_type(tl.int32)) + tl.program_id(0)
