@@ -69,7 +69,7 @@ def load_bias(bias_ptr, n, n_ok):
 
 
 @triton.jit
-def counter(packed_ptr, np_, kp, P: tl.constexpr, TOTAL: tl.constexpr, GROUP: tl.constexpr):
-    """where the weight keeps how many parts of this program's tile have arrived"""
+def counter(packed_ptr, np_, kp, tile, P: tl.constexpr, TOTAL: tl.constexpr, GROUP: tl.constexpr):
+    """where the weight keeps how many parts of a tile have arrived"""
     at = np_.to(tl.int64) * kp // 8 * TOTAL + np_.to(tl.int64) * kp // GROUP * 2 * P
-    return (packed_ptr + at).to(tl.pointer_type(tl.int32)) + tl.program_id(0)
+    return (packed_ptr + at).to(tl.pointer_type(tl.int32)) + tile

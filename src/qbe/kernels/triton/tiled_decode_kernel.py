@@ -169,23 +169,24 @@ def _loop(
     return acc * (1.0 / (1 << (8 - TOTAL)))
 
 
-@triton.jit(do_not_specialize=["M", "exponent"])
-def decode_kernel(
+@triton.jit
+def decode_tile(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
-    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, ASM: tl.constexpr,
+    tile, column, columns, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
+    """the tile of that number of one matrix, whose first output is `column` of y's `columns`"""
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
     row_tiles = tl.cdiv(M, BM)
-    n0 = tl.program_id(0) // row_tiles * BN
+    n0 = tile // row_tiles * BN
     n = n0 + tl.arange(0, BN)
-    m = tl.program_id(0) % row_tiles * BM + tl.arange(0, BM)
+    m = tile % row_tiles * BM + tl.arange(0, BM)
     m_ok = m < M
     n_ok = n < N
     u0 = tl.program_id(1) * SPLIT_UNITS
-    count_ptr = counter(packed_ptr, np_, kp, P, TOTAL, GROUP)
+    count_ptr = counter(packed_ptr, np_, kp, tile, P, TOTAL, GROUP)
     if EARLY:
         # Programmatic dependent launch (Hopper and later): this program may run while the kernels before it drain.
         # Until they are complete it uses nothing but weights: it brings its first AHEAD units to the L2.
@@ -212,6 +213,74 @@ def decode_kernel(
             steps: tl.constexpr = SPLIT_UNITS * (UNIT // 64)
             exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, steps)
             acc = tl.where((serves == P)[None, :], exact, acc)
-    at = m.to(tl.int64)[None, :] * N + n[:, None]
+    at = m.to(tl.int64)[None, :] * columns + column + n[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]
-    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], M.to(tl.int64) * N, SPLITS)
+    size = M.to(tl.int64) * columns
+    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], size, SPLITS)
+
+
+@triton.jit(do_not_specialize=["M", "exponent"])
+def decode_kernel(
+    x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
+    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """one matrix"""
+    decode_tile(
+        x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp,
+        exponent, tl.program_id(0), 0, N, PRECISIONS, PARTS, GROUP, UNIT, SPLITS, SPLIT_UNITS, BN, BM, STAGES, EARLY,
+        AHEAD, ASM,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "N0", "N1", "N2", "exponent0", "exponent1", "exponent2"])
+def decode_three_kernel(
+    x_ptr, quantised_ptr, packed0_ptr, packed1_ptr, packed2_ptr, bits0_ptr, bits1_ptr, bits2_ptr, original0_ptr,
+    original1_ptr, original2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, y_ptr, parts_ptr, M, N0, N1, N2, K, kp, exponent0,
+    exponent1, exponent2, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """up to three matrices that read the same x, their results side by side; of two, N2 is 0"""
+    row_tiles = tl.cdiv(M, BM)
+    tile = tl.program_id(0)
+    second = tl.cdiv(N0, BN) * row_tiles
+    third = second + tl.cdiv(N1, BN) * row_tiles
+    packed_ptr = packed0_ptr
+    bits_ptr = bits0_ptr
+    original_ptr = original0_ptr
+    bias_ptr = bias0_ptr
+    N = N0
+    exponent = exponent0
+    column = 0
+    before = 0
+    if tile >= third:
+        packed_ptr = packed2_ptr
+        bits_ptr = bits2_ptr
+        N = N2
+        exponent = exponent2
+        column = N0 + N1
+        before = third
+    elif tile >= second:
+        packed_ptr = packed1_ptr
+        bits_ptr = bits1_ptr
+        N = N1
+        exponent = exponent1
+        column = N0
+        before = second
+    if original0_ptr is not None:
+        if tile >= third:
+            original_ptr = original2_ptr
+        elif tile >= second:
+            original_ptr = original1_ptr
+    if bias0_ptr is not None:
+        if tile >= third:
+            bias_ptr = bias2_ptr
+        elif tile >= second:
+            bias_ptr = bias1_ptr
+    decode_tile(
+        x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K,
+        tl.cdiv(N, 64) * 64, kp, exponent, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT, SPLITS,
+        SPLIT_UNITS, BN, BM, STAGES, EARLY, AHEAD, ASM,
+    )  # fmt: skip

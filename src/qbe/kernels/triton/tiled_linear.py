@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -41,18 +43,23 @@ def _splits(units: int, most: int, least_units: int) -> int:
 
 @cache
 def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> dict[str, int]:
-    """Tile, split and pipeline of the decode kernel, from sweeps on an H200 (docs/performance.md).
+    """Tile, split and pipeline of the decode kernel, from a sweep on an H200 (docs/performance.md).
 
-    Wide tiles share x between more outputs; narrow ones and splits give a small matrix enough programs.
+    Wide tiles share x between more outputs; narrow ones and splits give a small matrix enough programs. 16 rows need
+    more registers, so that a matrix with few tiles rather takes twice the warps than twice the programs.
     """
     block_m = 8 if m <= 8 else 16
-    wide = block_m == 8 and (-(-n // 64) >= 2 * processors // 3 or units >= 32)
-    block_n = 64 if wide else 32
-    tiles = -(-n // block_n)
-    splits = _splits(units, 4 * processors // tiles, 4)
+    many = -(-n // 64) >= 2 * processors
+    warps = 2 if block_m == 8 or many else 4
+    most = (4 if warps == 2 else 2) * processors
+    block_n, tiles = 64, -(-n // 64)
+    splits = _splits(units, most // tiles, 4)
+    if warps == 2 and tiles * splits < processors:
+        block_n, tiles = 32, -(-n // 32)
+        splits = _splits(units, most // tiles, 4)
     return {
         "BM": block_m, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits,
-        "STAGES": 3 if parts <= 4 else 2, "AHEAD": 2 if units // splits >= 2 else 1, "num_warps": 2,
+        "STAGES": 3 if parts <= 4 else 2, "AHEAD": 2 if units // splits >= 2 else 1, "num_warps": warps,
     }  # fmt: skip
 
 
@@ -105,7 +112,11 @@ def tiled_linear(
             _prefill(x[to], tiled, bits[to], original, bias, layout, exponent, y[to], rows, inputs, common)
         return
     if m <= DECODE_ROWS and x.dtype != torch.float32:
-        _decode(x, tiled, bits, original, bias, layout, exponent, y, rows, inputs, common)
+        grid, config, common, sums = decode_launch(y, (n,), inputs, group_size, layout)
+        decode_kernel[grid](
+            x, quantised(x, inputs, group_size), tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent,
+            **common, **config,
+        )  # fmt: skip
         return
     config = rows_config(m, n, inputs // 64, len(layout.parts), x.dtype, processors)
     rows_kernel[_grid(m, n, config)](
@@ -123,34 +134,33 @@ def _sums(y: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
     return y if config["SPLITS"] == 1 else torch.empty(config["SPLITS"], *y.shape, dtype=torch.float32, device=y.device)
 
 
-def _decode(
-    x: torch.Tensor,
-    tiled: torch.Tensor,
-    bits: torch.Tensor,
-    original: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    layout: SliceLayout,
-    exponent: int,
-    y: torch.Tensor,
-    rows: int,
-    inputs: int,
-    common: dict[str, object],
-) -> None:
-    """Integer products of quantised activations."""
+def quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
+    """x [M, K] as the decode kernels read it (`qbe.kernels.triton.tiled_quantise`)."""
     m, k = x.shape
-    n = y.shape[1]
-    group = int(common["GROUP"])  # type: ignore[call-overload]
-    processors, early = _device(x.device)
-    launch = {"EARLY": early, **({"launch_pdl": True} if early else {})}
-    quantised = torch.empty(quantised_bytes(m, inputs, group), dtype=torch.uint8, device=x.device)
+    out = torch.empty(quantised_bytes(m, inputs, group), dtype=torch.uint8, device=x.device)
     quantise_kernel[(m, -(-inputs // 1024))](
-        x, quantised, m, k, inputs, GROUP=group, GROUPS=1024 // group, num_warps=4, **launch
+        x, out, m, k, inputs, GROUP=group, GROUPS=1024 // group, num_warps=4, **_early(x.device)
     )
-    config = decode_config(m, n, inputs // unit(layout), len(layout.parts), processors)
-    decode_kernel[_grid(m, n, config)](
-        x, quantised, tiled, bits, original, bias, y, _sums(y, config), m, n, k, rows, inputs, exponent,
-        UNIT=unit(layout), **common, **config, **launch,
-    )  # fmt: skip
+    return out
+
+
+def _early(device: torch.device) -> dict[str, bool]:
+    early = _device(device)[1]
+    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
+
+
+def decode_launch(
+    y: torch.Tensor, outputs: Sequence[int], inputs: int, group: int, layout: SliceLayout
+) -> tuple[tuple[int, int], dict[str, Any], dict[str, Any], torch.Tensor]:
+    """Grid, configuration, what the layout fixes and the memory of split sums, for weights of these many outputs."""
+    m, n = y.shape
+    config = decode_config(m, n, inputs // unit(layout), len(layout.parts), _device(y.device)[0])
+    tiles = sum(-(-o // config["BN"]) for o in outputs)
+    common = {
+        "PRECISIONS": layout.precisions, "PARTS": _parts(layout), "GROUP": group, "UNIT": unit(layout),
+        "ASM": y.device.type == "cuda", **_early(y.device),
+    }  # fmt: skip
+    return (tiles * -(-m // config["BM"]), config["SPLITS"]), config, common, _sums(y, config)
 
 
 def _prefill(

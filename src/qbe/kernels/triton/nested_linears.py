@@ -1,0 +1,59 @@
+"""`qbe::nested_linears` on a GPU: up to three weights that read the same x share its quantisation and one launch.
+
+At batch 1 a launch costs its bytes and a fixed 4 to 6 us, which is most of what a small matrix (keys, values) takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from qbe.kernels.triton.layout import group_size_of, padded_shape
+from qbe.kernels.triton.nested_linear import nested_linear
+from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
+from qbe.kernels.triton.tiled_linear import DECODE_ROWS, decode_launch, quantised
+from qbe.store.layout import SliceLayout
+
+TOGETHER = 3  # weights of one launch
+
+
+def nested_linears(
+    x: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    meta: Sequence[torch.Tensor],
+    bits: Sequence[torch.Tensor],
+    originals: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    slices: Sequence[int],
+    exponents: Sequence[int],
+) -> torch.Tensor:
+    """See `qbe.kernels.merged_ops.nested_linears`. Many rows, float32 and other layouts take a call for each weight."""
+    rows = x.reshape(-1, x.shape[-1])
+    tiled = all(p.dim() == 1 for p in packed)
+    if not 0 < rows.shape[0] <= DECODE_ROWS or x.dtype == torch.float32 or not tiled or not 1 < len(packed) <= TOGETHER:
+        parts = [
+            nested_linear(
+                x, p, meta[i], bits[i], originals[i] if originals else None, biases[i] if biases else None, slices,
+                exponents[i],
+            )
+            for i, p in enumerate(packed)
+        ]  # fmt: skip
+        return torch.cat(parts, dim=-1)
+    layout = SliceLayout.of(slices)
+    rows, (m, k) = rows.contiguous(), rows.shape
+    outputs = [n.shape[1] for n in meta]
+    group = group_size_of(packed[0], outputs[0], k, layout)
+    inputs = padded_shape(outputs[0], k, layout)[1]
+    y = torch.empty(m, sum(outputs), dtype=x.dtype, device=x.device)
+    grid, config, common, sums = decode_launch(y, outputs, inputs, group, layout)
+
+    def three(many: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        return [many[min(i, len(many) - 1)] if many else None for i in range(TOGETHER)]
+
+    n = [*outputs, 0][:TOGETHER]
+    decode_three_kernel[grid](
+        rows, quantised(rows, inputs, group), *three(packed), *three([b.contiguous() for b in bits]), *three(originals),
+        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], **common, **config,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], y.shape[1])
