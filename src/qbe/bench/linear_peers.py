@@ -79,9 +79,7 @@ def _torchao(name: str, **options: Any) -> Callable[[list[torch.Tensor]], Prepar
             converted.append(holder[0].weight.detach())
 
         # As gpt-fast compiles it; eager, torchao would first write a bfloat16 copy of the weight.
-        compiled = torch.compile(
-            lambda x, w: linear(x, w), dynamic=False, options={"coordinate_descent_tuning": True}
-        )
+        compiled = torch.compile(lambda x, w: linear(x, w), dynamic=False, options={"coordinate_descent_tuning": True})
 
         def run(x: torch.Tensor, i: int) -> torch.Tensor:
             with torch._dynamo.config.patch(recompile_limit=64):  # one compilation per shape

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 PACKAGES = ("torch", "torchao", "triton", "transformers", "llama-cpp-python")
-_REPEATS = 10
+_REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Limits:
 
 
 def measure_limits(device: torch.device, copy_bytes: int | None = None, matmul_size: int | None = None) -> Limits:
-    """Measures both; the best of ten, since this is a limit.
+    """Measures both; the best of twenty, since this is a limit.
 
     Args:
         copy_bytes: size of the copied buffer: beyond any cache. By default 1 GiB on a GPU, 256 MiB on a CPU.
@@ -45,13 +45,20 @@ def measure_limits(device: torch.device, copy_bytes: int | None = None, matmul_s
     gpu = device.type == "cuda"
     copy_bytes = copy_bytes or (1 << 30 if gpu else 1 << 28)
     matmul_size = matmul_size or (8192 if gpu else 2048)
-    source = torch.ones(copy_bytes // 8, dtype=torch.int64, device=device)
+    return Limits(
+        2 * copy_bytes / _copy_seconds(copy_bytes, device), 2 * matmul_size**3 / _matmul_seconds(matmul_size, device)
+    )
+
+
+def _copy_seconds(size: int, device: torch.device) -> float:
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy = _best_seconds(lambda: target.copy_(source), device)
-    del source, target
-    a = torch.randn(matmul_size, matmul_size, device=device).bfloat16()
-    product = _best_seconds(lambda: a @ a, device)
-    return Limits(2 * (copy_bytes // 8 * 8) / copy, 2 * matmul_size**3 / product)
+    return _best_seconds(lambda: target.copy_(source), device)
+
+
+def _matmul_seconds(size: int, device: torch.device) -> float:
+    a = torch.randn(size, size, device=device).bfloat16()
+    return _best_seconds(lambda: a @ a, device)
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device) -> float:

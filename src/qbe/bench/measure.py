@@ -93,8 +93,13 @@ def take_turns(
     Returns:
         What was measured of ours and of the peers, name -> part -> value.
     """
-    systems: dict[Hashable, Sample] = {**ours, **{n: s for n, s in peers.items() if not isinstance(s, Failed)}}
-    failed: dict[Hashable, Failed] = {n: s for n, s in peers.items() if isinstance(s, Failed)}
+    systems: dict[Hashable, Sample] = dict(ours.items())
+    failed: dict[Hashable, Failed] = {}
+    for peer, sample_or_reason in peers.items():
+        if isinstance(sample_or_reason, Failed):
+            failed[peer] = sample_or_reason
+        else:
+            systems[peer] = sample_or_reason
     values: dict[Hashable, dict[str, list[float]]] = {name: {} for name in systems}
     started = time.perf_counter()
     for turn in range(rounds + 1):

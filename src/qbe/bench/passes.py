@@ -17,7 +17,7 @@ from qbe.bench.measure import Measured, Outcome, Sample
 from qbe.bench.report import Row, rows_beside
 from qbe.bench.weights import Part, Token, Weights
 
-WHOLE = "all linears of a token"
+WHOLE = "all linears"
 
 Call = Callable[[Part, int], object]
 """Runs one linear layer: copy number i of a part."""
@@ -94,20 +94,20 @@ def pass_rows(
         widths: the precisions that occur in the batch; `bits` is how the rows show them.
         notes: peer -> note.
     """
-    token, shared = weights.token, {"bits": bits, "notes": notes}
+    token = weights.token
     least = {
         p.name: limits.seconds(weights.bytes_read(p, widths, group, rows), 2.0 * rows * p.n * p.k)
         for p in token.all_parts
     }
     total = sum(least[p.name] * token.copies(p) for p in token.all_parts)
-    size = f"{len(token.order())} layers, M {rows}, g{group}"
     found = rows_beside(
-        peers, WHOLE, 1e-3, what=WHOLE, shape=size, ours=ours[WHOLE], unit="ms", limit=total * 1e3, **shared
-    )
+        peers, WHOLE, 1e-3, what=WHOLE, shape=f"{len(token.order())} layers, M {rows}, g{group}", bits=bits,
+        ours=ours[WHOLE], unit="ms", limit=total * 1e3, notes=notes,
+    )  # fmt: skip
     for p in token.all_parts:
         found += rows_beside(
-            peers, p.name, 1.0, what=p.name, shape=f"{p.n}x{p.k}, M {rows}, g{group}", ours=ours[p.name], unit="us",
-            limit=least[p.name] * 1e6, **shared,
+            peers, p.name, 1.0, what=p.name, shape=f"{p.n}x{p.k}, M {rows}, g{group}", bits=bits, ours=ours[p.name],
+            unit="us", limit=least[p.name] * 1e6, notes=notes,
         )  # fmt: skip
     return found
 

@@ -28,6 +28,7 @@ class Row:
         unit: of all values; times are better when lower, `tokens/s` when higher.
         limit: the value at the physical limit, in the same unit; None where there is none.
         note: what the reader must know about this row.
+        added: in the same unit, what the compared action costs more than without it, measured pair by pair.
     """
 
     what: str
@@ -39,6 +40,12 @@ class Row:
     unit: str
     limit: float | None = None
     note: str = ""
+    added: Measured | None = None
+
+    @property
+    def work(self) -> tuple[str, str, float | str]:
+        """What the rows of all peers of one comparison share."""
+        return self.what, self.shape, self.bits
 
     @property
     def peer_value(self) -> float | None:
@@ -64,7 +71,7 @@ class Row:
         """The row as JSON. A spread is [lower quartile, upper quartile]."""
         ours, theirs = self.ours, None if isinstance(self.theirs, Failed) else self.theirs
         reason = self.theirs.reason if isinstance(self.theirs, Failed) else ""
-        return {
+        described = {
             "what": self.what,
             "shape": self.shape,
             "bits": self.bits,
@@ -80,6 +87,9 @@ class Row:
             "rounds": 0 if ours is None else ours.rounds,
             "note": "; ".join(n for n in (reason, self.note) if n),
         }
+        if self.added is not None:
+            described |= {"added": self.added.median, "added_spread": [self.added.low, self.added.high]}
+        return described
 
 
 @dataclass(frozen=True)
