@@ -82,7 +82,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
         rates = {n: o if isinstance(o, Failed) else {STEP: o[STEP].rate(1)} for n, o in peers.items()}
         blueprint = blueprint_at(core, average)
         rows += rows_beside(
-            rates, STEP, 1.0, what="decode", shape=f"{name}, batch 1",
+            rates, STEP, 1.0, what="decode", size=name, case="batch 1",
             bits=round(blueprint.average_weight_bits(core.table), 2), ours=parts[STEP].rate(1), unit="tokens/s",
             limit=limits.bandwidth / blueprint.bytes_per_token(core.table),
             notes=notes,

@@ -64,8 +64,10 @@ def random_prompt(length: int, vocabulary: int) -> list[int]:
     return torch.randint(vocabulary // 4, vocabulary // 2, (length,), generator=generator).tolist()
 
 
-def core_of(model: str | Path | nn.Module, device: torch.device, tokens: int, progress: bool) -> Core:
-    """An engine core with room for so many tokens.
+def core_of(
+    model: str | Path | nn.Module, device: torch.device, tokens: int, progress: bool, sequences: int = 1
+) -> Core:
+    """An engine core with room for so many tokens and sequences.
 
     Args:
         model: what `qbe.pull` takes, or a transformers causal LM in memory, which is nested in place.
@@ -80,7 +82,7 @@ def core_of(model: str | Path | nn.Module, device: torch.device, tokens: int, pr
         prepared = prepare(model, device=device, need_sensitivity=False, progress=progress)
         model, table = prepared.model, prepared.table
     assert isinstance(model, nn.Module)
-    return Core(model, table, kv_tokens=tokens, device=device)
+    return Core(model, table, kv_tokens=tokens, max_sequences=sequences, device=device)
 
 
 def blueprint_at(core: Core, average: float) -> Blueprint:

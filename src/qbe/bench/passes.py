@@ -94,19 +94,19 @@ def pass_rows(
         widths: the precisions that occur in the batch; `bits` is how the rows show them.
         notes: peer -> note.
     """
-    token = weights.token
+    token, case = weights.token, f"M {rows}, group {group}"
     least = {
         p.name: limits.seconds(weights.bytes_read(p, widths, group, rows), 2.0 * rows * p.n * p.k)
         for p in token.all_parts
     }
     total = sum(least[p.name] * token.copies(p) for p in token.all_parts)
     found = rows_beside(
-        peers, WHOLE, 1e-3, what=WHOLE, shape=f"{len(token.order())} layers, M {rows}, g{group}", bits=bits,
+        peers, WHOLE, 1e-3, what=WHOLE, size=f"{len(token.order())} layers", case=case, bits=bits,
         ours=ours[WHOLE], unit="ms", limit=total * 1e3, notes=notes,
     )  # fmt: skip
     for p in token.all_parts:
         found += rows_beside(
-            peers, p.name, 1.0, what=p.name, shape=f"{p.n}x{p.k}, M {rows}, g{group}", bits=bits, ours=ours[p.name],
+            peers, p.name, 1.0, what=p.name, size=f"{p.n}x{p.k}", case=case, bits=bits, ours=ours[p.name],
             unit="us", limit=least[p.name] * 1e6, notes=notes,
         )  # fmt: skip
     return found

@@ -67,7 +67,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     for average, parts in mine.items():
         rates = {n: o if isinstance(o, Failed) else {PREFILL: o[PREFILL].rate(sizes.tokens)} for n, o in theirs.items()}
         rows += rows_beside(
-            rates, PREFILL, 1.0, what="prefill", shape=f"{sizes.tokens} tokens", bits=average,
+            rates, PREFILL, 1.0, what="prefill", size=str(sizes.model), case=f"{sizes.tokens} tokens", bits=average,
             ours=parts[PREFILL].rate(sizes.tokens), unit="tokens/s", limit=limit,
             notes=notes,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from qbe.bench.measure import Failed, Measured, Outcome
 from qbe.files import write_text
 
 HIGHER_IS_BETTER = ("tokens/s",)
+COUNT = "graphs"  # a unit that is counted, not compared
 
 
 @dataclass(frozen=True)
@@ -20,19 +21,21 @@ class Row:
 
     Attributes:
         what: the work, e.g. `qkv` or `decode`.
-        shape: its size, e.g. `6144x4096, 1 row`.
+        size: of the work, e.g. `6144x4096`.
+        case: under which conditions, e.g. `M 16, group 64`: what the rows of one table or panel share.
         bits: of the weights as QBE read them: a number, or the mixture as text (`4+6+8`).
         ours: None when there was nothing to measure; `note` says why.
         peer: whom we are set beside.
         theirs: what it took, or why it is missing.
-        unit: of all values; times are better when lower, `tokens/s` when higher.
+        unit: of all values; times are better when lower, `tokens/s` when higher, `graphs` are counted.
         limit: the value at the physical limit, in the same unit; None where there is none.
         note: what the reader must know about this row.
         added: in the same unit, what the compared action costs more than without it, measured pair by pair.
     """
 
     what: str
-    shape: str
+    size: str
+    case: str
     bits: float | str
     ours: Measured | None
     peer: str
@@ -41,6 +44,10 @@ class Row:
     limit: float | None = None
     note: str = ""
     added: Measured | None = None
+
+    @property
+    def shape(self) -> str:
+        return ", ".join(s for s in (self.size, self.case) if s)
 
     @property
     def work(self) -> tuple[str, str, float | str]:
@@ -126,7 +133,8 @@ def rows_beside(
     factor: float,
     *,
     what: str,
-    shape: str,
+    size: str,
+    case: str,
     bits: float | str,
     ours: Measured | None,
     unit: str,
@@ -145,5 +153,5 @@ def rows_beside(
     for name, outcome in peers.items():
         theirs = outcome if isinstance(outcome, Failed) else outcome.get(part, Failed(f"it does not measure {part}"))
         scaled = theirs if isinstance(theirs, Failed) else theirs.times(factor)
-        found.append(Row(what, shape, bits, mine, name, scaled, unit, limit, notes.get(name, "")))
+        found.append(Row(what, size, case, bits, mine, name, scaled, unit, limit, notes.get(name, "")))
     return found

@@ -21,7 +21,7 @@ from qbe.bench.decode import random_llama
 from qbe.bench.engines import core_of, random_prompt
 from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Measured, Sample, take_turns
-from qbe.bench.report import Row
+from qbe.bench.report import COUNT, Row
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.plan import Plan
@@ -39,7 +39,6 @@ THIN: dict[str, Any] = {
     "vocab_size": 1024,
     "max_position_embeddings": 4096,
 }
-CAPTURES = ("captures", "capture_count", "graph_captures")  # what a runner may call its count of captured graphs
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Sizes:
 
 
 def sizes_for(device: torch.device) -> Sizes:
-    return Sizes(THIN)
+    return Sizes(THIN) if device.type == "cuda" else Sizes(THIN, steps=5, rounds=12)
 
 
 def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
@@ -72,13 +71,14 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     moves kilobytes.
     """
     length = 4 * sizes.steps * (sizes.rounds + 1) + 64
-    core = core_of(random_llama(sizes.model, device), device, max(sizes.rows) * length, progress)
+    core = core_of(random_llama(sizes.model, device), device, max(sizes.rows) * length, progress, max(sizes.rows))
+    sites = f"{len(core.table.nested)} sites"
     found: list[Row] = []
     captured: list[int | None] = []
     with bar("switch", 2 * len(sizes.rows) * (sizes.rounds + 1), progress) as tick:
         for rows in sizes.rows:
             blueprints = Random(core.table, rows)
-            shape = f"{len(core.table.nested)} sites, {rows} {'row' if rows == 1 else 'rows'}"
+            case = "1 row" if rows == 1 else f"{rows} rows"
             writes = Writes(Plan(core.table, rows, device), device).run
             steps = Steps(core, blueprints.draw(), length).run
             before = captures(core)
@@ -88,12 +88,12 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
                 )
                 for kind, parts in mine.items():
                     us = {part: value.times(1e6) for part, value in parts.items()}
-                    found.append(Row(f"{what}, {kind}", shape, "any", us[CHANGED], UNCHANGED, us[UNCHANGED], "us",
+                    found.append(Row(f"{what}, {kind}", sites, case, "any", us[CHANGED], UNCHANGED, us[UNCHANGED], "us",
                                      added=us[ADDED]))  # fmt: skip
             after = captures(core)
             captured.append(None if before is None or after is None else after - before)
     changes = 2 * len(sizes.rows) * (sizes.rounds + 1) * sizes.steps
-    return [*found, _recaptured(captured, changes, shape=f"{len(core.table.nested)} sites")]
+    return [*found, _recaptured(captured, changes, sites)]
 
 
 class Random:
@@ -165,16 +165,19 @@ class Steps:
 
 def captures(core: Core) -> int | None:
     """How many CUDA graphs the core's runner has captured so far; None when it keeps no count."""
-    counts = (getattr(core.runner, name, None) for name in CAPTURES)
-    return next((c for c in counts if isinstance(c, int)), None)
+    for holder in (core.runner, getattr(core.runner, "decode", None)):
+        count = getattr(holder, "captures", None)
+        if isinstance(count, int):
+            return count
+    return None
 
 
-def _recaptured(captured: list[int | None], changes: int, shape: str) -> Row:
+def _recaptured(captured: list[int | None], changes: int, sites: str) -> Row:
     """A row that counts graphs rather than time."""
     counts = [c for c in captured if c is not None]
     if not counts:
         reason = "the runner keeps no count of captured graphs"
-        return Row("graphs captured", shape, "any", None, "none expected", Failed(reason), "graphs")
+        return Row("graphs captured", sites, "all steps", "any", None, "none expected", Failed(reason), COUNT)
+    count, none = Measured.of([float(sum(counts))]), Measured.of([0.0])
     note = f"during {changes} decode steps after a change"
-    return Row("graphs captured", shape, "any", Measured.of([float(sum(counts))]), "none expected", Measured.of([0.0]),
-               "graphs", note=note)  # fmt: skip
+    return Row("graphs captured", sites, "all steps", "any", count, "none expected", none, COUNT, note=note)
