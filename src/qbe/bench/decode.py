@@ -72,7 +72,9 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     model = random_llama(sizes.model, device) if isinstance(sizes.model, dict) else sizes.model
     core = core_of(model, device, sizes.prompt + sizes.steps + 1, progress)
     work = Work(random_prompt(sizes.prompt, core.vocabulary), sizes.steps)
-    others, notes = ({}, {}) if isinstance(model, nn.Module) else (peers_of(model, device, work), peer_notes(model))
+    others, notes = (
+        ({}, {}) if isinstance(model, nn.Module) else (peers_of(model, device, work, progress), peer_notes(model))
+    )
     with bar("decode", sizes.rounds + 1, progress) as tick:
         mine, theirs = take_turns(ours(core, sizes.averages, work), others, sizes.rounds, tick)
     name = f"Llama of {sum(s.parameters for s in core.table) / 1e9:.2f} G, random" if random else str(sizes.model)

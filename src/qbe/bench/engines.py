@@ -140,8 +140,8 @@ def ours(core: Core, averages: tuple[float, ...], work: Work) -> dict[float, Sam
 class Transformers:
     """transformers' own loop: forward, arg max, forward. Its cheapest form; `generate` does more per token."""
 
-    def __init__(self, name: str | Path, device: torch.device) -> None:
-        self.model = load_model(name, device=device, progress=False).model
+    def __init__(self, name: str | Path, device: torch.device, progress: bool) -> None:
+        self.model = load_model(name, device=device, progress=progress).model
 
     @torch.inference_mode()
     def start(self, prompt: list[int]) -> None:
@@ -182,7 +182,7 @@ class LlamaCpp:
         self.token = self.llm.sample(temp=0.0)
 
 
-def peers_of(name: str | Path, device: torch.device, work: Work) -> dict[str, Sample | Failed]:
+def peers_of(name: str | Path, device: torch.device, work: Work, progress: bool) -> dict[str, Sample | Failed]:
     """The whole-model peers of a model on disk, or why they are missing."""
 
     def llama_cpp() -> Answers:
@@ -196,7 +196,7 @@ def peers_of(name: str | Path, device: torch.device, work: Work) -> dict[str, Sa
 
     found: dict[str, Sample | Failed] = {}
     builders: dict[str, Callable[[], Answers]] = {
-        "transformers": lambda: Transformers(name, device),
+        "transformers": lambda: Transformers(name, device, progress),
         "llama.cpp": llama_cpp,
     }
     for peer, build in builders.items():

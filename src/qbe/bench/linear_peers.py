@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,8 @@ def _torchao(name: str, **options: Any) -> Callable[[list[torch.Tensor]], Prepar
         compiled = torch.compile(lambda x, w: linear(x, w), dynamic=False, options={"coordinate_descent_tuning": True})
 
         def run(x: torch.Tensor, i: int) -> torch.Tensor:
-            with torch._dynamo.config.patch(recompile_limit=64):  # one compilation per shape
+            with torch._dynamo.config.patch(recompile_limit=64), warnings.catch_warnings():  # a compilation per shape
+                warnings.simplefilter("ignore")  # torchao's and Inductor's advice to their authors
                 return compiled(x, converted[i])
 
         return run

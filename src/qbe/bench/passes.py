@@ -68,7 +68,8 @@ def _captured(launches: list[tuple[Part, int]], call: Call) -> torch.cuda.CUDAGr
         call(part, i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Of this thread only: elsewhere kernels may be compiling, which must not end the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for part, i in launches:
             call(part, i)
     return graph

@@ -57,7 +57,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
         return linears.run(device, limits, sizes.linears, progress)
     core = core_of(sizes.model, device, sizes.tokens + 1, progress)
     work = Work(random_prompt(sizes.tokens, core.vocabulary), 0)
-    peers = peers_of(sizes.model, device, work)
+    peers = peers_of(sizes.model, device, work, progress)
     with bar("prefill", sizes.rounds + 1, progress) as tick:
         mine, theirs = take_turns(ours(core, sizes.averages, work), peers, sizes.rounds, tick)
     # The head sees one token; the attention's own products are left out, so the limit is a little generous.
