@@ -63,9 +63,12 @@ def draw(report: Report, path: Path) -> None:
     legend = [
         Line2D([], [], color=_BETTER, linewidth=6, label="QBE better"),
         Line2D([], [], color=_WORSE, linewidth=6, label="QBE worse"),
-        Line2D([], [], color=_LIMIT, marker="|", linestyle="", markersize=11, markeredgewidth=2.5,
-               label="QBE at the physical limit, the peer as measured"),
-    ]  # fmt: skip
+    ]
+    if any(row.limit_ratio for row in rows):
+        label = "QBE at the physical limit, the peer as measured"
+        legend.append(
+            Line2D([], [], color=_LIMIT, marker="|", linestyle="", markersize=11, markeredgewidth=2.5, label=label)
+        )
     figure.legend(handles=legend, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
@@ -113,7 +116,7 @@ def _label(rows: list[Row], i: int) -> str:
     row = rows[i]
     if i and row.work == rows[i - 1].work:
         return f"vs {row.peer}"
-    bits = {"any": ""}.get(str(row.bits), f"  {row.bits} bits")
+    bits = "" if row.bits == "any" else f"  {row.shown_bits} bits"
     return f"{row.what}  {row.size}{bits}  vs {row.peer}"
 
 

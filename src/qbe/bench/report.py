@@ -50,6 +50,10 @@ class Row:
         return ", ".join(s for s in (self.size, self.case) if s)
 
     @property
+    def shown_bits(self) -> str:
+        return self.bits if isinstance(self.bits, str) else f"{self.bits:g}"
+
+    @property
     def work(self) -> tuple[str, str, float | str]:
         """What the rows of all peers of one comparison share."""
         return self.what, self.shape, self.bits

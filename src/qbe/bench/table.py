@@ -28,7 +28,7 @@ def render(report: Report) -> RenderableType:
         same = previous is not None and previous.work == row.work
         described = row.describe()
         table.add_row(
-            "" if same else row.what, "" if same else row.shape, "" if same else str(row.bits),
+            "" if same else row.what, "" if same else row.shape, "" if same else row.shown_bits,
             "" if same else _value(described["ours"], described["spread"], row.unit),
             _value(described["peer_value"], described["peer_spread"], row.unit), row.peer,
             _ratio(row), "" if row.limit_ratio is None else Text(f"{row.limit_ratio:.2f}", style="dim"),
