@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from qbe.bench.command import app as bench
 from qbe.errors import QBEError
 from qbe.files import reason
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
 )
+app.add_typer(bench, name="bench")
 # What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
 USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 out = Console()

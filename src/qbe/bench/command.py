@@ -1,0 +1,130 @@
+"""`qbe bench …`: measures, prints a table, writes JSON and a picture."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from qbe.errors import QBEError
+
+if TYPE_CHECKING:
+    from qbe.bench.report import Report
+
+BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure QBE beside its peers on this machine, with the physical limit beside both.",
+)
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Json = Annotated[Path | None, typer.Option("--json", help="write the results to this file")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="draw the ratios into this PNG (needs matplotlib)")]
+
+
+def measure(name: str, device: str = "auto", sizes: Any = None, progress: bool = False) -> Report:
+    """Runs one benchmark.
+
+    Args:
+        name: one of `BENCHMARKS`.
+        device: `auto`, `cpu` or `cuda`.
+        sizes: the `Sizes` of the benchmark's module; None takes the sizes that the targets are about.
+        progress: show bars on standard error.
+
+    Raises:
+        QBEError: an unknown benchmark or device, or whatever is wrong with a model.
+    """
+    import torch
+
+    from qbe.bench.machine import hardware, measure_limits
+    from qbe.bench.report import Report
+    from qbe.engine.devices import pick_device
+    from qbe.models.load import quiet
+    from qbe.store.prepare import NestedWeightConfig
+
+    if name not in BENCHMARKS:
+        raise QBEError(f"there is no benchmark '{name}': choose {', '.join(BENCHMARKS)}")
+    where = pick_device(device)
+    module = import_module(f"qbe.bench.{name}")
+    sizes = module.sizes_for(where) if sizes is None else sizes
+    with torch.cuda.device(where) if where.type == "cuda" else nullcontext(), quiet():
+        limits = measure_limits(where)
+        machine = hardware(where, limits)
+        began = datetime.datetime.now(datetime.UTC)
+        rows = module.run(where, limits, sizes, progress)
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    conditions = {
+        "started": began.isoformat(timespec="seconds"),
+        "seconds": round((datetime.datetime.now(datetime.UTC) - began).total_seconds(), 1),
+        "load_average_after": list(os.getloadavg()),
+        "statistic": "median of interleaved rounds after one that does not count; spread: quartiles",
+        "timing": "device events around CUDA graph replays" if where.type == "cuda" else "wall clock",
+        "store": asdict(NestedWeightConfig()),
+        "sizes": _plain(asdict(sizes)),
+    }
+    return Report(name, machine, conditions, rows)
+
+
+def _plain(value: Any) -> Any:
+    """What `asdict` made, as JSON: a peer is its name, a path its text."""
+    if isinstance(value, dict):
+        return value["name"] if {"name", "prepare"} <= set(value) else {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, int | float | str) else str(value)
+
+
+def _command(name: str, does: str) -> Callable[..., None]:
+    def command(device: Device = "auto", json: Json = None, plot: Plot = None) -> None:
+        _writable("--json", json)
+        _writable("--plot", plot)
+        if plot is not None:
+            from qbe.bench.plot import check_plot
+
+            check_plot(plot)
+        err = Console(stderr=True)
+        report = measure(name, device, progress=err.is_terminal)
+        from qbe.bench.table import render
+
+        if json is not None:
+            report.write(json)
+        if plot is not None:
+            from qbe.bench.plot import draw
+
+            draw(report, plot)
+        out = Console()
+        if not out.is_terminal:  # a file need not fold its lines
+            out = Console(width=max(out.width, 130))
+        out.print(render(report))
+
+    command.__doc__ = does
+    return app.command(name)(command)
+
+
+def _writable(option: str, path: Path | None) -> None:
+    """Told before minutes of measuring, not after."""
+    if path is None:
+        return
+    if not path.name or path.is_dir():
+        raise QBEError(f"{option} '{path}' is a folder; give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise QBEError(f"{option} '{path}' cannot be written: there is no folder {path.absolute().parent}")
+
+
+for _name, _does in (
+    ("linears", "All linear layers of a token against cuBLAS, tinygemm, torchao (GPU) or F.linear (CPU)."),
+    ("decode", "Whole decode steps against the same engine at 16 bits, transformers and llama.cpp."),
+    ("prefill", "Reading a prompt of 2 048 tokens at several bits against 16 bits and llama.cpp."),
+    ("switch", "The time that a change of blueprint between two steps adds."),
+    ("batch", "A batch of mixed precisions against all rows at the highest, and a launch per precision."),
+):
+    _command(_name, _does)

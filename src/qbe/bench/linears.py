@@ -1,0 +1,107 @@
+"""All linear layers of a token, beside other ways to multiply by the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch.nn.functional import linear
+
+from qbe.bench.linear_peers import LinearPeer, PreparedPeers, peers_for
+from qbe.bench.machine import Limits
+from qbe.bench.measure import Sample, take_turns
+from qbe.bench.passes import check, one_pass, pass_rows
+from qbe.bench.report import Row
+from qbe.bench.weights import Token, Weights, call, random_weights, token_for
+from qbe.store.prepare import bar
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        token: whose linear layers.
+        rows: batch sizes M.
+        widths: precisions of ours; all rows of a batch have the same.
+        groups: group sizes of the nested store.
+        rounds: per batch size.
+        peers: None takes all that the device has.
+    """
+
+    token: Token
+    rows: tuple[int, ...] = (1, 16, 64)
+    widths: tuple[int, ...] = (4, 6, 8)
+    groups: tuple[int, ...] = (64,)
+    rounds: int = 15
+    peers: tuple[LinearPeer, ...] | None = None
+
+
+def sizes_for(device: torch.device) -> Sizes:
+    return Sizes(token_for(device), groups=(64, 128) if device.type == "cuda" else (64,))
+
+
+def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
+    """Measures every precision and every peer on the same weights and inputs.
+
+    Returns:
+        For each batch size, group size and precision a row per peer and part (microseconds a linear layer) and one for
+        the whole token (milliseconds).
+    """
+    total = len(sizes.token.all_parts) + 1 + len(sizes.rows) * (sizes.rounds + 1)
+    with bar("linears", total, progress) as tick:
+        weights = random_weights(sizes.token, device, sizes.groups, tick)
+        prepared = PreparedPeers(sizes.peers or peers_for(device), weights)
+        tick()
+        notes = {p.name: p.note for p in prepared.peers}
+        found: list[Row] = []
+        for m in sizes.rows:
+            x = random_inputs(sizes.token, m, device)
+            ours = {(g, b): s for g in sizes.groups for b, s in uniform(weights, x, sizes.widths, g).items()}
+            mine, theirs = take_turns(ours, prepared.samples(x), sizes.rounds, tick)
+            for (group, bits), parts in mine.items():
+                beside = {p.name: theirs[p.name] for p in prepared.peers if bits in p.against}
+                found += pass_rows(
+                    weights, limits, parts, beside, rows=m, group=group, widths=(bits,), bits=bits, notes=notes
+                )
+            del ours  # graphs keep their memory while they live
+    return found
+
+
+def random_inputs(token: Token, m: int, device: torch.device) -> dict[int, torch.Tensor]:
+    """k -> bfloat16 [m, k] for every width of input there is."""
+    torch.manual_seed(1)
+    return {k: torch.randn(m, k, device=device).bfloat16() for k in sorted({p.k for p in token.all_parts})}
+
+
+def uniform(weights: Weights, x: dict[int, torch.Tensor], widths: Iterable[int], group: int) -> dict[int, Sample]:
+    """Bits -> a pass of ours in which every row has them. On a GPU all of them replay the same graphs."""
+    m = next(iter(x.values())).shape[0]
+    return passes_at(weights, x, {b: [b] * m for b in widths}, group)
+
+
+def passes_at(
+    weights: Weights, x: dict[int, torch.Tensor], batches: Mapping[Name, list[int]], group: int
+) -> dict[Name, Sample]:
+    """Name -> a pass of ours whose row r has the r-th of these bits."""
+    nested, token = weights.nested[group], weights.token
+    wanted = {n: torch.tensor(b, dtype=torch.int32, device=weights.device) for n, b in batches.items()}
+    bits = torch.zeros_like(next(iter(wanted.values())))
+    with torch.inference_mode():
+        for values in wanted.values():
+            bits.copy_(values)
+            for part in token.all_parts:
+                y = call(x[part.k], nested[part.name][0], bits)
+                check(y, linear(x[part.k], weights.dense[part.name][0]))
+    shared = one_pass(token, lambda p, i: call(x[p.k], nested[p.name][i], bits), weights.device)
+
+    def at(values: torch.Tensor) -> Mapping[str, float]:
+        bits.copy_(values)
+        return shared()
+
+    return {name: partial(at, values) for name, values in wanted.items()}

@@ -1,0 +1,129 @@
+"""A report as a picture: a bar per row from 1 to its ratio, and where the physical limit lies."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+from qbe.bench.report import COUNT, Report, Row
+from qbe.errors import QBEError
+from qbe.files import reason, replacing
+
+_BETTER, _WORSE, _LIMIT, _FAINT = "#2b6cb0", "#c05621", "#1a202c", "#718096"
+_ROW_INCHES = 0.25
+_COLUMNS = 3
+
+
+def check_plot(path: Path) -> None:
+    """Raises QBEError when a picture could not be made: told before minutes of measuring, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise QBEError("--plot needs matplotlib, which is not installed: pip install 'qbe[bench]'") from None
+    if path.suffix.lower() != ".png":
+        raise QBEError(f"--plot writes a PNG; give it a name that ends in .png, not '{path}'")
+
+
+def draw(report: Report, path: Path) -> None:
+    """Writes the picture as PNG, all of it or nothing: a panel for each case (batch size, group size).
+
+    Raises:
+        QBEError: matplotlib is missing, or the disk refuses.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    panels: dict[str, list[Row]] = {}
+    rows = [r for r in report.rows if r.unit != COUNT]
+    for row in rows:
+        panels.setdefault(row.case, []).append(row)
+    columns = min(_COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
+    tallest = max(map(len, panels.values()))
+    size = (8.5 * columns, 1.6 + lines * (1.0 + _ROW_INCHES * tallest))
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    seen = [v for r in rows for v in (r.ratio, r.limit_ratio) if v] + [1.0]
+    span = (min(0.5, min(seen) / 1.25), max(2.0, max(seen) * 1.25))
+    for axes, case in zip(grid.flat, [*panels, *[None] * (lines * columns - len(panels))], strict=True):
+        if case is None:
+            axes.set_axis_off()
+        else:
+            _panel(axes, case, panels[case], span, tallest)
+    machine = report.hardware
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v is not None)
+    figure.suptitle(
+        f"qbe bench {report.benchmark}: {machine['device']}, {machine['threads']} threads, "
+        f"copies {machine['copy_bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s\n{versions}",
+        fontsize=9, x=0.01, ha="left",
+    )  # fmt: skip
+    legend = [
+        Line2D([], [], color=_BETTER, linewidth=6, label="QBE better"),
+        Line2D([], [], color=_WORSE, linewidth=6, label="QBE worse"),
+    ]
+    if any(row.limit_ratio for row in rows):
+        label = "QBE at the physical limit, the peer as measured"
+        legend.append(
+            Line2D([], [], color=_LIMIT, marker="|", linestyle="", markersize=11, markeredgewidth=2.5, label=label)
+        )
+    figure.legend(handles=legend, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    try:
+        with replacing(path) as file:
+            file.write(picture.getvalue())
+    except OSError as error:
+        raise QBEError(f"'{path}' cannot be written: {reason(error)}") from error
+
+
+def _panel(axes: Any, case: str, rows: list[Row], span: tuple[float, float], tallest: int) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    for y, row in enumerate(rows):
+        if y and row.work != rows[y - 1].work:
+            axes.axhline(y - 0.5, color="#e2e8f0", linewidth=0.8, zorder=0)
+        color = _FAINT
+        if row.ratio:
+            color = _BETTER if row.ratio >= 1 else _WORSE
+            axes.barh(y, row.ratio - 1, left=1, height=0.62, color=color, zorder=2)
+        if row.limit_ratio:
+            axes.plot([row.limit_ratio] * 2, [y - 0.42, y + 0.42], color=_LIMIT, linewidth=2.5, zorder=3)
+        axes.annotate(_figures(row), (1, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+                      va="center", fontsize=8, color=color)  # fmt: skip
+    axes.axvline(1, color=_LIMIT, linewidth=0.8, zorder=1)
+    axes.set_xscale("log")
+    axes.set_xlim(*span)
+    octaves = range(math.ceil(math.log2(span[0])), math.floor(math.log2(span[1])) + 1)
+    ticks = [i for i in octaves if i % (1 + len(octaves) // 8) == 0]
+    axes.xaxis.set_major_locator(FixedLocator([2.0**i for i in ticks]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}x" if v >= 1 else f"1/{1 / v:g}"))
+    axes.grid(axis="x", color="#edf2f7", zorder=0)
+    axes.set_yticks(range(len(rows)), [_label(rows, i) for i in range(len(rows))])
+    axes.set_ylim(tallest - 0.4, -0.6)
+    axes.tick_params(length=0, labelsize=8)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(case, fontsize=9, loc="left", fontweight="bold")
+    axes.set_xlabel("times better than the peer", fontsize=8)
+
+
+def _label(rows: list[Row], i: int) -> str:
+    """The whole label where the work changes, and the peer alone below it."""
+    row = rows[i]
+    if i and row.work == rows[i - 1].work:
+        return f"vs {row.peer}"
+    bits = "" if row.bits == "any" else f"  {row.shown_bits} bits"
+    return f"{row.what}  {row.size}{bits}  vs {row.peer}"
+
+
+def _figures(row: Row) -> str:
+    if row.peer_value is None or row.ours is None:
+        return "missing"
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
+    if row.added is not None:
+        return f"{ratio}, adds {row.added.median:,.1f} {row.unit}"
+    return ratio if row.limit_ratio is None else f"{ratio} of {row.limit_ratio:.1f}x"
