@@ -46,7 +46,7 @@ def nested_linears(
     group = group_size_of(packed[0], outputs[0], k, layout)
     inputs = padded_shape(outputs[0], k, layout)[1]
     y = torch.empty(m, sum(outputs), dtype=x.dtype, device=x.device)
-    grid, config, common, sums = decode_launch(y, outputs, inputs, group, layout)
+    grid, units, constants, sums = decode_launch(y, outputs, inputs, group, layout)
 
     def three(many: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return [many[min(i, len(many) - 1)] if many else None for i in range(TOGETHER)]
@@ -54,6 +54,6 @@ def nested_linears(
     n = [*outputs, 0][:TOGETHER]
     decode_three_kernel[grid](
         rows, quantised(rows, inputs, group), *three(packed), *three([b.contiguous() for b in bits]), *three(originals),
-        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], **common, **config,
+        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, **constants,
     )  # fmt: skip
     return y.view(*x.shape[:-1], y.shape[1])

@@ -24,7 +24,7 @@ def serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS: tl.constexpr):
 
 
 @triton.jit
-def exact_product(a_ptr, b_ptr, K, i, i_ok, j, j_ok, k0, STEPS: tl.constexpr):
+def exact_product(a_ptr, b_ptr, K, i, i_ok, j, j_ok, k0, STEPS):
     """a[i] @ b[j].T over 64 * STEPS inputs from k0, float32; in float32 if the dtypes differ"""
     SAME: tl.constexpr = a_ptr.dtype.element_ty == b_ptr.dtype.element_ty
     DTYPE: tl.constexpr = a_ptr.dtype.element_ty if SAME else tl.float32
@@ -40,19 +40,19 @@ def exact_product(a_ptr, b_ptr, K, i, i_ok, j, j_ok, k0, STEPS: tl.constexpr):
 
 
 @triton.jit
-def finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, ok, size, SPLITS: tl.constexpr):
+def finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, ok, size, SPLIT: tl.constexpr):
     """Writes a tile, with the bias (broadcast to it) if there is one.
 
     The last program of a tile to arrive adds the parts of a split sum in fixed order: deterministic, and no second
     launch.
     """
-    if SPLITS > 1:
+    if SPLIT:
         tl.store(parts_ptr + tl.program_id(1) * size + at, acc, mask=ok)
         tl.debug_barrier()
-        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             tl.debug_barrier()
             acc = tl.zeros(acc.shape, tl.float32)
-            for i in tl.static_range(SPLITS):
+            for i in range(tl.num_programs(1)):
                 acc += tl.load(parts_ptr + i * size + at, mask=ok, other=0.0, cache_modifier=".cg")
             tl.store(y_ptr + at, (acc + bias).to(y_ptr.dtype.element_ty), mask=ok)
             tl.store(count_ptr, 0)

@@ -71,7 +71,7 @@ def _scales(base, low, exponent, SHIFT: tl.constexpr, LEFT: tl.constexpr):
 
 @triton.jit
 def _loop(
-    x_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, u0, UNITS: tl.constexpr, PRECISIONS: tl.constexpr,
+    x_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, u0, UNITS, PRECISIONS: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, MIXED: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -172,8 +172,8 @@ def _loop(
 @triton.jit
 def decode_tile(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
-    tile, column, columns, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    units, tile, column, columns, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """the tile of that number of one matrix, whose first output is `column` of y's `columns`"""
@@ -185,14 +185,14 @@ def decode_tile(
     m = tile % row_tiles * BM + tl.arange(0, BM)
     m_ok = m < M
     n_ok = n < N
-    u0 = tl.program_id(1) * SPLIT_UNITS
+    u0 = tl.program_id(1) * units
     count_ptr = counter(packed_ptr, np_, kp, tile, P, TOTAL, GROUP)
     if EARLY:
         # Programmatic dependent launch (Hopper and later): this program may run while the kernels before it drain.
         # Until they are complete it uses nothing but weights: it brings its first AHEAD units to the L2.
         gdc_launch_dependents()
         _prefetch_ahead(packed_ptr, bits_ptr, np_, kp, n0, BN, m, m_ok, u0, PRECISIONS, PARTS, GROUP, UNIT, AHEAD)
-        if SPLITS > 1:
+        if SPLIT:
             _prefetch(count_ptr)
         gdc_wait()
     serves = serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS)
@@ -205,41 +205,40 @@ def decode_tile(
             if (P <= 3 and (top > 0 or mixed == 0)) or (P > 3 and top == P - 1 and mixed == 1):
                 if (highest >= 0) & ((P > 3) | ((highest == top) & ((lowest < top) == (mixed == 1)))):
                     acc = _loop(
-                        quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, u0, SPLIT_UNITS, PRECISIONS,
+                        quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, u0, units, PRECISIONS,
                         PARTS, GROUP, UNIT, top, mixed, STAGES, ASM,
                     )  # fmt: skip
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
-            steps: tl.constexpr = SPLIT_UNITS * (UNIT // 64)
-            exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, steps)
+            exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, units * (UNIT // 64))
             acc = tl.where((serves == P)[None, :], exact, acc)
     at = m.to(tl.int64)[None, :] * columns + column + n[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]
     size = M.to(tl.int64) * columns
-    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], size, SPLITS)
+    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], size, SPLIT)
 
 
-@triton.jit(do_not_specialize=["M", "exponent"])
+@triton.jit(do_not_specialize=["M", "exponent", "units"])
 def decode_kernel(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
-    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
     AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """one matrix"""
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp,
-        exponent, tl.program_id(0), 0, N, PRECISIONS, PARTS, GROUP, UNIT, SPLITS, SPLIT_UNITS, BN, BM, STAGES, EARLY,
-        AHEAD, ASM,
+        exponent, units, tl.program_id(0), 0, N, PRECISIONS, PARTS, GROUP, UNIT, SPLIT, BN, BM, STAGES, EARLY, AHEAD,
+        ASM,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "N0", "N1", "N2", "exponent0", "exponent1", "exponent2"])
+@triton.jit(do_not_specialize=["M", "N0", "N1", "N2", "exponent0", "exponent1", "exponent2", "units"])
 def decode_three_kernel(
     x_ptr, quantised_ptr, packed0_ptr, packed1_ptr, packed2_ptr, bits0_ptr, bits1_ptr, bits2_ptr, original0_ptr,
     original1_ptr, original2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, y_ptr, parts_ptr, M, N0, N1, N2, K, kp, exponent0,
-    exponent1, exponent2, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    exponent1, exponent2, units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """up to three matrices that read the same x, their results side by side; of two, N2 is 0"""
@@ -281,6 +280,6 @@ def decode_three_kernel(
             bias_ptr = bias1_ptr
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K,
-        tl.cdiv(N, 64) * 64, kp, exponent, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT, SPLITS,
-        SPLIT_UNITS, BN, BM, STAGES, EARLY, AHEAD, ASM,
+        tl.cdiv(N, 64) * 64, kp, exponent, units, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT,
+        SPLIT, BN, BM, STAGES, EARLY, AHEAD, ASM,
     )  # fmt: skip

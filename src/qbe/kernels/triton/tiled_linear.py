@@ -112,10 +112,10 @@ def tiled_linear(
             _prefill(x[to], tiled, bits[to], original, bias, layout, exponent, y[to], rows, inputs, common)
         return
     if m <= DECODE_ROWS and x.dtype != torch.float32:
-        grid, config, common, sums = decode_launch(y, (n,), inputs, group_size, layout)
+        grid, units, constants, sums = decode_launch(y, (n,), inputs, group_size, layout)
         decode_kernel[grid](
             x, quantised(x, inputs, group_size), tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent,
-            **common, **config,
+            units, **constants,
         )  # fmt: skip
         return
     config = rows_config(m, n, inputs // 64, len(layout.parts), x.dtype, processors)
@@ -151,16 +151,21 @@ def _early(device: torch.device) -> dict[str, bool]:
 
 def decode_launch(
     y: torch.Tensor, outputs: Sequence[int], inputs: int, group: int, layout: SliceLayout
-) -> tuple[tuple[int, int], dict[str, Any], dict[str, Any], torch.Tensor]:
-    """Grid, configuration, what the layout fixes and the memory of split sums, for weights of these many outputs."""
+) -> tuple[tuple[int, int], int, dict[str, Any], torch.Tensor]:
+    """Grid, units of a part, the kernel's constants and the memory of split sums, for weights of these many outputs.
+
+    How a sum is split is no constant of the kernel: one compilation then serves matrices of many shapes.
+    """
     m, n = y.shape
-    config = decode_config(m, n, inputs // unit(layout), len(layout.parts), _device(y.device)[0])
+    config = dict(decode_config(m, n, inputs // unit(layout), len(layout.parts), _device(y.device)[0]))
+    sums = _sums(y, config)
+    splits, units = config.pop("SPLITS"), config.pop("SPLIT_UNITS")
     tiles = sum(-(-o // config["BN"]) for o in outputs)
-    common = {
+    constants = {
         "PRECISIONS": layout.precisions, "PARTS": _parts(layout), "GROUP": group, "UNIT": unit(layout),
-        "ASM": y.device.type == "cuda", **_early(y.device),
+        "SPLIT": splits > 1, "ASM": y.device.type == "cuda", **config, **_early(y.device),
     }  # fmt: skip
-    return (tiles * -(-m // config["BM"]), config["SPLITS"]), config, common, _sums(y, config)
+    return (tiles * -(-m // config["BM"]), splits), units, constants, sums
 
 
 def _prefill(

@@ -106,7 +106,7 @@ def rows_kernel(
     at = m.to(tl.int64)[:, None] * N + n[None, :]
     bias = load_bias(bias_ptr, n, n_ok)[None, :]
     count_ptr = counter(packed_ptr, np_, kp, tl.program_id(0), P, TOTAL, GROUP)
-    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[None, :] & m_ok[:, None], M.to(tl.int64) * N, SPLITS)
+    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[None, :] & m_ok[:, None], M.to(tl.int64) * N, SPLITS > 1)
 
 
 @triton.jit(do_not_specialize=["M", "exponent", "LOW", "HIGH"])
