@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import struct
+import tempfile
 import time
 from pathlib import Path
 
@@ -70,6 +72,16 @@ def test_gguf_details(tiny_gguf: Path, tmp_path: Path) -> None:
     again = load_model(tmp_path, progress=False)
     assert again.dtype is torch.bfloat16
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), loaded.model.parameters(), strict=True))
+
+
+def test_no_temporary_folder_is_one_line(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(**_: object) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", none)
+    with pytest.raises(QBEError) as e:
+        load_model(tiny_gguf, progress=False)
+    one_line(e, "No usable temporary directory", "TMPDIR", "free some space")
 
 
 def test_name_map_equals_transformers() -> None:
