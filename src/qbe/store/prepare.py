@@ -18,10 +18,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
+from transformers import PreTrainedConfig
 
 import qbe
 from qbe.errors import QBEError
 from qbe.models import cache_dir, load_model, pull
+from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
 from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store import checkpoint, sensitivity
@@ -122,6 +124,8 @@ def prepare_in_memory(
     name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     if nested_linears(model):
         raise QBEError(f"{name} is nested already; one model serves one engine, load it again for another")
+    if isinstance(config := getattr(model, "config", None), PreTrainedConfig):
+        check_limits(config, name)
     table = nest_model(model.eval().requires_grad_(False), name, NestedWeightConfig(), progress=progress)
     place(model, device, "device")
     if need_sensitivity:  # before originals leave the device: the measurement reads all of them again and again
