@@ -263,5 +263,10 @@ def test_a_closed_engine_and_a_nested_model_are_refused() -> None:
     for name in ("kv_tokens", "max_batch_tokens", "max_sequences"):
         with pytest.raises(QBEError, match=name):
             Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", **{name: 0})
+    for size in (1.5, 2**40):
+        with pytest.raises(QBEError, match="kv_tokens"):
+            Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", kv_tokens=size)
+    with pytest.raises(QBEError, match="do not fit into the memory"):
+        Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", kv_tokens=2**39)
     with pytest.raises(QBEError, match="keeps its dtype"):
         Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", dtype="bfloat16")

@@ -84,5 +84,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         with replacing(path) as file:
             file.write(text.encode("utf-8", "replace"))
+    except BrokenPipeError:
+        raise  # `/dev/stdout`, and its reader has enough: the command line's business
     except OSError as error:
         raise QBEError(f"'{path}' cannot be written: {reason(error)}") from error
