@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from qbe.records import RecordStore
+from records_samples import record
+
 
 def qbe(*args: str | bytes, stdin: bytes | None = None, home: Path | None = None) -> subprocess.CompletedProcess[bytes]:
     environment = dict(os.environ, NO_COLOR="1")
@@ -214,6 +217,7 @@ def test_a_closed_pipe_ends_a_command_quietly(nested: str, home: Path, command: 
         command = [*command, nested]
     elif command[0] in ("generate", "chat", "explain", "info"):
         command = [*command, "--model", nested]
+    RecordStore(home / "records.sqlite").append(record())
     environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"))
     read, write = os.pipe()
     os.close(read)

@@ -73,7 +73,7 @@ def test_bad_requests(three: RecordStore, tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(QBEError, match="No such file"):
         export(three, tmp_path / "none" / "x", "jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(QBEError, match=r"pip install 'qbe\[parquet\]'"):
+    with pytest.raises(QBEError, match="'pip install pyarrow'"):
         export(three, tmp_path / "x", "parquet")
     assert list(tmp_path.glob("*x*")) == []
 

@@ -348,7 +348,7 @@ def _print_json(value: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 for an interrupt, 141 after `| head`."""
+    """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 interrupted, 141 after `| head`."""
     warnings.showwarning = _warn  # type: ignore[assignment]
     try:
         if sys.stdout is None:
