@@ -97,8 +97,12 @@ def _reason(error: Exception) -> str:
     return reason(OSError(int(number[1]), "")) if number else " ".join(str(error).split())
 
 
-def write_nested(folder: Path, model: nn.Module, model_name: str) -> None:
-    """Writes the nested tensors of `model` and the manifest into a folder that already holds the 16-bit model."""
+def write_nested(folder: Path, model: nn.Module, model_name: str, source: Mapping[str, Any] | None = None) -> None:
+    """Writes the nested tensors of `model` and the manifest into a folder that already holds the 16-bit model.
+
+    Args:
+        source: of a store in the cache, what it was made from (`qbe.store.superseded`).
+    """
     nested = {name: weight for name, _, weight in nested_linears(model)}
     if not nested:
         raise QBEError(f"{model_name} has no linear layer that can be nested; there is nothing to write")
@@ -129,6 +133,7 @@ def write_nested(folder: Path, model: nn.Module, model_name: str) -> None:
         "model": model_name,
         "group_size": first.group_size,
         "slices": list(first.slices),
+        **({"source": dict(source)} if source is not None else {}),
         "files": files,
         "sites": sites,
     }

@@ -28,7 +28,8 @@ def quantise(weight: torch.Tensor, layout: SliceLayout, group_size: int) -> tupl
         codes uint8 [N, Kp], meta uint8 [2P, N, G] and the matrix's scale exponent (`qbe.store.scales`).
 
     Raises:
-        QBEError: not a matrix, nothing in it (or on the meta device), NaN or infinity in it, or a group size that is no multiple of 64.
+        QBEError: not a matrix, nothing in it, no numbers yet (meta device), NaN or infinity in it, or a group size
+            that is no multiple of 64.
     """
     check_group_size(group_size)
     if weight.dim() != 2:

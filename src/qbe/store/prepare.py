@@ -26,7 +26,7 @@ from qbe.models import cache_dir, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
 from qbe.sites import NESTABLE_ROLES, SiteTable
-from qbe.store import checkpoint, sensitivity
+from qbe.store import checkpoint, sensitivity, superseded
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.placement import place
 from qbe.tagger import tag
@@ -86,23 +86,35 @@ def prepare(
         QBEError: whatever is wrong with the model or its files.
     """
     path = pull(str(name), progress=progress)
-    folder = store_folder(str(name), progress=progress)
+    for _ in range(3):
+        folder = store_folder(str(name), progress=progress)
+        with superseded.in_use(folder) as there:
+            if there:
+                return _from_store(path, folder, str(name), dtype, device, originals, need_sensitivity, progress)
+    raise QBEError(f"{folder} vanishes whenever it is made; is another program cleaning that folder?")
+
+
+def _from_store(
+    path: Path, folder: Path, name: str, dtype: str | torch.dtype, device: torch.device, originals: str,
+    need_sensitivity: bool, progress: bool,
+) -> PreparedModel:  # fmt: skip
+    """The model at `path` with the store in `folder`."""
     loaded = load_model(path, dtype=dtype, progress=progress)
-    table = tag(loaded.model, name=str(name))
+    table = tag(loaded.model, name=name)
     manifest = checkpoint.attach(loaded.model, folder)
     if missing := set(nestable(table)) - set(manifest.sites):
         raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; run 'qbe quantize' again")
     table = with_store(table, loaded.model)
     measured = checkpoint.read_sensitivity(folder)
     if measured is None and need_sensitivity:
-        measured = measure_into(folder, path, str(name), device, progress=progress)
+        measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
         for site in table.nested:
             if not set(site.gears) <= set(measured.get(site.name, {})):
                 raise QBEError(f"the sensitivities in {folder} lack {site.name}; delete sensitivity.json there")
         table = table.with_sensitivity(measured)
     place(loaded.model, device, originals)
-    return PreparedModel(loaded.model, loaded.tokenizer, table, str(name))
+    return PreparedModel(loaded.model, loaded.tokenizer, table, name)
 
 
 def prepare_in_memory(
@@ -150,10 +162,11 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
         nest_model(loaded.model, name, config, progress=progress)
         try:
             with checkpoint.writing(folder) as partial:
-                checkpoint.write_nested(partial, loaded.model, name)
+                checkpoint.write_nested(partial, loaded.model, name, superseded.source_of(path))
         except QBEError:
             if not checkpoint.is_checkpoint(folder):  # else another process finished the same store first
                 raise
+        superseded.prune(folder)
     return folder
 
 
