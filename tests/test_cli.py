@@ -84,7 +84,9 @@ def test_info_and_records(nested: str, home: Path, tmp_path: Path) -> None:
     assert described["unknown"] == []
     assert described["store"]["checksums_verified"]
     assert "output_head" in qbe("info", "--model", nested, home=home).stdout.decode()
-    assert qbe("generate", "hi", "--model", nested, "--max-tokens", "2", home=home).returncode == 0
+    done = qbe("generate", "hi", "--model", nested, "--max-tokens", "2", home=home)
+    assert done.returncode == 0
+    assert done.stderr.count(b"\n") == 1  # the summary is one line, however wide
     rows = json.loads(qbe("records", "--json", home=home).stdout)
     assert rows[0]["completion_tokens"] == 2
     assert "records" in qbe("records", home=home).stdout.decode()
@@ -136,6 +138,7 @@ def test_pull_prints_where_a_folder_is(tiny_folder: Path, home: Path) -> None:
         (["generate"], "argument"),
         (["nonsense"], "nonsense"),
         (["records", "--limit", "0"], "--limit"),
+        (["records", "--format", "csv"], "--export FILE"),
     ],
 )
 def test_bad_input_without_a_model(args: list[str | bytes], says: str, home: Path) -> None:

@@ -206,6 +206,15 @@ def test_chat_messages_use_the_template(engine: Engine) -> None:
     assert asked.prompt_tokens == plain.prompt_tokens
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ oh", "{{ messages[0].a.b }}"])
+def test_a_chat_template_that_fails_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    with pytest.raises(QBEError, match="the chat template of LlamaForCausalLM fails") as error:
+        engine.generate([{"role": "user", "content": FACT}])
+    assert "\n" not in str(error.value)
+    assert not engine.core.has_work()
+
+
 def test_bad_arguments() -> None:
     model = tiny_llama()
     with pytest.raises(QBEError, match="needs its tokenizer"):

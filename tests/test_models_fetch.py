@@ -49,6 +49,8 @@ def test_local_paths_are_taken_as_they_are(tiny_gguf: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "word"),
     [
+        ("", "name is empty"),
+        (" ", "name is empty"),
         ("nonsense", "unknown model 'nonsense'"),
         ("org/nothing", "not reachable"),
         ("missing.gguf", "no such file"),

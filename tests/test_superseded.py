@@ -154,3 +154,21 @@ def test_a_linked_model_is_the_model(cache: Path, tmp_path: Path) -> None:
     touch(tmp_path / "real")
     load(tmp_path / "link")
     assert len(stores(cache)) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "manifest"])
+def test_a_damaged_store_in_the_cache_says_what_to_delete(cache: Path, model: Path, damage: str) -> None:
+    load(model)
+    (store,) = cache.iterdir()
+    codes = next(store.glob("nested-*"))
+    if damage == "cut":
+        codes.write_bytes(codes.read_bytes()[:1000])
+    elif damage == "gone":
+        codes.unlink()
+    else:
+        (store / "qbe.json").write_text("{")
+    with pytest.raises(qbe.QBEError, match=f"delete {store}, and it is made anew") as error:
+        load(model)
+    assert "quantize" not in str(error.value)
+    shutil.rmtree(store)
+    load(model)

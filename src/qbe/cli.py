@@ -248,6 +248,8 @@ def records(
         count = write(store, None if str(export) == "-" else export, format)
         err.print(f"wrote {count} records to {export}", markup=False, highlight=False)
         return
+    if format != "jsonl":
+        raise QBEError("--format says how --export writes; give --export FILE too, or --json to list as JSON")
     if not 1 <= limit <= 1_000_000:
         raise QBEError(f"--limit {limit} is out of range; give 1 to 1000000, or --export for all")
     rows = store.list(limit)
@@ -340,7 +342,7 @@ def _summary(result: Result) -> None:
         f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s",
         style="dim",
     )
-    err.print(line)
+    err.print(line, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from jinja2 import TemplateError
 from torch import nn
 
 from qbe import policies
@@ -292,6 +293,9 @@ class Engine:
                 whole = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
                 ids = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
                 words = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except TemplateError as error:  # a damaged template, or one that refuses these roles
+            said = " ".join(str(error).split())[:200]
+            raise QBEError(f"the chat template of {self.name} fails ({said}); give the prompt as plain text") from error
         except UnicodeEncodeError as error:
             raise QBEError(f"the prompt is not valid UTF-8 (character {error.start}); convert it first") from None
         except (TypeError, ValueError) as error:  # what tokenizers raise for lone surrogates and odd types

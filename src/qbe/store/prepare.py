@@ -89,8 +89,15 @@ def prepare(
     for _ in range(3):
         folder = store_folder(str(name), progress=progress)
         with superseded.in_use(folder) as there:
-            if there:
+            if not there:
+                continue
+            try:
                 return _from_store(path, folder, str(name), dtype, device, originals, need_sensitivity, progress)
+            except QBEError as error:
+                if folder == path:
+                    raise
+                remedy = f"delete {folder}, and it is made anew"  # nobody ran 'qbe quantize' for what is in the cache
+                raise QBEError(str(error).replace(checkpoint.AGAIN, remedy)) from error
     raise QBEError(f"{folder} vanishes whenever it is made; is another program cleaning that folder?")
 
 
@@ -103,7 +110,7 @@ def _from_store(
     table = tag(loaded.model, name=name)
     manifest = checkpoint.attach(loaded.model, folder)
     if missing := set(nestable(table)) - set(manifest.sites):
-        raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; run 'qbe quantize' again")
+        raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; {checkpoint.AGAIN}")
     table = with_store(table, loaded.model)
     measured = checkpoint.read_sensitivity(folder)
     if measured is None and need_sensitivity:
