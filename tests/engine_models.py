@@ -18,6 +18,10 @@ NO_SITES = SiteTable(())
 NO_BLUEPRINT = Blueprint("none", (), (), ())
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+FACT = "What is the capital of France?"
+ARITHMETIC = "Tom has 3 apples, buys 5 more and gives 2 away. How many are left? Explain each step."
+CODE = "Write a Python function that reverses a linked list."
+
 _TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,

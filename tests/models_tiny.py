@@ -6,9 +6,12 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from qbe.errors import QBEError
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 64, 2, 4, 2, 96
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -102,3 +105,11 @@ def write_gguf(
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def one_line(error: pytest.ExceptionInfo[QBEError], *words: str) -> None:
+    """The error is one line and says these words."""
+    text = str(error.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from qbe.records import RecordStore
+from records_samples import record
+
 
 def qbe(*args: str | bytes, stdin: bytes | None = None, home: Path | None = None) -> subprocess.CompletedProcess[bytes]:
     environment = dict(os.environ, NO_COLOR="1")
@@ -81,7 +84,9 @@ def test_info_and_records(nested: str, home: Path, tmp_path: Path) -> None:
     assert described["unknown"] == []
     assert described["store"]["checksums_verified"]
     assert "output_head" in qbe("info", "--model", nested, home=home).stdout.decode()
-    assert qbe("generate", "hi", "--model", nested, "--max-tokens", "2", home=home).returncode == 0
+    done = qbe("generate", "hi", "--model", nested, "--max-tokens", "2", home=home)
+    assert done.returncode == 0
+    assert done.stderr.count(b"\n") == 1  # the summary is one line, however wide
     rows = json.loads(qbe("records", "--json", home=home).stdout)
     assert rows[0]["completion_tokens"] == 2
     assert "records" in qbe("records", home=home).stdout.decode()
@@ -123,12 +128,17 @@ def test_pull_prints_where_a_folder_is(tiny_folder: Path, home: Path) -> None:
         (["generate", "hi", "--tier", "gold"], "tier"),
         (["generate", "hi", "--bits", "99"], "out of range"),
         (["generate", "hi", "--bits", "many"], "--bits"),
-        (["generate", "hi", "--max-tokens", "0"], "max_tokens"),
-        (["generate", "hi", "--top-p", "2"], "top_p"),
+        (["generate", "hi", "--max-tokens", "0"], "qbe: --max-tokens is 0"),
+        (["generate", "hi", "--top-p", "2"], "qbe: --top-p is 2"),
+        (["chat", "--repetition-penalty", "0"], "qbe: --repetition-penalty is 0"),
+        (["generate", "hi", "--seed", "-1"], "qbe: --seed is -1"),
+        (["generate", "hi", "--kv-tokens", "0"], "qbe: --kv-tokens is 0"),
+        (["chat", "--kv-tokens", "many"], "--kv-tokens"),
         (["generate", "hi", "--policy", "nope"], "policy"),
         (["generate"], "argument"),
         (["nonsense"], "nonsense"),
         (["records", "--limit", "0"], "--limit"),
+        (["records", "--format", "csv"], "--export FILE"),
     ],
 )
 def test_bad_input_without_a_model(args: list[str | bytes], says: str, home: Path) -> None:
@@ -177,3 +187,56 @@ def test_bad_input_with_a_model(nested: str, home: Path, tmp_path: Path, tiny_fo
     )
     assert "cannot be written" in refused("explain", "hi", *at, "--html", str(tmp_path / "no" / "x.html"), home=home)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_size_of_the_kv_cache_is_an_option(nested: str, home: Path) -> None:
+    at = ["--model", nested, "--max-tokens", "20"]
+    message = refused("generate", "hello there", *at, "--kv-tokens", "16", home=home)
+    assert "KV cache of 16 tokens" in message
+    assert "lower --max-tokens or raise --kv-tokens" in message
+    assert qbe("generate", "hello there", *at, "--kv-tokens", "32", home=home).returncode == 0
+    said = qbe("chat", *at, "--kv-tokens", "16", stdin=b"hello\n", home=home)
+    assert "raise --kv-tokens" in said.stderr.decode()
+    assert "do not fit into the memory" in refused("generate", "hi", *at, "--kv-tokens", str(10**11), home=home)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "hello", "--max-tokens", "3"],
+        ["chat", "--max-tokens", "3", "--json"],
+        ["explain", "hello"],
+        ["explain", "hello", "--html", "/dev/stdout"],
+        ["info", "--json"],
+        ["pull"],
+        ["records"],
+        ["records", "--export", "-"],
+        ["--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_ends_a_command_quietly(nested: str, home: Path, command: list[str]) -> None:
+    if command[0] == "pull":
+        command = [*command, nested]
+    elif command[0] in ("generate", "chat", "explain", "info"):
+        command = [*command, "--model", nested]
+    RecordStore(home / "records.sqlite").append(record())
+    environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"))
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "qbe", *command], stdout=write, stderr=subprocess.PIPE, input=b"hello\n",
+            env=environment, timeout=300,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_closed_standard_output_is_one_line(nested: str, home: Path) -> None:
+    code = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'qbe', 'pull', sys.argv[1]])"
+    done = subprocess.run([sys.executable, "-c", code, nested], stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"qbe: standard output is closed")
+    assert done.stderr.count(b"\n") == 1

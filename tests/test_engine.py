@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import qbe
 from conftest import byte_tokenizer, tiny_llama
+from engine_models import ARITHMETIC, CODE, FACT
 from qbe import Budget, Engine, QBEError, Request, SamplingParams
 from qbe.records import RecordStore
 from qbe.store.nested_tensor import nested_linears
-
-FACT = "What is the capital of France?"
-ARITHMETIC = "Tom has 3 apples, buys 5 more and gives 2 away. How many are left? Explain each step."
-CODE = "Write a Python function that reverses a linked list."
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,7 @@ def test_three_kinds_of_query_get_three_blueprints(engine: Engine) -> None:
 @pytest.mark.parametrize("bits", [4.5, 5.0, 6.3, 8.0])
 def test_budgets_are_met(engine: Engine, bits: float) -> None:
     average = engine.explain(FACT, budget=Budget(bits=bits)).average_bits
-    # tiny layers are large steps; a real model meets 0.05 (tests/test_policies.py and the default model below)
+    # tiny layers are large steps; a real model meets 0.05 (tests/test_policies.py, tests/test_engine_default_model.py)
     assert average <= bits + 1e-6
     assert average > bits - 0.35
 
@@ -210,6 +206,15 @@ def test_chat_messages_use_the_template(engine: Engine) -> None:
     assert asked.prompt_tokens == plain.prompt_tokens
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ oh", "{{ messages[0].a.b }}"])
+def test_a_chat_template_that_fails_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    with pytest.raises(QBEError, match="the chat template of LlamaForCausalLM fails") as error:
+        engine.generate([{"role": "user", "content": FACT}])
+    assert "\n" not in str(error.value)
+    assert not engine.core.has_work()
+
+
 def test_bad_arguments() -> None:
     model = tiny_llama()
     with pytest.raises(QBEError, match="needs its tokenizer"):
@@ -267,44 +272,10 @@ def test_a_closed_engine_and_a_nested_model_are_refused() -> None:
     for name in ("kv_tokens", "max_batch_tokens", "max_sequences"):
         with pytest.raises(QBEError, match=name):
             Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", **{name: 0})
+    for size in (1.5, 2**40):
+        with pytest.raises(QBEError, match="kv_tokens"):
+            Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", kv_tokens=size)
+    with pytest.raises(QBEError, match="do not fit into the memory"):
+        Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", kv_tokens=2**39)
     with pytest.raises(QBEError, match="keeps its dtype"):
         Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", dtype="bfloat16")
-
-
-# ------------------------------------------------------------------------------------------- with the default model
-
-PROMPTS = [
-    "The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "The first president of",
-    "In 1969, the first man", "2 + 2 =", "The largest planet is", "To make bread you need", "import numpy as np\n",
-    "Q: What is photosynthesis?\nA:", "Dear Sir or Madam,", "The opposite of hot is", "SELECT name FROM",
-    "My favourite colour is", "The speed of light", "A haiku about rain:", "Monday, Tuesday,", "Roses are red,",
-    "The mitochondria is the",
-]  # fmt: skip
-
-
-@pytest.mark.model
-def test_default_model_at_16_bits_is_transformers_for_20_prompts(default_model: Path, device: torch.device) -> None:
-    plain = qbe.models.load_model(default_model, dtype="float32", progress=False)
-    plain.model.to(device)
-    engine = Engine(policy="uniform", dtype="float32", device=device.type, records=False, max_sequences=20)
-    params = SamplingParams(max_tokens=64)
-    ours = engine.generate_batch([Request(p, params, Budget(bits=16)) for p in PROMPTS])
-    for prompt, result in zip(PROMPTS, ours, strict=True):
-        ids = plain.tokenizer(prompt, return_tensors="pt").to(device)
-        theirs = plain.model.generate(**ids, max_new_tokens=64, do_sample=False)
-        assert result.token_ids == theirs[0, ids["input_ids"].shape[1] :].tolist(), prompt
-
-
-@pytest.mark.model
-def test_default_model_end_to_end(default_model: Path, device: torch.device) -> None:
-    engine = Engine(device=device.type, records=False)
-    three = [engine.explain(p) for p in (FACT, ARITHMETIC, CODE)]
-    assert len({e.blueprint.key for e in three}) == 3
-    for bits in (4.3, 5.0, 6.5, 8.0, 11.0):
-        assert bits - 0.05 <= engine.explain(FACT, budget=Budget(bits=bits)).average_bits <= bits + 1e-6
-    message = [{"role": "user", "content": FACT}]
-    answer = engine.generate(message, SamplingParams(max_tokens=30), budget=Budget(bits=8))
-    assert "Paris" in answer.text
-    assert answer.finish_reason == "stop"
-    assert answer.bytes_per_token < 0.56 * three[0].bytes_per_token_16bit
-    assert engine.generate(message, SamplingParams(max_tokens=30)).bytes_per_token < answer.bytes_per_token

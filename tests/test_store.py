@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -183,6 +185,56 @@ def test_bad_weights_are_refused_in_one_line(device: torch.device, bad: str) -> 
     with pytest.raises(QBEError) as error:
         NestedTensor.from_weight(weight, group_size=group)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_a_weight_are_refused(shape: tuple[int, int]) -> None:
+    model = nn.Sequential(nn.Linear(shape[1], shape[0]))
+    with pytest.raises(QBEError, match="no weight that could be nested") as error:
+        quantize_(model, NestedWeightConfig())
+    assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_not_there_yet_are_refused() -> None:
+    with pytest.raises(QBEError, match="meta device"):
+        quantize_(nn.Sequential(nn.Linear(64, 8, device="meta")), NestedWeightConfig())
+
+
+def test_nesting_twice_is_refused_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8))
+    quantize_(model, NestedWeightConfig())
+    before = [layer.weight.packed.data_ptr() for layer in model]
+    with pytest.raises(QBEError, match="64 inputs and 32 outputs is nested already") as error:
+        quantize_(model, NestedWeightConfig(slices=(3, 3)))
+    assert "\n" not in str(error.value)
+    assert [layer.weight.packed.data_ptr() for layer in model] == before
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_nested_state_dict_is_saved_and_loaded_as_weights_only(
+    device: torch.device, tmp_path: Path, keep: bool
+) -> None:
+    def model(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(100, 32), nn.Linear(32, 8)).to(device).bfloat16().requires_grad_(False)
+
+    saved = model(0)
+    config = NestedWeightConfig(slices=(3, 1, 2), keep_original=keep)
+    quantize_(saved, config)
+    saved[0].weight.bits.fill_(4)
+    torch.save(saved.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    loaded = model(1)
+    loaded.load_state_dict(state, assign=True)
+    x = torch.randn(3, 100, device=device).bfloat16()
+    assert torch.equal(loaded(x), saved(x))
+    assert loaded[0].weight.gears == ((3, 4, 6, 16) if keep else (3, 4, 6))
+    assert loaded[0].weight.bits.tolist() == [4]
+    over = model(2)
+    quantize_(over, config)
+    over.load_state_dict(state)
+    assert torch.equal(over(x), saved(x))
 
 
 def test_nest_leaves_other_layers_alone_and_to_keeps_the_parts_together(device: torch.device) -> None:

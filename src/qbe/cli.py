@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -41,6 +44,7 @@ Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (Open
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Originals = Annotated[str, typer.Option(help="where 16-bit weights live when the device is a GPU: device or host")]
+KVTokens = Annotated[int | None, typer.Option(help="size of the KV cache in tokens; left out, one that fits")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="take the likeliest token (the same as --temperature 0)")]
 MaxTokens = Annotated[int, typer.Option(help="tokens to write at most")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy")]
@@ -75,15 +79,15 @@ def options(version: Version = False) -> None:
 def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
-    max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95,
-    min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, chat: Chat = False,
-    as_json: Json = False,
+    kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
+    top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
+    chat: Chat = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text."""
     text = _prompt(prompt)
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
     budget = _budget(bits, tier)
-    with _engine(model, policy, dtype, device, originals, max_sequences=1) as engine:
+    with _engine(model, policy, dtype, device, originals, kv_tokens) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         result = _stream(engine, asked, params, budget, quiet=as_json)
     if as_json:
@@ -98,8 +102,8 @@ def generate(
 def chat_command(
     model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
-    max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95,
-    min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, as_json: Json = False,
+    kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
+    top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
@@ -107,7 +111,7 @@ def chat_command(
     """
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
     budget = _budget(bits, tier)
-    with _engine(model, policy, dtype, device, originals, max_sequences=1) as engine:
+    with _engine(model, policy, dtype, device, originals, kv_tokens) as engine:
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
         if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone
@@ -131,7 +135,7 @@ def chat_command(
                 if result.error is not None:
                     raise QBEError(result.error)
             except QBEError as error:  # a message too long, say: the conversation so far is kept
-                err.print(f"qbe: {error}", style="red", markup=False, highlight=False)
+                _say(_with_options(str(error)), "red")
                 continue
             except KeyboardInterrupt:
                 err.print("(stopped)")
@@ -152,7 +156,7 @@ def explain(
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
     budget = _budget(bits, tier)
-    with _engine(model, policy, "auto", "cpu", "device", max_sequences=1) as engine:
+    with _engine(model, policy, "auto", "cpu", "device") as engine:
         found = engine.explain([{"role": "user", "content": text}] if chat else text, budget=budget)
     if html is not None:
         from qbe.explain.html import render as page
@@ -246,6 +250,8 @@ def records(
         count = write(store, None if str(export) == "-" else export, format)
         err.print(f"wrote {count} records to {export}", markup=False, highlight=False)
         return
+    if format != "jsonl":
+        raise QBEError("--format says how --export writes; give --export FILE too, or --json to list as JSON")
     if not 1 <= limit <= 1_000_000:
         raise QBEError(f"--limit {limit} is out of range; give 1 to 1000000, or --export for all")
     rows = store.list(limit)
@@ -261,14 +267,16 @@ def _about(model: str, verify: bool = False) -> dict[str, Any]:
     return about(model, verify=verify, progress=err.is_terminal)
 
 
-def _engine(model: str, policy: str, dtype: str, device: str, originals: str, max_sequences: int) -> Engine:
+def _engine(
+    model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None
+) -> Engine:  # fmt: skip
     from transformers.utils import logging
 
     from qbe.engine.engine import Engine
 
     logging.set_verbosity_error()  # its advice on optional kernels would stand in the middle of an answer
     return Engine(
-        model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=max_sequences,
+        model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=1, kv_tokens=kv_tokens,
         progress=err.is_terminal,
     )  # fmt: skip
 
@@ -336,7 +344,7 @@ def _summary(result: Result) -> None:
         f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s",
         style="dim",
     )
-    err.print(line)
+    err.print(line, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:
@@ -344,18 +352,26 @@ def _print_json(value: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 when interrupted."""
+    """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 interrupted, 141 after `| head`."""
     warnings.showwarning = _warn  # type: ignore[assignment]
     try:
+        if sys.stdout is None:
+            raise QBEError("standard output is closed; redirect it to a file, or to /dev/null to discard it")
         code = app(argv, standalone_mode=False)
         sys.stdout.flush()
     except QBEError as error:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except BrokenPipeError:  # `qbe records --json | head`
-        sys.stderr.close()
-        sys.exit(0)
+    except (BrokenPipeError, SystemExit) as error:  # click and rich turn a closed pipe into exit code 1
+        if not _reader_left(error):
+            raise
+        # What a shell reports for a program that SIGPIPE ended, as it ends `cat`. The signal itself stays ignored: it
+        # would also end us when a connection to the hub breaks. What is still buffered goes nowhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.filename is not None:  # not a stream of ours: a defect that should be seen whole
             raise
@@ -368,10 +384,36 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(code if isinstance(code, int) else 0)
 
 
+def _reader_left(error: BaseException | None) -> bool:
+    """Whether a closed pipe is behind it: whoever read our output has enough."""
+    while error is not None and not isinstance(error, BrokenPipeError):
+        error = error.__context__
+    return error is not None
+
+
 def _warn(message: Warning | str, *_rest: Any) -> None:
-    err.print(f"qbe: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    _say(str(message), "yellow")
 
 
 def _fail(message: str) -> None:
-    err.print(f"qbe: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    _say(_with_options(message), "red")
     sys.exit(2)
+
+
+def _say(message: str, style: str) -> None:
+    err.print(f"qbe: {message}", style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _with_options(message: str) -> str:
+    """The message with the library's parameters named as options: `max_tokens` becomes `--max-tokens`.
+
+    A parameter of one word is a word of the language too, so it counts only as the subject: `seed is -1, but ...`.
+    """
+    commands = typer.main.get_group(app).commands.values()
+    names = {p.name for c in commands for p in c.params if any(o.startswith("--") for o in p.opts)}
+    long, short = ("|".join(n for n in names if ("_" in n) is wide) for wide in (True, False))
+    return re.sub(
+        rf"(?<![\w/.'\"-])(?:{long})(?![\w/.'\"-])|^(?:{short})(?= is )",
+        lambda found: "--" + found[0].replace("_", "-"),
+        message,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +13,32 @@ from typing import IO
 
 from qbe.errors import QBEError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SAYS_FULL = re.compile(r"No space left|quota exceeded|os error (28|122)\b", re.IGNORECASE)
+
+
+def disk_full(error: BaseException | str) -> bool:
+    """Whether an error, or one that it came from, or another program's message, says that a disk or quota is full.
+
+    Libraries wrap the system's error, those written in Rust as text alone.
+    """
+    if isinstance(error, str):
+        return _SAYS_FULL.search(error) is not None
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return True
+        if _SAYS_FULL.search(str(link)):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
 
 def reason(error: OSError) -> str:
     """What the system says, and what to do about it."""
-    if error.errno == errno.ENOSPC:
+    if error.errno in _FULL:
         return "the disk is full; free some space and try again"
     if error.errno == errno.EFBIG:
         return "the file would exceed the size limit that is set for this process; raise it and try again"
@@ -61,5 +84,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         with replacing(path) as file:
             file.write(text.encode("utf-8", "replace"))
+    except BrokenPipeError:
+        raise  # `/dev/stdout`, and its reader has enough: the command line's business
     except OSError as error:
         raise QBEError(f"'{path}' cannot be written: {reason(error)}") from error

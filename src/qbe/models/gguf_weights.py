@@ -72,7 +72,11 @@ def _temporary_folder() -> Iterator[str]:
     try:
         folder = tempfile.mkdtemp(prefix="qbe-gguf-")
     except OSError as e:
-        raise QBEError(f"no temporary folder can be made: {reason(e)}") from e
+        # Where all temporary folders are on a full disk, Python says that there is none.
+        raise QBEError(
+            f"no temporary folder can be made ({e.strerror or e}): free some space in /tmp, "
+            "or set TMPDIR to a folder that can be written"
+        ) from e
     try:
         yield folder
     finally:

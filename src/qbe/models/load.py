@@ -29,6 +29,7 @@ from transformers import (
 
 from qbe.errors import QBEError
 from qbe.models import folder_weights, gguf_weights
+from qbe.models.config_check import check_counts, check_limits, check_size
 from qbe.models.fetch import progress_bar
 from qbe.models.gguf_header import GGUFHeader, read_header
 from qbe.models.resolve import pull
@@ -117,6 +118,7 @@ def _load_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = read_header(path)
     config = gguf_weights.config_of(header)
+    check_limits(config, path)
     tokenizer = gguf_weights.tokenizer_of(header, config.model_type)
     skeleton = _skeleton(config, path)
     weights = gguf_weights.WeightLoader(header, skeleton).state_dict()
@@ -135,9 +137,12 @@ def _set_generation_ids(model: PreTrainedModel, header: GGUFHeader) -> None:
 def _load_folder(
     path: Path, dtype: torch.dtype | None, device: torch.device, progress: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if not (path / "config.json").is_file():
+        raise QBEError(f"{path} has no config.json: it is not a transformers model folder")
+    weights = folder_weights.lazy_state_dict(path)
+    check_counts(path, weights)  # even making the config takes as long as it has layers
     config = _folder_config(path)
     tokenizer = _folder_tokenizer(path)
-    weights = folder_weights.lazy_state_dict(path)
     skeleton = _skeleton(config, path)
     for name, parameter in skeleton.state_dict().items():
         if name in weights and tuple(parameter.shape) != weights[name].shape:
@@ -145,6 +150,7 @@ def _load_folder(
                 f"{path}: {name} has shape {weights[name].shape}, but config.json asks for {tuple(parameter.shape)}; "
                 f"the weights and the config belong to different models"
             )
+    check_size(path, skeleton, weights)
     dtype = dtype or _checkpoint_dtype(config, weights)
     model = _materialise(type(skeleton), config, weights, path, dtype, device, progress)
     if (path / "generation_config.json").is_file():
@@ -170,12 +176,15 @@ def _folder_config(path: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as e:
-        raise QBEError(f"{path / 'config.json'} cannot be used: {_first_line(e)}") from e
+        raise QBEError(
+            f"{path / 'config.json'} cannot be used ({_line(e)}); mend it or download the model again"
+        ) from e
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         method = (
             quantization.get("quant_method", "?") if isinstance(quantization, dict) else type(quantization).__name__
         )
         raise QBEError(f"{path} is already quantised ({method}); give QBE the unquantised checkpoint")
+    check_limits(config, path / "config.json")
     return config
 
 
@@ -285,3 +294,8 @@ def quiet() -> Iterator[None]:
 
 def _first_line(e: BaseException | None) -> str:
     return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+
+
+def _line(e: BaseException) -> str:
+    """All of a message that transformers spreads over several lines."""
+    return " ".join(str(e).split())[:200] or type(e).__name__

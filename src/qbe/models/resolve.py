@@ -41,6 +41,8 @@ def pull(name: str = DEFAULT_MODEL, *, progress: bool = True) -> Path:
     name = str(name)
     if name == DEFAULT_MODEL:
         return _pull_default(progress)
+    if not name.strip():
+        raise QBEError(f"the model's name is empty; give a folder, a .gguf file, a hub id or {DEFAULT_MODEL}")
     path = Path(name).expanduser()
     try:
         found = path.exists()

@@ -94,5 +94,5 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as e:
-        raise QBEError("Parquet needs pyarrow: pip install 'qbe[parquet]', or export as jsonl") from e
+        raise QBEError("Parquet needs pyarrow: 'pip install pyarrow', or export as jsonl") from e
     return pyarrow, pyarrow.parquet

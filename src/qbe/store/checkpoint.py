@@ -38,6 +38,7 @@ FORMAT = "qbe-nested"
 FORMAT_VERSION = 1
 MANIFEST = "qbe.json"
 SENSITIVITY = "sensitivity.json"
+AGAIN = "run 'qbe quantize' again"  # what to do about a folder that it wrote
 SHARD_BYTES = 5_000_000_000
 
 
@@ -97,8 +98,12 @@ def _reason(error: Exception) -> str:
     return reason(OSError(int(number[1]), "")) if number else " ".join(str(error).split())
 
 
-def write_nested(folder: Path, model: nn.Module, model_name: str) -> None:
-    """Writes the nested tensors of `model` and the manifest into a folder that already holds the 16-bit model."""
+def write_nested(folder: Path, model: nn.Module, model_name: str, source: Mapping[str, Any] | None = None) -> None:
+    """Writes the nested tensors of `model` and the manifest into a folder that already holds the 16-bit model.
+
+    Args:
+        source: of a store in the cache, what it was made from (`qbe.store.superseded`).
+    """
     nested = {name: weight for name, _, weight in nested_linears(model)}
     if not nested:
         raise QBEError(f"{model_name} has no linear layer that can be nested; there is nothing to write")
@@ -129,6 +134,7 @@ def write_nested(folder: Path, model: nn.Module, model_name: str) -> None:
         "model": model_name,
         "group_size": first.group_size,
         "slices": list(first.slices),
+        **({"source": dict(source)} if source is not None else {}),
         "files": files,
         "sites": sites,
     }
@@ -150,13 +156,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         raw = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise QBEError(f"{path} cannot be read ({error}); run 'qbe quantize' again") from error
+        raise QBEError(f"{path} cannot be read ({error}); {AGAIN}") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise QBEError(f"{path} does not describe a QBE checkpoint; run 'qbe quantize' again")
+        raise QBEError(f"{path} does not describe a QBE checkpoint; {AGAIN}")
     if raw.get("format_version") != FORMAT_VERSION:
         raise QBEError(
             f"{folder} was written in format version {raw.get('format_version')}, this QBE reads version "
-            f"{FORMAT_VERSION}; run 'qbe quantize' again or install a matching qbe"
+            f"{FORMAT_VERSION}; {AGAIN} or install a matching qbe"
         )
     try:
         sites = {
@@ -178,17 +184,14 @@ def read_manifest(folder: Path) -> Manifest:
             if Path(file).name != file:
                 raise ValueError(f"'{file}' is not a plain file name")
             if not (folder / file).is_file():
-                raise QBEError(f"{folder / file} is missing; run 'qbe quantize' again")
+                raise QBEError(f"{folder / file} is missing; {AGAIN}")
             have = (folder / file).stat().st_size
             if have != facts["bytes"]:
-                raise QBEError(
-                    f"{folder / file} is damaged: it has {have} bytes instead of {facts['bytes']}; "
-                    "run 'qbe quantize' again"
-                )
+                raise QBEError(f"{folder / file} is damaged: it has {have} bytes instead of {facts['bytes']}; {AGAIN}")
         if not {s.file for s in sites.values()} <= set(manifest.files):
             raise ValueError("a site lies in a file that is not listed")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise QBEError(f"{path} is damaged ({error!r}); run 'qbe quantize' again") from error
+        raise QBEError(f"{path} is damaged ({error!r}); {AGAIN}") from error
     return manifest
 
 
@@ -202,7 +205,7 @@ def verify(folder: Path) -> None:
     """Compares the checksums of the nested files. Raises QBEError at the first that differs."""
     for file, facts in read_manifest(folder).files.items():
         if sha256(folder / file) != facts["sha256"]:
-            raise QBEError(f"{folder / file} is damaged: its checksum differs; run 'qbe quantize' again")
+            raise QBEError(f"{folder / file} is damaged: its checksum differs; {AGAIN}")
 
 
 def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Manifest:
@@ -238,9 +241,7 @@ def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Man
                     if (tuple(packed.shape), tuple(meta.shape)) != wanted or {packed.dtype, meta.dtype} != {
                         torch.uint8
                     }:
-                        raise QBEError(
-                            f"{folder / file} is damaged: {name} has the wrong shape; run 'qbe quantize' again"
-                        )
+                        raise QBEError(f"{folder / file} is damaged: {name} has the wrong shape; {AGAIN}")
                     weight = module.weight.detach()
                     bits = torch.tensor([FULL_BITS if keep_original else layout.total_bits], dtype=torch.int32)
                     nested = NestedTensor(
@@ -249,7 +250,7 @@ def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Man
                     )  # fmt: skip
                     set_weight(module, nested)
         except (SafetensorError, OSError) as error:
-            raise QBEError(f"{folder / file} is damaged ({error}); run 'qbe quantize' again") from error
+            raise QBEError(f"{folder / file} is damaged ({error}); {AGAIN}") from error
     return manifest
 
 
@@ -276,4 +277,4 @@ def read_sensitivity(folder: Path) -> dict[str, dict[int, float]] | None:
             raise ValueError("a value is not a finite number")
         return table
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise QBEError(f"{path} is damaged ({error!r}); delete it and run 'qbe quantize' again") from error
+        raise QBEError(f"{path} is damaged ({error!r}); delete it, and it is measured again") from error

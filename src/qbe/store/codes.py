@@ -28,11 +28,16 @@ def quantise(weight: torch.Tensor, layout: SliceLayout, group_size: int) -> tupl
         codes uint8 [N, Kp], meta uint8 [2P, N, G] and the matrix's scale exponent (`qbe.store.scales`).
 
     Raises:
-        QBEError: not a matrix, NaN or infinity in it, or a group size that is no multiple of 64.
+        QBEError: not a matrix, nothing in it, no numbers yet (meta device), NaN or infinity in it, or a group size
+            that is no multiple of 64.
     """
     check_group_size(group_size)
     if weight.dim() != 2:
         raise QBEError(f"only matrices can be nested, not a tensor of shape {tuple(weight.shape)}")
+    if not weight.numel():
+        raise QBEError(f"a layer of shape {tuple(weight.shape)} has no weight that could be nested; filter it out")
+    if weight.is_meta:
+        raise QBEError("the weight is on the meta device and has no numbers; load the model first")
     if not torch.isfinite(weight).all():
         raise QBEError("the weight holds NaN or infinity; the checkpoint is damaged, fetch it again")
     n, k = weight.shape

@@ -117,6 +117,13 @@ class NestedTensor(TorchAOBaseTensor):
             weight.detach() if keep_original else None,
         )
 
+    def __reduce_ex__(self, _protocol: Any) -> tuple[type[NestedTensor], tuple[Any, ...]]:
+        """Pickled as its parts: torch's own way would ask `layout` for the memory layout of a plain tensor."""
+        return NestedTensor, (
+            self.packed, self.meta, self.bits, self.slices, self.group_size, self.exponent, self.in_features,
+            self.logical_dtype, self.original,
+        )  # fmt: skip
+
     @property
     def layout(self) -> SliceLayout:
         return SliceLayout.of(self.slices)
@@ -220,6 +227,11 @@ class NestedWeightConfig(AOBaseConfig):
 def _nest(module: nn.Module, config: NestedWeightConfig, **_: Any) -> nn.Module:
     if not isinstance(module, nn.Linear):
         raise QBEError(f"only nn.Linear can be nested, not {type(module).__name__}; filter it out")
+    if isinstance(module.weight, NestedTensor):
+        raise QBEError(
+            f"a linear layer of {module.in_features} inputs and {module.out_features} outputs is nested already; "
+            "nest the 16-bit model once, or filter out what is nested"
+        )
     weight = NestedTensor.from_weight(module.weight, config.slices, config.group_size, config.keep_original)
     set_weight(module, weight)
     return module
@@ -263,3 +275,8 @@ def nest(
         return True
 
     quantize_(model, config or NestedWeightConfig(), filter_fn=chosen)
+
+
+# So that `torch.load(weights_only=True)` takes a nested state dict once this module is imported; the
+# rest of it is tensors and plain values.
+torch.serialization.add_safe_globals([NestedTensor])

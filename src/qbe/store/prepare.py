@@ -18,13 +18,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
+from transformers import PreTrainedConfig
 
 import qbe
 from qbe.errors import QBEError
 from qbe.models import cache_dir, load_model, pull
+from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
 from qbe.sites import FULL_BITS, NESTABLE_ROLES, SiteTable
-from qbe.store import checkpoint, sensitivity
+from qbe.store import checkpoint, sensitivity, superseded
 from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.placement import place
@@ -88,23 +90,42 @@ def prepare(
         QBEError: whatever is wrong with the model or its files.
     """
     path = pull(str(name), progress=progress)
-    folder = store_folder(str(name), progress=progress)
+    for _ in range(3):
+        folder = store_folder(str(name), progress=progress)
+        with superseded.in_use(folder) as there:
+            if not there:
+                continue
+            try:
+                return _from_store(path, folder, str(name), dtype, device, originals, need_sensitivity, progress)
+            except QBEError as error:
+                if folder == path:
+                    raise
+                remedy = f"delete {folder}, and it is made anew"  # nobody ran 'qbe quantize' for what is in the cache
+                raise QBEError(str(error).replace(checkpoint.AGAIN, remedy)) from error
+    raise QBEError(f"{folder} vanishes whenever it is made; is another program cleaning that folder?")
+
+
+def _from_store(
+    path: Path, folder: Path, name: str, dtype: str | torch.dtype, device: torch.device, originals: str,
+    need_sensitivity: bool, progress: bool,
+) -> PreparedModel:  # fmt: skip
+    """The model at `path` with the store in `folder`."""
     loaded = load_model(path, dtype=dtype, progress=progress)
-    table = tag(loaded.model, name=str(name))
+    table = tag(loaded.model, name=name)
     manifest = checkpoint.attach(loaded.model, folder)
     if missing := set(nestable(table)) - set(manifest.sites):
-        raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; run 'qbe quantize' again")
+        raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; {checkpoint.AGAIN}")
     table = with_store(table, loaded.model)
     measured = checkpoint.read_sensitivity(folder)
     if measured is None and need_sensitivity:
-        measured = measure_into(folder, path, str(name), device, progress=progress)
+        measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
         for site in table.nested:
             if not set(site.gears) <= set(measured.get(site.name, {})):
                 raise QBEError(f"the sensitivities in {folder} lack {site.name}; delete sensitivity.json there")
         table = table.with_sensitivity(measured)
     place(loaded.model, device, originals)
-    return PreparedModel(loaded.model, loaded.tokenizer, table, str(name))
+    return PreparedModel(loaded.model, loaded.tokenizer, table, name)
 
 
 def prepare_in_memory(
@@ -126,6 +147,8 @@ def prepare_in_memory(
     name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     if nested_linears(model):
         raise QBEError(f"{name} is nested already; one model serves one engine, load it again for another")
+    if isinstance(config := getattr(model, "config", None), PreTrainedConfig):
+        check_limits(config, name)
     table = nest_model(model.eval().requires_grad_(False), name, NestedWeightConfig(), progress=progress)
     place(model, device, "device")
     if need_sensitivity:  # before originals leave the device: the measurement reads all of them again and again
@@ -150,10 +173,11 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
         nest_model(loaded.model, name, config, progress=progress)
         try:
             with checkpoint.writing(folder) as partial:
-                checkpoint.write_nested(partial, loaded.model, name)
+                checkpoint.write_nested(partial, loaded.model, name, superseded.source_of(path))
         except QBEError:
             if not checkpoint.is_checkpoint(folder):  # else another process finished the same store first
                 raise
+        superseded.prune(folder)
     return folder
 
 

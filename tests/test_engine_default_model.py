@@ -1,0 +1,48 @@
+"""`qbe.Engine` with the default model: exact at 16 bits, budgets met, three kinds of query told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import qbe
+from engine_models import ARITHMETIC, CODE, FACT
+from qbe import Budget, Engine, Request, SamplingParams
+
+PROMPTS = [
+    "The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "The first president of",
+    "In 1969, the first man", "2 + 2 =", "The largest planet is", "To make bread you need", "import numpy as np\n",
+    "Q: What is photosynthesis?\nA:", "Dear Sir or Madam,", "The opposite of hot is", "SELECT name FROM",
+    "My favourite colour is", "The speed of light", "A haiku about rain:", "Monday, Tuesday,", "Roses are red,",
+    "The mitochondria is the",
+]  # fmt: skip
+
+
+@pytest.mark.model
+def test_default_model_at_16_bits_is_transformers_for_20_prompts(default_model: Path, device: torch.device) -> None:
+    plain = qbe.models.load_model(default_model, dtype="float32", progress=False)
+    plain.model.to(device)
+    engine = Engine(policy="uniform", dtype="float32", device=device.type, records=False, max_sequences=20)
+    params = SamplingParams(max_tokens=64)
+    ours = engine.generate_batch([Request(p, params, Budget(bits=16)) for p in PROMPTS])
+    for prompt, result in zip(PROMPTS, ours, strict=True):
+        ids = plain.tokenizer(prompt, return_tensors="pt").to(device)
+        theirs = plain.model.generate(**ids, max_new_tokens=64, do_sample=False)
+        assert result.token_ids == theirs[0, ids["input_ids"].shape[1] :].tolist(), prompt
+
+
+@pytest.mark.model
+def test_default_model_end_to_end(default_model: Path, device: torch.device) -> None:
+    engine = Engine(device=device.type, records=False)
+    three = [engine.explain(p) for p in (FACT, ARITHMETIC, CODE)]
+    assert len({e.blueprint.key for e in three}) == 3
+    for bits in (4.3, 5.0, 6.5, 8.0, 11.0):
+        assert bits - 0.05 <= engine.explain(FACT, budget=Budget(bits=bits)).average_bits <= bits + 1e-6
+    message = [{"role": "user", "content": FACT}]
+    answer = engine.generate(message, SamplingParams(max_tokens=30), budget=Budget(bits=8))
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+    assert answer.bytes_per_token < 0.56 * three[0].bytes_per_token_16bit
+    assert engine.generate(message, SamplingParams(max_tokens=30)).bytes_per_token < answer.bytes_per_token
