@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conftest import choose
 from qbe.errors import QBEError
 from qbe.kernels import ops
 from qbe.kernels.cpu import build, source
@@ -27,14 +28,7 @@ from qbe.store.layout import SliceLayout
 from qbe.store.packing import pack
 
 LAYOUTS = [(4, 2, 2), (3, 1, 1, 1, 2), (1,) * 8, (8,), (4, 4), (2, 4, 2), (5,), (2, 1)]
-PATHS = [*build.BACKENDS, "torch"]
 COMPILED = build.library() is not None
-
-
-def choose(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(build.VARIABLE, path)
-    build.backend.cache_clear()
-    build.number.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -42,16 +36,6 @@ def _fresh_choice() -> Iterator[None]:
     yield
     build.backend.cache_clear()
     build.number.cache_clear()
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(request.param, monkeypatch)
-    try:
-        build.backend()
-    except QBEError as error:
-        pytest.skip(str(error))
-    return request.param
 
 
 @functools.cache

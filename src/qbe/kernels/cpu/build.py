@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def backend() -> str:
-    """The path that serves `qbe::nested_linear` on CPU: "avx512", "avx2", "scalar" or "torch".
+    """The path that serves QBE's ops on CPU: "avx512", "avx2", "scalar" or "torch".
 
     The best one the machine has, unless $QBE_CPU_KERNEL names another. Decided once a process: it is asked on every
     call (a test that changes the variable calls `backend.cache_clear` and `number.cache_clear`).
@@ -131,4 +131,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_multiply.restype = long
     lib.qbe_dequantise.argtypes = [pointer] * 4 + [long] * 2 + [integer] * 4
     lib.qbe_dequantise.restype = long
+    lib.qbe_paged_attention.argtypes = [pointer] * 10 + [integer] * 2
+    lib.qbe_paged_attention.restype = long
     return lib

@@ -1,4 +1,5 @@
-/* The CPU kernel of qbe::nested_linear: a plain shared object, called through ctypes (see nested_linear.py).
+/* The CPU kernels of qbe::nested_linear and qbe::paged_attention: a plain shared object, called through ctypes (see
+   nested_linear.py, paged_attention.py).
 
    Layout and semantics: qbe/store/layout.py, qbe/store/scales.py, qbe/kernels/reference/nested_linear.py.
 
@@ -33,6 +34,10 @@
 #define FULL_BITS 16 /* a row at this width belongs to the 16-bit original, not to this file */
 
 enum { SCALAR, AVX2, AVX512 };
+
+static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
+
+#include "attention.c"
 
 #ifndef QBE_SOURCE_HASH
 #define QBE_SOURCE_HASH ""
@@ -99,8 +104,6 @@ static Weight weight_of(const uint8_t *packed, const uint8_t *meta, const Shape 
     Weight w = {packed, meta, s->n, s->kp, s->groups, s->exponent, &s->layout};
     return w;
 }
-
-static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
 /* y[r] = x[r] @ W(bits[r]).T + bias for every row below 16 bits; rows at 16 are left for the caller.
    x [rows, k] and y [rows, n] of `dtype`, contiguous; bits int32 [rows]; bias float32 [n] or NULL.
