@@ -8,6 +8,7 @@ blueprint's column. The graph's first kernel spreads those columns over the plan
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qbe.engine.compiled import Step, compile_step
 from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
@@ -67,6 +69,7 @@ class DecodeStep:
         self._cache_name = cache_name
         self._forward: Any = self._run_model
         self._graphs: dict[int, _Captured] = {}
+        self._compiled: dict[int, Step] = {}
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
         self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
         self._tables = torch.zeros(largest, max(1, pages), dtype=torch.int32, device=self.device)
@@ -127,7 +130,22 @@ class DecodeStep:
             captured.graph.replay()
             return captured.logits[:n], captured.tokens[:n]
         with step(self._layout(size)):
+            if size in self._compiled:
+                self.plan.gather(self._rows(size)[-1])
+                return self._compiled[size]()
             return self._forward(size)
+
+    @torch.inference_mode()
+    def compile(self, size: int) -> bool:
+        """Compile the step of this size; whether that worked. It takes tens of seconds unless a cache has it."""
+        self._stage([], size)
+        try:
+            with step(self._layout(size)):
+                self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
+        except RuntimeError as error:  # what dynamo and Inductor raise
+            log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
+            return False
+        return True
 
     def _rows(self, size: int) -> torch.Tensor:
         """tokens, positions, slots, lengths and columns, int64 [5, size]"""
@@ -164,8 +182,12 @@ class DecodeStep:
 
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step on the inputs as they are on the device now, inside its layout."""
-        ids, positions, _, _, columns = self._rows(size)
-        self.plan.gather(columns)
+        self.plan.gather(self._rows(size)[-1])
+        return self._run_planned(size)
+
+    def _run_planned(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step with the plan as it is."""
+        ids, positions, _, _, _ = self._rows(size)
         out = self.model(
             input_ids=ids[None], position_ids=positions[None], use_cache=True, **{self._cache_name: self.cache}
         )

@@ -127,8 +127,10 @@ def _compiled() -> Path | None:
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    lib.qbe_multiply.argtypes = [pointer] * 7 + [long] + [integer] * 4
+    lib.qbe_multiply.argtypes = [pointer] * 7 + [long] + [integer] * 5
     lib.qbe_multiply.restype = long
+    lib.qbe_multiply_many.argtypes = [pointer] * 2 + [long] * 2 + [integer] * 3
+    lib.qbe_multiply_many.restype = long
     lib.qbe_dequantise.argtypes = [pointer] * 4 + [long] * 2 + [integer] * 4
     lib.qbe_dequantise.restype = long
     lib.qbe_paged_attention.argtypes = [pointer] * 10 + [integer] * 2

@@ -54,7 +54,7 @@ def nested_linear(
         return nested_linear(x.float(), packed, meta, bits, original, bias, slices, exponent).to(dtype)
     form = geometry(packed.shape, meta.shape, shape[-1], tuple(slices), exponent)
     rows = x if len(shape) == 2 else x.reshape(-1, form.k)
-    _check(rows, packed, meta, bits, original, bias, form)
+    check(rows, packed, meta, bits, original, bias, form)
     if rows.shape[0] == 0 or form.n == 0:
         y = x.new_empty(rows.shape[0], form.n)
     elif rows.shape[0] < MANY_ROWS[dtype] and build.backend() != "torch":
@@ -64,7 +64,7 @@ def nested_linear(
     return y if len(shape) == 2 else y.view(*shape[:-1], form.n)
 
 
-def _check(
+def check(
     rows: torch.Tensor,
     packed: torch.Tensor,
     meta: torch.Tensor,
@@ -102,17 +102,18 @@ def _few(
     rows, bits = rows.contiguous(), bits.contiguous()
     y = torch.empty(count, form.n, dtype=rows.dtype)
     if bias is not None:
-        bias32 = bias.float().contiguous()
+        bias = (bias if bias.dtype in DTYPES else bias.float()).contiguous()
     full = build.loaded().qbe_multiply(
         rows.data_ptr(),
         packed.data_ptr(),
         meta.data_ptr(),
         bits.data_ptr(),
-        None if bias is None else bias32.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         form.address,
         count,
         DTYPES[rows.dtype],
+        0 if bias is None else DTYPES[bias.dtype],
         original is None,
         _threads(),
         build.number(),
@@ -125,9 +126,9 @@ def _few(
         raise MemoryError("the CPU kernel found no memory for its working buffers")
     assert original is not None
     if full == count:
-        return _full(rows, original, bias)
+        return full_rows(rows, original, bias)
     at = (bits >= FULL_BITS).nonzero().flatten()
-    y[at] = _full(rows[at], original, bias)
+    y[at] = full_rows(rows[at], original, bias)
     return y
 
 
@@ -161,7 +162,7 @@ def _many(
             part = _few(mine, packed, meta, bits[at], None, bias, form)
         elif FULL_BITS in group:
             assert original is not None
-            part = _full(mine, original, bias)
+            part = full_rows(mine, original, bias)
         else:
             part = _dequantised(mine, packed, meta, min(group), bias, form)
         if at is None:
@@ -204,7 +205,7 @@ def _dequantised(
     return y
 
 
-def _full(rows: torch.Tensor, original: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def full_rows(rows: torch.Tensor, original: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """rows @ original.T + bias, exactly as the unquantised layer computes it when x has the model's dtype."""
     dtype = torch.promote_types(rows.dtype, original.dtype)
     return linear(rows.to(dtype), original.to(dtype), None if bias is None else bias.to(dtype)).to(rows.dtype)
