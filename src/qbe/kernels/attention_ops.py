@@ -105,5 +105,6 @@ def _cuda(
     return kernel(query, key, value, keys, values, slots, tables, lengths, scaling, window, softcap)
 
 
-_library.impl("paged_attention", _cpu, "CPU")
+on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
+on_cpu.impl("paged_attention", _cpu, "CPU")
 _library.impl("paged_attention", _cuda, "CUDA")

@@ -94,5 +94,6 @@ def _cpu(
     return kernel(x, packed, meta, bits, originals, biases, slices, exponents)
 
 
-_library.impl("nested_linears", _cpu, "CPU")
+on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
+on_cpu.impl("nested_linears", _cpu, "CPU")
 _library.impl("nested_linears", one_by_one, "CUDA")

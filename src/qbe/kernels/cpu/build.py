@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from qbe.errors import QBEError
@@ -95,30 +96,44 @@ def _packaged() -> Path | None:
 
 def _compiled() -> Path | None:
     """The library in the user's cache, compiled now if it is not there."""
+    name = f"nested-{platform.system().lower()}-{platform.machine()}-{source_hash()}.so"
+    command = [*FLAGS, "-fPIC", "-shared", f'-DQBE_SOURCE_HASH="{source_hash()}"', str(SOURCE)]
+    return compiled(name, ("CC", "cc", "gcc", "clang"), command, "plain PyTorch serves instead")
+
+
+def compiled(name: str, compilers: Sequence[str], arguments: Sequence[str], otherwise: str) -> Path | None:
+    """The file of that name in the user's cache, compiled now if it is not there; None (and a warning) if it cannot be.
+
+    Args:
+        compilers: the variable that names one, then those to look for.
+        arguments: all but the output.
+        otherwise: what happens then, for the warning.
+    """
     from qbe.models import cache_dir
 
     folder = cache_dir() / "kernels"
-    path = folder / f"nested-{platform.system().lower()}-{platform.machine()}-{source_hash()}.so"
+    path = folder / name
     if path.is_file():
         return path
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    variable, first, *others = compilers
+    found = (shutil.which(c) for c in (os.environ.get(variable) or first, *others))
+    compiler = next((c for c in found if c is not None), None)
     if compiler is None:
-        log.warning("no C compiler found; the CPU kernel is plain PyTorch (install one for several times the speed)")
+        log.warning("no compiler for the CPU kernels found (%s); %s", ", ".join(compilers[1:]), otherwise)
         return None
     temporary: Path | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".nested-", suffix=".so", dir=folder)
+        handle, draft = tempfile.mkstemp(prefix=".kernel-", suffix=".so", dir=folder)
         os.close(handle)
-        temporary = Path(name)
-        define = f'-DQBE_SOURCE_HASH="{source_hash()}"'
-        command = [compiler, *FLAGS, "-fPIC", "-shared", define, str(SOURCE), "-o", name]
+        temporary = Path(draft)
+        command = [compiler, *arguments, "-o", draft]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         os.replace(temporary, path)
         return path
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
-        log.warning("the CPU kernel could not be compiled (%s); plain PyTorch serves instead", " ".join(detail))
+        log.warning("a CPU kernel could not be compiled (%s); %s", " ".join(detail), otherwise)
         return None
     finally:
         if temporary is not None:
