@@ -15,6 +15,8 @@ from qbe.engine.sampler import sample
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
 from qbe.errors import QBEError
+from qbe.kernels.cpu import native
+from qbe.kernels.cpu.paged_attention import compiled_for
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PageAllocator, PagePool, pages_for
 from qbe.sites import SiteTable
@@ -50,6 +52,8 @@ class Core:
         kv_tokens: size of the KV cache in tokens. By default what 4 sequences at full context need, at most 16384
             tokens on the CPU and 30 % of the free memory on a GPU.
         device: the model's device, when it is not that of its first parameter.
+        compile: compile decode steps of one sequence with torch.compile (CPU). The first start takes tens of seconds,
+            later ones find most of it in torch's cache; no request waits for it.
 
     Attributes:
         context: the model's context in tokens, None when it has no limit.
@@ -69,9 +73,12 @@ class Core:
         max_sequences: int = 32,
         kv_tokens: int | None = None,
         device: torch.device | None = None,
+        compile: bool = False,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
+        if self.device.type == "cpu":
+            native.load()
         config = decoder_config(model)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -96,9 +103,12 @@ class Core:
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
         self._try()
-        if self.device.type == "cuda" and self.runner.packed and paged:
+        if self.runner.packed and paged:
             longest = pages if self.context is None else min(pages, pages_for(self.context))
-            self.runner.capture_decode(max_sequences, longest)
+            if self.device.type == "cuda":
+                self.runner.capture_decode(max_sequences, longest)
+            elif compiled_for(dtype):
+                self.runner.prepare_decode(max_sequences, longest, compile)
 
     def _try(self) -> None:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""

@@ -63,6 +63,8 @@ class Engine:
         max_batch_tokens: tokens per step; longer prompts are spread over steps.
         max_sequences: requests that run at once; more wait.
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
+        compile: on a CPU, compile the decode step of one sequence with torch.compile: faster answers for a start that
+            takes tens of seconds the first time (see docs/performance.md). Other batch sizes run without it.
         records: the file that records go to; None takes the user's, False keeps none.
         progress: show progress bars on standard error.
 
@@ -82,6 +84,7 @@ class Engine:
         max_batch_tokens: int = 512,
         max_sequences: int = 16,
         kv_tokens: int | None = None,
+        compile: bool = False,
         records: str | Path | bool | None = None,
         progress: bool = False,
     ) -> None:
@@ -110,6 +113,7 @@ class Engine:
         self.core = core.Core(
             self.model, self._table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
             max_sequences=min(max_sequences, max_batch_tokens), kv_tokens=kv_tokens, device=where,
+            compile=compile,
         )  # fmt: skip
         self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
         self.analyzer.analyze("warm up", [0], tier=2)  # the first analysis of a process takes milliseconds

@@ -63,7 +63,7 @@ class Runner:
         packed: whether one forward serves all sequences of a step; otherwise each has its own.
         recurrent: whether the model has layers with a state.
         recompute_at: see `recompute_length`.
-        decode: runs steps of one new token per sequence, once `capture_decode` made it.
+        decode: runs steps of one new token per sequence, once `capture_decode` or `prepare_decode` made it.
     """
 
     def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
@@ -100,6 +100,16 @@ class Runner:
         for w in work:
             w.sequence.computed = w.start + w.count
         return logits, best
+
+    def prepare_decode(self, largest: int, pages: int, compile: bool) -> None:
+        """Let steps of one new token per sequence run at fixed shapes on a CPU; `compile` those of one sequence.
+
+        Args: those of `capture_decode`.
+        """
+        if self._takes_positions:
+            self.decode = DecodeStep(self.model, self.cache, self.plan, largest, pages, self._cache_name)
+            if compile:
+                self.decode.compile(1)
 
     def capture_decode(self, largest: int, pages: int) -> None:
         """Let steps of one new token per sequence run from CUDA graphs, where the model can be captured.

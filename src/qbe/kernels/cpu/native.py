@@ -76,4 +76,6 @@ def _compiled() -> Path | None:
     ]  # fmt: skip
     text = SOURCE.read_bytes() + " ".join((*FLAGS, torch.__version__)).encode()
     key = f"{platform.system().lower()}-{platform.machine()}-{hashlib.sha256(text).hexdigest()[:16]}"
-    return build.compiled(f"torch-ops-{key}.so", ("CXX", "c++", "g++", "clang++"), arguments, "ops in Python serve instead")
+    return build.compiled(
+        f"torch-ops-{key}.so", ("CXX", "c++", "g++", "clang++"), arguments, "ops in Python serve instead"
+    )

@@ -14,6 +14,11 @@ from qbe.kernels.reference.paged_attention import paged_attention as reference
 _threads = torch.get_num_threads
 
 
+def compiled_for(dtype: torch.dtype) -> bool:
+    """Whether the compiled kernel serves queries and pages of this dtype here; else it is the slow reference."""
+    return build.backend() != "torch" and dtype in DTYPES
+
+
 class _Shape(ctypes.Structure):
     """`AttentionShape` of attention.c."""
 
@@ -48,7 +53,7 @@ def paged_attention(
         QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
     """
     dtype = query.dtype
-    if build.backend() == "torch" or dtype not in DTYPES or keys.dtype is not dtype or values.dtype is not dtype:
+    if not compiled_for(dtype) or keys.dtype is not dtype or values.dtype is not dtype:
         return reference(query, key, value, keys, values, slots, tables, lengths, scaling, window, softcap)
     if key.dtype is not dtype or value.dtype is not dtype:
         key, value = key.to(dtype), value.to(dtype)
