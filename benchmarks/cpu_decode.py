@@ -1,6 +1,6 @@
 """Times decode and prefill of the default model on the CPU, beside transformers' own model, in interleaved rounds.
 
-    python benchmarks/cpu_decode.py [--bits 4 4.5 16] [--rounds 5] [--tokens 60] [--batch 1 8] [--prefill 512] [--threads 2]
+    python benchmarks/cpu_decode.py [--bits 4 4.5 16] [--rounds 5] [--tokens 60] [--batch 1 8] [--threads 2]
 
 Decode: one engine with `compile=True` (batch 1 compiled, larger batches at fixed shapes), one without, one made to take
 the packed steps, and transformers' `generate` in bfloat16. Prefill: one chunk of the prompt. Medians over the rounds.
@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 
-import qbe  # before torch: it sets how torch's threads wait
+import qbe  # isort: skip  (before torch: it sets how torch's threads wait)
 
 import torch
 import transformers

@@ -73,7 +73,7 @@ def _hoist(node: Node, before: Node, order: dict[Node, int]) -> bool:
     """Make `node` come before another; whether that could be done. Views of what comes before it are moved."""
     if order[node] < order[before]:
         return True
-    if node.op != "call_function" or node.target not in _VIEWS:
+    if node.op != "get_attr" and not (node.op == "call_function" and node.target in _VIEWS):
         return False
     if not all(_hoist(a, before, order) for a in node.all_input_nodes):
         return False

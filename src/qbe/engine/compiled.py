@@ -8,6 +8,7 @@ ways into a graph with some 850 inputs take as long as the weights.)
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,15 +27,16 @@ def compile_step(run: Step) -> Step:
     from qbe.compile.backend import register
 
     register()
-    calls: list[tuple[Callable[[list], tuple], list]] = []
+    calls: list[tuple[Callable[..., Any], list[Any]]] = []
     plain = CompiledFxGraph.__call__
 
-    def record(self: CompiledFxGraph, inputs: list) -> tuple:
+    def record(self: CompiledFxGraph, inputs: list[Any]) -> Any:
+        assert self.current_callable is not None
         calls.append((self.current_callable, list(inputs)))  # the call empties its list
         return plain(self, inputs)
 
     # At batch 1 the fused operations are too small to wake a thread for; no sizes are checked, because none can change.
-    options = {"cpp.threads": 1, "size_asserts": False}
+    options: dict[str, Any] = {"cpp.threads": 1, "size_asserts": False}
     compiled = torch.compile(run, backend="qbe", fullgraph=True, dynamic=False, options=options)
     with mock.patch.object(CompiledFxGraph, "__call__", record):
         outputs = compiled()

@@ -32,8 +32,13 @@ typedef struct {
     int32_t *row, *precision; /* the rows in the order of their precisions: number in x and y, index of the precision */
     const void *bias;
     int bias_dtype;
-    /* dequantise: first k inputs, at the precision `index` */
-    int64_t n0, k;
+    /* multiply, the rows of x at 16 bits */
+    const char *original, *x_full; /* [n, k] and x itself, both of `dtype` */
+    const int32_t *row_full;       /* their numbers in x and y */
+    int64_t full;
+    int64_t k;
+    /* dequantise: from the row n0 on, at the precision `index` */
+    int64_t n0;
     int index;
 } Job;
 

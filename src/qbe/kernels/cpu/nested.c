@@ -31,13 +31,15 @@
 
 #include "pool.c"
 
-#define FULL_BITS 16 /* a row at this width belongs to the 16-bit original, not to this file */
+#define FULL_BITS 16 /* a row at this width reads the 16-bit original */
 
 enum { SCALAR, AVX2, AVX512 };
 
 static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
 #include "attention.c"
+
+#include "dot_full.c"
 
 #ifndef QBE_SOURCE_HASH
 #define QBE_SOURCE_HASH ""
@@ -64,6 +66,7 @@ int qbe_best_backend(void) {
                 const int64_t n0 = atomic_fetch_add(&j->next, j->chunk), left = j->w.n - n0;          \
                 if (left <= 0) break;                                                                 \
                 const int64_t n1 = n0 + (left < j->chunk ? left : j->chunk);                          \
+                if (j->full) full_##NAME(j, n0, n1);                                                  \
                 for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {                                     \
                     const int at = j->precision[r0];                                                  \
                     for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == at;) r1++;                  \
@@ -114,16 +117,16 @@ static const Recipe *recipes(const Layout *layout, int most) {
 }
 #endif
 
-/* One weight of a call. `full` is set to how many rows asked for 16 bits: they are left for the caller. */
+/* One weight of a call. */
 typedef struct {
     const uint8_t *packed, *meta;
-    const int32_t *bits; /* one per row of x */
-    const void *bias;    /* [n] or NULL */
-    void *y;             /* [rows, n], its rows y_stride numbers apart */
+    const int32_t *bits;  /* one per row of x */
+    const void *original; /* [n, k] of x's dtype, or NULL */
+    const void *bias;     /* [n] or NULL */
+    void *y;              /* [rows, n], its rows y_stride numbers apart */
     const Shape *shape;
     int64_t y_stride;
-    int32_t bias_dtype, refuse_full;
-    int64_t full;
+    int32_t bias_dtype;
 } Matrix;
 
 static char *take(char **memory, size_t bytes) {
@@ -132,26 +135,24 @@ static char *take(char **memory, size_t bytes) {
     return taken;
 }
 
-/* y[r] = x[r] @ W(bits[r]).T + bias for every row below 16 bits, for weights with the same slices and inputs.
-   x [rows, k] and y of `dtype`, x contiguous. Returns how many rows asked for 16 bits, of all weights, or -1: there is
-   such a row in one with `refuse_full` (nothing was done); -2: out of memory (nothing was done). */
-int64_t qbe_multiply_many(const void *x, Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
+/* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`, x
+   contiguous. Returns 0, or -1: a row asks for 16 bits and there is no original (nothing was done); -2: out of memory
+   (nothing was done). */
+int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
                           int32_t backend) {
     const int64_t row_bytes = matrix->shape->k * (dtype == FLOAT32 ? 4 : 2);
-    int64_t full = 0, weights = 0, scratch = 0;
+    int64_t weights = 0, scratch = 0;
     size_t size = aligned((size_t)count * sizeof(Job));
-    for (Matrix *m = matrix; m < matrix + count; m++) {
-        m->full = 0;
-        for (int64_t r = 0; r < rows; r++) m->full += m->bits[r] >= FULL_BITS;
-        if (m->full && m->refuse_full) return -1;
-        full += m->full;
-        if (m->full < rows) weights += m->shape->n * m->shape->kp;
+    for (const Matrix *m = matrix; m < matrix + count; m++) {
+        for (int64_t r = 0; r < rows; r++)
+            if (m->bits[r] >= FULL_BITS && !m->original) return -1;
+        weights += m->shape->n * m->shape->kp;
     }
-    if (weights == 0) return full;
+    if (weights == 0 || rows == 0) return 0;
     threads = useful_threads(threads, weights);
 
     const int64_t per = backend != AVX512 ? 4 : dtype == FLOAT32 ? 6 : 2; /* bytes of x for an input */
-    for (Matrix *m = matrix; m < matrix + count; m++) {
+    for (const Matrix *m = matrix; m < matrix + count; m++) {
         const Shape *s = m->shape;
         const int64_t chunk = chunk_rows(s->n, s->kp, threads);
         size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * 4) + 2 * aligned((size_t)rows * 4);
@@ -162,12 +163,13 @@ int64_t qbe_multiply_many(const void *x, Matrix *matrix, int64_t count, int64_t 
     if (!memory) return -2;
     Jobs jobs = {.job = (Job *)take(&left, (size_t)count * sizeof(Job)), .scratch_floats = scratch};
 
-    for (Matrix *m = matrix; m < matrix + count; m++) {
-        if (m->full == rows || m->shape->n == 0) continue;
+    for (const Matrix *m = matrix; m < matrix + count; m++) {
+        if (m->shape->n == 0) continue;
         const Shape *s = m->shape;
         const Layout *layout = &s->layout;
         Job j = {.w = weight_of(m->packed, m->meta, s), .dtype = dtype, .y = m->y, .y_stride = m->y_stride,
-                 .rows = rows - m->full, .bias = m->bias, .bias_dtype = m->bias_dtype, .x_bytes = s->kp * per};
+                 .bias = m->bias, .bias_dtype = m->bias_dtype, .x_bytes = s->kp * per, .k = s->k,
+                 .original = m->original, .x_full = x};
         j.chunk = chunk_rows(s->n, s->kp, threads);
         const Job *same = jobs.job; /* one that has x laid out alike */
         while (same < jobs.job + jobs.count && (same->w.kp != s->kp || same->w.groups != s->groups)) same++;
@@ -188,6 +190,8 @@ int64_t qbe_multiply_many(const void *x, Matrix *matrix, int64_t count, int64_t 
         }
         j.row = (int32_t *)take(&left, (size_t)rows * 4), j.precision = (int32_t *)take(&left, (size_t)rows * 4);
         int64_t at = 0;
+        for (int64_t r = 0; r < rows; r++) j.full += m->bits[r] >= FULL_BITS;
+        j.rows = rows - j.full;
         for (int i = 0; i < layout->precisions; i++) /* ascending, so that equal precisions are neighbours */
             for (int64_t r = 0; r < rows; r++) {
                 if (m->bits[r] >= FULL_BITS) continue;
@@ -196,6 +200,9 @@ int64_t qbe_multiply_many(const void *x, Matrix *matrix, int64_t count, int64_t 
                 if (above || below) continue;
                 j.row[at] = (int32_t)r, j.precision[at] = i, at++;
             }
+        j.row_full = j.row + at; /* behind the others */
+        for (int64_t r = 0; r < rows; r++)
+            if (m->bits[r] >= FULL_BITS) j.row[at++] = (int32_t)r;
 #ifdef X86
         if (backend == AVX512) j.recipe = recipes(layout, 5);
 #endif
@@ -204,14 +211,14 @@ int64_t qbe_multiply_many(const void *x, Matrix *matrix, int64_t count, int64_t 
     jobs.scratch = (float *)left;
     RUN(&jobs, backend, threads, multiply);
     free(memory);
-    return full;
+    return 0;
 }
 
 /* The same for one weight, y contiguous. */
-int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, const int32_t *bits, const void *bias,
-                     void *y, const Shape *shape, int64_t rows, int32_t dtype, int32_t bias_dtype, int32_t refuse_full,
-                     int32_t threads, int32_t backend) {
-    Matrix m = {packed, meta, bits, bias, y, shape, shape->n, bias_dtype, refuse_full, 0};
+int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, const int32_t *bits,
+                     const void *original, const void *bias, void *y, const Shape *shape, int64_t rows, int32_t dtype,
+                     int32_t bias_dtype, int32_t threads, int32_t backend) {
+    const Matrix m = {packed, meta, bits, original, bias, y, shape, shape->n, bias_dtype};
     return qbe_multiply_many(x, &m, 1, rows, dtype, threads, backend);
 }
 

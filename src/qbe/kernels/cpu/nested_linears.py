@@ -9,9 +9,8 @@ import torch
 
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES, geometry
-from qbe.kernels.cpu.nested_linear import MANY_ROWS, check, full_rows
+from qbe.kernels.cpu.nested_linear import MANY_ROWS, check, readable
 from qbe.kernels.merged_ops import one_by_one
-from qbe.sites import FULL_BITS
 
 _threads = torch.get_num_threads
 
@@ -20,11 +19,9 @@ class _Matrix(ctypes.Structure):
     """`Matrix` of nested.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("packed", "meta", "bits", "bias", "y", "shape")),
+        *((name, ctypes.c_void_p) for name in ("packed", "meta", "bits", "original", "bias", "y", "shape")),
         ("y_stride", ctypes.c_int64),
         ("bias_dtype", ctypes.c_int32),
-        ("refuse_full", ctypes.c_int32),
-        ("full", ctypes.c_int64),
     )
 
 
@@ -38,8 +35,9 @@ def nested_linears(
     slices: Sequence[int],
     exponents: Sequence[int],
 ) -> torch.Tensor:
-    """Arguments and result as those of `qbe.kernels.merged_ops.nested_linears`; each part of the result is, bit for bit,
-    that of `qbe.kernels.cpu.nested_linear`.
+    """Arguments and result as those of `qbe.kernels.merged_ops.nested_linears`.
+
+    Each part of the result is, bit for bit, that of `qbe.kernels.cpu.nested_linear`.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -62,30 +60,24 @@ def nested_linears(
     kept = []  # C reads from these
     at = 0
     for i, form in enumerate(forms):
-        bias = biases[i] if biases else None
-        check(rows, packed[i], meta[i], bits[i], originals[i] if originals else None, bias, form)
+        bias, original = biases[i] if biases else None, originals[i] if originals else None
+        check(rows, packed[i], meta[i], bits[i], original, bias, form)
         own = bits[i].contiguous()
         if bias is not None:
             bias = (bias if bias.dtype in DTYPES else bias.float()).contiguous()
         kept.append((own, bias))
         matrices[i] = _Matrix(
-            packed[i].data_ptr(), meta[i].data_ptr(), own.data_ptr(), None if bias is None else bias.data_ptr(),
-            y.data_ptr() + at * y.element_size(), form.address, y.shape[1],
-            0 if bias is None else DTYPES[bias.dtype], not originals, 0,
+            packed[i].data_ptr(), meta[i].data_ptr(), own.data_ptr(),
+            original.data_ptr() if original is not None and readable(original, rows) else None,
+            None if bias is None else bias.data_ptr(), y.data_ptr() + at * y.element_size(), form.address, y.shape[1],
+            0 if bias is None else DTYPES[bias.dtype],
         )  # fmt: skip
         at += form.n
-    full = build.loaded().qbe_multiply_many(
+    failed = build.loaded().qbe_multiply_many(
         rows.data_ptr(), ctypes.addressof(matrices), len(forms), count, DTYPES[dtype], _threads(), build.number()
     )
-    if full == -1:
-        raise RuntimeError("a row asks for 16 bits, but this weight was stored without its 16-bit original")
-    if full < 0:
+    if failed == -1:  # rows at 16 bits that the compiled kernel cannot read, or nobody: this says which
+        return one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
+    if failed:
         raise MemoryError("the CPU kernel found no memory for its working buffers")
-    at = 0
-    for i, form in enumerate(forms if full else ()):
-        if matrices[i].full:
-            wanted = (bits[i] >= FULL_BITS).nonzero().flatten()
-            part = full_rows(rows[wanted], originals[i], biases[i] if biases else None)
-            y[:, at : at + form.n].index_copy_(0, wanted, part)
-        at += form.n
     return y.view(*x.shape[:-1], -1)

@@ -1,7 +1,6 @@
 // The CPU ops of QBE called by torch without Python in between: what a decode step calls some 150 times.
 //
-// Written to torch's stable ABI. What the compiled kernels do not serve (many rows, rows at 16 bits, odd dtypes, wrong
-// arguments) goes to the Python implementations, which are ops of their own: qbe::<name>_python.
+// Written to torch's stable ABI. What the compiled kernels do not serve (many rows, odd dtypes, wrong arguments) goes to the Python implementations, which are ops of their own: qbe::<name>_python.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -26,12 +25,11 @@ struct Shape {
     int64_t k, n, kp, groups;
 };
 struct Matrix {
-    const void *packed, *meta, *bits, *bias;
+    const void *packed, *meta, *bits, *original, *bias;
     void *y;
     const Shape *shape;
     int64_t y_stride;
-    int32_t bias_dtype, refuse_full;
-    int64_t full;
+    int32_t bias_dtype;
 };
 struct AttentionShape {
     int64_t batch, heads, kv_heads, key_dim, value_dim, pages, page_size, table_width;
@@ -40,7 +38,7 @@ struct AttentionShape {
     float scaling, softcap;
     int32_t dtype;
 };
-using Multiply = int64_t(const void *, Matrix *, int64_t, int64_t, int32_t, int32_t, int32_t);
+using Multiply = int64_t(const void *, const Matrix *, int64_t, int64_t, int32_t, int32_t, int32_t);
 using Attend = int64_t(const void *, const void *, const void *, void *, void *, const int64_t *, const int32_t *,
                        const int64_t *, void *, const AttentionShape *, int32_t, int32_t);
 
@@ -68,10 +66,11 @@ Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes) {
 }
 
 // geometry.py and `check` of nested_linear.py; false: Python says what is wrong
-bool fill(Matrix &m, Shape &s, int64_t k, int64_t rows, const Tensor &packed, const Tensor &meta, const Tensor &bits,
+bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &packed, const Tensor &meta, const Tensor &bits,
           const Tensor *original, const Tensor *bias, const Integers &slices, int64_t exponent) {
     if (packed.dim() != 2 || meta.dim() != 3 || slices.empty() || slices.size() > 8 || exponent < 1 || exponent > 254)
         return false;
+    const int64_t k = x.size(x.dim() - 1);
     s = Shape{};
     for (int64_t slice : slices) {
         if (slice < 1 || s.total_bits + slice > 8) return false;
@@ -95,10 +94,11 @@ bool fill(Matrix &m, Shape &s, int64_t k, int64_t rows, const Tensor &packed, co
     if (original && (original->dim() != 2 || original->size(0) != s.n || original->size(1) != k)) return false;
     if (bias && (bias->dim() != 1 || bias->size(0) != s.n || !bias->is_contiguous() || dtype_of(*bias) < 0)) return false;
     const int32_t *wanted = (const int32_t *)bits.data_ptr();
+    const bool readable = original && dtype_of(*original) == dtype_of(x) && original->is_contiguous();
     for (int64_t r = 0; r < rows; r++)
-        if (wanted[r] >= FULL_BITS) return false;
-    m = Matrix{packed.data_ptr(), meta.data_ptr(), wanted, bias ? bias->data_ptr() : nullptr, nullptr, &s, 0,
-               bias ? dtype_of(*bias) : 0, 0, 0};
+        if (wanted[r] >= FULL_BITS && !readable) return false;
+    m = Matrix{packed.data_ptr(), meta.data_ptr(), wanted, readable ? original->data_ptr() : nullptr,
+               bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? dtype_of(*bias) : 0};
     return true;
 }
 
@@ -123,7 +123,7 @@ Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows) {
     }
     const int64_t done =
         multiply(x.data_ptr(), m, count, rows, dtype_of(x), (int32_t)torch::stable::get_num_threads(), backend);
-    STD_TORCH_CHECK(done >= 0, "the CPU kernel found no memory for its working buffers");
+    STD_TORCH_CHECK(done == 0, "the CPU kernel found no memory for its working buffers");
     return y;
 }
 
@@ -138,7 +138,7 @@ Tensor nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, std::opt
     const int64_t rows = rows_of(x);
     Matrix m;
     Shape s;
-    if (rows && fill(m, s, x.size(x.dim() - 1), rows, packed, meta, bits, original ? &*original : nullptr,
+    if (rows && fill(m, s, x, rows, packed, meta, bits, original ? &*original : nullptr,
                      bias ? &*bias : nullptr, slices, exponent))
         return run(x, &m, 1, rows);
     return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent);
@@ -154,7 +154,7 @@ Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tens
     bool fits = rows && count && meta.size() == count && bits.size() == count && exponents.size() == count &&
                 (originals.empty() || originals.size() == count) && (biases.empty() || biases.size() == count);
     for (size_t i = 0; fits && i < count; i++)
-        fits = fill(m[i], s[i], x.size(x.dim() - 1), rows, packed[i], meta[i], bits[i],
+        fits = fill(m[i], s[i], x, rows, packed[i], meta[i], bits[i],
                     originals.empty() ? nullptr : &originals[i], biases.empty() ? nullptr : &biases[i], slices, exponents[i]);
     if (fits) return run(x, m, (int64_t)count, rows);
     return python("qbe::nested_linears_python", x, packed, meta, bits, originals, biases, slices, exponents);
