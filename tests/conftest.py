@@ -3,7 +3,7 @@
 # ruff: noqa: I001
 from __future__ import annotations
 
-import qbe  # noqa: F401  (before torch: it sets how torch's threads wait)
+import qbe  # (before torch: it sets how torch's threads wait)
 
 import os
 from collections.abc import Iterator
@@ -23,6 +23,30 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device(request.param)
+
+
+def choose(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU kernels take this path from now on."""
+    from qbe.kernels.cpu import build
+
+    monkeypatch.setenv(build.VARIABLE, path)
+    build.backend.cache_clear()
+    build.number.cache_clear()
+
+
+@pytest.fixture(params=["scalar", "avx2", "avx512", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every path of the CPU kernels that this machine has."""
+    from qbe.kernels.cpu import build
+
+    choose(request.param, monkeypatch)
+    try:
+        build.backend()
+    except qbe.QBEError as error:
+        pytest.skip(str(error))
+    yield request.param
+    build.backend.cache_clear()
+    build.number.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,16 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from conftest import choose
 from qbe.errors import QBEError
 from qbe.kernels.cpu import build, source
 
 COMPILED = build.library() is not None
-
-
-def choose(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(build.VARIABLE, path)
-    build.backend.cache_clear()
-    build.number.cache_clear()
 
 
 @pytest.fixture(autouse=True)

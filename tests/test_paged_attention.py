@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from qbe.kernels import attention_ops
+from qbe.kernels.cpu import build
+from qbe.kernels.cpu.paged_attention import paged_attention as cpu_kernel
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu
 
@@ -76,6 +79,68 @@ def test_the_reference_is_attention_over_the_whole_sequence(window: int, softcap
             torch.testing.assert_close(out[i, head], expected)
 
 
+def on_cpu(arguments: dict[str, object]) -> dict[str, object]:
+    return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_cpu_kernel_is_the_reference(path: str, shape: str, dtype: torch.dtype) -> None:
+    same(on_cpu(case(shape, [1, 2, 16, 17, 64, 65, 300], dtype)), dtype, cpu_kernel)
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 64, 100])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_windows_and_soft_caps_on_the_cpu(path: str, window: int, softcap: float) -> None:
+    arguments = on_cpu(case("smollm", [1, 8, 63, 64, 65, 66, 399], torch.float32))
+    same(arguments | {"window": window, "softcap": softcap}, torch.float32, cpu_kernel)
+
+
+@pytest.mark.parametrize("sharp", [1e-3, 1.0, 60.0])
+def test_scores_of_every_size_on_the_cpu(path: str, sharp: float) -> None:
+    """From nearly uniform weights to a single one."""
+    arguments = on_cpu(case("llama", [3, 100], torch.float32))
+    same(arguments | {"scaling": sharp}, torch.float32, cpu_kernel, 2e-5 if sharp > 1 else 2e-6)
+
+
+def test_a_sequence_does_not_depend_on_its_batch_on_the_cpu(path: str) -> None:
+    """Nor on the threads, bit for bit."""
+    arguments = on_cpu(case("smollm", [40, 7, 300, 129], torch.bfloat16))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = []
+        for i in range(4):
+            own = {k: v[i : i + 1] if k in ("query", "key", "value", "slots", "tables", "lengths") else v
+                   for k, v in copied(arguments).items()}  # fmt: skip
+            alone.append(cpu_kernel(**own))
+        torch.set_num_threads(3)
+        assert torch.equal(cpu_kernel(**arguments), torch.cat(alone))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("slots", torch.tensor([0, 10**6])),
+        ("lengths", torch.tensor([3, 401])),
+        ("lengths", torch.tensor([0, 20])),
+        ("tables", torch.full((2, 25), 2**30, dtype=torch.int32)),
+        ("tables", torch.zeros(2, 25)),
+        ("slots", torch.zeros(3, dtype=torch.long)),
+        ("query", torch.zeros(2, 10, 64)),
+        ("query", torch.zeros(2, 9, 32)),
+        ("value", torch.zeros(2, 3, 32)),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(name: str, value: torch.Tensor) -> None:
+    if build.backend() == "torch":
+        pytest.skip("no compiled kernel")
+    with pytest.raises(RuntimeError):
+        cpu_kernel(**on_cpu(case("smollm", [3, 20], torch.float32)) | {name: value})
+
+
 def test_the_op_is_well_formed() -> None:
     arguments = case("smollm", [3, 20], torch.float32)
     schema = torch.ops.qbe.paged_attention.default
@@ -91,13 +156,19 @@ def test_in_the_interpreter() -> None:
     assert " passed" in done.stdout
 
 
-def same(arguments: dict[str, object], dtype: torch.dtype) -> None:
-    from qbe.kernels.triton.paged_attention import paged_attention as kernel
-
+def same(
+    arguments: dict[str, object],
+    dtype: torch.dtype,
+    kernel: Callable[..., torch.Tensor] | None = None,
+    tolerance: float | None = None,
+) -> None:
+    if kernel is None:
+        from qbe.kernels.triton.paged_attention import paged_attention as kernel
+    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     expected_in, found_in = copied(arguments), copied(arguments)
     expected, found = reference(**expected_in), kernel(**found_in)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.float(), expected.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
     for memory in ("keys", "values"):  # bit for bit: the new tokens are in their pages and nothing else changed
         assert torch.equal(found_in[memory].nan_to_num(7), expected_in[memory].nan_to_num(7))
 

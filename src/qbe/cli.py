@@ -45,6 +45,9 @@ Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations:
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Originals = Annotated[str, typer.Option(help="where 16-bit weights live when the device is a GPU: device or host")]
 KVTokens = Annotated[int | None, typer.Option(help="size of the KV cache in tokens; left out, one that fits")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="faster tokens for a start of tens of seconds (less once it is cached)")
+]
 Greedy = Annotated[bool, typer.Option("--greedy", help="take the likeliest token (the same as --temperature 0)")]
 MaxTokens = Annotated[int, typer.Option(help="tokens to write at most")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy")]
@@ -81,13 +84,13 @@ def generate(
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
-    chat: Chat = False, as_json: Json = False,
+    chat: Chat = False, compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text."""
     text = _prompt(prompt)
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
     budget = _budget(bits, tier)
-    with _engine(model, policy, dtype, device, originals, kv_tokens) as engine:
+    with _engine(model, policy, dtype, device, originals, kv_tokens, compile) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         result = _stream(engine, asked, params, budget, quiet=as_json)
     if as_json:
@@ -103,7 +106,8 @@ def chat_command(
     model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
-    top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, as_json: Json = False,
+    top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
+    compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
@@ -111,7 +115,7 @@ def chat_command(
     """
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
     budget = _budget(bits, tier)
-    with _engine(model, policy, dtype, device, originals, kv_tokens) as engine:
+    with _engine(model, policy, dtype, device, originals, kv_tokens, compile) as engine:
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
         if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone
@@ -268,7 +272,8 @@ def _about(model: str, verify: bool = False) -> dict[str, Any]:
 
 
 def _engine(
-    model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None
+    model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None,
+    compile: bool = False,
 ) -> Engine:  # fmt: skip
     from transformers.utils import logging
 
@@ -277,7 +282,7 @@ def _engine(
     logging.set_verbosity_error()  # its advice on optional kernels would stand in the middle of an answer
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=1, kv_tokens=kv_tokens,
-        progress=err.is_terminal,
+        compile=compile, progress=err.is_terminal,
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from qbe.engine.sampler import sample
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
 from qbe.errors import QBEError
+from qbe.kernels.cpu import native
+from qbe.kernels.cpu.paged_attention import compiled_for
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PageAllocator, PagePool, pages_for
 from qbe.sites import SiteTable
@@ -53,6 +55,8 @@ class Core:
             tokens on the CPU and 30 % of the free memory on a GPU.
         device: the model's device, when it is not that of its first parameter.
         progress: show a progress bar while decode steps are captured.
+        compile: compile decode steps of one sequence with torch.compile. The first start takes tens of seconds, later
+            ones find most of it in torch's cache; no request waits for it.
 
     Attributes:
         context: the model's context in tokens, None when it has no limit.
@@ -73,11 +77,14 @@ class Core:
         kv_tokens: int | None = None,
         device: torch.device | None = None,
         progress: bool = False,
+        compile: bool = False,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
         if max_batch_tokens is None:
             max_batch_tokens = _BATCH_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
+        if self.device.type == "cpu":
+            native.load()
         config = decoder_config(model)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -102,9 +109,10 @@ class Core:
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
         self._try()
-        if self.device.type == "cuda" and self.runner.packed and paged:
+        if self.runner.packed and paged:
             longest = pages if self.context is None else min(pages, pages_for(self.context))
-            self.runner.capture_decode(max_sequences, longest, progress)
+            if self.device.type == "cuda" or compiled_for(dtype):
+                self.runner.prepare_decode(max_sequences, longest, compile, progress)
 
     def _try(self) -> None:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""

@@ -8,6 +8,7 @@ blueprint's column. The graph's first kernel spreads those columns over the plan
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from qbe.compile.backend import register
+from qbe.engine.compiled import Step, compile_step
 from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
@@ -27,6 +30,7 @@ from qbe.kvcache.pages import PAGE_SIZE
 
 log = logging.getLogger(__name__)
 
+Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 _INPUTS = 5  # numbers per row: token, position, slot, length, column
 
 
@@ -66,8 +70,8 @@ class DecodeStep:
         self.device = plan.device
         self.captures = 0
         self._cache_name = cache_name
-        self._forward: Any = self._run_model
         self._graphs: dict[int, _Captured] = {}
+        self._compiled: dict[int, Step] = {}
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
         self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
         self._tables = torch.zeros(largest, max(1, pages), dtype=torch.int32, device=self.device)
@@ -75,19 +79,21 @@ class DecodeStep:
         self._owners: list[Sequence | None] = [None] * largest  # whose pages are in a row of `_tables`
         self._copied: torch.cuda.Event | None = None
 
-    def capture(self, on_size: Callable[[], None] | None = None) -> bool:
+    def capture(self, on_size: Callable[[], None] | None = None, compile: bool = False) -> bool:
         """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
 
         Largest first: the smaller ones then live in the memory that the larger ones have taken.
 
         Args:
             on_size: called when a size is done (a progress bar): the first start on a machine compiles the kernels.
+            compile: compile the step of one sequence first.
         """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self.device)
         try:
             for size in reversed(batch_sizes(self.largest)):
-                self._graphs[size] = self._capture(size, stream, pool)
+                forward = self._for_graph() if compile and size == 1 else self._run_model
+                self._graphs[size] = self._capture(size, forward, stream, pool)
                 if on_size is not None:
                     on_size()
         except RuntimeError as error:
@@ -98,16 +104,16 @@ class DecodeStep:
         return True
 
     @torch.inference_mode()
-    def _capture(self, size: int, stream: torch.cuda.Stream, pool: Any) -> _Captured:
+    def _capture(self, size: int, forward: Forward, stream: torch.cuda.Stream, pool: Any) -> _Captured:
         self._stage([], size)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with step(self._layout(size)), torch.cuda.stream(stream):
             for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
-                self._forward(size)
+                forward(size)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits, tokens = self._forward(size)
+                logits, tokens = forward(size)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.captures += 1
         return _Captured(graph, logits, tokens)
@@ -133,7 +139,38 @@ class DecodeStep:
             captured.graph.replay()
             return captured.logits[:n], captured.tokens[:n]
         with step(self._layout(size)):
-            return self._forward(size)
+            if size in self._compiled:
+                self.plan.gather(self._rows(size)[-1])
+                return self._compiled[size]()
+            return self._run_model(size)
+
+    def _for_graph(self) -> Forward:
+        """The compiled step for a graph, which then needs no guards; what cannot be compiled runs as it is."""
+        register()
+        compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
+
+        def forward(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            try:
+                return compiled(size)
+            except RuntimeError as error:
+                if torch.cuda.is_current_stream_capturing():
+                    raise
+                log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
+                return self._run_model(size)
+
+        return forward
+
+    @torch.inference_mode()
+    def compile(self, size: int) -> bool:
+        """Compile the step of this size; whether that worked. It takes tens of seconds unless a cache has it."""
+        self._stage([], size)
+        try:
+            with step(self._layout(size)):
+                self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
+        except RuntimeError as error:  # what dynamo and Inductor raise
+            log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
+            return False
+        return True
 
     def _rows(self, size: int) -> torch.Tensor:
         """tokens, positions, slots, lengths and columns, int64 [5, size]"""
@@ -170,8 +207,12 @@ class DecodeStep:
 
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step on the inputs as they are on the device now, inside its layout."""
-        ids, positions, _, _, columns = self._rows(size)
-        self.plan.gather(columns)
+        self.plan.gather(self._rows(size)[-1])
+        return self._run_planned(size)
+
+    def _run_planned(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step with the plan as it is."""
+        ids, positions, _, _, _ = self._rows(size)
         out = self.model(
             input_ids=ids[None], position_ids=positions[None], use_cache=True, **{self._cache_name: self.cache}
         )

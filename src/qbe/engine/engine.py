@@ -65,6 +65,8 @@ class Engine:
         max_batch_tokens: tokens per step; longer prompts are spread over steps; None: 512 on a CPU, 2048 on a GPU.
         max_sequences: requests that run at once; more wait.
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
+        compile: on a CPU, compile the decode step of one sequence with torch.compile: faster answers for a start that
+            takes tens of seconds the first time (see docs/performance.md). Other batch sizes run without it.
         records: the file that records go to; None takes the user's, False keeps none.
         progress: show progress bars on standard error.
 
@@ -84,6 +86,7 @@ class Engine:
         max_batch_tokens: int | None = None,
         max_sequences: int = 16,
         kv_tokens: int | None = None,
+        compile: bool = False,
         records: str | Path | bool | None = None,
         progress: bool = False,
     ) -> None:
@@ -113,7 +116,7 @@ class Engine:
             self.core = core.Core(
                 self.model, self._table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
                 max_sequences=min(max_sequences, max_batch_tokens or max_sequences), kv_tokens=kv_tokens, device=where,
-                progress=progress,
+                progress=progress, compile=compile,
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not _is_memory(error):

@@ -64,7 +64,7 @@ class Runner:
         packed: whether one forward serves all sequences of a step; otherwise each has its own.
         recurrent: whether the model has layers with a state.
         recompute_at: see `recompute_length`.
-        decode: runs steps of one new token per sequence, once `capture_decode` made it.
+        decode: runs steps of one new token per sequence, once `capture_decode` or `prepare_decode` made it.
     """
 
     def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
@@ -102,18 +102,27 @@ class Runner:
             w.sequence.computed = w.start + w.count
         return logits, best
 
-    def capture_decode(self, largest: int, pages: int, progress: bool) -> None:
-        """Let steps of one new token per sequence run from CUDA graphs, where the model can be captured.
+    def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool) -> None:
+        """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
 
         Args:
             largest: sequences of the largest step.
             pages: pages that one sequence can have.
+            compile: compile the steps of one sequence.
             progress: show a progress bar.
         """
-        if self._takes_positions:
-            decode = DecodeStep(self.model, self.cache, self.plan, largest, pages, self._cache_name)
+        if not self._takes_positions:
+            return
+        decode = DecodeStep(self.model, self.cache, self.plan, largest, pages, self._cache_name)
+        if self.device.type == "cpu":
+            self.decode = decode
+            if compile:
+                with bar("compiling the decode step", 1, progress) as advance:
+                    decode.compile(1)
+                    advance()
+        else:
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
-                self.decode = decode if decode.capture(advance) else None
+                self.decode = decode if decode.capture(advance, compile) else None
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []

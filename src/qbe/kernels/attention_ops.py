@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.reference.paged_attention import paged_attention as reference
-
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
@@ -71,6 +69,24 @@ def _fake(
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
+def _cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    from qbe.kernels.cpu.paged_attention import paged_attention as kernel
+
+    return kernel(query, key, value, keys, values, slots, tables, lengths, scaling, window, softcap)
+
+
 def _cuda(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -89,5 +105,6 @@ def _cuda(
     return kernel(query, key, value, keys, values, slots, tables, lengths, scaling, window, softcap)
 
 
-_library.impl("paged_attention", reference, "CPU")
+on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
+on_cpu.impl("paged_attention", _cpu, "CPU")
 _library.impl("paged_attention", _cuda, "CUDA")

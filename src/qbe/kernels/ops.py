@@ -94,5 +94,6 @@ def _cuda(
     return kernel(x, packed, meta, bits, original, bias, slices, exponent)
 
 
-_library.impl("nested_linear", _cpu, "CPU")
+on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
+on_cpu.impl("nested_linear", _cpu, "CPU")
 _library.impl("nested_linear", _cuda, "CUDA")

@@ -6,6 +6,7 @@ specification's AffineQuantizedTensor, which torchao removed in 0.18.
 
 from __future__ import annotations
 
+import hashlib
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 from torchao.utils import TorchAOBaseTensor
 
+from qbe.compile.backend import register
 from qbe.errors import QBEError
 from qbe.kernels import ops
 from qbe.kernels.reference.nested_linear import dequantise
@@ -182,6 +184,13 @@ class NestedTensor(TorchAOBaseTensor):
         tiled = self.packed.dim() == 1
         return self.packed.numel() + (0 if tiled else self.meta.numel())
 
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache knows a graph with this weight by: everything but numbers that kernels read."""
+        names, context = self.__tensor_flatten__()
+        parts = [(n, t.dtype, t.shape, t.stride(), t.storage_offset(), t.device.type) for n, t in
+                 ((n, getattr(self, n)) for n in names)]  # fmt: skip
+        return hashlib.sha256(repr((type(self).__name__, context, self.requires_grad, parts)).encode()).hexdigest()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
             f"NestedTensor(shape={tuple(self.shape)}, slices={tuple(self.slices)}, group_size={self.group_size}, "
@@ -280,3 +289,4 @@ def nest(
 # So that `torch.load(weights_only=True)` takes a nested state dict once this module is imported; the
 # rest of it is tensors and plain values.
 torch.serialization.add_safe_globals([NestedTensor])
+register()

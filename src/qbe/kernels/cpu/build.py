@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from qbe.errors import QBEError
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def backend() -> str:
-    """The path that serves `qbe::nested_linear` on CPU: "avx512", "avx2", "scalar" or "torch".
+    """The path that serves QBE's ops on CPU: "avx512", "avx2", "scalar" or "torch".
 
     The best one the machine has, unless $QBE_CPU_KERNEL names another. Decided once a process: it is asked on every
     call (a test that changes the variable calls `backend.cache_clear` and `number.cache_clear`).
@@ -95,30 +96,44 @@ def _packaged() -> Path | None:
 
 def _compiled() -> Path | None:
     """The library in the user's cache, compiled now if it is not there."""
+    name = f"nested-{platform.system().lower()}-{platform.machine()}-{source_hash()}.so"
+    command = [*FLAGS, "-fPIC", "-shared", f'-DQBE_SOURCE_HASH="{source_hash()}"', str(SOURCE)]
+    return compiled(name, ("CC", "cc", "gcc", "clang"), command, "plain PyTorch serves instead")
+
+
+def compiled(name: str, compilers: Sequence[str], arguments: Sequence[str], otherwise: str) -> Path | None:
+    """The file of that name in the user's cache, compiled now if it is not there; None (and a warning) if it cannot be.
+
+    Args:
+        compilers: the variable that names one, then those to look for.
+        arguments: all but the output.
+        otherwise: what happens then, for the warning.
+    """
     from qbe.models import cache_dir
 
     folder = cache_dir() / "kernels"
-    path = folder / f"nested-{platform.system().lower()}-{platform.machine()}-{source_hash()}.so"
+    path = folder / name
     if path.is_file():
         return path
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    variable, first, *others = compilers
+    found = (shutil.which(c) for c in (os.environ.get(variable) or first, *others))
+    compiler = next((c for c in found if c is not None), None)
     if compiler is None:
-        log.warning("no C compiler found; the CPU kernel is plain PyTorch (install one for several times the speed)")
+        log.warning("no compiler for the CPU kernels found (%s); %s", ", ".join(compilers[1:]), otherwise)
         return None
     temporary: Path | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".nested-", suffix=".so", dir=folder)
+        handle, draft = tempfile.mkstemp(prefix=".kernel-", suffix=".so", dir=folder)
         os.close(handle)
-        temporary = Path(name)
-        define = f'-DQBE_SOURCE_HASH="{source_hash()}"'
-        command = [compiler, *FLAGS, "-fPIC", "-shared", define, str(SOURCE), "-o", name]
+        temporary = Path(draft)
+        command = [compiler, *arguments, "-o", draft]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         os.replace(temporary, path)
         return path
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
-        log.warning("the CPU kernel could not be compiled (%s); plain PyTorch serves instead", " ".join(detail))
+        log.warning("a CPU kernel could not be compiled (%s); %s", " ".join(detail), otherwise)
         return None
     finally:
         if temporary is not None:
@@ -127,8 +142,12 @@ def _compiled() -> Path | None:
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    lib.qbe_multiply.argtypes = [pointer] * 7 + [long] + [integer] * 4
+    lib.qbe_multiply.argtypes = [pointer] * 8 + [long] + [integer] * 4
     lib.qbe_multiply.restype = long
+    lib.qbe_multiply_many.argtypes = [pointer] * 2 + [long] * 2 + [integer] * 3
+    lib.qbe_multiply_many.restype = long
     lib.qbe_dequantise.argtypes = [pointer] * 4 + [long] * 2 + [integer] * 4
     lib.qbe_dequantise.restype = long
+    lib.qbe_paged_attention.argtypes = [pointer] * 10 + [integer] * 2
+    lib.qbe_paged_attention.restype = long
     return lib

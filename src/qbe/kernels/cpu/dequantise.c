@@ -40,10 +40,11 @@ TARGET_AVX512 INLINE void dequantise_avx512(const Job *j, const uint8_t *const *
 }
 #endif
 
-INLINE void dequantise_chunks(Job *j, BlockFn dequantise) {
+INLINE void dequantise_chunks(Jobs *jobs, BlockFn dequantise) {
+    Job *j = jobs->job;
     const Weight *w = &j->w;
     const int parts = parts_of(w->layout, w->layout->precision[j->index]);
-    float *scale = j->scratch + atomic_fetch_add(&j->slot, 1) * 2 * j->chunk * w->groups;
+    float *scale = jobs->scratch + atomic_fetch_add(&jobs->slot, 1) * jobs->scratch_floats;
     float *offset = scale + j->chunk * w->groups;
     const int64_t blocks = w->kp / w->groups / BLOCK;
     for (;;) {

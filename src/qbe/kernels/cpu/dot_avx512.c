@@ -152,8 +152,8 @@ TARGET_AVX512 static void multiply_avx512(const Job *j, int at, int64_t n0, int6
                 const float *sums[4];
                 float y[4 * 4];
                 for (int i = 0; i < m; i++) {
-                    x[i] = (const uint16_t *)((const char *)j->x + (r + i) * j->x_bytes);
-                    sums[i] = j->sums + (r + i) * w->groups;
+                    x[i] = (const uint16_t *)((const char *)j->x + j->row[r + i] * j->x_bytes);
+                    sums[i] = j->sums + j->row[r + i] * w->groups;
                 }
                 dot(w, recipe, part, scale + (n - n0) * w->groups, shift + (n - n0) * w->groups, x, sums, y);
                 for (int i = 0; i < m; i++)

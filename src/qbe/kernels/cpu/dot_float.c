@@ -100,7 +100,7 @@ TARGET_AVX2 INLINE void dot_avx2(const Weight *w, const uint8_t *const *rows, in
                 const int m = r1 - r < MAX_TILE ? (int)(r1 - r) : MAX_TILE;                                        \
                 const float *x[MAX_TILE];                                                                          \
                 float y[MAX_TILE];                                                                                 \
-                for (int i = 0; i < m; i++) x[i] = (const float *)j->x + (r + i) * w->kp;                          \
+                for (int i = 0; i < m; i++) x[i] = (const float *)j->x + j->row[r + i] * w->kp;                    \
                 DOT_ROWS(dot_##NAME)                                                                               \
                 for (int i = 0; i < m; i++) store(j, j->row[r + i], n, y[i]);                                      \
             }                                                                                                      \

@@ -1,4 +1,5 @@
-/* The CPU kernel of qbe::nested_linear: a plain shared object, called through ctypes (see nested_linear.py).
+/* The CPU kernels of qbe::nested_linear and qbe::paged_attention: a plain shared object, called through ctypes (see
+   nested_linear.py, paged_attention.py).
 
    Layout and semantics: qbe/store/layout.py, qbe/store/scales.py, qbe/kernels/reference/nested_linear.py.
 
@@ -30,9 +31,15 @@
 
 #include "pool.c"
 
-#define FULL_BITS 16 /* a row at this width belongs to the 16-bit original, not to this file */
+#define FULL_BITS 16 /* a row at this width reads the 16-bit original */
 
 enum { SCALAR, AVX2, AVX512 };
+
+static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
+
+#include "attention.c"
+
+#include "dot_full.c"
 
 #ifndef QBE_SOURCE_HASH
 #define QBE_SOURCE_HASH ""
@@ -52,18 +59,20 @@ int qbe_best_backend(void) {
    DEQUANTISE (dequantise.c). */
 #define DEFINE_WORK(NAME, TARGET, MULTIPLY, DEQUANTISE)                                                \
     TARGET static void NAME##_multiply(void *arg) {                                                   \
-        Job *j = arg;                                                                                 \
-        float *scale = j->scratch + atomic_fetch_add(&j->slot, 1) * 2 * j->chunk * j->w.groups;       \
-        for (;;) {                                                                                    \
-            const int64_t n0 = atomic_fetch_add(&j->next, j->chunk), left = j->w.n - n0;              \
-            if (left <= 0) return;                                                                    \
-            const int64_t n1 = n0 + (left < j->chunk ? left : j->chunk);                              \
-            for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {                                         \
-                const int at = j->precision[r0];                                                      \
-                for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == at;) r1++;                      \
-                MULTIPLY(j, at, n0, n1, r0, r1, scale, scale + j->chunk * j->w.groups);               \
+        Jobs *jobs = arg;                                                                             \
+        float *scale = jobs->scratch + atomic_fetch_add(&jobs->slot, 1) * jobs->scratch_floats;       \
+        for (Job *j = jobs->job; j < jobs->job + jobs->count; j++)                                    \
+            for (;;) {                                                                                \
+                const int64_t n0 = atomic_fetch_add(&j->next, j->chunk), left = j->w.n - n0;          \
+                if (left <= 0) break;                                                                 \
+                const int64_t n1 = n0 + (left < j->chunk ? left : j->chunk);                          \
+                if (j->full) full_##NAME(j, n0, n1);                                                  \
+                for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {                                     \
+                    const int at = j->precision[r0];                                                  \
+                    for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == at;) r1++;                  \
+                    MULTIPLY(j, at, n0, n1, r0, r1, scale, scale + j->chunk * j->w.groups);           \
+                }                                                                                     \
             }                                                                                         \
-        }                                                                                             \
     }                                                                                                 \
     TARGET static void NAME##_dequantise(void *arg) { dequantise_chunks(arg, DEQUANTISE); }
 
@@ -73,15 +82,11 @@ DEFINE_WORK(avx2, TARGET_AVX2, multiply_avx2, dequantise_float)
 DEFINE_WORK(avx512, TARGET_AVX512, multiply_avx512, dequantise_avx512)
 #endif
 
-static void run(Job *j, int threads, void (*scalar)(void *), void (*avx2)(void *), void (*avx512)(void *)) {
-    void (*work)(void *) = j->backend == AVX512 ? avx512 : j->backend == AVX2 ? avx2 : scalar;
-    pool_run(work, j, threads);
-}
-
 #ifdef X86
-#define RUN(J, THREADS, KIND) run(J, THREADS, scalar_##KIND, avx2_##KIND, avx512_##KIND)
+#define RUN(JOBS, BACKEND, THREADS, KIND)                                                                        \
+    pool_run((BACKEND) == AVX512 ? avx512_##KIND : (BACKEND) == AVX2 ? avx2_##KIND : scalar_##KIND, JOBS, THREADS)
 #else
-#define RUN(J, THREADS, KIND) run(J, THREADS, scalar_##KIND, scalar_##KIND, scalar_##KIND)
+#define RUN(JOBS, BACKEND, THREADS, KIND) pool_run(scalar_##KIND, JOBS, THREADS)
 #endif
 
 /* Rows of the weight in a chunk: an even share for each thread, in whole tiles, at most 64 K weights (shorter runs break
@@ -100,76 +105,138 @@ static Weight weight_of(const uint8_t *packed, const uint8_t *meta, const Shape 
     return w;
 }
 
-static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
-
-/* y[r] = x[r] @ W(bits[r]).T + bias for every row below 16 bits; rows at 16 are left for the caller.
-   x [rows, k] and y [rows, n] of `dtype`, contiguous; bits int32 [rows]; bias float32 [n] or NULL.
-   Returns how many rows asked for 16 bits, or -1: there is such a row and `refuse_full` (nothing was done);
-   -2: out of memory (nothing was done). */
-int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, const int32_t *bits, const float *bias,
-                     void *y, const Shape *shape, int64_t rows, int32_t dtype, int32_t refuse_full, int32_t threads,
-                     int32_t backend) {
-    const int64_t k = shape->k, n = shape->n, kp = shape->kp, groups = shape->groups;
-    const Layout *layout = &shape->layout;
-    int64_t full = 0;
-    for (int64_t r = 0; r < rows; r++) full += bits[r] >= FULL_BITS;
-    if (full && refuse_full) return -1;
-    if (full == rows || n == 0) return full;
-
-    Job j = {.w = weight_of(packed, meta, shape), .backend = backend, .dtype = dtype,
-             .rows = rows - full, .bias = bias, .y = y};
-    threads = useful_threads(threads, n * kp);
-    j.chunk = chunk_rows(n, kp, threads);
-    j.x_bytes = kp * (backend != AVX512 ? 4 : dtype == FLOAT32 ? 6 : 2);
-    const size_t x_size = aligned((size_t)(j.rows * j.x_bytes)), list = aligned((size_t)j.rows * 4);
-    const size_t sums_size = aligned((size_t)(j.rows * groups) * 4);
-    const size_t scratch = aligned((size_t)(threads * 2 * j.chunk * groups) * 4);
-    char *memory = aligned_alloc(64, x_size + sums_size + 2 * list + scratch);
-    if (!memory) return -2;
-    float *sums = (float *)(memory + x_size);
-    int32_t *row = (int32_t *)(memory + x_size + sums_size), *precision = row + list / 4;
-    j.x = memory, j.sums = sums, j.row = row, j.precision = precision, j.scratch = (float *)(precision + list / 4);
-
-    int64_t at = 0;
-    for (int i = 0; i < layout->precisions; i++) { /* ascending, so that equal precisions are neighbours */
-        const int64_t before = at;
-        for (int64_t r = 0; r < rows; r++) {
-            if (bits[r] >= FULL_BITS) continue;
-            const int above = i + 1 < layout->precisions && bits[r] >= layout->precision[i + 1];
-            const int below = i > 0 && bits[r] < layout->precision[i];
-            if (above || below) continue;
-            const char *from = (const char *)x + r * k * (dtype == FLOAT32 ? 4 : 2);
-            void *to = memory + at * j.x_bytes;
 #ifdef X86
-            if (backend == AVX512) load_avx512(from, dtype, k, &j.w, to, sums + at * groups);
-            else
-#endif
-                load_float(from, dtype, k, kp, backend == AVX2, to);
-            row[at] = (int32_t)r, precision[at] = i, at++;
-        }
-#ifdef X86
-        if (backend == AVX512 && at > before) j.recipe[i] = recipe_of(layout, layout->precision[i], 5);
-#endif
+/* The recipes of a layout's precisions; kept, because one model has one layout. */
+static const Recipe *recipes(const Layout *layout, int most) {
+    static _Thread_local struct { Layout layout; int most; Recipe recipe[8]; } kept;
+    if (kept.most != most || memcmp(&kept.layout, layout, sizeof *layout)) {
+        for (int i = 0; i < layout->precisions; i++) kept.recipe[i] = recipe_of(layout, layout->precision[i], most);
+        kept.layout = *layout, kept.most = most;
     }
-    RUN(&j, threads, multiply);
+    return kept.recipe;
+}
+#endif
+
+/* One weight of a call. */
+typedef struct {
+    const uint8_t *packed, *meta;
+    const int32_t *bits;  /* one per row of x */
+    const void *original; /* [n, k] of x's dtype, or NULL */
+    const void *bias;     /* [n] or NULL */
+    void *y;              /* [rows, n], its rows y_stride numbers apart */
+    const Shape *shape;
+    int64_t y_stride;
+    int32_t bias_dtype;
+} Matrix;
+
+static char *take(char **memory, size_t bytes) {
+    char *taken = *memory;
+    *memory += aligned(bytes);
+    return taken;
+}
+
+/* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`, x
+   contiguous. Returns 0, or -1: a row asks for 16 bits and there is no original (nothing was done); -2: out of memory
+   (nothing was done). */
+int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
+                          int32_t backend) {
+    const int64_t row_bytes = matrix->shape->k * (dtype == FLOAT32 ? 4 : 2);
+    int64_t weights = 0, scratch = 0;
+    size_t size = aligned((size_t)count * sizeof(Job));
+    for (const Matrix *m = matrix; m < matrix + count; m++) {
+        for (int64_t r = 0; r < rows; r++)
+            if (m->bits[r] >= FULL_BITS && !m->original) return -1;
+        weights += m->shape->n * m->shape->kp;
+    }
+    if (weights == 0 || rows == 0) return 0;
+    threads = useful_threads(threads, weights);
+
+    const int64_t per = backend != AVX512 ? 4 : dtype == FLOAT32 ? 6 : 2; /* bytes of x for an input */
+    for (const Matrix *m = matrix; m < matrix + count; m++) {
+        const Shape *s = m->shape;
+        const int64_t chunk = chunk_rows(s->n, s->kp, threads);
+        size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * 4) + 2 * aligned((size_t)rows * 4);
+        scratch = scratch > 2 * chunk * s->groups ? scratch : 2 * chunk * s->groups;
+    }
+    scratch = (int64_t)aligned((size_t)scratch * 4) / 4;
+    char *const memory = aligned_alloc(64, size + (size_t)(threads * scratch) * 4), *left = memory;
+    if (!memory) return -2;
+    Jobs jobs = {.job = (Job *)take(&left, (size_t)count * sizeof(Job)), .scratch_floats = scratch};
+
+    for (const Matrix *m = matrix; m < matrix + count; m++) {
+        if (m->shape->n == 0) continue;
+        const Shape *s = m->shape;
+        const Layout *layout = &s->layout;
+        Job j = {.w = weight_of(m->packed, m->meta, s), .dtype = dtype, .y = m->y, .y_stride = m->y_stride,
+                 .bias = m->bias, .bias_dtype = m->bias_dtype, .x_bytes = s->kp * per, .k = s->k,
+                 .original = m->original, .x_full = x};
+        j.chunk = chunk_rows(s->n, s->kp, threads);
+        const Job *same = jobs.job; /* one that has x laid out alike */
+        while (same < jobs.job + jobs.count && (same->w.kp != s->kp || same->w.groups != s->groups)) same++;
+        if (same < jobs.job + jobs.count) {
+            j.x = same->x, j.sums = same->sums;
+        } else {
+            char *to = take(&left, (size_t)(rows * j.x_bytes));
+            float *sums = (float *)take(&left, (size_t)(rows * s->groups) * 4);
+            for (int64_t r = 0; r < rows; r++) {
+                const char *from = (const char *)x + r * row_bytes;
+#ifdef X86
+                if (backend == AVX512) load_avx512(from, dtype, s->k, &j.w, (void *)(to + r * j.x_bytes), sums + r * s->groups);
+                else
+#endif
+                    load_float(from, dtype, s->k, s->kp, backend == AVX2, (void *)(to + r * j.x_bytes));
+            }
+            j.x = to, j.sums = sums;
+        }
+        j.row = (int32_t *)take(&left, (size_t)rows * 4), j.precision = (int32_t *)take(&left, (size_t)rows * 4);
+        int64_t at = 0;
+        for (int64_t r = 0; r < rows; r++) j.full += m->bits[r] >= FULL_BITS;
+        j.rows = rows - j.full;
+        for (int i = 0; i < layout->precisions; i++) /* ascending, so that equal precisions are neighbours */
+            for (int64_t r = 0; r < rows; r++) {
+                if (m->bits[r] >= FULL_BITS) continue;
+                const int above = i + 1 < layout->precisions && m->bits[r] >= layout->precision[i + 1];
+                const int below = i > 0 && m->bits[r] < layout->precision[i];
+                if (above || below) continue;
+                j.row[at] = (int32_t)r, j.precision[at] = i, at++;
+            }
+        j.row_full = j.row + at; /* behind the others */
+        for (int64_t r = 0; r < rows; r++)
+            if (m->bits[r] >= FULL_BITS) j.row[at++] = (int32_t)r;
+#ifdef X86
+        if (backend == AVX512) j.recipe = recipes(layout, 5);
+#endif
+        jobs.job[jobs.count++] = j;
+    }
+    jobs.scratch = (float *)left;
+    RUN(&jobs, backend, threads, multiply);
     free(memory);
-    return full;
+    return 0;
+}
+
+/* The same for one weight, y contiguous. */
+int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, const int32_t *bits,
+                     const void *original, const void *bias, void *y, const Shape *shape, int64_t rows, int32_t dtype,
+                     int32_t bias_dtype, int32_t threads, int32_t backend) {
+    const Matrix m = {packed, meta, bits, original, bias, y, shape, shape->n, bias_dtype};
+    return qbe_multiply_many(x, &m, 1, rows, dtype, threads, backend);
 }
 
 /* out[n1-n0, k] of `dtype`: rows n0..n1 of the weight at the precision `index`. Returns 0, or -2: out of memory. */
 int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, const Shape *shape, int64_t n0, int64_t n1,
                        int32_t index, int32_t dtype, int32_t threads, int32_t backend) {
-    Job j = {.w = weight_of(packed, meta, shape), .backend = backend, .dtype = dtype,
-             .rows = n1 - n0, .y = out, .n0 = n0, .k = shape->k, .index = index};
+    Job j = {.w = weight_of(packed, meta, shape), .dtype = dtype, .rows = n1 - n0, .y = out, .n0 = n0, .k = shape->k,
+             .index = index};
     if (n1 <= n0) return 0;
     threads = useful_threads(threads, (n1 - n0) * shape->kp);
     j.chunk = chunk_rows(n1 - n0, shape->kp, threads);
 #ifdef X86
-    if (backend == AVX512) j.recipe[index] = recipe_of(&shape->layout, shape->layout.precision[index], 8);
+    if (backend == AVX512) j.recipe = recipes(&shape->layout, 8);
 #endif
-    j.scratch = aligned_alloc(64, aligned((size_t)threads * 2 * j.chunk * shape->groups * 4));
-    if (!j.scratch) return -2;
-    RUN(&j, threads, dequantise);
-    free(j.scratch);
+    Jobs jobs = {.job = &j, .count = 1, .scratch_floats = (int64_t)aligned((size_t)(2 * j.chunk * shape->groups) * 4) / 4};
+    jobs.scratch = aligned_alloc(64, (size_t)(threads * jobs.scratch_floats) * 4);
+    if (!jobs.scratch) return -2;
+    RUN(&jobs, backend, threads, dequantise);
+    free(jobs.scratch);
     return 0;
 }

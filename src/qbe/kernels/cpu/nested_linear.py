@@ -1,8 +1,8 @@
 """`qbe::nested_linear` on the CPU.
 
-Few rows (decode): the compiled kernel multiplies straight from the packed slices and each row reads only its own.
-Many rows (prefill): the weight is dequantised once per precision in the call and torch multiplies.
-Rows at 16 bits go to torch with the original weight.
+Few rows (decode): the compiled kernel multiplies straight from the packed slices, or from the 16-bit original, and each
+row reads only its own. Many rows (prefill): the weight is dequantised once per precision in the call and torch
+multiplies, with the original for rows at 16 bits.
 
 A decode step makes some two hundred calls, so whatever depends on shapes alone is checked and laid out once
 (`_geometry`), and a call with few rows hands C seven pointers and a table.
@@ -42,7 +42,7 @@ def nested_linear(
 
     With fewer than `MANY_ROWS` rows the weight is exact, the sums are float32 and a row's result does not depend, bit
     for bit, on the rows beside it. With more, the weight is first rounded to x's dtype (bfloat16 or float32), as a
-    checkpoint's is.
+    checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -54,7 +54,7 @@ def nested_linear(
         return nested_linear(x.float(), packed, meta, bits, original, bias, slices, exponent).to(dtype)
     form = geometry(packed.shape, meta.shape, shape[-1], tuple(slices), exponent)
     rows = x if len(shape) == 2 else x.reshape(-1, form.k)
-    _check(rows, packed, meta, bits, original, bias, form)
+    check(rows, packed, meta, bits, original, bias, form)
     if rows.shape[0] == 0 or form.n == 0:
         y = x.new_empty(rows.shape[0], form.n)
     elif rows.shape[0] < MANY_ROWS[dtype] and build.backend() != "torch":
@@ -64,7 +64,7 @@ def nested_linear(
     return y if len(shape) == 2 else y.view(*shape[:-1], form.n)
 
 
-def _check(
+def check(
     rows: torch.Tensor,
     packed: torch.Tensor,
     meta: torch.Tensor,
@@ -97,38 +97,41 @@ def _few(
     bias: torch.Tensor | None,
     form: Geometry,
 ) -> torch.Tensor:
-    """The compiled kernel for the rows below 16 bits, torch for the others."""
-    count = rows.shape[0]
+    """The compiled kernel; rows at 16 bits go to torch where the original has another dtype than x."""
     rows, bits = rows.contiguous(), bits.contiguous()
-    y = torch.empty(count, form.n, dtype=rows.dtype)
-    if bias is not None:
-        bias32 = bias.float().contiguous()
-    full = build.loaded().qbe_multiply(
+    y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
+    own = None if bias is None else (bias if bias.dtype in DTYPES else bias.float()).contiguous()
+    failed = build.loaded().qbe_multiply(
         rows.data_ptr(),
         packed.data_ptr(),
         meta.data_ptr(),
         bits.data_ptr(),
-        None if bias is None else bias32.data_ptr(),
+        original.data_ptr() if original is not None and readable(original, rows) else None,
+        None if own is None else own.data_ptr(),
         y.data_ptr(),
         form.address,
-        count,
+        rows.shape[0],
         DTYPES[rows.dtype],
-        original is None,
+        0 if own is None else DTYPES[own.dtype],
         _threads(),
         build.number(),
     )
-    if full == 0:
+    if failed == 0:
         return y
-    if full == -1:
-        raise _missing_original()
-    if full < 0:
+    if failed != -1:
         raise MemoryError("the CPU kernel found no memory for its working buffers")
-    assert original is not None
-    if full == count:
-        return _full(rows, original, bias)
-    at = (bits >= FULL_BITS).nonzero().flatten()
-    y[at] = _full(rows[at], original, bias)
+    if original is None:
+        raise missing_original()
+    full = bits >= FULL_BITS
+    y[full] = full_rows(rows[full], original, bias)
+    if not full.all():
+        y[~full] = _few(rows[~full], packed, meta, bits[~full], None, bias, form)
     return y
+
+
+def readable(original: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether the compiled kernel can multiply these rows with the original."""
+    return original.dtype is rows.dtype and original.is_contiguous()
 
 
 def _many(
@@ -145,7 +148,7 @@ def _many(
     wanted = [FULL_BITS if b >= FULL_BITS else layout.precisions[layout.index(b)] for b in bits.tolist()]
     count = Counter(wanted)
     if FULL_BITS in count and original is None:
-        raise _missing_original()
+        raise missing_original()
     limit = MANY_ROWS[rows.dtype] if build.backend() != "torch" else 0
     few = {b for b in count if b != FULL_BITS and count[b] < limit}
 
@@ -161,7 +164,7 @@ def _many(
             part = _few(mine, packed, meta, bits[at], None, bias, form)
         elif FULL_BITS in group:
             assert original is not None
-            part = _full(mine, original, bias)
+            part = full_rows(mine, original, bias)
         else:
             part = _dequantised(mine, packed, meta, min(group), bias, form)
         if at is None:
@@ -204,11 +207,11 @@ def _dequantised(
     return y
 
 
-def _full(rows: torch.Tensor, original: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def full_rows(rows: torch.Tensor, original: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """rows @ original.T + bias, exactly as the unquantised layer computes it when x has the model's dtype."""
     dtype = torch.promote_types(rows.dtype, original.dtype)
     return linear(rows.to(dtype), original.to(dtype), None if bias is None else bias.to(dtype)).to(rows.dtype)
 
 
-def _missing_original() -> RuntimeError:
+def missing_original() -> RuntimeError:
     return RuntimeError("a row asks for 16 bits, but this weight was stored without its 16-bit original")

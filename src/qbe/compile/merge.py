@@ -1,0 +1,82 @@
+"""Merges calls of `qbe::nested_linear` that read the same input into calls of `qbe::nested_linears`."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+from qbe.kernels import merged_ops
+
+_aten = torch.ops.aten
+# Nodes that only look at their input: they can be moved to where it is.
+_VIEWS = {
+    _aten.slice.Tensor, _aten.as_strided.default, _aten.view.default, _aten.expand.default, _aten.select.int,
+    _aten.alias.default, _aten.detach.default, _aten.reshape.default, operator.getitem,
+}  # fmt: skip
+
+
+class MergeLinears(CustomGraphPass):
+    """The pass, for a graph without mutations (Inductor's `post_grad_custom_pre_pass`).
+
+    Linears are merged when they have the same input and slices, and all of them an original (a bias) or none.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target is torch.ops.qbe.nested_linear.default:
+                x, _, _, _, original, bias, slices, _ = node.args
+                groups[x, tuple(slices), original is None, bias is None].append(node)
+        for group in groups.values():
+            if len(group) > 1:
+                _merge(graph, group)
+
+    def uuid(self) -> bytes:
+        """What Inductor's cache knows this pass by."""
+        return get_hash_for_files((__file__, merged_ops.__file__))
+
+
+def _merge(graph: Graph, group: list[Node]) -> None:
+    """Put one call where the first of the group is, for as many of the group as can have their arguments there."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    first = group[0]
+    group = [first, *(n for n in group[1:] if all(_hoist(a, first, order) for a in n.all_input_nodes))]
+    if len(group) == 1:
+        return
+    x, _, _, _, original, bias, slices, _ = first.args
+    packed, meta, bits, originals, biases, exponents = (
+        [n.args[i] for n in group] for i in (1, 2, 3, 4, 5, 7)
+    )  # fmt: skip
+    last = x.meta["val"].dim() - 1  # type: ignore[union-attr]
+    with graph.inserting_before(first):
+        arguments = (x, packed, meta, bits, originals if original is not None else [],
+                     biases if bias is not None else [], slices, exponents)  # fmt: skip
+        merged = graph.call_function(torch.ops.qbe.nested_linears.default, arguments)
+        values = torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
+        merged.meta["val"] = merged_ops._fake(*values)
+        at = 0
+        for node in group:
+            width = node.meta["val"].shape[-1]
+            part = graph.call_function(_aten.slice.Tensor, (merged, last, at, at + width))
+            part.meta["val"] = _aten.slice.Tensor(merged.meta["val"], last, at, at + width)
+            node.replace_all_uses_with(part)
+            at += width
+    for node in group:
+        graph.erase_node(node)
+
+
+def _hoist(node: Node, before: Node, order: dict[Node, int]) -> bool:
+    """Make `node` come before another; whether that could be done. Views of what comes before it are moved."""
+    if order[node] < order[before]:
+        return True
+    if node.op != "get_attr" and not (node.op == "call_function" and node.target in _VIEWS):
+        return False
+    if not all(_hoist(a, before, order) for a in node.all_input_nodes):
+        return False
+    before.prepend(node)
+    order[node] = order[before] - 1
+    return True

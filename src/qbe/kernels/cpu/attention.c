@@ -1,0 +1,251 @@
+/* Attention of one new token per sequence over its pages: qbe::paged_attention. Included by nested.c.
+
+   Written in vectors of 16 floats, which the compiler maps to what each path has. Query rows that share a key head are
+   served by one reading of it. Sums are float32 in an order that depends on the sequence alone. */
+
+#define LANES 16
+#define MAX_QUERIES 4 /* rows served by one reading */
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+/* `_Shape` of paged_attention.py. Strides are in numbers; the last dimension is contiguous. */
+typedef struct {
+    int64_t batch, heads, kv_heads, key_dim, value_dim, pages, page_size, table_width;
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head, table_row;
+    int64_t window;
+    float scaling, softcap;
+    int32_t dtype;
+} AttentionShape;
+
+typedef struct {
+    const AttentionShape *s;
+    const char *query, *keys, *values;
+    const int32_t *tables;
+    const int64_t *lengths;
+    char *out, *scratch;
+    int64_t scratch_bytes; /* of a thread */
+    atomic_llong next;
+    atomic_int slot;
+    int backend;
+} Attention;
+
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
+
+INLINE Floats splat(float f) { return f - (Floats){0}; }
+INLINE Floats pick(Integers mask, Floats a, Floats b) { return (Floats)((mask & (Integers)a) | (~mask & (Integers)b)); }
+
+/* Numbers [i, i + LANES) of a row of `dim`; zero past its end. */
+INLINE Floats load_lanes(const char *row, int dtype, int64_t dim, int64_t i) {
+    const int64_t left = dim - i < LANES ? dim - i : LANES;
+    if (dtype == FLOAT32) {
+        Floats f = {0};
+        if (left == LANES) memcpy(&f, row + 4 * i, sizeof f);
+        else memcpy(&f, row + 4 * i, (size_t)left * 4);
+        return f;
+    }
+    Halves h = {0};
+    if (left == LANES) memcpy(&h, row + 2 * i, sizeof h);
+    else memcpy(&h, row + 2 * i, (size_t)left * 2);
+    return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+
+INLINE float sum_lanes(Floats f) {
+    float lanes[LANES];
+    memcpy(lanes, &f, sizeof f);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+/* e^x for x <= 88; below -87 that of -87. Cody and Waite's reduction, Taylor's polynomial of degree 7. */
+INLINE Floats exp_lanes(Floats x) {
+    x = pick(x < splat(-87.0f), splat(-87.0f), x);
+    const Floats magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
+    const Floats whole = (x * 1.44269504f + magic) - magic;
+    const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    Floats p = splat(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    return p * (Floats)((__builtin_convertvector(whole, Integers) + 127) << 23);
+}
+
+/* scores[m * room + t] = query[m] . key t, for M queries and the tokens [from, to) of a sequence. */
+INLINE void attention_scores(const Attention *a, const int32_t *table, int64_t head, int64_t from, int64_t to,
+                             const float *query, int64_t wide, float *scores, int64_t room, const int M,
+                             const int DTYPE) {
+    const AttentionShape *s = a->s;
+    const int64_t number = DTYPE == FLOAT32 ? 4 : 2, token = s->kv_heads * s->key_dim * number;
+    for (int64_t t = from, end; t < to; t = end) {
+        end = (t / s->page_size + 1) * s->page_size < to ? (t / s->page_size + 1) * s->page_size : to;
+        const char *key = a->keys + ((int64_t)table[t / s->page_size] * s->page_size + t % s->page_size) * token
+                          + head * s->key_dim * number;
+        for (; t < end; t++, key += token) {
+            Floats sum[MAX_QUERIES] = {{0}};
+            for (int64_t i = 0; i < s->key_dim; i += LANES) {
+                const Floats k = load_lanes(key, DTYPE, s->key_dim, i);
+                for (int m = 0; m < M; m++) {
+                    Floats q;
+                    memcpy(&q, query + m * wide + i, sizeof q);
+                    sum[m] += q * k;
+                }
+            }
+            for (int m = 0; m < M; m++) scores[m * room + t - from] = sum_lanes(sum[m]);
+        }
+    }
+}
+
+/* out[m] = sum over tokens of weights[m * room + t] * value t, for N * LANES numbers from i. */
+INLINE void attention_values(const Attention *a, const int32_t *table, int64_t head, int64_t from, int64_t to,
+                             const float *weights, int64_t room, int64_t i, float *out, int64_t wide, const int M,
+                             const int N, const int DTYPE) {
+    const AttentionShape *s = a->s;
+    const int64_t number = DTYPE == FLOAT32 ? 4 : 2, token = s->kv_heads * s->value_dim * number;
+    Floats sum[MAX_QUERIES * 4] = {{0}};
+    for (int64_t t = from, end; t < to; t = end) {
+        end = (t / s->page_size + 1) * s->page_size < to ? (t / s->page_size + 1) * s->page_size : to;
+        const char *value = a->values + ((int64_t)table[t / s->page_size] * s->page_size + t % s->page_size) * token
+                            + head * s->value_dim * number;
+        for (; t < end; t++, value += token)
+            for (int n = 0; n < N; n++) {
+                const Floats v = load_lanes(value, DTYPE, s->value_dim, i + n * LANES);
+                for (int m = 0; m < M; m++) sum[m * N + n] += v * weights[m * room + t - from];
+            }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) memcpy(out + m * wide + i + n * LANES, &sum[m * N + n], sizeof(Floats));
+}
+
+/* Scores to weights that add up to 1; `count` of them, room for whole vectors. */
+INLINE void softmax(float *scores, int64_t count, float softcap) {
+    const int64_t padded = (count + LANES - 1) / LANES * LANES;
+    for (int64_t t = count; t < padded; t++) scores[t] = scores[0];
+    Floats best = splat(-__builtin_inff()), total = {0};
+    for (int64_t t = 0; t < padded; t += LANES) {
+        Floats v;
+        memcpy(&v, scores + t, sizeof v);
+        if (softcap != 0) { /* tanh(x) = 1 - 2 / (e^2x + 1) */
+            Floats twice = v * (2 / softcap);
+            twice = pick(twice > splat(80.0f), splat(80.0f), twice);
+            v = softcap * (1.0f - 2.0f / (exp_lanes(twice) + 1.0f));
+            memcpy(scores + t, &v, sizeof v);
+        }
+        best = pick(v > best, v, best);
+    }
+    float top = best[0];
+    for (int i = 1; i < LANES; i++) top = best[i] > top ? best[i] : top;
+    for (int64_t t = 0; t < padded; t += LANES) {
+        Floats v;
+        memcpy(&v, scores + t, sizeof v);
+        v = exp_lanes(v - top);
+        for (int i = 0; i < LANES && t + LANES > count; i++) v[i] = t + i < count ? v[i] : 0.0f;
+        memcpy(scores + t, &v, sizeof v);
+        total += v;
+    }
+    const float scale = 1.0f / sum_lanes(total);
+    for (int64_t t = 0; t < count; t++) scores[t] *= scale;
+}
+
+/* M query heads from `first` on, which share the key head `head`, of sequence b. */
+INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, char *scratch, const int M, const int DTYPE) {
+    const AttentionShape *s = a->s;
+    const int32_t *table = a->tables + b * s->table_row;
+    const int64_t number = DTYPE == FLOAT32 ? 4 : 2, to = a->lengths[b];
+    const int64_t from = s->window && to > s->window ? to - s->window : 0, room = (to - from + LANES - 1) / LANES * LANES;
+    const int64_t key_wide = (s->key_dim + LANES - 1) / LANES * LANES, wide = (s->value_dim + LANES - 1) / LANES * LANES;
+    float *query = (float *)scratch, *out = query + MAX_QUERIES * key_wide, *scores = out + MAX_QUERIES * wide;
+    for (int m = 0; m < M; m++)
+        for (int64_t i = 0; i < s->key_dim; i += LANES) {
+            const char *q = a->query + (b * s->query_row + (first + m) * s->query_head) * number;
+            const Floats v = load_lanes(q, DTYPE, s->key_dim, i) * s->scaling;
+            memcpy(query + m * key_wide + i, &v, sizeof v);
+        }
+    attention_scores(a, table, head, from, to, query, key_wide, scores, room, M, DTYPE);
+    for (int m = 0; m < M; m++) softmax(scores + m * room, to - from, s->softcap);
+    int64_t i = 0;
+    for (; i + 4 * LANES <= wide; i += 4 * LANES)
+        attention_values(a, table, head, from, to, scores, room, i, out, wide, M, 4, DTYPE);
+    for (; i < wide; i += LANES) attention_values(a, table, head, from, to, scores, room, i, out, wide, M, 1, DTYPE);
+    for (int m = 0; m < M; m++) {
+        char *y = a->out + (b * s->heads + first + m) * s->value_dim * number;
+        if (DTYPE == FLOAT32) memcpy(y, out + m * wide, (size_t)s->value_dim * 4);
+        else for (int64_t d = 0; d < s->value_dim; d++) ((uint16_t *)y)[d] = to_bfloat16(out[m * wide + d]);
+    }
+}
+
+#define ATTEND(M) \
+    (s->dtype == FLOAT32 ? attend(a, b, head, first, scratch, M, FLOAT32) : attend(a, b, head, first, scratch, M, BFLOAT16))
+
+/* What one thread does: a key head of a sequence at a time. */
+#define DEFINE_ATTENTION(NAME, TARGET)                                                                        \
+    TARGET static void NAME##_attention(void *arg) {                                                          \
+        Attention *a = arg;                                                                                   \
+        const AttentionShape *s = a->s;                                                                       \
+        char *scratch = a->scratch + atomic_fetch_add(&a->slot, 1) * a->scratch_bytes;                        \
+        const int64_t repeat = s->heads / s->kv_heads;                                                        \
+        for (;;) {                                                                                            \
+            const int64_t task = atomic_fetch_add(&a->next, 1), b = task / s->kv_heads;                       \
+            if (b >= s->batch) return;                                                                        \
+            const int64_t head = task % s->kv_heads, end = (head + 1) * repeat;                               \
+            for (int64_t first = head * repeat; first < end; first += MAX_QUERIES)                            \
+                switch (end - first) {                                                                        \
+                case 1: ATTEND(1); break;                                                                     \
+                case 2: ATTEND(2); break;                                                                     \
+                case 3: ATTEND(3); break;                                                                     \
+                default: ATTEND(4);                                                                           \
+                }                                                                                             \
+        }                                                                                                     \
+    }
+
+DEFINE_ATTENTION(scalar, )
+#ifdef X86
+DEFINE_ATTENTION(avx2, TARGET_AVX2)
+DEFINE_ATTENTION(avx512, TARGET_AVX512)
+#endif
+
+/* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.attention_ops says, out
+   [batch, heads, value_dim] contiguous. Returns 0; -1: a slot, length or page outside of the memory (nothing was done);
+   -2: out of memory. */
+int64_t qbe_paged_attention(const void *query, const void *key, const void *value, void *keys, void *values,
+                            const int64_t *slots, const int32_t *tables, const int64_t *lengths, void *out,
+                            const AttentionShape *s, int32_t threads, int32_t backend) {
+    int64_t longest = 0, tokens = 0;
+    for (int64_t b = 0; b < s->batch; b++) {
+        const int64_t from = s->window && lengths[b] > s->window ? lengths[b] - s->window : 0, count = lengths[b] - from;
+        if (count < 1 || lengths[b] > s->table_width * s->page_size) return -1;
+        if (slots[b] < 0 || slots[b] >= s->pages * s->page_size) return -1;
+        for (int64_t p = from / s->page_size; p * s->page_size < lengths[b]; p++)
+            if (tables[b * s->table_row + p] < 0 || tables[b * s->table_row + p] >= s->pages) return -1;
+        longest = count > longest ? count : longest;
+        tokens += count;
+    }
+    const int64_t number = s->dtype == FLOAT32 ? 4 : 2;
+    /* Reading these many numbers takes longer than waking a thread. */
+    if (threads < 1 || tokens * s->heads * (s->key_dim + s->value_dim) < 65536) threads = 1;
+    Attention a = {.s = s, .query = query, .keys = keys, .values = values, .tables = tables, .lengths = lengths,
+                   .out = out, .backend = backend};
+    a.scratch_bytes = (int64_t)aligned((size_t)(4 * MAX_QUERIES * (s->key_dim + s->value_dim + longest + 3 * LANES)));
+    a.scratch = aligned_alloc(64, (size_t)(threads * a.scratch_bytes));
+    if (!a.scratch) return -2;
+    for (int64_t b = 0; b < s->batch; b++) /* here, because rows that pad a batch share a slot */
+        for (int64_t h = 0; h < s->kv_heads; h++) {
+            const int64_t to = slots[b] * s->kv_heads + h;
+            memcpy((char *)keys + to * s->key_dim * number, (const char *)key + (b * s->key_row + h * s->key_head) * number,
+                   (size_t)(s->key_dim * number));
+            memcpy((char *)values + to * s->value_dim * number,
+                   (const char *)value + (b * s->value_row + h * s->value_head) * number, (size_t)(s->value_dim * number));
+        }
+#ifdef X86
+    pool_run(backend == AVX512 ? avx512_attention : backend == AVX2 ? avx2_attention : scalar_attention, &a, threads);
+#else
+    pool_run(scalar_attention, &a, threads);
+#endif
+    free(a.scratch);
+    return 0;
+}

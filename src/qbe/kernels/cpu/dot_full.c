@@ -1,0 +1,82 @@
+/* Rows at 16 bits: products with the 16-bit original, float32 sums. Included by nested.c.
+
+   Each row of the weight goes through the same operations whatever its neighbours; products are exact (bfloat16) or
+   rounded once (float32), and a result is rounded once to x's dtype. */
+
+#define FULL_TILE 4 /* rows of x served by one reading */
+
+/* y[m] = weight row . x[m], all of DTYPE; both k numbers long. */
+INLINE void dot_full_floats(const char *weight, const char *const *x, int64_t k, float *y, const int M, const int DTYPE) {
+    const int64_t number = DTYPE == FLOAT32 ? 4 : 2, whole = k / (2 * LANES) * (2 * LANES);
+    Floats sum[FULL_TILE][2] = {{{0}}};
+    for (int64_t i = 0; i < whole; i += 2 * LANES) {
+        _Static_assert(LANES == 16, "two vectors are a cache line of bfloat16");
+        __builtin_prefetch(weight + number * i + 2048);
+        for (int h = 0; h < 2; h++) {
+            const Floats w = load_lanes(weight, DTYPE, k, i + h * LANES);
+            for (int m = 0; m < M; m++) sum[m][h] += w * load_lanes(x[m], DTYPE, k, i + h * LANES);
+        }
+    }
+    for (int64_t i = whole; i < k; i += LANES) {
+        const Floats w = load_lanes(weight, DTYPE, k, i);
+        for (int m = 0; m < M; m++) sum[m][0] += w * load_lanes(x[m], DTYPE, k, i);
+    }
+    for (int m = 0; m < M; m++) y[m] = sum_lanes(sum[m][0] + sum[m][1]);
+}
+
+#ifdef X86
+/* bfloat16 alone: 32 products an instruction. */
+TARGET_AVX512 INLINE void dot_full_bf16(const char *weight, const char *const *x, int64_t k, float *y, const int M) {
+    __m512 sum[FULL_TILE][2];
+    for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+    int64_t i = 0;
+    for (; i + 64 <= k; i += 64) {
+        _mm_prefetch(weight + 2 * i + 2048, _MM_HINT_T0);
+        _mm_prefetch(weight + 2 * i + 2112, _MM_HINT_T0);
+        const __m512bh a = (__m512bh)_mm512_loadu_si512(weight + 2 * i), b = (__m512bh)_mm512_loadu_si512(weight + 2 * i + 64);
+        for (int m = 0; m < M; m++) {
+            sum[m][0] = _mm512_dpbf16_ps(sum[m][0], a, (__m512bh)_mm512_loadu_si512(x[m] + 2 * i));
+            sum[m][1] = _mm512_dpbf16_ps(sum[m][1], b, (__m512bh)_mm512_loadu_si512(x[m] + 2 * i + 64));
+        }
+    }
+    for (; i < k; i += 32) {
+        const __mmask32 in = k - i < 32 ? (1u << (k - i)) - 1 : 0xFFFFFFFFu;
+        const __m512bh a = (__m512bh)_mm512_maskz_loadu_epi16(in, weight + 2 * i);
+        for (int m = 0; m < M; m++)
+            sum[m][0] = _mm512_dpbf16_ps(sum[m][0], a, (__m512bh)_mm512_maskz_loadu_epi16(in, x[m] + 2 * i));
+    }
+    for (int m = 0; m < M; m++) y[m] = _mm512_reduce_add_ps(_mm512_add_ps(sum[m][0], sum[m][1]));
+}
+#endif
+
+/* Rows [n0, n1) of the original times the rows of x that ask for it. */
+#define DEFINE_FULL(NAME, TARGET, BF16)                                                                              \
+    TARGET static void full_##NAME(const Job *j, int64_t n0, int64_t n1) {                                           \
+        const int64_t bytes = j->k * (j->dtype == FLOAT32 ? 4 : 2);                                                  \
+        for (int64_t n = n0; n < n1; n++)                                                                            \
+            for (int64_t r = 0; r < j->full; r += FULL_TILE) {                                                       \
+                const int m = j->full - r < FULL_TILE ? (int)(j->full - r) : FULL_TILE;                              \
+                const char *x[FULL_TILE], *weight = j->original + n * bytes;                                         \
+                float y[FULL_TILE];                                                                                  \
+                for (int i = 0; i < m; i++) x[i] = j->x_full + j->row_full[r + i] * bytes;                           \
+                switch (j->dtype == FLOAT32 ? m : m + FULL_TILE) { /* constants: sums stay in registers */           \
+                case 1: dot_full_floats(weight, x, j->k, y, 1, FLOAT32); break;                                      \
+                case 2: dot_full_floats(weight, x, j->k, y, 2, FLOAT32); break;                                      \
+                case 3: dot_full_floats(weight, x, j->k, y, 3, FLOAT32); break;                                      \
+                case 4: dot_full_floats(weight, x, j->k, y, 4, FLOAT32); break;                                      \
+                case 5: BF16(1); break;                                                                              \
+                case 6: BF16(2); break;                                                                              \
+                case 7: BF16(3); break;                                                                              \
+                default: BF16(4);                                                                                    \
+                }                                                                                                    \
+                for (int i = 0; i < m; i++) store(j, j->row_full[r + i], n, y[i]);                                   \
+            }                                                                                                        \
+    }
+
+#define BY_FLOATS(M) dot_full_floats(weight, x, j->k, y, M, BFLOAT16)
+DEFINE_FULL(scalar, , BY_FLOATS)
+#ifdef X86
+#define BY_BF16(M) dot_full_bf16(weight, x, j->k, y, M)
+DEFINE_FULL(avx2, TARGET_AVX2, BY_FLOATS)
+DEFINE_FULL(avx512, TARGET_AVX512, BY_BF16)
+#endif

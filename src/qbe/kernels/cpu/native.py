@@ -1,0 +1,81 @@
+"""Lets torch call the CPU ops without Python in between (torch_ops.cpp), where a C++ compiler is found.
+
+A Python implementation costs 5 to 20 us a call and a decode step makes 150 calls. The file is compiled once (two
+seconds) into the user's cache, for the torch that runs; without a compiler the Python implementations stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import platform
+from pathlib import Path
+
+import torch
+
+from qbe.kernels import attention_ops, merged_ops, ops
+from qbe.kernels.cpu import build
+from qbe.kernels.cpu.nested_linear import MANY_ROWS
+
+SOURCE = Path(__file__).parent / "torch_ops.cpp"
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
+_OPS = {
+    "nested_linear": (ops, "Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
+                      "int[] slices, int exponent"),
+    "nested_linears": (merged_ops, "Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
+                       "Tensor[] biases, int[] slices, int[] exponents"),
+    "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+                        "Tensor slots, Tensor tables, Tensor lengths, float scaling, int window, float softcap"),
+}  # fmt: skip
+
+log = logging.getLogger(__name__)
+_library = torch.library.Library("qbe", "FRAGMENT")
+for _name, (_module, _arguments) in _OPS.items():
+    # What torch_ops.cpp does not serve it hands to these.
+    _library.define(f"{_name}_python({_arguments}) -> Tensor")
+    _library.impl(f"{_name}_python", _module._cpu, "CPU")
+
+
+@functools.cache
+def load() -> bool:
+    """Put the compiled ops in place of the Python ones, once a process; whether they are. Idempotent."""
+    if build.backend() == "torch":
+        return False
+    path = _compiled()
+    if path is None:
+        return False
+    for module, _ in _OPS.values():
+        module.on_cpu._destroy()  # torch warns when an implementation replaces another
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        for name, (module, _) in _OPS.items():
+            module.on_cpu = torch.library.Library("qbe", "IMPL")  # type: ignore[attr-defined]
+            module.on_cpu.impl(name, module._cpu, "CPU")
+        log.warning("the compiled CPU ops %s do not load (%s); those in Python serve instead", path, error)
+        return False
+    kernels = build.loaded()
+    lib.qbe_bind(
+        ctypes.cast(kernels.qbe_multiply_many, ctypes.c_void_p),
+        ctypes.cast(kernels.qbe_paged_attention, ctypes.c_void_p),
+        ctypes.c_int32(build.number()),
+        ctypes.c_int64(MANY_ROWS[torch.float32]),
+        ctypes.c_int64(MANY_ROWS[torch.bfloat16]),
+    )
+    return True
+
+
+def _compiled() -> Path | None:
+    major, minor = (int(v) for v in torch.__version__.split(".")[:2])
+    root = Path(torch.__file__).parent
+    arguments = [
+        *FLAGS, f"-DTORCH_TARGET_VERSION=0x{major:02x}{minor:02x}000000000000", f"-I{root / 'include'}", str(SOURCE),
+        f"-L{root / 'lib'}", "-ltorch_cpu",
+    ]  # fmt: skip
+    text = SOURCE.read_bytes() + " ".join((*FLAGS, torch.__version__)).encode()
+    key = f"{platform.system().lower()}-{platform.machine()}-{hashlib.sha256(text).hexdigest()[:16]}"
+    return build.compiled(
+        f"torch-ops-{key}.so", ("CXX", "c++", "g++", "clang++"), arguments, "ops in Python serve instead"
+    )

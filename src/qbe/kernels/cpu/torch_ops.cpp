@@ -1,0 +1,208 @@
+// The CPU ops of QBE called by torch without Python in between: what a decode step calls some 150 times.
+//
+// Written to torch's stable ABI. What the compiled kernels do not serve (many rows, odd dtypes, wrong arguments) goes to the Python implementations, which are ops of their own: qbe::<name>_python.
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Integers = std::vector<int64_t>;
+using Tensors = std::vector<Tensor>;
+
+namespace {
+
+// The structures of store.c, nested.c and attention.c.
+struct Shape {
+    int32_t total_bits, precisions, parts, precision[8], first[8], width[8], exponent;
+    int64_t k, n, kp, groups;
+};
+struct Matrix {
+    const void *packed, *meta, *bits, *original, *bias;
+    void *y;
+    const Shape *shape;
+    int64_t y_stride;
+    int32_t bias_dtype;
+};
+struct AttentionShape {
+    int64_t batch, heads, kv_heads, key_dim, value_dim, pages, page_size, table_width;
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head, table_row;
+    int64_t window;
+    float scaling, softcap;
+    int32_t dtype;
+};
+using Multiply = int64_t(const void *, const Matrix *, int64_t, int64_t, int32_t, int32_t, int32_t);
+using Attend = int64_t(const void *, const void *, const void *, void *, void *, const int64_t *, const int32_t *,
+                       const int64_t *, void *, const AttentionShape *, int32_t, int32_t);
+
+Multiply *multiply;
+Attend *attend;
+int32_t backend;
+int64_t many_rows[2]; // of float32, of bfloat16
+
+constexpr int BLOCK = 64, FULL_BITS = 16;
+
+// float32 0, bfloat16 1 (store.c), else -1
+int dtype_of(const Tensor &t) {
+    return t.scalar_type() == ScalarType::Float ? 0 : t.scalar_type() == ScalarType::BFloat16 ? 1 : -1;
+}
+
+Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes) {
+    int64_t strides[8];
+    for (int64_t d = dims - 1, stride = 1; d >= 0; stride *= sizes[d--]) strides[d] = stride;
+    int32_t dtype;
+    AtenTensorHandle out;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &out));
+    return Tensor(out);
+}
+
+// geometry.py and `check` of nested_linear.py; false: Python says what is wrong
+bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &packed, const Tensor &meta, const Tensor &bits,
+          const Tensor *original, const Tensor *bias, const Integers &slices, int64_t exponent) {
+    if (packed.dim() != 2 || meta.dim() != 3 || slices.empty() || slices.size() > 8 || exponent < 1 || exponent > 254)
+        return false;
+    const int64_t k = x.size(x.dim() - 1);
+    s = Shape{};
+    for (int64_t slice : slices) {
+        if (slice < 1 || s.total_bits + slice > 8) return false;
+        for (int64_t left = slice, width; left; left -= width) {
+            width = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            s.first[s.parts] = s.total_bits, s.width[s.parts++] = (int32_t)width, s.total_bits += (int32_t)width;
+        }
+        s.precision[s.precisions++] = s.total_bits;
+    }
+    s.exponent = (int32_t)exponent, s.k = k, s.n = meta.size(1), s.groups = meta.size(2);
+    if (s.n < 1 || s.groups < 1) return false;
+    s.kp = packed.size(1) * 8 / s.n;
+    const bool fits = packed.size(0) == s.total_bits && meta.size(0) == 2 * s.precisions &&
+                      s.kp * s.n == packed.size(1) * 8 && s.kp % (s.groups * BLOCK) == 0 && k <= s.kp &&
+                      k > s.kp - s.kp / s.groups;
+    if (!fits || packed.scalar_type() != ScalarType::Byte || meta.scalar_type() != ScalarType::Byte ||
+        !packed.is_contiguous() || !meta.is_contiguous())
+        return false;
+    if (bits.scalar_type() != ScalarType::Int || bits.dim() != 1 || bits.size(0) != rows || !bits.is_contiguous())
+        return false;
+    if (original && (original->dim() != 2 || original->size(0) != s.n || original->size(1) != k)) return false;
+    if (bias && (bias->dim() != 1 || bias->size(0) != s.n || !bias->is_contiguous() || dtype_of(*bias) < 0)) return false;
+    const int32_t *wanted = (const int32_t *)bits.data_ptr();
+    const bool readable = original && dtype_of(*original) == dtype_of(x) && original->is_contiguous();
+    for (int64_t r = 0; r < rows; r++)
+        if (wanted[r] >= FULL_BITS && !readable) return false;
+    m = Matrix{packed.data_ptr(), meta.data_ptr(), wanted, readable ? original->data_ptr() : nullptr,
+               bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? dtype_of(*bias) : 0};
+    return true;
+}
+
+// The rows of x if the compiled kernel serves them, else 0.
+int64_t rows_of(const Tensor &x) {
+    const int dtype = dtype_of(x);
+    if (dtype < 0 || x.dim() < 1 || x.dim() > 8 || !x.is_contiguous() || x.numel() == 0) return 0;
+    const int64_t rows = x.numel() / x.size(x.dim() - 1);
+    return rows < many_rows[dtype] ? rows : 0;
+}
+
+Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows) {
+    const int64_t dims = x.dim();
+    int64_t sizes[8], n = 0;
+    for (int64_t i = 0; i < count; i++) n += m[i].shape->n;
+    for (int64_t d = 0; d < dims; d++) sizes[d] = d + 1 < dims ? x.size(d) : n;
+    Tensor y = empty_like(x, (int)dims, sizes);
+    char *to = (char *)y.data_ptr();
+    for (int64_t i = 0; i < count; i++) {
+        m[i].y = to, m[i].y_stride = n;
+        to += m[i].shape->n * (dtype_of(x) == 0 ? 4 : 2);
+    }
+    const int64_t done =
+        multiply(x.data_ptr(), m, count, rows, dtype_of(x), (int32_t)torch::stable::get_num_threads(), backend);
+    STD_TORCH_CHECK(done == 0, "the CPU kernel found no memory for its working buffers");
+    return y;
+}
+
+template <typename... A> Tensor python(const char *name, const A &...arguments) {
+    std::array<StableIValue, sizeof...(A)> stack{torch::stable::detail::from(arguments)...};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Tensor nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, std::optional<Tensor> original,
+                     std::optional<Tensor> bias, Integers slices, int64_t exponent) {
+    const int64_t rows = rows_of(x);
+    Matrix m;
+    Shape s;
+    if (rows && fill(m, s, x, rows, packed, meta, bits, original ? &*original : nullptr,
+                     bias ? &*bias : nullptr, slices, exponent))
+        return run(x, &m, 1, rows);
+    return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent);
+}
+
+Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tensors originals, Tensors biases,
+                      Integers slices, Integers exponents) {
+    constexpr size_t MOST = 16;
+    const size_t count = packed.size();
+    Matrix m[MOST];
+    Shape s[MOST];
+    const int64_t rows = count <= MOST ? rows_of(x) : 0;
+    bool fits = rows && count && meta.size() == count && bits.size() == count && exponents.size() == count &&
+                (originals.empty() || originals.size() == count) && (biases.empty() || biases.size() == count);
+    for (size_t i = 0; fits && i < count; i++)
+        fits = fill(m[i], s[i], x, rows, packed[i], meta[i], bits[i],
+                    originals.empty() ? nullptr : &originals[i], biases.empty() ? nullptr : &biases[i], slices, exponents[i]);
+    if (fits) return run(x, m, (int64_t)count, rows);
+    return python("qbe::nested_linears_python", x, packed, meta, bits, originals, biases, slices, exponents);
+}
+
+Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, Tensor slots, Tensor tables,
+                       Tensor lengths, double scaling, int64_t window, double softcap) {
+    const int dtype = dtype_of(query);
+    bool fits = dtype >= 0 && query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && keys.dim() == 4 &&
+                values.dim() == 4 && tables.dim() == 2 && slots.dim() == 1 && lengths.dim() == 1 && window >= 0;
+    for (const Tensor *t : {&key, &value, &keys, &values}) fits = fits && dtype_of(*t) == dtype;
+    for (const Tensor *t : {&query, &key, &value}) fits = fits && t->stride(2) == 1 && t->size(0) == query.size(0);
+    for (const Tensor *t : {&slots, &lengths})
+        fits = fits && t->scalar_type() == ScalarType::Long && t->is_contiguous() && t->size(0) == query.size(0);
+    fits = fits && tables.scalar_type() == ScalarType::Int && tables.stride(1) == 1 && tables.size(0) == query.size(0) &&
+           keys.is_contiguous() && values.is_contiguous() && key.size(1) == keys.size(2) && key.size(2) == keys.size(3) &&
+           value.size(1) == values.size(2) && value.size(2) == values.size(3) && query.size(2) == key.size(2) &&
+           key.size(1) > 0 && query.size(1) % key.size(1) == 0;
+    for (int d = 0; fits && d < 3; d++) fits = keys.size(d) == values.size(d);
+    if (fits) {
+        const AttentionShape s{query.size(0), query.size(1), key.size(1), key.size(2), value.size(2), keys.size(0),
+                               keys.size(1), tables.size(1), query.stride(0), query.stride(1), key.stride(0),
+                               key.stride(1), value.stride(0), value.stride(1), tables.stride(0), window,
+                               (float)scaling, (float)softcap, dtype};
+        const int64_t sizes[3] = {s.batch, s.heads, s.value_dim};
+        Tensor out = empty_like(query, 3, sizes);
+        const int64_t failed =
+            attend(query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(),
+                   (const int64_t *)slots.data_ptr(), (const int32_t *)tables.data_ptr(),
+                   (const int64_t *)lengths.data_ptr(), out.data_ptr(), &s,
+                   (int32_t)torch::stable::get_num_threads(), backend);
+        STD_TORCH_CHECK(failed != -1, "a slot, length or page lies outside of the KV cache's memory");
+        STD_TORCH_CHECK(failed == 0, "the CPU kernel found no memory for its working buffers");
+        return out;
+    }
+    return python("qbe::paged_attention_python", query, key, value, keys, values, slots, tables, lengths, scaling, window,
+                  softcap);
+}
+
+} // namespace
+
+// Called before the first op: the kernels of nested.c and what they are asked for.
+extern "C" void qbe_bind(Multiply *m, Attend *a, int32_t path, int64_t many_float32, int64_t many_bfloat16) {
+    multiply = m, attend = a, backend = path, many_rows[0] = many_float32, many_rows[1] = many_bfloat16;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(qbe, CPU, m) {
+    m.impl("nested_linear", TORCH_BOX(&nested_linear));
+    m.impl("nested_linears", TORCH_BOX(&nested_linears));
+    m.impl("paged_attention", TORCH_BOX(&paged_attention));
+}
