@@ -97,11 +97,11 @@ def test_results_are_the_eager_ones_and_precision_recompiles_nothing(monkeypatch
     merged: list[int] = []
     plain = MergeLinears.__call__
 
-    def count(self: MergeLinears, graph: torch.fx.Graph) -> None:
+    def counted(self: MergeLinears, graph: torch.fx.Graph) -> None:
         plain(self, graph)
         merged.append(len(called(graph, MERGED)))
 
-    monkeypatch.setattr(MergeLinears, "__call__", count)
+    monkeypatch.setattr(MergeLinears, "__call__", counted)
     block, x = Block(), torch.randn(3, 128)
     compiled = torch.compile(block, backend="qbe", fullgraph=True, options={"force_disable_caches": True})
     with torch.inference_mode():
@@ -144,6 +144,22 @@ def test_a_model_that_does_not_compile_runs_without(monkeypatch: pytest.MonkeyPa
     engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False,
                     compile=True)  # fmt: skip
     assert len(engine.generate("text", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+
+
+def test_without_a_cpp_compiler_the_step_runs_as_it_is(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_compile import Engine, SamplingParams, byte_tokenizer, tiny_llama
+engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, compile=True)
+answer = engine.generate("text", SamplingParams(max_tokens=4, ignore_eos=True))
+decode = engine.core.runner.decode
+print(len(answer.token_ids), len(decode._compiled if decode else []))
+"""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src"), "CXX": "false"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "4 0"
 
 
 CACHED = f"""

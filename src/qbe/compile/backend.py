@@ -16,7 +16,8 @@ def qbe(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..
     """The backend. `options` are Inductor's and come on top of QBE's own."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(graph, inputs, config_patches={**settings(), **(kwargs.get("options") or {})})  # type: ignore[return-value]
+    compiled: Any = compile_fx(graph, inputs, config_patches={**settings(), **(kwargs.get("options") or {})})
+    return compiled
 
 
 def settings() -> dict[str, Any]:

@@ -52,8 +52,7 @@ def load() -> bool:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         for name, (module, _) in _OPS.items():
-            module.on_cpu = torch.library.Library("qbe", "IMPL")  # type: ignore[attr-defined]
-            module.on_cpu.impl(name, module._cpu, "CPU")
+            _library.impl(name, module._cpu, "CPU")
         log.warning("the compiled CPU ops %s do not load (%s); those in Python serve instead", path, error)
         return False
     kernels = build.loaded()
