@@ -12,7 +12,8 @@ from qbe.kernels import attention_ops, merged_ops, ops
 from qbe.kernels.cpu import build, native
 from qbe.kernels.cpu import nested_linear as single
 from qbe.kernels.cpu import nested_linears as cpu
-from test_cpu_kernel import problem, run_python
+from test_cpu_build import run_python
+from test_cpu_kernel import problem
 from test_paged_attention import case, copied, on_cpu
 
 SIZES = [(70, 200, 64), (33, 200, 64), (12, 200, 128)]  # n, k, group: the last has other groups
