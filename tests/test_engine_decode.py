@@ -90,6 +90,32 @@ def test_a_thousand_blueprints_capture_nothing_and_equal_the_eager_steps(device:
     assert pointers == [core.plan.weight_bits.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
 
 
+def test_a_compiled_step_follows_blueprints_and_equals_the_eager_one(device: torch.device) -> None:
+    engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device=device.type, policy="uniform", records=False,
+                    max_sequences=2, compile=True)  # fmt: skip
+    core = engine.core
+    decode = core.runner.decode
+    assert decode is not None
+    if device.type == "cpu":
+        assert set(decode._compiled) == {1}
+    captures = decode.captures
+    s = request("compiled", list(range(20)), blueprint(core.table, random.Random(1)), max_tokens=60)
+    core.add(s)
+    core.step()
+    torch._dynamo.utils.counters.clear()
+    for i in range(40):
+        s.blueprint = blueprint(core.table, random.Random(i))
+        work = core.scheduler.schedule()
+        logits, best = (t.clone() for t in decode.run(work))
+        core.plan.forget()
+        eager = core.runner._forward(work)
+        torch.testing.assert_close(logits, eager, rtol=1e-3, atol=1e-3 * float(eager.abs().max()))
+        s.token_ids.append(int(best))
+        s.computed += 1
+    assert decode.captures == captures
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
 def blueprint(table, choose: random.Random) -> Blueprint:
     return Blueprint.of("random", table, tuple(choose.choice(s.gears) for s in table.nested))
 

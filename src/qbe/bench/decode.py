@@ -63,7 +63,7 @@ def random_llama(fields: dict[str, Any], device: torch.device) -> nn.Module:
 
 
 def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
-    """For each average a row per peer, in tokens per second.
+    """For each average a row per peer, in tokens per second; then the same with the step compiled.
 
     Raises:
         QBEError: whatever is wrong with the model.
@@ -75,18 +75,20 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     others, notes = (
         ({}, {}) if isinstance(model, nn.Module) else (peers_of(model, device, work, progress), peer_notes(model))
     )
-    with bar("decode", sizes.rounds + 1, progress) as tick:
-        mine, theirs = take_turns(ours(core, sizes.averages, work), others, sizes.rounds, tick)
     name = f"Llama of {sum(s.parameters for s in core.table) / 1e9:.2f} G, random" if random else str(sizes.model)
     rows: list[Row] = []
-    for average, parts in mine.items():
-        peers: dict[str, Outcome] = dict(theirs) if average == 16 else {SAME: mine[16], **theirs}
-        rates = {n: o if isinstance(o, Failed) else {STEP: o[STEP].rate(1)} for n, o in peers.items()}
-        blueprint = blueprint_at(core, average)
-        rows += rows_beside(
-            rates, STEP, 1.0, what="decode", size=name, case="batch 1",
-            bits=round(blueprint.average_weight_bits(core.table), 2), ours=parts[STEP].rate(1), unit="tokens/s",
-            limit=limits.bandwidth / blueprint.bytes_per_token(core.table),
-            notes=notes,
-        )  # fmt: skip
+    for case in ("batch 1", "batch 1, compiled"):
+        if "compiled" in case:
+            core.runner.compile_decode(progress)
+        with bar(f"decode, {case}", sizes.rounds + 1, progress) as tick:
+            mine, theirs = take_turns(ours(core, sizes.averages, work), others, sizes.rounds, tick)
+        for average, parts in mine.items():
+            peers: dict[str, Outcome] = dict(theirs) if average == 16 else {SAME: mine[16], **theirs}
+            rates = {n: o if isinstance(o, Failed) else {STEP: o[STEP].rate(1)} for n, o in peers.items()}
+            blueprint = blueprint_at(core, average)
+            rows += rows_beside(
+                rates, STEP, 1.0, what="decode", size=name, case=case,
+                bits=round(blueprint.average_weight_bits(core.table), 2), ours=parts[STEP].rate(1), unit="tokens/s",
+                limit=limits.bandwidth / blueprint.bytes_per_token(core.table), notes=notes,
+            )  # fmt: skip
     return rows

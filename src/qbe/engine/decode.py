@@ -71,6 +71,7 @@ class DecodeStep:
         self.captures = 0
         self._cache_name = cache_name
         self._graphs: dict[int, _Captured] = {}
+        self._memory: Any = None  # of the graphs
         self._compiled: dict[int, Step] = {}
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
         self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
@@ -79,21 +80,18 @@ class DecodeStep:
         self._owners: list[Sequence | None] = [None] * largest  # whose pages are in a row of `_tables`
         self._copied: torch.cuda.Event | None = None
 
-    def capture(self, on_size: Callable[[], None] | None = None, compile: bool = False) -> bool:
+    def capture(self, on_size: Callable[[], None] | None = None) -> bool:
         """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
 
         Largest first: the smaller ones then live in the memory that the larger ones have taken.
 
         Args:
             on_size: called when a size is done (a progress bar): the first start on a machine compiles the kernels.
-            compile: compile the step of one sequence first.
         """
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self.device)
+        self._memory = torch.cuda.graph_pool_handle()
         try:
             for size in reversed(batch_sizes(self.largest)):
-                forward = self._for_graph() if compile and size == 1 else self._run_model
-                self._graphs[size] = self._capture(size, forward, stream, pool)
+                self._graphs[size] = self._capture(size, self._run_model)
                 if on_size is not None:
                     on_size()
         except RuntimeError as error:
@@ -104,15 +102,16 @@ class DecodeStep:
         return True
 
     @torch.inference_mode()
-    def _capture(self, size: int, forward: Forward, stream: torch.cuda.Stream, pool: Any) -> _Captured:
+    def _capture(self, size: int, forward: Forward) -> _Captured:
         self._stage([], size)
+        stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with step(self._layout(size)), torch.cuda.stream(stream):
             for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
                 forward(size)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=self._memory, stream=stream):
                 logits, tokens = forward(size)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.captures += 1
@@ -144,29 +143,18 @@ class DecodeStep:
                 return self._compiled[size]()
             return self._run_model(size)
 
-    def _for_graph(self) -> Forward:
-        """The compiled step for a graph, which then needs no guards; what cannot be compiled runs as it is."""
-        register()
-        compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
-
-        def forward(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            try:
-                return compiled(size)
-            except RuntimeError as error:
-                if torch.cuda.is_current_stream_capturing():
-                    raise
-                log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
-                return self._run_model(size)
-
-        return forward
-
     @torch.inference_mode()
     def compile(self, size: int) -> bool:
         """Compile the step of this size; whether that worked. It takes tens of seconds unless a cache has it."""
+        register()
         self._stage([], size)
         try:
-            with step(self._layout(size)):
-                self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
+            if self._graphs:
+                compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
+                self._graphs[size] = self._capture(size, compiled)
+            else:
+                with step(self._layout(size)):
+                    self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
         except RuntimeError as error:  # what dynamo and Inductor raise
             log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
             return False

@@ -114,15 +114,19 @@ class Runner:
         if not self._takes_positions:
             return
         decode = DecodeStep(self.model, self.cache, self.plan, largest, pages, self._cache_name)
-        if self.device.type == "cpu":
-            self.decode = decode
-            if compile:
-                with bar("compiling the decode step", 1, progress) as advance:
-                    decode.compile(1)
-                    advance()
-        else:
+        self.decode = decode
+        if self.device.type == "cuda":
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
-                self.decode = decode if decode.capture(advance, compile) else None
+                self.decode = decode if decode.capture(advance) else None
+        if compile:
+            self.compile_decode(progress)
+
+    def compile_decode(self, progress: bool) -> None:
+        """Compile the steps of one sequence, if decode steps run at fixed shapes."""
+        if self.decode is not None:
+            with bar("compiling the decode step", 1, progress) as advance:
+                self.decode.compile(1)
+                advance()
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []
