@@ -18,8 +18,7 @@ _NUCLEUS = (
 )
 
 
-@torch.inference_mode()
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
+def likeliest(logits: torch.Tensor) -> torch.Tensor:  # no inference_mode: AOTAutograd keeps no graph that enters it
     """Each row's likeliest token, int64 `[n]`; -1 where the logits `[n, vocabulary]` are not numbers."""
     best, tokens = logits.max(dim=-1)
     return torch.where(torch.isfinite(best), tokens, -1)
