@@ -122,14 +122,15 @@ def test_decode_with_peers(folder: Path) -> None:
     rows = described(decode.run(CPU, LIMITS, sizes), CPU)
     assert sorted({r["bits"] for r in rows}) == [4, pytest.approx(5, abs=0.2), 16]
     by_peer = {p: [r for r in rows if r["peer"] == p] for p in (decode.SAME, "transformers", "llama.cpp")}
-    assert [len(by_peer[p]) for p in by_peer] == [2, 3, 3]
+    assert [len(by_peer[p]) for p in by_peer] == [2 * 2, 2 * 3, 2 * 3]  # compiled and not
     assert all(r["peer_value"] for r in (*by_peer[decode.SAME], *by_peer["transformers"]))
     assert all(r["peer_value"] is None and "llama" in r["note"] for r in by_peer["llama.cpp"])
 
 
 def test_decode_of_a_random_model(device: torch.device) -> None:
     rows = described(decode.run(device, LIMITS, decode.Sizes(THIN, (4, 16), prompt=3, steps=3, rounds=3)), device)
-    assert [(r["bits"], r["peer"]) for r in rows] == [(4, decode.SAME)]
+    cases = ("batch 1", "batch 1, compiled")
+    assert [(r["shape"].split(", ", 2)[-1], r["bits"], r["peer"]) for r in rows] == [(c, 4, decode.SAME) for c in cases]
     assert rows[0]["peer_value"]
 
 
