@@ -97,7 +97,12 @@ def hardware(device: torch.device, limits: Limits) -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "copy_bandwidth_bytes_per_s": limits.bandwidth,
         "matmul_flops_per_s": limits.flops,
-        "versions": {"qbe": _qbe(), "python": platform.python_version(), **{p: version(p) for p in PACKAGES}},
+        "versions": {
+            "qbe": _qbe(),
+            "python": platform.python_version(),
+            **{p: version(p) for p in PACKAGES},
+            "torch": torch.__version__,
+        },
     }
 
 
