@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from qbe.kernels import attention_ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.paged_attention import paged_attention as cpu_kernel
 from qbe.kernels.reference.paged_attention import paged_attention as reference
-from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu
+from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu, run_in_interpreter
 
 PAGE = 16
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -149,11 +145,7 @@ def test_the_op_is_well_formed() -> None:
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
 def test_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(__file__).resolve())]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
 def same(

@@ -57,13 +57,18 @@ if INTERPRET:
     InterpreterBuilder.create_dot = _dot
 
 
-@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
-def test_in_the_interpreter() -> None:
+def run_in_interpreter(file: str, *arguments: str) -> None:
+    """Runs a test file in Triton's interpreter, in a process of its own: Triton decides at import whether it does."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(__file__).resolve())]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(file).resolve())]
+    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
 
 
 class Case:

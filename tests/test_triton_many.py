@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from test_triton_kernel import CUDA, INTERPRET, Case, close, on_device
+from test_triton_kernel import CUDA, INTERPRET, Case, close, on_device, run_in_interpreter
 from test_triton_tiled import tiled
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
 def test_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(__file__).resolve())]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
 def cases(m: int, outputs: tuple[int, ...], k: int, bias: bool, original: bool, dtype: torch.dtype) -> list[Case]:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,16 +9,12 @@ from qbe.errors import QBEError
 from qbe.kernels import ops
 from qbe.kernels.triton.layout import from_device_layout, group_size_of, to_device_layout
 from qbe.store.layout import SliceLayout
-from test_triton_kernel import CUDA, INTERPRET, LAYOUTS, Case, close, on_device, on_gpu
+from test_triton_kernel import CUDA, INTERPRET, LAYOUTS, Case, close, on_device, on_gpu, run_in_interpreter
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
 def test_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(__file__).resolve())]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
 def tiled(case: Case) -> Case:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,7 +13,7 @@ from qbe.engine.plan import Plan
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.prepare import nestable, with_store
 from qbe.tagger import tag
-from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device
+from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
 
 def test_the_plan_says_what_a_long_step_reads_alike() -> None:
@@ -51,11 +46,7 @@ def test_the_plan_says_what_a_long_step_reads_alike() -> None:
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
 def test_in_the_interpreter() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(__file__).resolve())]
-    done = subprocess.run([*command, "-k", "whole"], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__, "-k", "whole")
 
 
 @on_device
