@@ -16,6 +16,7 @@ from qbe.store import scales
 from qbe.store.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, quantize_
 from qbe.store.packing import pack, unpack
+from qbe.store.placement import SMALL, place, tile
 
 LAYOUTS = [(4, 2, 2), (3, 1, 1, 1, 2), (1,) * 8, (8,), (5, 3), (4,), (2, 1), (3, 3), (7, 1)]
 layouts = st.sampled_from(LAYOUTS) | st.lists(st.integers(1, 8), min_size=1, max_size=8).filter(
@@ -170,6 +171,26 @@ def test_device_bytes_per_weight(device: torch.device) -> None:
     assert nested.nested_bytes() * 8 / (64 * 576) == 8.75
     assert nested.bytes_at()[4] * 8 / (64 * 576) == 4.5
     assert NestedTensor.from_weight(torch.randn(64, 512), group_size=128).nested_bytes() * 8 / (64 * 512) == 8.375
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tiled"), [(512, 4096, True), (576, 576, False), (1024, 896, False), (70, 200, True)]
+)
+def test_padding_never_costs_a_large_matrix_more_than_9_5_bits(n: int, k: int, tiled: bool) -> None:
+    nested = NestedTensor.from_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(0)), (4, 2, 2), 64)
+    buffer = tile(nested.packed, nested.meta, nested.layout, k)
+    assert (buffer is not None) == tiled
+    if buffer is not None:
+        assert buffer.numel() * 8 / (n * k) <= 9.5 or buffer.numel() <= SMALL
+
+
+@pytest.mark.cuda
+def test_device_bytes_per_weight_once_placed(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(576, 576), nn.Linear(4096, 512)).bfloat16()
+    nest(model, ["0", "1"])
+    place(model, device, "host")
+    for layer in model:
+        assert layer.weight.nested_bytes() * 8 / layer.weight.numel() <= 9.5
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "group", "dims"])

@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from qbe.errors import QBEError
+from qbe.store.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
 PLACES = ("device", "host")
+MOST_PADDING = 9.5 / 8.75  # of the tiled over the canonical layout: 9.5 bits a weight at the default layout
+SMALL = 1 << 17  # bytes of a matrix whose padding does not matter
 
 
 def place(model: nn.Module, device: torch.device, originals: str) -> None:
@@ -60,12 +63,24 @@ def _device_layout(weight: NestedTensor, device: torch.device) -> tuple[torch.Te
     if packed.dim() == 1:
         return packed, weight.meta
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from qbe.kernels.triton.layout import to_device_layout
-
-        tiled = to_device_layout(packed, weight.meta.to(device), weight.layout, weight.in_features)
+        tiled = tile(packed, weight.meta.to(device), weight.layout, weight.in_features)
         if tiled is not None:
             return tiled, weight.meta.cpu()
     return packed, weight.meta.to(device)
+
+
+def tile(packed: torch.Tensor, meta: torch.Tensor, layout: SliceLayout, in_features: int) -> torch.Tensor | None:
+    """The tiled buffer of a canonical one (`qbe.kernels.triton.layout`), uint8 [bytes].
+
+    None where there is none, or where its padding costs more memory than it is worth: 576 inputs would become 768.
+    """
+    from qbe.kernels.triton.layout import to_device_layout
+
+    tiled = to_device_layout(packed, meta, layout, in_features)
+    canonical = packed.numel() + meta.numel()
+    if tiled is None or tiled.numel() > max(SMALL, MOST_PADDING * canonical):
+        return None
+    return tiled
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
