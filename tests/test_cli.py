@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -240,3 +241,17 @@ def test_closed_standard_output_is_one_line(nested: str, home: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(b"qbe: standard output is closed")
     assert done.stderr.count(b"\n") == 1
+
+
+def test_a_terminated_quantize_leaves_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from qbe.cli import main\n"
+        "from qbe.store import checkpoint\n"
+        "checkpoint.write_nested = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "main(['quantize', sys.argv[1], '-o', sys.argv[2]])\n"
+    )
+    command = [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,42 @@ def test_bad_arguments() -> None:
         Engine(model, tokenizer=byte_tokenizer(), policy="gold")
     with pytest.raises(QBEError, match="unknown device"):
         Engine(model, tokenizer=byte_tokenizer(), device="abacus")
+
+
+def test_a_closed_stream_ends(engine: Engine) -> None:
+    free = engine.core.scheduler.allocator.free
+    stream = engine.stream(FACT, SamplingParams(max_tokens=60))
+    read = []
+    for piece in stream:
+        read.append(piece)
+        if len(read) == 2:
+            stream.close()
+    assert len(read) == 2
+    assert stream.result.finish_reason == "cancelled"
+    unread = engine.stream(FACT, SamplingParams(max_tokens=60))
+    unread.close()
+    assert list(unread) == []
+    assert unread.result.token_ids == []
+    assert engine.core.scheduler.allocator.free == free
+    assert len(repr(unread.result)) < 5000
+
+
+def test_threads_share_an_engine(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=12)
+    prompts = [FACT, CODE, ARITHMETIC, "one two three"]
+    expected = [engine.generate(p, params).token_ids for p in prompts]
+    found: dict[int, list[object]] = {}
+
+    def ask(i: int) -> None:
+        found[i] = [engine.generate(prompts[i], params).token_ids, "".join(engine.stream(prompts[i], params))]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(120)
+    assert [found[i][0] for i in range(4)] == expected
+    assert [found[i][1] for i in range(4)] == [engine.generate(p, params).text for p in prompts]
 
 
 def test_a_stream_nobody_reads_does_not_go_on(engine: Engine) -> None:

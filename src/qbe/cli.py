@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -359,6 +360,8 @@ def _print_json(value: Any) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 interrupted, 141 after `| head`."""
     warnings.showwarning = _warn  # type: ignore[assignment]
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         if sys.stdout is None:
             raise QBEError("standard output is closed; redirect it to a file, or to /dev/null to discard it")
@@ -387,6 +390,11 @@ def main(argv: list[str] | None = None) -> None:
         _fail(f"{error.format_message()}; see 'qbe --help'".replace("\n", " "))
     else:
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _terminated(*_: object) -> None:
+    """SIGTERM (a scheduler, `timeout`, `docker stop`) takes the way of an exit: nothing half-written stays behind."""
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _reader_left(error: BaseException | None) -> bool:

@@ -5,13 +5,15 @@ analysis -> policy -> blueprint -> core (plan, pages, model, sampler) -> text, r
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -37,6 +39,9 @@ from qbe.store.prepare import prepare, prepare_in_memory
 
 __all__ = ["Engine", "Request", "Result"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 @dataclass
 class _Live:
@@ -52,8 +57,19 @@ class _Live:
     result: Result | None = None
 
 
+def _locked(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """One thread at a time: the steps of an engine are shared by all of its requests, whichever thread asked."""
+
+    @functools.wraps(method)
+    def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class Engine:
-    """One model that serves every precision from one copy of its weights.
+    """One model that serves every precision from one copy of its weights. Threads may share it.
 
     Args:
         model: anything `qbe.pull` takes, a folder that `qbe quantize` wrote, or a transformers causal LM in memory
@@ -127,6 +143,7 @@ class Engine:
         where_to = Path(records) if isinstance(records, str | Path) else None
         self._records = None if records is False else RecordStore(where_to)
         self._closed = False
+        self._lock = threading.RLock()
         self._live: dict[str, _Live] = {}
         full = Blueprint.of("full", self._table, tuple(s.gears[-1] for s in self._table.nested))
         self._full_bytes = full.bytes_per_token(self._table)
@@ -185,6 +202,7 @@ class Engine:
         """What `generate` would run this prompt at, and why; nothing is generated."""
         return self._choose(Request(prompt, budget=budget or Budget(), policy=policy))[1]
 
+    @_locked
     def submit(self, request: Request) -> str:
         """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id."""
         if self._closed:
@@ -197,6 +215,7 @@ class Engine:
         self._live[key] = _Live(request, chosen, running, text, time.perf_counter())
         return key
 
+    @_locked
     def step(self) -> None:
         """Runs one step of every request that can run."""
         try:
@@ -218,6 +237,7 @@ class Engine:
                 self.core.cancel(output.sequence.request_id, "stop")
                 self._finish(live, now)
 
+    @_locked
     def cancel(self, request_id: str) -> None:
         """Ends a request now; its pages are free at once and its result holds what was written so far."""
         live = self._live.get(request_id)
@@ -225,16 +245,19 @@ class Engine:
             self.core.cancel(request_id)
             self._finish(live)
 
+    @_locked
     def take_pieces(self, request_id: str) -> list[str]:
         """The text that came since the last call."""
         live = self._live[request_id]
         pieces, live.pieces = [p for p in live.pieces if p], []
         return pieces
 
+    @_locked
     def finished(self, request_id: str) -> bool:
         """Whether the request has its result."""
         return self._live[request_id].result is not None
 
+    @_locked
     def take_result(self, request_id: str) -> Result:
         """The result of a finished request, which the engine forgets then. Raises KeyError for any other."""
         live = self._live[request_id]
@@ -243,6 +266,7 @@ class Engine:
         del self._live[request_id]
         return live.result
 
+    @_locked
     def close(self) -> None:
         """Cancels what still runs and closes the record store."""
         for key in list(self._live):

@@ -52,7 +52,7 @@ class Result:
     prompt_tokens: int
     profile: QueryProfile
     blueprint: Blueprint
-    table: SiteTable
+    table: SiteTable = field(repr=False)
     bytes_per_token: int
     analysis_ms: float
     policy_ms: float

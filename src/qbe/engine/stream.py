@@ -20,13 +20,17 @@ class Stream:
         self._reading = False
 
     def __iter__(self) -> Iterator[str]:
-        if self._reading or self._result is not None:
+        if self._reading:
             raise RuntimeError("a stream can be read once; its whole text is in `result`")
         self._reading = True
         try:
-            while True:
-                yield from self._engine.take_pieces(self._id)
-                if self._engine.finished(self._id):
+            while self._result is None:  # `close` ends the iteration, too
+                done = self._engine.finished(self._id)  # before its last pieces: another thread's step may end it
+                for piece in self._engine.take_pieces(self._id):
+                    yield piece
+                    if self._result is not None:
+                        return
+                if done:
                     break
                 self._engine.step()
         finally:
