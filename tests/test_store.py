@@ -184,7 +184,6 @@ def test_padding_never_costs_a_large_matrix_more_than_9_5_bits(n: int, k: int, t
         assert buffer.numel() * 8 / (n * k) <= 9.5 or buffer.numel() <= SMALL
 
 
-@pytest.mark.cuda
 def test_device_bytes_per_weight_once_placed(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(576, 576), nn.Linear(4096, 512)).bfloat16()
     nest(model, ["0", "1"])
