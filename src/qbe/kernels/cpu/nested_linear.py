@@ -21,7 +21,7 @@ from qbe.kernels.cpu.geometry import DTYPES, Geometry, geometry
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
 
-# From this many rows on dequantising wins (benchmarks/cpu_linear.py --crossover).
+# From this many rows on dequantising wins (benchmarks/cpu_crossover.py).
 MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
 CHUNK = 1 << 22  # weights dequantised at once in prefill: bounds the temporary, keeps it near the caches
 
