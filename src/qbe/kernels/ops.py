@@ -37,8 +37,9 @@ def nested_linear(
         x: float16, bfloat16 or float32 [..., K]; R rows.
         packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.store.layout`).
         meta: uint8 [2P, N, G], scales and offsets of every precision (`qbe.store.scales`).
-        bits: int32 [R]; 16 reads `original`. A width the store lacks is served by the highest precision below it,
-            or by the lowest.
+        bits: int32 [R], a word of precision for each row: the weight's bits in the lowest byte, 16 reads `original`; a
+            width the store lacks is served by the highest precision below it, or by the lowest. The activations' bits
+            in the next byte, 8 or (as 0) 16 (`qbe.kernels.reference.activations`).
         original: [N, K] in the model's dtype, on x's device or in pinned host memory; None if it was dropped.
         bias: [N] or None.
         slices: widths of the slices, most significant first.

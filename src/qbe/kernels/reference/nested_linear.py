@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
 from qbe.sites import FULL_BITS
 from qbe.store import scales
 from qbe.store.layout import SliceLayout
@@ -41,9 +42,16 @@ def nested_linear(
     slices: Sequence[int],
     exponent: int,
 ) -> torch.Tensor:
-    """y[r] = x[r] @ W(bits[r]).T + bias, in float32, returned in x's dtype. Arguments as the custom op's."""
+    """y[r] = x[r] @ W(bits[r]).T + bias, in float32, returned in x's dtype. Arguments as the custom op's.
+
+    Rows of 8-bit activations are rounded to them first (`eight_bits`), whatever the weight's bits.
+    """
     layout = SliceLayout.of(slices)
     rows = x.reshape(-1, x.shape[-1])
+    eight, bits = has_eight(bits), weight_bits(bits)
+    if eight.any():
+        group_size = packed.shape[1] * 8 // meta.shape[1] // meta.shape[2]
+        rows = torch.where(eight[:, None], eight_bits(rows, group_size), rows.float())
     y = torch.empty(rows.shape[0], meta.shape[1], dtype=torch.float32, device=x.device)
     for b in bits.unique().tolist():
         at = (bits == b).nonzero().flatten()
