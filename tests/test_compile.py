@@ -20,6 +20,7 @@ from qbe.compile.merge import MergeLinears
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest
 
 ROOT = Path(__file__).parents[1]
+PATH = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
 ONE, MERGED = torch.ops.qbe.nested_linear.default, torch.ops.qbe.nested_linears.default
 
 
@@ -156,7 +157,7 @@ answer = engine.generate("text", SamplingParams(max_tokens=4, ignore_eos=True))
 decode = engine.core.runner.decode
 print(len(answer.token_ids), len(decode._compiled if decode else []))
 """
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src"), "CXX": "false"}
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH, "CXX": "false"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "4 0"
@@ -177,7 +178,7 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autog
 
 
 def test_a_second_process_finds_the_graph(tmp_path: Path) -> None:
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH}
 
     def run() -> str:
         done = subprocess.run([sys.executable, "-c", CACHED], env=env, capture_output=True, text=True, timeout=300)

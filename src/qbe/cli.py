@@ -360,6 +360,7 @@ def _print_json(value: Any) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 interrupted, 141 after `| head`."""
     warnings.showwarning = _warn  # type: ignore[assignment]
+    warnings.simplefilter("ignore", SyntaxWarning)  # of a library that is compiled on its first import
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminated)
     try:
