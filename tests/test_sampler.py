@@ -91,6 +91,15 @@ def test_greedy_rows_take_the_likeliest_token() -> None:
     assert sample(logits.clone(), [request("a", [1], temperature=1e-30, seed=1)] * 3) == expected
 
 
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_the_likeliest_token_of_any_vocabulary_is_the_first_of_equals(size: int, device: torch.device) -> None:
+    torch.manual_seed(size)
+    logits = torch.randint(0, 40, (50, size)).float().to(device)
+    assert likeliest(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+    logits[0, -1], logits[1, 0], logits[2] = float("nan"), float("inf"), -float("inf")
+    assert likeliest(logits)[:3].tolist() == [-1, -1, -1]
+
+
 def test_bias_and_penalty_move_greedy_choices() -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0, 0.0]])
     assert sample(logits.clone(), [request("a", [3], logit_bias={2: 3.5})]) == [2]

@@ -17,11 +17,21 @@ _NUCLEUS = (
     1024  # top-p first looks among this many likeliest tokens; the whole vocabulary is sorted only if they fall short
 )
 
+_PART = 256  # logits of one part of `likeliest`
+
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:  # no inference_mode: AOTAutograd keeps no graph that enters it
-    """Each row's likeliest token, int64 `[n]`; -1 where the logits `[n, vocabulary]` are not numbers."""
-    best, tokens = logits.max(dim=-1)
-    return torch.where(torch.isfinite(best), tokens, -1)
+    """Each row's likeliest token, int64 `[n]`, the first of equals; -1 where logits `[n, vocabulary]` are no numbers.
+
+    A GPU gives a whole row to one block (28 us for 128 256 logits on an H200), so there it is done in two stages.
+    """
+    if not logits.is_cuda:
+        best, tokens = logits.max(dim=-1)
+        return torch.where(torch.isfinite(best), tokens, -1)
+    parts = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % _PART), value=-torch.inf)
+    best, within = parts.unflatten(-1, (-1, _PART)).max(dim=-1)
+    best, part = best.max(dim=-1, keepdim=True)
+    return torch.where(torch.isfinite(best), part * _PART + within.gather(-1, part), -1).squeeze(-1)
 
 
 @torch.inference_mode()
