@@ -178,7 +178,7 @@ def test_device_bytes_per_weight(device: torch.device) -> None:
 )
 def test_padding_never_costs_a_large_matrix_more_than_9_5_bits(n: int, k: int, tiled: bool) -> None:
     nested = NestedTensor.from_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(0)), (4, 2, 2), 64)
-    buffer = tile(nested.packed, nested.meta, nested.layout, k)
+    buffer = tile(nested.packed, nested.meta, nested.layout, k, nested.exponent)
     assert (buffer is not None) == tiled
     if buffer is not None:
         assert buffer.numel() * 8 / (n * k) <= 9.5 or buffer.numel() <= SMALL

@@ -19,7 +19,7 @@ def test_in_the_interpreter() -> None:
 
 def tiled(case: Case) -> Case:
     """The case with its weight in the tiled layout."""
-    buffer = to_device_layout(case.packed, case.meta, case.layout, case.x.shape[-1])
+    buffer = to_device_layout(case.packed, case.meta, case.layout, case.x.shape[-1], case.exponent)
     assert buffer is not None
     case.packed = buffer
     return case
@@ -36,7 +36,7 @@ def check(case: Case, bits: torch.Tensor) -> None:
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (70, 200), (64, 576)])
 def test_layout_round_trip(slices: tuple[int, ...], group: int, n: int, k: int) -> None:
     case = Case(1, n, k, slices, group)
-    buffer = to_device_layout(case.packed, case.meta, case.layout, k)
+    buffer = to_device_layout(case.packed, case.meta, case.layout, k, case.exponent)
     assert buffer is not None
     assert buffer.dim() == 1
     assert group_size_of(buffer, n, k, case.layout) == group
@@ -45,7 +45,7 @@ def test_layout_round_trip(slices: tuple[int, ...], group: int, n: int, k: int) 
 
 def test_layout_refuses_what_it_is_not_made_for() -> None:
     case = Case(1, 20, 330, group=192)
-    assert to_device_layout(case.packed, case.meta, case.layout, 330) is None
+    assert to_device_layout(case.packed, case.meta, case.layout, 330, case.exponent) is None
     with pytest.raises(QBEError, match="does not hold"):
         group_size_of(torch.zeros(10, dtype=torch.uint8), 20, 330, SliceLayout())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ class Blueprint:
     Attributes:
         policy: name of the policy that chose it.
         weight_bits: one gear per nested site, in the table's order.
-        activation_bits: one per nested site.
+        activation_bits: one per nested site: of its inputs.
         kv_bits: one per decoder layer.
     """
 
@@ -27,20 +28,30 @@ class Blueprint:
     kv_bits: tuple[int, ...]
 
     @classmethod
-    def of(cls, policy: str, table: SiteTable, weight_bits: tuple[int, ...]) -> Blueprint:
-        """A blueprint with these weight gears and 16-bit activations and KV cache.
+    def of(
+        cls, policy: str, table: SiteTable, weight_bits: Sequence[int], activation_bits: Sequence[int] | None = None
+    ) -> Blueprint:
+        """A blueprint with these gears and a 16-bit KV cache.
+
+        Args:
+            weight_bits: one per nested site.
+            activation_bits: one per nested site (`SiteTable.activations` makes them from one number); None is 16.
 
         Raises:
             QBEError: a gear that its site does not have, or the wrong number of gears.
         """
-        if len(weight_bits) != len(table.nested):
-            raise QBEError(f"a blueprint for {len(weight_bits)} sites does not fit a model with {len(table.nested)}")
-        for site, bits in zip(table.nested, weight_bits, strict=True):
+        activation_bits = (FULL_BITS,) * len(weight_bits) if activation_bits is None else activation_bits
+        for gears in (weight_bits, activation_bits):
+            if len(gears) != len(table.nested):
+                raise QBEError(f"a blueprint for {len(gears)} sites does not fit a model with {len(table.nested)}")
+        for site, bits, activation in zip(table.nested, weight_bits, activation_bits, strict=True):
             if bits not in site.gears:
                 have = ", ".join(map(str, site.gears))
                 raise QBEError(f"{bits} bits are not in the store of {site.name} (it has {have}); choose one of those")
-        n = len(weight_bits)
-        return cls(policy, tuple(weight_bits), (FULL_BITS,) * n, (FULL_BITS,) * table.layers)
+            if activation not in site.activation_gears:
+                have = ", ".join(map(str, site.activation_gears))
+                raise QBEError(f"{activation} bits are no width of {site.name}'s activations (they have {have})")
+        return cls(policy, tuple(weight_bits), tuple(activation_bits), (FULL_BITS,) * table.layers)
 
     @cached_property
     def key(self) -> str:

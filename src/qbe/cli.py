@@ -41,6 +41,7 @@ DEFAULT = "smollm2-135m-instruct"
 Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")]
 Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: tiered, uniform or a plug-in's name")]
 Bits = Annotated[float | None, typer.Option(help="budget: average bits over the weights of nested sites")]
+ActivationBits = Annotated[int, typer.Option(help="budget: bits of the inputs of nested sites, 8 or 16")]
 Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -81,16 +82,17 @@ def options(version: Version = False) -> None:
 
 @app.command()
 def generate(
-    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
-    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
-    kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
+    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
+    activation_bits: ActivationBits = 16, tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto",
+    originals: Originals = "device", greedy: Greedy = False, kv_tokens: KVTokens = None,
+    max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
     chat: Chat = False, compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text."""
     text = _prompt(prompt)
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-    budget = _budget(bits, tier)
+    budget = _budget(bits, tier, activation_bits)
     with _engine(model, policy, dtype, device, originals, kv_tokens, compile) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         result = _stream(engine, asked, params, budget, quiet=as_json)
@@ -104,9 +106,9 @@ def generate(
 
 @app.command("chat")
 def chat_command(
-    model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
-    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
-    kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
+    model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, activation_bits: ActivationBits = 16,
+    tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
+    greedy: Greedy = False, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
     compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -115,7 +117,7 @@ def chat_command(
     With --json every answer is one line of JSON.
     """
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
-    budget = _budget(bits, tier)
+    budget = _budget(bits, tier, activation_bits)
     with _engine(model, policy, dtype, device, originals, kv_tokens, compile) as engine:
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
@@ -154,13 +156,13 @@ def chat_command(
 
 @app.command()
 def explain(
-    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, tier: Tier = "default",
-    chat: Chat = False, as_json: Json = False,
+    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
+    activation_bits: ActivationBits = 16, tier: Tier = "default", chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
-    budget = _budget(bits, tier)
+    budget = _budget(bits, tier, activation_bits)
     with _engine(model, policy, "auto", "cpu", "device") as engine:
         found = engine.explain([{"role": "user", "content": text}] if chat else text, budget=budget)
     if html is not None:
@@ -287,10 +289,10 @@ def _engine(
     )  # fmt: skip
 
 
-def _budget(bits: float | None, tier: str) -> Budget:
+def _budget(bits: float | None, tier: str, activation_bits: int) -> Budget:
     from qbe.budget import Budget
 
-    return Budget(bits=bits, tier=tier)
+    return Budget(bits=bits, tier=tier, activation_bits=activation_bits)
 
 
 def _params(

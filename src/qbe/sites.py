@@ -49,6 +49,10 @@ FFN_ROLES = frozenset({Role.FFN_GATE, Role.FFN_UP, Role.FFN_GATE_UP, Role.FFN_DO
 NESTABLE_ROLES = ATTENTION_ROLES | FFN_ROLES | {Role.OUTPUT_HEAD, Role.SSM_IN, Role.SSM_OUT}
 
 FULL_BITS = 16
+ACTIVATION_GEARS = (8, FULL_BITS)
+# Roles whose inputs keep 16 bits. 8 bits at the output head alone cost a quarter of what they cost at all sites
+# together (docs/quality.md), and gain nothing: of a prompt the head sees one row.
+KEEPS_ACTIVATIONS = frozenset({Role.OUTPUT_HEAD})
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,11 @@ class Site:
     def nested(self) -> bool:
         """Whether the weight is in the nested store, so that its precision can change."""
         return len(self.gears) > 1
+
+    @property
+    def activation_gears(self) -> tuple[int, ...]:
+        """Precisions that its inputs can have, ascending."""
+        return ACTIVATION_GEARS if self.nested and self.role not in KEEPS_ACTIVATIONS else (FULL_BITS,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +142,10 @@ class SiteTable:
         for s in self.nested:
             common = set(s.gears) if common is None else common & set(s.gears)
         return tuple(sorted(common or {FULL_BITS}))
+
+    def activations(self, bits: int) -> tuple[int, ...]:
+        """For every nested site the lowest activation gear that is not below `bits` (8 or 16)."""
+        return tuple(min(g for g in s.activation_gears if g >= bits) for s in self.nested)
 
     def with_sensitivity(self, measured: Mapping[str, Mapping[int, float]]) -> SiteTable:
         """A copy whose sites carry `measured[site name][gear]`."""

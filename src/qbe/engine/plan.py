@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
+from qbe.kernels.reference.activations import word
 from qbe.sites import Role, SiteTable
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
 
@@ -19,8 +20,8 @@ class Plan:
     """Precision of every nested site for every row of a step. Kernels read it; `write` changes a few bytes of it.
 
     Attributes:
-        weight_bits: int32 `[nested sites, max_rows]`.
-        activation_bits: int32 `[nested sites, max_rows]`.
+        words: int32 `[nested sites, max_rows]`: the weight's bits in the lowest byte, the activations' in the next one
+            (`qbe.kernels.reference.activations`).
 
     The plan's `kv_bits` belong to the pages and are in `qbe.kvcache.pages.PagePool`.
 
@@ -35,24 +36,22 @@ class Plan:
     def __init__(self, table: SiteTable, max_rows: int, device: torch.device, head_sees_kept: bool = True) -> None:
         self.table, self.max_rows, self.device = table, max_rows, device
         sites = len(table.nested)
-        self._bits = torch.empty(2 * sites, max_rows, dtype=torch.int32, device=device)
-        lowest = torch.tensor([s.gears[0] for s in table.nested] * 2, dtype=torch.int32)
-        self._bits.copy_(lowest[:, None])  # valid from the start: whoever runs the model before a write reads the least
-        self.weight_bits, self.activation_bits = self._bits[:sites], self._bits[sites:]
-        heads = [i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD] if head_sees_kept else []
-        self._heads = [h + offset for h in heads for offset in (0, sites)]
+        self.words = torch.empty(sites, max_rows, dtype=torch.int32, device=device)
+        lowest = torch.tensor([s.gears[0] for s in table.nested], dtype=torch.int32)
+        self.words.copy_(lowest[:, None])  # valid from the start: whoever runs the model before a write reads the least
+        self._heads = [i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD] if head_sees_kept else []
         capacity = max(_CACHED_BLUEPRINTS, max_rows)
-        self._columns = torch.zeros(capacity, 2 * sites, dtype=torch.int32, device=device)
+        self._columns = torch.zeros(capacity, sites, dtype=torch.int32, device=device)
         self._column_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._weights: list[NestedTensor] = []
         self._told = False  # whether any weight holds a `uniform`
         self._written: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def bind(self, model: nn.Module) -> None:
-        """Let every nested linear layer of `model` read its bits here: `weight.bits` becomes a view of its row."""
+        """Let every nested linear layer of `model` read its words here: `weight.bits` becomes a view of its row."""
         self._weights = [model.get_submodule(site.name).weight for site in self.table.nested]  # type: ignore[misc]
-        for weight, bits in zip(self._weights, self.weight_bits, strict=True):
-            weight.bits = bits
+        for weight, words in zip(self._weights, self.words, strict=True):
+            weight.bits = words
 
     def write(self, rows: Sequence[tuple[Blueprint, int]], kept: Sequence[Blueprint]) -> None:
         """Set the plan for one forward.
@@ -82,11 +81,11 @@ class Plan:
             return
         self._tell([b for b, _ in tokens], sum(n for _, n in tokens))
         index = torch.tensor(owners + kept_owners).to(self.device, non_blocking=True)
-        self._bits[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
+        self.words[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
         if kept_owners:
             columns = self._columns.index_select(0, index[len(owners) :])
             for site in self._heads:
-                self._bits[site, : len(kept_owners)] = columns[:, site]
+                self.words[site, : len(kept_owners)] = columns[:, site]
         self._written = (owners, kept_owners)
 
     def columns(self, blueprints: Sequence[Blueprint]) -> list[int]:
@@ -100,7 +99,7 @@ class Plan:
             columns: int64 `[rows]` on the plan's device.
         """
         if len(self.table.nested):
-            self._bits[:, : columns.shape[0]] = self._columns.index_select(0, columns).T
+            self.words[:, : columns.shape[0]] = self._columns.index_select(0, columns).T
 
     def forget(self) -> None:
         """What the rows hold is not what `write` wrote last."""
@@ -108,14 +107,14 @@ class Plan:
         self._tell([], 0)
 
     def _tell(self, blueprints: Sequence[Blueprint], tokens: int) -> None:
-        """Let the weights know which of them every row of a long step reads at the same bits."""
+        """Let the weights know which of them every row of a long step reads at the same word."""
         if tokens < UNIFORM_ROWS and not self._told:
             return
         self._told = tokens >= UNIFORM_ROWS
-        columns = {b.key: b.weight_bits for b in blueprints}.values() if self._told else ()
+        columns = {b.key: _words(b) for b in blueprints}.values() if self._told else ()
         for i, weight in enumerate(self._weights):
-            bits = {column[i] for column in columns}
-            weight.uniform = bits.pop() if len(bits) == 1 else None
+            words = {column[i] for column in columns}
+            weight.uniform = words.pop() if len(words) == 1 else None
 
     def _column(self, blueprint: Blueprint) -> int:
         """Where the blueprint's column is on the device; it is copied there when it is new."""
@@ -128,7 +127,13 @@ class Plan:
         else:
             _, column = self._column_of.popitem(last=False)
             self._written = None  # the column may be the one that was written
-        values = torch.tensor(blueprint.weight_bits + blueprint.activation_bits, dtype=torch.int32)
-        self._columns[column].copy_(values, non_blocking=True)
+        self._columns[column].copy_(torch.tensor(_words(blueprint), dtype=torch.int32), non_blocking=True)
         self._column_of[key] = column
         return column
+
+
+def _words(blueprint: Blueprint) -> list[int]:
+    """The blueprint's column; it has few different words, so each is made once."""
+    gears = list(zip(blueprint.weight_bits, blueprint.activation_bits, strict=True))
+    made = {gear: word(*gear) for gear in set(gears)}
+    return [made[gear] for gear in gears]

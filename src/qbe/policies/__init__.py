@@ -31,7 +31,11 @@ class Policy(Protocol):
     needs_sensitivity: bool
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
-        """The blueprint for one query. Raises QBEError when the budget cannot be met."""
+        """The blueprint for one query. Raises QBEError when the budget cannot be met.
+
+        A policy gives the sites their weights' bits as it likes and, unless it has reasons of its own, the activation
+        bits that the budget asks for: `table.activations(budget.activation_bits)`.
+        """
         ...
 
 

@@ -25,7 +25,7 @@ class TieredPolicy:
     needs_sensitivity = True
 
     def __init__(self) -> None:
-        self._solved: OrderedDict[tuple[SiteTable, float], Blueprint] = OrderedDict()
+        self._solved: OrderedDict[tuple[SiteTable, float, int], Blueprint] = OrderedDict()
         self._lock = threading.Lock()
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
@@ -33,12 +33,13 @@ class TieredPolicy:
         bits = budget.bits_for(profile.score)
         if budget.bits is None:
             bits = max(table.gears()[0], round(round(bits / STEP) * STEP, 2))
-        key = (table, bits)
+        key = (table, bits, budget.activation_bits)
         with self._lock:
             if key in self._solved:
                 self._solved.move_to_end(key)
                 return self._solved[key]
-        found = Blueprint.of(self.name, table, allocate(table, bits, ROLE_FLOORS))
+        weight_bits = allocate(table, bits, ROLE_FLOORS)
+        found = Blueprint.of(self.name, table, weight_bits, table.activations(budget.activation_bits))
         with self._lock:
             self._solved[key] = found
             while len(self._solved) > CACHE_SIZE:

@@ -27,4 +27,5 @@ class UniformPolicy:
                 f"the uniform policy cannot run at {wanted:g} bits: the store has {have}; "
                 "choose one of those, or --policy tiered for an average in between"
             )
-        return Blueprint.of(self.name, table, (int(wanted),) * len(table.nested))
+        weight_bits = (int(wanted),) * len(table.nested)
+        return Blueprint.of(self.name, table, weight_bits, table.activations(budget.activation_bits))

@@ -28,7 +28,7 @@ from qbe.store.codes import quantise
 from qbe.store.layout import SliceLayout, check_group_size
 from qbe.store.packing import pack
 
-UNIFORM_ROWS = 256  # from here on a GPU dequantises the weight once, when it knows the bits of all rows to be the same
+UNIFORM_ROWS = 256  # from here on a GPU makes the weight once, when it knows the words of all rows to be the same
 
 
 class NestedTensor(TorchAOBaseTensor):
@@ -38,8 +38,9 @@ class NestedTensor(TorchAOBaseTensor):
         packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.store.layout`); on a GPU uint8
             [bytes], the same in the order its kernels read (`qbe.kernels.triton.layout`).
         meta: uint8 [2P, N, Kp/group_size], scales and offsets (`qbe.store.scales`).
-        bits: int32 [rows] or [1]: precision of each row of the input; one value serves all rows. An engine binds
-            this to a row of its plan, and a write to the plan changes the precision of the next call.
+        bits: int32 [rows] or [1]: word of precision of each row of the input (`qbe.kernels.ops`); one serves all
+            rows. An engine binds this to a row of its plan, and a write to the plan changes the precision of the next
+            call.
         original: [N, K] in the model's dtype, what 16 bits mean; None when it was dropped.
 
     Attributes:
@@ -48,7 +49,7 @@ class NestedTensor(TorchAOBaseTensor):
         exponent: scale exponent of the matrix.
         shape, dtype: those of the original weight.
         uniform: what `bits` holds when whoever wrote it knows that every row of a long step has the same, else None.
-            A prompt then needs no kernel that asks each row: the weight is dequantised once and cuBLAS multiplies.
+            A prompt then needs no kernel that asks each row (`qbe.kernels.triton.uniform_linear`).
     """
 
     tensor_data_names = ["packed", "meta", "bits"]  # noqa: RUF012  (torchao's protocol)
@@ -147,21 +148,6 @@ class NestedTensor(TorchAOBaseTensor):
         weight = dequantise(self.canonical_packed(), meta, self.exponent, self.slices, self.in_features, bits)
         return weight.to(self.logical_dtype)
 
-    def whole(self, bits: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """The weight at `bits` in `dtype` on a GPU whose kernels have the tiled layout, made by one launch.
-
-        `bits` means what it means to `qbe::nested_linear`. None where the original it names is not on the device or has
-        another dtype.
-        """
-        if bits >= FULL_BITS and self.original is not None:
-            same = self.original.device == self.packed.device and self.original.dtype == dtype
-            return self.original if same else None
-        from qbe.kernels.triton.dequantise import dequantise as on_gpu
-
-        precision = max((i for i, p in enumerate(self.layout.precisions) if p <= bits), default=0)
-        n, k = self.shape
-        return on_gpu(self.packed, self.bits, n, k, self.layout, self.exponent, precision, dtype)
-
     def canonical_packed(self) -> torch.Tensor:
         """The slices in the canonical layout, uint8 [total_bits, N*Kp/8], whatever layout the device has."""
         if self.packed.dim() == 2:
@@ -204,12 +190,17 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
     x, weight = args[0], args[1]
     bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    if rows >= UNIFORM_ROWS and weight.uniform is not None and weight.packed.dim() == 1:
-        whole = weight.whole(weight.uniform, x.dtype)
-        if whole is not None:
-            return torch.nn.functional.linear(x, whole, bias)
     bits = weight.bits
     bits = bits.expand(rows) if bits.shape[0] == 1 else bits[:rows]
+    if rows >= UNIFORM_ROWS and weight.uniform is not None and weight.packed.dim() == 1:
+        from qbe.kernels.triton.uniform_linear import uniform_linear
+
+        y = uniform_linear(
+            x, weight.packed, bits, weight.original, bias, weight.slices, weight.exponent, weight.shape[0],
+            weight.uniform,
+        )  # fmt: skip
+        if y is not None:
+            return y
     return ops.nested_linear(x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent)
 
 

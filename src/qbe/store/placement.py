@@ -63,20 +63,22 @@ def _device_layout(weight: NestedTensor, device: torch.device) -> tuple[torch.Te
     if packed.dim() == 1:
         return packed, weight.meta
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        tiled = tile(packed, weight.meta.to(device), weight.layout, weight.in_features)
+        tiled = tile(packed, weight.meta.to(device), weight.layout, weight.in_features, weight.exponent)
         if tiled is not None:
             return tiled, weight.meta.cpu()
     return packed, weight.meta.to(device)
 
 
-def tile(packed: torch.Tensor, meta: torch.Tensor, layout: SliceLayout, in_features: int) -> torch.Tensor | None:
+def tile(
+    packed: torch.Tensor, meta: torch.Tensor, layout: SliceLayout, in_features: int, exponent: int
+) -> torch.Tensor | None:
     """The tiled buffer of a canonical one (`qbe.kernels.triton.layout`), uint8 [bytes].
 
     None where there is none, or where its padding costs more memory than it is worth: 576 inputs would become 768.
     """
     from qbe.kernels.triton.layout import to_device_layout
 
-    tiled = to_device_layout(packed, meta, layout, in_features)
+    tiled = to_device_layout(packed, meta, layout, in_features, exponent)
     canonical = packed.numel() + meta.numel()
     if tiled is None or tiled.numel() > max(SMALL, MOST_PADDING * canonical):
         return None

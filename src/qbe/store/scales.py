@@ -41,6 +41,19 @@ def decode_scale(code: torch.Tensor, exponent: int) -> torch.Tensor:
     return ((code.to(torch.int32) << 19) + (exponent << 23)).view(torch.float32)
 
 
+def largest_of_rows(meta: torch.Tensor, exponent: int, layout: SliceLayout, bits: int) -> torch.Tensor:
+    """A bound of the magnitudes of each row's weights at a precision of the layout, from scales and offsets alone.
+
+    Groups are not clipped, so that their first and last codes nearly always occur: beyond the rounding of the scale
+    (up to 1/16) it is the largest weight there is.
+
+    Returns:
+        float32 [N].
+    """
+    scale, offset = decode(meta, exponent, layout, bits)
+    return (scale * torch.maximum(offset, 2**bits - 1 - offset)).amax(-1)
+
+
 def encode_scale(scale: torch.Tensor, exponent: int) -> torch.Tensor:
     """float32 -> int32 in 0..255: the smallest code whose value is not below `scale`."""
     bits = scale.contiguous().view(torch.int32) - (exponent << 23)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape
+from qbe.kernels.triton.eight_bit_rows import LARGEST
+from qbe.kernels.triton.layout import TILE, group_size_of, largest_of_rows, padded_shape
 from qbe.kernels.triton.tiled_linear import _parts
 from qbe.kernels.triton.tiled_rows_kernel import dequantise_kernel
 from qbe.store.layout import SliceLayout
@@ -15,18 +16,24 @@ _ANY = 2**30  # beyond every width: the kernel's bounds that ask for nothing
 def dequantise(
     tiled: torch.Tensor, bits: torch.Tensor, n: int, k: int, layout: SliceLayout, exponent: int, precision: int,
     dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    """The weight [n, k] at the precision of that index, in `dtype` (16-bit floats or float32).
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The weight at the precision of that index, padded to whole tiles and units.
 
     Args:
         tiled: uint8 [bytes] (`qbe.kernels.triton.layout`).
         bits: int32 [1] or longer on the device; its values do not matter.
+        dtype: a 16-bit float or float32, or float8_e4m3fn or int8 with a scale for each output.
+
+    Returns:
+        dtype [np, kp], whose first n and k are the weight and the rest finite, and of 8 bits the scales, float32 [np].
     """
     rows, inputs = padded_shape(n, k, layout)
     weight = torch.empty(rows, inputs, dtype=dtype, device=tiled.device)
+    largest = largest_of_rows(tiled, n, k, layout)[precision] if dtype in LARGEST else None
+    scales = None if largest is None else torch.empty_like(largest)
     dequantise_kernel[(rows // TILE, inputs // 256)](
-        tiled, bits, weight, 1, rows, inputs, exponent, -_ANY, _ANY, ROWS=1, TOP=precision,
+        tiled, bits, weight, largest, scales, 1, rows, inputs, exponent, -_ANY, _ANY, ROWS=1, TOP=precision,
         PRECISIONS=layout.precisions, PARTS=_parts(layout), GROUP=group_size_of(tiled, n, k, layout),
-        ASM=tiled.device.type == "cuda",
+        LARGEST=LARGEST.get(dtype), ASM=tiled.device.type == "cuda",
     )  # fmt: skip
-    return weight[:n, :k]
+    return weight, scales

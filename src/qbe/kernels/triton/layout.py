@@ -9,6 +9,7 @@ from the canonical one by its single dimension, holds, with N and K padded to wh
             precision: the pairs of an output for 256 inputs are one word of 4 or 8 bytes.
     counts  int32 [N/16], zero between launches: how many parts of a split sum have arrived. They belong to the weight,
             so that a CUDA graph needs no workspace; two streams must not multiply by one weight at once.
+    largest float32 [P, N]: a bound of the magnitudes of each output's weights (`qbe.store.scales.largest_of_rows`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from qbe.errors import QBEError
+from qbe.store import scales
 from qbe.store.layout import SliceLayout
 from qbe.store.packing import pack, unpack
 
@@ -36,10 +38,11 @@ def padded_shape(n: int, k: int, layout: SliceLayout) -> tuple[int, int]:
     return -(-n // TILE) * TILE, -(-k // step) * step
 
 
-def _sizes(n: int, k: int, layout: SliceLayout, group_size: int) -> tuple[int, int, int]:
-    """Bytes of the parts, of meta and of the counts."""
+def _sizes(n: int, k: int, layout: SliceLayout, group_size: int) -> tuple[int, int, int, int]:
+    """Bytes of the parts, of meta, of the counts and of the bounds."""
     rows, inputs = padded_shape(n, k, layout)
-    return layout.total_bits * rows * inputs // 8, len(layout.precisions) * rows * inputs // group_size * 2, rows // 4
+    p = len(layout.precisions)
+    return layout.total_bits * rows * inputs // 8, p * rows * inputs // group_size * 2, rows // 4, p * rows * 4
 
 
 def group_size_of(tiled: torch.Tensor, n: int, k: int, layout: SliceLayout) -> int:
@@ -54,8 +57,14 @@ def group_size_of(tiled: torch.Tensor, n: int, k: int, layout: SliceLayout) -> i
     raise QBEError(f"a tiled buffer of {tiled.numel()} bytes does not hold a weight of shape ({n}, {k})")
 
 
+def largest_of_rows(tiled: torch.Tensor, n: int, k: int, layout: SliceLayout) -> torch.Tensor:
+    """The bounds, float32 [P, N], N padded to whole tiles."""
+    size = len(layout.precisions) * padded_shape(n, k, layout)[0] * 4
+    return tiled[-size:].view(torch.float32).view(len(layout.precisions), -1)
+
+
 def to_device_layout(
-    packed: torch.Tensor, meta: torch.Tensor, layout: SliceLayout, in_features: int
+    packed: torch.Tensor, meta: torch.Tensor, layout: SliceLayout, in_features: int, exponent: int
 ) -> torch.Tensor | None:
     """The canonical buffer (uint8 [total_bits, N*Kp/8]) and meta (uint8 [2P, N, G]) -> uint8 [bytes], on their device.
 
@@ -70,8 +79,8 @@ def to_device_layout(
     if group_size not in GROUPS:
         return None
     rows, inputs = padded_shape(n, in_features, layout)
-    codes_bytes, meta_bytes, counts = _sizes(n, in_features, layout, group_size)
-    out = torch.zeros(codes_bytes + meta_bytes + counts, dtype=torch.uint8, device=packed.device)
+    codes_bytes, meta_bytes, *rest = _sizes(n, in_features, layout, group_size)
+    out = torch.zeros(codes_bytes + meta_bytes + sum(rest), dtype=torch.uint8, device=packed.device)
     codes = torch.zeros(rows, inputs, dtype=torch.uint8, device=packed.device)
     codes[:n, :kp] = unpack(packed, layout, n, layout.total_bits)
     for first, width in layout.parts:
@@ -87,6 +96,9 @@ def to_device_layout(
     wide[:, :, :n, :groups] = meta.view(p, 2, n, groups)
     wide = wide.view(p, 2, rows // TILE, TILE, inputs // WORD, WORD // group_size).permute(0, 2, 4, 3, 5, 1)
     out[codes_bytes : codes_bytes + meta_bytes] = wide.reshape(-1)
+    largest = largest_of_rows(out, n, in_features, layout)
+    for i, bits in enumerate(layout.precisions):
+        largest[i, :n] = scales.largest_of_rows(meta, exponent, layout, bits)
     return out
 
 

@@ -10,6 +10,7 @@ import triton
 
 from qbe.errors import QBEError
 from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel, nested_linear_kernel
+from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_linear import tiled_linear
 from qbe.store.layout import BLOCK, SliceLayout
 
@@ -96,13 +97,15 @@ def nested_linear(
             tiled_linear(rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n))
         return y
     blocks = packed.shape[1] * 8 // n // BLOCK
+    words = bits.contiguous()
     config = launch_config(m, n, blocks, blocks // groups, len(layout.precisions), x.dtype, x.device)
     splits = int(config["SPLITS"])
     out = y if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
     grid = (-(-n // config["BLOCK_N"]) * -(-m // config["BLOCK_M"]), splits)
     with torch.cuda.device_of(x):  # Triton launches on the current device; does nothing for a CPU tensor
+        rows = round_rows(rows, words, blocks // groups * BLOCK)
         nested_linear_kernel[grid](
-            rows, packed.view(torch.int32), meta, bits.contiguous(), original, bias, out, m, n, k, blocks,
+            rows, packed.view(torch.int32), meta, words, original, bias, out, m, n, k, blocks,
             exponent=exponent, PRECISIONS=layout.precisions, PARTS=_parts(layout), GROUP_BLOCKS=blocks // groups,
             **config,
         )  # fmt: skip

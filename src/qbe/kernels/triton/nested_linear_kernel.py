@@ -116,7 +116,7 @@ def nested_linear_kernel(
     x_ptr,  # [M, K]
     packed_ptr,  # int32 view of the packed buffer
     meta_ptr,  # uint8 [2P, N, G]
-    bits_ptr,  # int32 [M]
+    bits_ptr,  # int32 [M], words of precision; the rows of 8-bit activations are rounded before
     original_ptr,  # [N, K] or None
     bias_ptr,  # [N] or None
     y_ptr,  # [M, N], or float32 [SPLITS, M, N]
@@ -150,7 +150,7 @@ def nested_linear_kernel(
     n_long = n.to(tl.int64)
 
     # Which precision serves each row: 0..P-1, P for the original, -1 outside the batch.
-    bits = tl.load(bits_ptr + m, mask=m_ok, other=0)
+    bits = tl.load(bits_ptr + m, mask=m_ok, other=0) & 255
     serves = tl.zeros((BLOCK_M,), tl.int32)
     for p in tl.static_range(1, P):
         serves += (bits >= PRECISIONS[p]).to(tl.int32)

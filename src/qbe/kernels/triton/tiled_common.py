@@ -10,11 +10,23 @@ import triton.language as tl
 
 
 @triton.jit
+def load_words(bits_ptr, m, m_ok):
+    """each row's word of precision, 0 past the end"""
+    # Past the L1 cache, which may hold what the words were before the kernel ahead of this one had ended.
+    return tl.load(bits_ptr + m, mask=m_ok, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def has_eight(words):
+    """whether the activations of a row with this word have 8 bits"""
+    return (words >> 8) == 8
+
+
+@triton.jit
 def serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS: tl.constexpr):
     """index of the precision that serves each row; their number for the original, -1 for a row past the end"""
     P: tl.constexpr = len(PRECISIONS)
-    # Past the L1 cache, which may hold what the bits were before the kernel ahead of this one had ended.
-    bits = tl.load(bits_ptr + m, mask=m_ok, other=0, cache_modifier=".cg")
+    bits = load_words(bits_ptr, m, m_ok) & 255
     serves = tl.zeros(m.shape, tl.int32)
     for p in tl.static_range(1, P):
         serves += (bits >= PRECISIONS[p]).to(tl.int32)

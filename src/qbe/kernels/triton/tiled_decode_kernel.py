@@ -2,7 +2,8 @@
 
 A program makes a tile y[BN outputs, BM rows] by integer products. Codes enter the tensor cores as signed bytes: the
 bits that a precision has, left-aligned, less 128. Activations are 16-bit fixed point in two bytes (`tiled_quantise`).
-The sum of a group is an exact integer; then y += s * sx * (sum + o * sum(x)).
+The sum of a group is an exact integer; then y += s * sx * (sum + o * sum(x)). A row of 8-bit activations has the high
+byte alone: its low byte reads as zero.
 
 In a mixed batch every part is multiplied once. A row adds the sums of the bits it asks for, exact integers, and takes
 the scale and offset of its precision: it comes out the same, bit for bit, whatever the other rows ask for. Each
@@ -21,7 +22,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qbe.kernels.triton.tiled_codes import left_aligned, with_bits
-from qbe.kernels.triton.tiled_common import counter, exact_product, finish, load_bias, serving
+from qbe.kernels.triton.tiled_common import (
+    counter,
+    exact_product,
+    finish,
+    has_eight,
+    load_bias,
+    load_words,
+    serving,
+)
 
 
 @triton.jit
@@ -46,7 +55,7 @@ def _prefetch_ahead(
 ):  # fmt: skip
     """The first AHEAD units into the L2. The bits may still change: they only hint at the parts that will be read."""
     P: tl.constexpr = len(PRECISIONS)
-    guess = tl.maximum(tl.max(tl.load(bits_ptr + m, mask=m_ok, other=0), 0), PRECISIONS[0])
+    guess = tl.maximum(tl.max(tl.load(bits_ptr + m, mask=m_ok, other=0) & 255, 0), PRECISIONS[0])
     plane = np_.to(tl.int64) * kp // 8
     for i in tl.static_range(len(PARTS)):
         if guess >= PRECISIONS[PARTS[i][2]]:
@@ -70,8 +79,44 @@ def _scales(base, low, exponent, SHIFT: tl.constexpr, LEFT: tl.constexpr):
 
 
 @triton.jit
+def scale_pairs(x_ptr, M, kp, m, eight, GROUP: tl.constexpr):
+    """where the pairs of each row's groups begin in a quantised buffer, M apart: those of its activations' width"""
+    pairs = (x_ptr + 2 * (M.to(tl.int64) * kp)).to(tl.pointer_type(tl.int64))
+    return pairs + m + tl.where(eight, kp // GROUP * M, 0)
+
+
+@triton.jit
+def first_of(pair):
+    """the scale of a pair"""
+    return pair.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exact_eight(
+    original_ptr, quantised_ptr, K, M, kp, n, n_ok, m, eight, k0, STEPS, GROUP: tl.constexpr, DTYPE: tl.constexpr
+):
+    """exact_product of the rows of 8-bit activations, rounded to DTYPE, and zero for the others"""
+    m_in = tl.minimum(m, M - 1)
+    SAME: tl.constexpr = original_ptr.dtype.element_ty == DTYPE
+    WIDE: tl.constexpr = DTYPE if SAME else tl.float32
+    high = quantised_ptr.to(tl.pointer_type(tl.int8)) + m_in.to(tl.int64) * kp
+    pairs = scale_pairs(quantised_ptr, M, kp, m_in, eight, GROUP)
+    acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
+    for step in range(STEPS):
+        k = k0 + step * 64 + tl.arange(0, 64)
+        a = tl.load(
+            original_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=n_ok[:, None] & (k < K)[None, :], other=0.0
+        )
+        byte = tl.load(high[None, :] + k[:, None], mask=eight[None, :], other=0)
+        scale = tl.where(eight, first_of(tl.load(pairs + (k0 + step * 64) // GROUP * M)), 0.0)
+        b = (byte.to(tl.float32) * (scale * 256)[None, :]).to(DTYPE)
+        acc = tl.dot(a.to(WIDE), b.to(WIDE), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def _loop(
-    x_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, u0, UNITS, PRECISIONS: tl.constexpr,
+    x_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, UNITS, PRECISIONS: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, MIXED: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +135,7 @@ def _loop(
     x_plane = M.to(tl.int64) * kp
     high = x_ptr.to(tl.pointer_type(tl.int8)) + m_in.to(tl.int64)[None, :] * kp + ru[:, None]
     low = high + x_plane
-    pairs = (x_ptr + 2 * x_plane).to(tl.pointer_type(tl.int64)) + m_in
+    pairs = scale_pairs(x_ptr, M, kp, m_in, eight, GROUP)
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for step in tl.range(0, UNITS, num_stages=STAGES):
         u = u0 + step
@@ -119,7 +164,7 @@ def _loop(
         for c in tl.static_range(UNIT // 64):
             k = u * UNIT + c * 64
             x_high = tl.load(high + k)
-            x_low = tl.load(low + k)
+            x_low = tl.load(low + k, mask=(eight == 0)[None, :], other=0)
             if c * 64 % GROUP == 0:
                 sums = ()
                 for p in tl.static_range(LOWEST, TOP + 1):
@@ -145,7 +190,7 @@ def _loop(
             sums = new
             if (c + 1) * 64 % GROUP == 0:
                 pair = tl.load(pairs + (k // GROUP) * M)
-                sx = pair.to(tl.int32).to(tl.float32, bitcast=True)[None, :]
+                sx = first_of(pair)[None, :]
                 sum_x = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)[None, :]
                 base = (bases[c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
                 for p in tl.static_range(LOWEST, TOP + 1):
@@ -196,6 +241,7 @@ def decode_tile(
             _prefetch(count_ptr)
         gdc_wait()
     serves = serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS)
+    eight = has_eight(load_words(bits_ptr, m, m_ok))
     highest = tl.max(tl.where(serves < P, serves, -1), 0)
     lowest = tl.min(tl.where(m_ok, serves, P), 0)
     acc = tl.zeros((BN, BM), tl.float32)
@@ -205,12 +251,18 @@ def decode_tile(
             if (P <= 3 and (top > 0 or mixed == 0)) or (P > 3 and top == P - 1 and mixed == 1):
                 if (highest >= 0) & ((P > 3) | ((highest == top) & ((lowest < top) == (mixed == 1)))):
                     acc = _loop(
-                        quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, u0, units, PRECISIONS,
+                        quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, units, PRECISIONS,
                         PARTS, GROUP, UNIT, top, mixed, STAGES, ASM,
                     )  # fmt: skip
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
             exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, units * (UNIT // 64))
+            if tl.max(((serves == P) & eight).to(tl.int32), 0) > 0:
+                rounded = _exact_eight(
+                    original_ptr, quantised_ptr, K, M, kp, n, n_ok, m, eight, u0 * UNIT, units * (UNIT // 64), GROUP,
+                    x_ptr.dtype.element_ty,
+                )  # fmt: skip
+                exact = tl.where(eight[None, :], rounded, exact)
             acc = tl.where((serves == P)[None, :], exact, acc)
     at = m.to(tl.int64)[None, :] * columns + column + n[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape, unit
+from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_decode_kernel import decode_kernel
 from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
 from qbe.kernels.triton.tiled_rows_kernel import dense_kernel, dequantise_kernel, rows_kernel
@@ -93,7 +94,7 @@ def tiled_linear(
     Args:
         x: float16, bfloat16 or float32 [M, K], contiguous, M at least 1.
         tiled: uint8 [bytes], the weight.
-        bits: int32 [M], contiguous, on the device; read by the kernels only.
+        bits: int32 [M], words of precision, contiguous, on the device; read by the kernels only.
         original: [N, K] for rows at 16 bits; None serves them by the widest slice.
         y: [M, N] in x's dtype, contiguous; written.
     """
@@ -105,6 +106,8 @@ def tiled_linear(
     common = {
         "PRECISIONS": layout.precisions, "PARTS": _parts(layout), "GROUP": group_size, "ASM": x.device.type == "cuda",
     }  # fmt: skip
+    if m > DECODE_ROWS or x.dtype == torch.float32:  # the others read the quantised x and its words
+        x = round_rows(x, bits, group_size)
     same = original is None or original.dtype == x.dtype
     if m >= PREFILL_ROWS and x.dtype != torch.float32 and same:
         for at in range(0, m, CHUNK_ROWS):
@@ -192,8 +195,9 @@ def _prefill(
     for p in range(len(layout.precisions)):
         low, high = bounds[p], bounds[p + 1]
         dequantise_kernel[(rows // TILE, inputs // 256)](
-            tiled, bits, weight, m, rows, inputs, exponent, low, high, ROWS=triton.next_power_of_2(m), TOP=p, **common
-        )
+            tiled, bits, weight, None, None, m, rows, inputs, exponent, low, high, ROWS=triton.next_power_of_2(m),
+            TOP=p, LARGEST=None, **common,
+        )  # fmt: skip
         dense_kernel[grid](x, weight, bits, bias, y, m, n, k, inputs, low, high, **tile)
     if original is not None:
         dense_kernel[grid](x, original, bits, bias, y, m, n, k, k, top, 2**30, **tile)

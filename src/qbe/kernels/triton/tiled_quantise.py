@@ -1,11 +1,14 @@
-"""Activations as 16-bit fixed point in two signed bytes, for the integer products of the decode kernel.
+"""Activations as fixed point in two signed bytes, for the integer products of the decode kernel.
 
 Each group of a row has a scale of its own: q = round(x / s), s = max|x| / 32512, and q = 256 * high + low with both
 bytes signed. The error is at most max|x| * 2**-16 of the group, less than bfloat16's own rounding of its large values.
+A row of 8-bit activations is the high byte alone (`qbe.kernels.reference.activations`). The quantiser does not know
+which rows those are: several weights of one launch, each with its own words, read the same buffer.
 
 The result is one buffer of `quantised_bytes`: high and low, int8 [2, M, kp], zero past K, and then for each group and
-row the pair (s, sum of q) of float32 [kp/GROUP, M, 2]. A group with an infinity or a NaN has that as its scale, so
-that it reaches every output of its row and no other.
+row a pair of float32, [2, kp/GROUP, M, 2]: first (s, sum of q) for rows of 16 bits, then (s, sum of 256 * high) for
+rows of 8. A group with an infinity or a NaN has that as its scale, so that it reaches every output of its row and no
+other.
 """
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
@@ -20,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 def quantised_bytes(m: int, kp: int, group: int) -> int:
     """Size of the buffer."""
-    return 2 * m * kp + kp // group * m * 8
+    return 2 * m * kp + 2 * (kp // group * m * 8)
 
 
 @triton.jit
@@ -52,8 +55,12 @@ def quantise_kernel(x_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, GROUPS: tl.co
     scale, q = fixed_point(x.to(tl.float32), 1)
     out = out_ptr.to(tl.pointer_type(tl.int8))
     plane = M.to(tl.int64) * kp
-    tl.store(out + m.to(tl.int64) * kp + k, high_byte(q), mask=ok)
+    high = high_byte(q)
+    tl.store(out + m.to(tl.int64) * kp + k, high, mask=ok)
     tl.store(out + plane + m.to(tl.int64) * kp + k, q.to(tl.int8), mask=ok)
     pairs = (out + 2 * plane).to(tl.pointer_type(tl.float32)) + (g * M + m)[:, None] * 2
     tl.store(pairs, scale, mask=ok)
     tl.store(pairs + 1, tl.sum(q, 1, keep_dims=True).to(tl.float32), mask=ok)
+    pairs += kp // GROUP * M * 2
+    tl.store(pairs, scale, mask=ok)
+    tl.store(pairs + 1, tl.sum(high.to(tl.int32) * 256, 1, keep_dims=True).to(tl.float32), mask=ok)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qbe.kernels.triton.eight_bit_rows import to_eight
 from qbe.kernels.triton.tiled_codes import append_at, as_float, first_at, scale_offset
 from qbe.kernels.triton.tiled_common import counter, exact_product, finish, load_bias, serving
 
@@ -111,15 +112,20 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["M", "exponent", "LOW", "HIGH"])
 def dequantise_kernel(
-    packed_ptr, bits_ptr, w_ptr, M, np_, kp, exponent, LOW, HIGH, ROWS: tl.constexpr, PRECISIONS: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, ASM: tl.constexpr,
+    packed_ptr, bits_ptr, w_ptr, largest_ptr, scales_ptr, M, np_, kp, exponent, LOW, HIGH, ROWS: tl.constexpr,
+    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """W at precision TOP into w [np_, kp], if any row wants bits in LOW <= b < HIGH"""
+    """W at precision TOP into w [np_, kp], if any row wants bits in LOW <= b < HIGH
+
+    With LARGEST, the largest value of w's 8-bit format, every output is scaled from its bound to that, and its scale
+    written.
+    """
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
     WORD: tl.constexpr = tl.int64 if GROUP == 64 else tl.int32
     at = tl.arange(0, ROWS)
-    b = tl.load(bits_ptr + at, mask=at < M, other=-(2**31))
+    b = tl.where(at < M, tl.load(bits_ptr + at, mask=at < M, other=0) & 255, -(2**31))
     if tl.max(((b >= LOW) & (b < HIGH)).to(tl.int32), 0) > 0:
         tile = tl.program_id(0)
         unit_ = tl.program_id(1)
@@ -133,6 +139,11 @@ def dequantise_kernel(
         low64 = base64
         if PRECISIONS[TOP] < TOTAL:
             low64 = tl.load(pm + (TOP + 1) * word_plane)
+        if LARGEST is not None:
+            largest = tl.maximum(tl.load(largest_ptr + tile * 64 + row), 1e-30)  # no division by zero
+            factor = LARGEST / largest
+            if unit_ == 0:
+                tl.store(scales_ptr + tile * 64 + row, largest * (1.0 / LARGEST))
         for c in tl.static_range(4):
             code = tl.zeros((64, 64), tl.uint8)
             block = unit_ * 4 + c
@@ -158,7 +169,11 @@ def dequantise_kernel(
                 TOTAL - PRECISIONS[TOP],
             )
             f = as_float(code, PRECISIONS[TOP], ASM) - (128.0 if PRECISIONS[TOP] < 8 else 32768.0)
-            w = ((f - o[:, None]) * s[:, None]).to(w_ptr.dtype.element_ty)
+            w = (f - o[:, None]) * s[:, None]
+            if LARGEST is not None:
+                w = to_eight(w * factor[:, None], w_ptr.dtype.element_ty)
+            else:
+                w = w.to(w_ptr.dtype.element_ty)
             tl.store(w_ptr + (tile * 64 + row).to(tl.int64)[:, None] * kp + (block * 64 + ru)[None, :], w)
 
 
@@ -178,7 +193,7 @@ def dense_kernel(
     m = pid % per // size * BM + tl.arange(0, BM)
     m_ok = m < M
     n_ok = n < N
-    bits = tl.load(bits_ptr + m, mask=m_ok, other=-(2**31))
+    bits = tl.load(bits_ptr + m, mask=m_ok, other=0) & 255
     mine = m_ok & (bits >= LOW) & (bits < HIGH)
     if tl.max(mine.to(tl.int32), 0) > 0:
         k0 = tl.arange(0, BK)

@@ -1,0 +1,98 @@
+"""A long product whose rows all read the same word: the weight is made once, and a library multiplies.
+
+With 16-bit activations cuBLAS does, in x's dtype. With 8 the device's profile says how: in E4M3 or in int8, both sides
+with a scale per row; without native 8-bit products, or for a weight at 16 bits, the rows are rounded and cuBLAS
+multiplies as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from qbe.hardware import Format, detect
+from qbe.kernels.reference.activations import EIGHT
+from qbe.kernels.triton.dequantise import dequantise
+from qbe.kernels.triton.eight_bit_rows import eight_bit_rows
+from qbe.kernels.triton.layout import group_size_of
+from qbe.kernels.triton.round_rows import round_rows
+from qbe.sites import FULL_BITS
+from qbe.store.layout import SliceLayout
+
+_DTYPES = {str(Format.FP8_E4M3): torch.float8_e4m3fn, str(Format.INT8): torch.int8}
+
+
+@cache
+def eight_bit_dtype(device: torch.device) -> torch.dtype | None:
+    """What 8-bit activations of a long product are there; None where the device does not multiply 8 bits."""
+    return _DTYPES.get(detect(device).activation_formats.get(EIGHT, ""))
+
+
+def uniform_linear(
+    x: torch.Tensor,
+    tiled: torch.Tensor,
+    bits: torch.Tensor,
+    original: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slices: Sequence[int],
+    exponent: int,
+    n: int,
+    word: int,
+) -> torch.Tensor | None:
+    """y = x @ W(word).T + bias.
+
+    Args:
+        x: float16, bfloat16 or float32 [..., K].
+        tiled: uint8 [bytes] (`qbe.kernels.triton.layout`).
+        bits: int32 [rows of x], all of them `word`.
+        original: [n, K], what 16 bits mean; None serves them by the widest precision.
+        bias: [n] or None.
+
+    Returns:
+        [..., n] in x's dtype, or None where the original that the word names is not on x's device in x's dtype.
+    """
+    layout = SliceLayout.of(slices)
+    k = x.shape[-1]
+    weight_bits, eight = word & 255, word >> 8 == EIGHT
+    whole = original if weight_bits >= FULL_BITS else None
+    if whole is not None and (whole.device != x.device or whole.dtype != x.dtype):
+        return None
+    precision = max((i for i, p in enumerate(layout.precisions) if p <= weight_bits), default=0)
+    if eight:
+        rows = x.reshape(-1, k).contiguous()
+        dtype = None if whole is not None or x.dtype == torch.float32 else eight_bit_dtype(x.device)
+        if dtype is not None:
+            weight, scales = dequantise(tiled, bits, n, k, layout, exponent, precision, dtype)
+            assert scales is not None
+            y = eight_bit_product(*eight_bit_rows(rows, weight.shape[1], dtype), weight, scales, x.dtype)
+            y = y[:, :n] if bias is None else y[:, :n] + bias
+            return y.contiguous().view(*x.shape[:-1], n)
+        x = round_rows(rows, bits.contiguous(), group_size_of(tiled, n, k, layout)).view(x.shape)
+    if whole is None:
+        whole = dequantise(tiled, bits, n, k, layout, exponent, precision, x.dtype)[0][:n, :k]
+    return torch.nn.functional.linear(x, whole, bias)
+
+
+def eight_bit_product(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """(x * x_scales) @ (weight * scales).T by the library that has it.
+
+    Args:
+        x: float8_e4m3fn or int8 [M, K]; K a multiple of 16.
+        x_scales: float32 [M, 1].
+        weight: of x's dtype [N, K]; N a multiple of 16.
+        scales: float32 [N].
+
+    Returns:
+        dtype [M, N].
+    """
+    if x.dtype == torch.int8:
+        return (torch._int_mm(x, weight.t()).float() * x_scales * scales).to(dtype)
+    # Rowwise scales give bfloat16 everywhere; other results not on every device and version.
+    y = torch._scaled_mm(
+        x, weight.t(), scale_a=x_scales, scale_b=scales[None], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return y.to(dtype)
