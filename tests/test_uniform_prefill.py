@@ -10,10 +10,10 @@ from engine_models import build
 from qbe import Budget, Engine, Request, SamplingParams
 from qbe.blueprint import Blueprint
 from qbe.engine.plan import Plan
-from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor, NestedWeightConfig, nest, nested_linears
+from qbe.kernels.reference.activations import word
+from qbe.store.nested_tensor import UNIFORM_ROWS, NestedWeightConfig, nest, nested_linears
 from qbe.store.prepare import nestable, with_store
 from qbe.tagger import tag
-from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
 
 def test_the_plan_says_what_a_long_step_reads_alike() -> None:
@@ -39,32 +39,14 @@ def test_the_plan_says_what_a_long_step_reads_alike() -> None:
     assert told() == [None] * len(weights)
     plan.write([(first, UNIFORM_ROWS)], [first])
     assert told() == [8, *[4] * (len(weights) - 1)]
+    both = Blueprint.of("both", table, low.weight_bits, table.activations(8))
+    plan.write([(both, UNIFORM_ROWS)], [both])
+    assert told() == [word(4, a) for a in both.activation_bits]
+    plan.write([(both, UNIFORM_ROWS), (low, 1)], [both, low])
+    assert told() == [None if a == 8 else 4 for a in both.activation_bits]
     plan.gather(torch.tensor(plan.columns([low])))
     plan.forget()
     assert told() == [None] * len(weights)
-
-
-@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__, "-k", "whole")
-
-
-@on_device
-@pytest.mark.parametrize("slices", [(4, 2, 2), (3, 1, 1, 1, 2)])
-@pytest.mark.parametrize("shape", [(64, 256), (100, 200)])
-def test_a_whole_weight_is_the_reference(shape: tuple[int, int], slices: tuple[int, ...]) -> None:
-    from qbe.kernels.triton.layout import to_device_layout
-
-    weight = NestedTensor.from_weight(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE), slices)
-    tiled = to_device_layout(weight.packed, weight.meta, weight.layout, shape[1])
-    placed = NestedTensor(
-        tiled, weight.meta, weight.bits, weight.slices, 64, weight.exponent, shape[1], torch.float32, weight.original
-    )
-    for bits in weight.layout.precisions:
-        torch.testing.assert_close(placed.whole(bits, torch.float32), weight.dequantise(bits), rtol=1e-6, atol=1e-7)
-    assert placed.whole(16, torch.float32) is weight.original
-    assert placed.whole(16, torch.bfloat16) is None
-    assert torch.equal(placed.whole(2, torch.float32), placed.whole(weight.gears[0], torch.float32))
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8, 16])

@@ -27,9 +27,10 @@ def eight_bit_rows(
     """
     x = x.float()
     largest = x.abs().amax(-1) if largest is None else largest
-    scale = largest.clamp_min(1e-30)[:, None] / LARGEST[dtype]
-    q = x / scale
-    return (torch.floor(q + 0.5) if dtype == torch.int8 else q).to(dtype), scale
+    largest = largest.clamp_min(1e-30)[:, None]
+    # A division, which a number over a tensor is not: E4M3 has so few values that exact ties are common.
+    q = x * torch.full_like(largest, LARGEST[dtype]).div(largest)
+    return (torch.floor(q + 0.5) if dtype == torch.int8 else q).to(dtype), largest / LARGEST[dtype]
 
 
 def linear(

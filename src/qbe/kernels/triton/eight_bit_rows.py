@@ -37,7 +37,7 @@ def eight_bit_rows_kernel(x_ptr, out_ptr, scales_ptr, K, kp, LARGEST: tl.constex
     most = tl.max(magnitude, 0)
     largest = tl.maximum(most, 0x0DA24260).to(tl.float32, bitcast=True)  # at least 1e-30: no division by zero
     tl.store(scales_ptr + m, largest * (1.0 / LARGEST))
-    factor = tl.where(most < 0x7F800000, LARGEST / largest, 0.0)
+    factor = tl.div_rn(tl.full((), LARGEST, tl.float32), largest)
     for at in range(0, kp, BLOCK):
         x = tl.load(x_ptr + m * K + at + k, mask=at + k < K, other=0.0).to(tl.float32)
         x = tl.where(most < 0x7F800000, x * factor, 0.0)

@@ -141,7 +141,7 @@ def dequantise_kernel(
             low64 = tl.load(pm + (TOP + 1) * word_plane)
         if LARGEST is not None:
             largest = tl.maximum(tl.load(largest_ptr + tile * 64 + row), 1e-30)  # no division by zero
-            factor = LARGEST / largest
+            factor = tl.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)
             if unit_ == 0:
                 tl.store(scales_ptr + tile * 64 + row, largest * (1.0 / LARGEST))
         for c in tl.static_range(4):

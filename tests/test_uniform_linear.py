@@ -1,0 +1,233 @@
+"""Long products of one word: the weight made once, 16-bit or E4M3 or int8 with a scale per row (`test_triton_kernel`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qbe.hardware import HardwareProfile
+from qbe.kernels.reference import eight_bit_rows as reference
+from qbe.kernels.reference.activations import word
+from qbe.store import scales
+from qbe.store.layout import SliceLayout
+from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, close, on_device, on_gpu, run_in_interpreter
+from test_triton_tiled import tiled
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+NATIVE = pytest.mark.parametrize("dtype", [E4M3, INT8], ids=["e4m3", "int8"])
+
+if CUDA or INTERPRET:
+    from qbe.kernels.triton import uniform_linear as module
+    from qbe.kernels.triton.dequantise import dequantise
+    from qbe.kernels.triton.eight_bit_rows import eight_bit_rows
+
+if INTERPRET:
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain_conversion = InterpreterBuilder.create_fp_to_fp
+
+    def _conversion(self, src, dst_type, rounding_mode):  # type: ignore[no-untyped-def]
+        """The interpreter's E4M3 loses the carry of a mantissa that rounds up, and cuts subnormal values."""
+        if dst_type.scalar != tl.float8e4nv:
+            return plain_conversion(self, src, dst_type, rounding_mode)
+        values = torch.from_numpy(np.ascontiguousarray(src.data)).clamp(-448, 448).to(E4M3)
+        return TensorHandle(values.view(torch.uint8).numpy(), dst_type.scalar)
+
+    InterpreterBuilder.create_fp_to_fp = _conversion
+
+
+@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+def run(case: Case, at: int) -> torch.Tensor | None:
+    """The product of a case in the tiled layout when every row reads this word."""
+    m = case.x.shape[0]
+    return module.uniform_linear(
+        case.x, case.packed, case.bits([at] * m), case.original, case.bias, case.layout.slices, case.exponent,
+        case.weight.shape[0], at,
+    )  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**30), spread=st.floats(0.1, 30))
+def test_errors_of_eight_bits_are_those_stated(seed: int, spread: float) -> None:
+    x = torch.randn(4, 200, generator=torch.Generator().manual_seed(seed))
+    x = x.sign() * x.abs() ** spread
+    for dtype in (E4M3, INT8):
+        values, scale = reference.eight_bit_rows(x, dtype)
+        error = (values.float() * scale - x).abs()
+        allowed = 0.5 * scale if dtype == INT8 else torch.maximum(x.abs() * 2**-4, scale * 2**-10)
+        assert (error <= allowed * (1 + 1e-5)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**30), slices=st.sampled_from([(4, 2, 2), (3, 1, 1, 1, 2), (8,)]))
+def test_the_bound_of_a_row_holds_and_is_near(seed: int, slices: tuple[int, ...]) -> None:
+    from qbe.store.nested_tensor import NestedTensor
+
+    weight = torch.randn(9, 150, generator=torch.Generator().manual_seed(seed))
+    weight[3] = 0
+    nested = NestedTensor.from_weight(weight, slices)
+    layout = SliceLayout.of(slices)
+    for bits in layout.precisions:
+        largest = nested.dequantise(bits).abs().amax(-1)
+        bound = scales.largest_of_rows(nested.meta, nested.exponent, layout, bits)
+        assert (bound >= largest * (1 - 1e-6)).all()
+        assert (bound[largest > 0] <= 1.3 * largest[largest > 0]).all()
+
+
+@on_device
+@NATIVE
+@pytest.mark.parametrize(("k", "kp"), [(64, 256), (200, 256), (2100, 2304)])
+def test_rows_are_those_of_the_reference(dtype: torch.dtype, k: int, kp: int) -> None:
+    torch.manual_seed(k)
+    x = torch.randn(7, k, device=DEVICE).half()
+    x[1] = 0
+    x[2, 3] = 3000
+    values, scale = eight_bit_rows(x, kp, dtype)
+    want, want_scale = reference.eight_bit_rows(x, dtype)
+    torch.testing.assert_close(scale, want_scale, rtol=1e-6, atol=0)
+    assert not values[:, k:].float().any()
+    assert (values[:, :k].float() != want.float()).float().mean() < 1e-3  # a tie may round the other way
+    torch.testing.assert_close(values[:, :k].float(), want.float(), rtol=0.13, atol=1.0 if dtype == INT8 else 2**-9)
+
+
+@on_device
+@NATIVE
+@pytest.mark.parametrize("slices", [(4, 2, 2), (3, 1, 1, 1, 2)], ids=str)
+def test_a_weight_in_eight_bits_is_the_reference(dtype: torch.dtype, slices: tuple[int, ...]) -> None:
+    case = Case(1, 70, 330, slices, 128)
+    expected = Case(1, 70, 330, slices, 128)
+    buffer = tiled(case).packed
+    for i, bits in enumerate(case.layout.precisions):
+        from qbe.kernels.reference.nested_linear import dequantise as plain
+
+        weight = plain(expected.packed, case.meta, case.exponent, slices, 330, bits)
+        largest = scales.largest_of_rows(case.meta, case.exponent, case.layout, bits)
+        values, scale = dequantise(buffer, case.bits([0]), 70, 330, case.layout, case.exponent, i, dtype)
+        want, want_scale = reference.eight_bit_rows(weight, dtype, largest)
+        torch.testing.assert_close(scale[:70], want_scale[:, 0], rtol=1e-6, atol=0)
+        found = values[:70, :330].float()
+        assert (found != want.float()).float().mean() < 1e-3
+        torch.testing.assert_close(found, want.float(), rtol=0.13, atol=1.0 if dtype == INT8 else 2**-9)
+        whole, none = dequantise(buffer, case.bits([0]), 70, 330, case.layout, case.exponent, i, torch.float32)
+        assert none is None
+        torch.testing.assert_close(whole[:70, :330], weight, rtol=1e-6, atol=1e-7)
+
+
+@on_device
+@pytest.mark.parametrize("bits", [4, 6, 8, 16, 3, 12])
+def test_sixteen_bit_activations(bits: int) -> None:
+    case = Case(20, 70, 200, dtype=torch.float16)
+    expected = case.expect(case.bits([bits] * 20))
+    y = run(tiled(case), bits)
+    assert y is not None
+    close(y, expected)
+
+
+@on_device
+@NATIVE
+@pytest.mark.parametrize("bits", [4, 8])
+def test_eight_bit_activations_where_the_device_multiplies_them(
+    dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if CUDA and module.eight_bit_dtype(torch.device("cuda", 0)) is None:
+        pytest.skip("this GPU has no 8-bit products")
+    monkeypatch.setattr(module, "eight_bit_dtype", lambda device: dtype)
+    case = Case(260, 70, 330)
+    nested = case.expect(case.bits([bits] * 260)) - case.bias.float()
+    from qbe.kernels.reference.nested_linear import dequantise as plain
+
+    weight = plain(case.packed, case.meta, case.exponent, case.layout.slices, 330, bits)
+    largest = scales.largest_of_rows(case.meta, case.exponent, case.layout, bits)
+    want = reference.linear(case.x, weight, dtype, largest)
+    y = run(tiled(case), word(bits, 8))
+    assert y is not None
+    assert y.dtype == torch.bfloat16
+    assert y.is_contiguous()
+    # Ties that round the other way, the sums' order and bfloat16's own rounding.
+    close(y, want + case.bias.float())
+    # What 8 bits cost: two roundings of random numbers, each of about 2.6 % (E4M3) or 1 % (int8) of a row's norm.
+    cost = (want - nested).norm(dim=-1) / nested.norm(dim=-1)
+    assert cost.max() < (0.06 if dtype == E4M3 else 0.03)
+
+
+@on_device
+@pytest.mark.parametrize("bits", [6, 16])
+def test_without_eight_bit_products_rows_are_rounded(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "eight_bit_dtype", lambda device: None)
+    case = Case(20, 70, 330, dtype=torch.float16)
+    words = case.bits([word(bits, 8)] * 20)
+    expected = case.expect(words)
+    y = run(tiled(case), word(bits, 8))
+    assert y is not None
+    close(y, expected)
+
+
+@on_device
+def test_a_weight_at_16_bits_stays_exact_and_float32_is_not_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "eight_bit_dtype", lambda device: INT8)
+    for bits, dtype in ((16, torch.float16), (4, torch.float32)):
+        case = Case(20, 70, 330, dtype=dtype)
+        expected = case.expect(case.bits([word(bits, 8)] * 20))
+        y = run(tiled(case), word(bits, 8))
+        assert y is not None
+        close(y, expected)
+
+
+@on_device
+def test_an_original_elsewhere_or_dropped() -> None:
+    case = tiled(Case(20, 70, 200, dtype=torch.float16))
+    case.original = case.weight.float()
+    assert run(case, 16) is None
+    assert run(case, word(16, 8)) is None
+    case.original = None
+    assert torch.equal(run(case, 16), run(case, 8))
+
+
+@on_device
+@NATIVE
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "eight_bit_dtype", lambda device: dtype)
+    case = tiled(Case(260, 33, 200))
+    before = run(case, word(4, 8))
+    case.x[1, 3], case.x[2, 5] = float("inf"), float("nan")
+    after = run(case, word(4, 8))
+    assert not torch.isfinite(after[1:3]).any()
+    assert torch.equal(before[3:], after[3:])
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [((10, 0), E4M3), ((9, 0), E4M3), ((8, 9), E4M3), ((8, 6), INT8), ((7, 5), INT8), ((7, 0), None), ((0, 0), None)],
+)
+def test_the_hardware_profile_decides(
+    capability: tuple[int, int], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up = HardwareProfile("cuda:0", "made up", 1, 1, capability)
+    monkeypatch.setattr(module, "detect", lambda device: made_up)
+    assert module.eight_bit_dtype.__wrapped__(torch.device("cuda", 0)) == dtype
+
+
+@pytest.mark.cuda
+@on_gpu
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1804, 1536)])
+def test_model_shapes(n: int, k: int) -> None:
+    case = Case(512, n, k, group=128, bias=False)
+    dtype = module.eight_bit_dtype(case.x.device)
+    if dtype is None:
+        pytest.skip("this GPU has no 8-bit products")
+    from qbe.kernels.reference.nested_linear import dequantise as plain
+
+    weight = plain(case.packed, case.meta, case.exponent, case.layout.slices, k, 4)
+    want = reference.linear(
+        case.x, weight, dtype, scales.largest_of_rows(case.meta, case.exponent, case.layout, 4)
+    )
+    close(run(tiled(case), word(4, 8)), want)
