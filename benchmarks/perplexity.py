@@ -5,6 +5,9 @@
 Text: WikiText-2's test split from `--data` (default $QBE_DATA or ../shared/data), windows of 1024 tokens, float32.
 `rounded` quantises each matrix on its own to that width (round to nearest, asymmetric, group 64), which is what a
 nested read competes with. Mind that SmolLM2's GGUF lies on a 4-bit grid at group 32.
+
+Activations of 8 bits are those of the references: `int8/group` is what every kernel does, `e4m3/row` and `int8/row`
+(both sides of the product) are what a GPU does with a long prompt.
 """
 
 from __future__ import annotations
@@ -13,16 +16,23 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from qbe import Budget, policies
 from qbe.analysis.profile import QueryProfile
-from qbe.store.nested_tensor import nested_linears
+from qbe.kernels.reference import eight_bit_rows
+from qbe.kernels.reference.activations import eight_bits
+from qbe.store.nested_tensor import NestedTensor, nested_linears
 from qbe.store.prepare import prepare
 
+Nested = list[tuple[str, torch.nn.Linear, NestedTensor]]
 WINDOW = 1024
+HEAD = "lm_head"
 
 
 @torch.inference_mode()
@@ -48,6 +58,27 @@ def rounded(weight: torch.Tensor, bits: int, group: int = 64) -> torch.Tensor:
     return ((((g / scale).round() + zero).clamp(0, 2**bits - 1) - zero) * scale).view(n, -1)[:, :k]
 
 
+@contextmanager
+def eight_bit_activations(nested: Nested, form: str, at: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, the layers whose names `at` takes multiply 8-bit activations in this form."""
+
+    def forward(layer: torch.nn.Linear, weight: NestedTensor, x: torch.Tensor) -> torch.Tensor:
+        if form == "int8/group":
+            return torch.nn.functional.linear(eight_bits(x, weight.group_size), weight, layer.bias)
+        dtype = torch.float8_e4m3fn if form == "e4m3/row" else torch.int8
+        rows = eight_bit_rows.linear(x.flatten(0, -2), weight.dequantise(int(weight.bits)), dtype)
+        return rows.view(*x.shape[:-1], -1) + (0 if layer.bias is None else layer.bias)
+
+    changed = [(layer, weight) for name, layer, weight in nested if at(name)]
+    for layer, weight in changed:
+        layer.forward = partial(forward, layer, weight)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer, _ in changed:
+            del layer.forward
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
@@ -63,11 +94,11 @@ def main() -> None:
     nested = nested_linears(model)
     rows = []
 
-    def report(what: str, bits: float) -> None:
+    def report(what: str, bits: float, activations: str = "16 bits") -> None:
         value = perplexity(model, windows)
-        rows.append({"what": what, "bits": round(bits, 3), "perplexity": round(value, 4),
+        rows.append({"what": what, "bits": round(bits, 3), "activations": activations, "perplexity": round(value, 4),
                      "excess": round(value / rows[0]["perplexity"] - 1, 5) if rows else 0.0})  # fmt: skip
-        print(f"{what:10s} {bits:5.2f} bits  {value:8.3f}  {rows[-1]['excess']:+8.2%}", flush=True)
+        print(f"{what:10s} {bits:5.2f} bits  {activations:22s} {value:8.3f}  {rows[-1]['excess']:+8.2%}", flush=True)
 
     def run_at(gears: tuple[int, ...]) -> None:
         for (_, _, weight), gear in zip(nested, gears, strict=True):
@@ -78,11 +109,21 @@ def main() -> None:
     for bits in (8, 6, 4):
         run_at((bits,) * len(nested))
         report("nested", bits)
+    run_at((16,) * len(nested))
+    places: dict[str, Callable[[str], bool]] = {
+        "everywhere": lambda name: True, "but head": lambda name: name != HEAD, "head only": lambda name: name == HEAD,
+    }  # fmt: skip
+    for place, at in places.items():
+        with eight_bit_activations(nested, "int8/group", at):
+            report("16 bits", 16, f"int8/group {place}")
     tiered = policies.load("tiered")
     for bits in (6.0, 5.0, 4.5):
         blueprint = tiered.blueprint(QueryProfile(0.5, "question_answering", 2), Budget(bits=bits), table)
         run_at(blueprint.weight_bits)
         report("tiered", blueprint.average_weight_bits(table))
+        for form in ("int8/group", "e4m3/row", "int8/row"):
+            with eight_bit_activations(nested, form, places["but head"]):
+                report("tiered", blueprint.average_weight_bits(table), f"{form} but head")
     run_at((16,) * len(nested))
     kept = {name: weight.original for name, _, weight in nested}
     for bits in (6, 4):

@@ -80,6 +80,24 @@ def test_explain_json_text_and_page(nested: str, home: Path, tmp_path: Path) -> 
     assert "bits" in shown.stdout.decode()
 
 
+def test_activation_bits_are_an_option(nested: str, home: Path, tmp_path: Path) -> None:
+    at = ["--model", nested, "--activation-bits", "8"]
+    page = tmp_path / "why.html"
+    described = json.loads(qbe("explain", "hello", *at, "--json", "--html", str(page), home=home).stdout)
+    assert described["budget"]["activation_bits"] == 8
+    for site in described["blueprint"]["sites"]:
+        assert site["activation_bits"] == (16 if site["role"] == "output_head" else 8)
+    said = f"8 bits at {len(described['blueprint']['sites']) - 1} sites and 16 at 1, KV cache 16 bits"
+    assert f"activations {said}" in " ".join(qbe("explain", "hello", *at, home=home).stdout.decode().split())
+    assert f"Activations {said}" in page.read_text()
+    done = qbe("generate", "hello", *at, "--max-tokens", "2", home=home)
+    assert "activations 8 bits" in done.stderr.decode()
+    (row,) = json.loads(qbe("records", "--limit", "1", "--json", home=home).stdout)
+    assert sorted(row["activation_bits"]) == [8] * (len(row["weight_bits"]) - 1) + [16]
+    plain = qbe("chat", "--model", nested, "--max-tokens", "2", stdin=b"hello\n", home=home)
+    assert "activations" not in plain.stderr.decode()
+
+
 def test_info_and_records(nested: str, home: Path, tmp_path: Path) -> None:
     described = json.loads(qbe("info", "--model", nested, "--verify", "--json", home=home).stdout)
     assert described["unknown"] == []
@@ -129,6 +147,9 @@ def test_pull_prints_where_a_folder_is(tiny_folder: Path, home: Path) -> None:
         (["generate", "hi", "--tier", "gold"], "tier"),
         (["generate", "hi", "--bits", "99"], "out of range"),
         (["generate", "hi", "--bits", "many"], "--bits"),
+        (["generate", "hi", "--activation-bits", "4"], "qbe: --activation-bits is 4, but must be 8 or 16"),
+        (["chat", "--activation-bits", "12"], "qbe: --activation-bits is 12"),
+        (["explain", "hi", "--activation-bits", "few"], "--activation-bits"),
         (["generate", "hi", "--max-tokens", "0"], "qbe: --max-tokens is 0"),
         (["generate", "hi", "--top-p", "2"], "qbe: --top-p is 2"),
         (["chat", "--repetition-penalty", "0"], "qbe: --repetition-penalty is 0"),

@@ -67,7 +67,7 @@ def test_a_thousand_blueprints_capture_nothing_and_equal_the_eager_steps(device:
     captures = decode.captures
     assert captures == (len(batch_sizes(5)) if device.type == "cuda" else 0)
     table, choose = core.table, random.Random(0)
-    pointers = [core.plan.weight_bits.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
+    pointers = [core.plan.words.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
     sequences = []
     for i in range(5):
         sequences.append(request(str(i), list(range(3 + 5 * i)), blueprint(table, choose), max_tokens=300))
@@ -87,7 +87,7 @@ def test_a_thousand_blueprints_capture_nothing_and_equal_the_eager_steps(device:
             w.sequence.token_ids.append(token)
             w.sequence.computed += 1
     assert decode.captures == captures
-    assert pointers == [core.plan.weight_bits.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
+    assert pointers == [core.plan.words.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
 
 
 def test_a_compiled_step_follows_blueprints_and_equals_the_eager_one(device: torch.device) -> None:

@@ -28,22 +28,33 @@ TABLE = SiteTable(
 )
 
 
-def blueprint(*bits: int) -> Blueprint:
-    return Blueprint.of("test", TABLE, bits)
+def blueprint(*bits: int, activations: int = 16) -> Blueprint:
+    return Blueprint.of("test", TABLE, bits, TABLE.activations(activations))
 
 
 def test_rows_get_their_blueprints_and_the_head_those_of_the_kept_rows() -> None:
     plan = Plan(TABLE, 8, CPU)
-    assert plan.weight_bits.tolist() == [[4] * 8] * 3
+    assert plan.words.tolist() == [[4] * 8] * 3
     low, high = blueprint(4, 6, 8), blueprint(8, 16, 16)
     plan.write([(low, 1), (high, 3), (low, 2)], [low, high])
-    assert plan.weight_bits[0, :6].tolist() == [4, 8, 8, 8, 4, 4]
-    assert plan.weight_bits[1, :6].tolist() == [6, 16, 16, 16, 6, 6]
-    assert plan.weight_bits[2, :2].tolist() == [8, 16]
-    assert plan.activation_bits[:2, :6].eq(16).all()
+    assert plan.words[0, :6].tolist() == [4, 8, 8, 8, 4, 4]
+    assert plan.words[1, :6].tolist() == [6, 16, 16, 16, 6, 6]
+    assert plan.words[2, :2].tolist() == [8, 16]
     by_token = Plan(TABLE, 8, CPU, head_sees_kept=False)
     by_token.write([(low, 1), (high, 2)], [low, high])
-    assert by_token.weight_bits[2, :3].tolist() == [8, 16, 16]
+    assert by_token.words[2, :3].tolist() == [8, 16, 16]
+
+
+def test_a_cell_holds_both_precisions_of_its_row() -> None:
+    plan = Plan(TABLE, 4, CPU)
+    high, low = blueprint(4, 6, 8), blueprint(4, 6, 8, activations=8)
+    assert high.key != low.key
+    plan.write([(low, 1), (high, 1), (low, 1)], [low, high])
+    assert plan.words[0, :3].tolist() == [4 | 8 << 8, 4, 4 | 8 << 8]
+    assert plan.words[1, :3].tolist() == [6 | 8 << 8, 6, 6 | 8 << 8]
+    assert plan.words[2, :2].tolist() == [8, 8]  # the head keeps 16-bit activations
+    plan.gather(torch.tensor(plan.columns([high, low])))
+    assert plan.words[:, :2].tolist() == [[4, 4 | 8 << 8], [6, 6 | 8 << 8], [8, 8]]
 
 
 def test_a_write_moves_nothing_but_its_own_few_bytes() -> None:
@@ -62,11 +73,11 @@ def test_a_write_moves_nothing_but_its_own_few_bytes() -> None:
 def test_the_same_rows_again_are_not_written() -> None:
     plan = Plan(TABLE, 4, CPU)
     plan.write([(blueprint(4, 4, 4), 2)], [blueprint(4, 4, 4)])
-    before = plan.weight_bits._version
+    before = plan.words._version
     plan.write([(blueprint(4, 4, 4), 2)], [blueprint(4, 4, 4)])
-    assert plan.weight_bits._version == before
+    assert plan.words._version == before
     plan.write([(blueprint(4, 6, 4), 2)], [blueprint(4, 6, 4)])
-    assert plan.weight_bits._version > before
+    assert plan.words._version > before
 
 
 def test_more_blueprints_than_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +87,13 @@ def test_more_blueprints_than_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     for i in (*range(len(every)), *range(0, len(every), 5), *range(3)):
         chosen = [every[i], every[(i * 7) % 64], every[i]]
         plan.write([(b, 1) for b in chosen], chosen)
-        assert plan.weight_bits.T.tolist() == [list(b.weight_bits) for b in chosen]
+        assert plan.words.T.tolist() == [list(b.weight_bits) for b in chosen]
 
 
 def test_a_plan_of_one_row_serves_one_blueprint() -> None:
     plan = Plan(TABLE, 1, CPU)
     plan.write([(blueprint(4, 6, 8), 100)], [blueprint(4, 6, 8)])
-    assert plan.weight_bits.flatten().tolist() == [4, 6, 8]
+    assert plan.words.flatten().tolist() == [4, 6, 8]
     with pytest.raises(ValueError, match="two blueprints"):
         plan.write([(blueprint(4, 6, 8), 1), (blueprint(4, 4, 4), 1)], [])
     with pytest.raises(ValueError, match="5 rows do not fit a plan of 4"):
@@ -160,5 +171,5 @@ def test_every_nested_weight_is_bound() -> None:
     for i, site in enumerate(table.nested):
         weight = model.get_submodule(site.name).weight
         assert isinstance(weight, NestedTensor)
-        assert weight.bits.data_ptr() == core.plan.weight_bits[i].data_ptr()
+        assert weight.bits.data_ptr() == core.plan.words[i].data_ptr()
         assert weight.bits.shape == (32,)

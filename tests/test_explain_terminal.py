@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 
@@ -56,6 +57,17 @@ def test_the_figures_are_there() -> None:
     for figure in figures:
         assert figure in text
     assert "tier default asks 6.24" in plain(printed(terminal.render(e)))
+
+
+@pytest.mark.parametrize(("bits", "says"), [(16, "activations 16 bits,"), (8, "activations 8 bits at 210 sites")])
+def test_activation_bits_are_told(bits: int, says: str) -> None:
+    e = explanation(dense())
+    b = Blueprint.of("tiered", e.table, e.blueprint.weight_bits, e.table.activations(bits))
+    e = dataclasses.replace(e, blueprint=b)
+    assert says in " ".join(plain(printed(terminal.render(e))).split())
+    page = html.render(e)
+    assert says.capitalize() in page
+    assert page.count(f'<td class="right">{bits}</td>') == (211 if bits == 16 else 210)
 
 
 def test_a_longer_bar_means_more() -> None:

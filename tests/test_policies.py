@@ -103,6 +103,20 @@ def test_uniform_takes_only_the_stores_own_widths() -> None:
         uniform.blueprint(profile(0.5), Budget(bits=5), TABLE)
 
 
+@pytest.mark.parametrize("name", ["tiered", "uniform"])
+def test_activation_bits_reach_every_site_but_the_head(name: str) -> None:
+    policy = policies.load(name)
+    sixteen, eight = (policy.blueprint(profile(0.5), Budget(bits=6, activation_bits=a), TABLE) for a in (16, 8))
+    assert set(sixteen.activation_bits) == {16}
+    for site, bits in zip(TABLE.nested, eight.activation_bits, strict=True):
+        assert bits == (16 if site.role is Role.OUTPUT_HEAD else 8)
+    assert eight.weight_bits == sixteen.weight_bits
+    assert eight.key != sixteen.key
+    assert eight.bytes_per_token(TABLE) == sixteen.bytes_per_token(TABLE)
+    described = eight.describe(TABLE)["sites"]
+    assert [s["activation_bits"] for s in described] == list(eight.activation_bits)
+
+
 def test_bad_budgets_and_policies() -> None:
     with pytest.raises(QBEError, match=r"lowest average is 4\.00"):
         policies.load("tiered").blueprint(profile(0.5), Budget(bits=3.5), TABLE)
@@ -116,6 +130,16 @@ def test_bad_budgets_and_policies() -> None:
     for bits in (0, 17, float("nan")):
         with pytest.raises(QBEError, match="out of range"):
             Budget(bits=bits)
+    for activations in (4, 9, 0, 8.0, "8", None):
+        with pytest.raises(QBEError, match=r"activation_bits is .*, but must be 8 or 16"):
+            Budget(activation_bits=activations)
+    n = len(TABLE.nested)
+    with pytest.raises(QBEError, match=r"8 bits are no width of lm_head's activations \(they have 16\)"):
+        Blueprint.of("x", TABLE, (4,) * n, (8,) * n)
+    with pytest.raises(QBEError, match=r"12 bits are no width of layers\.0\.attention_q's activations"):
+        Blueprint.of("x", TABLE, (4,) * n, (12,) * n)
+    with pytest.raises(QBEError, match="a blueprint for 3 sites does not fit"):
+        Blueprint.of("x", TABLE, (4,) * n, (16,) * 3)
     with pytest.raises(QBEError, match="5 bits are not in the store"):
         Blueprint.of("x", TABLE, (5,) * len(TABLE.nested))
 

@@ -1,4 +1,4 @@
-"""Long products of one word: the weight made once, 16-bit or E4M3 or int8 with a scale per row (`test_triton_kernel`)."""
+"""Long products of one word: the weight made once, in 16 bits or in 8 with a scale per row (`test_triton_kernel`)."""
 
 from __future__ import annotations
 
@@ -227,7 +227,5 @@ def test_model_shapes(n: int, k: int) -> None:
     from qbe.kernels.reference.nested_linear import dequantise as plain
 
     weight = plain(case.packed, case.meta, case.exponent, case.layout.slices, k, 4)
-    want = reference.linear(
-        case.x, weight, dtype, scales.largest_of_rows(case.meta, case.exponent, case.layout, 4)
-    )
+    want = reference.linear(case.x, weight, dtype, scales.largest_of_rows(case.meta, case.exponent, case.layout, 4))
     close(run(tiled(case), word(4, 8)), want)

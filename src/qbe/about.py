@@ -189,8 +189,20 @@ def _profile(machine: dict[str, Any]) -> list[RenderableType]:
             f"  runs natively: {' '.join(profile['formats']) or 'nothing below float32'}; "
             f"of torchao's formats: {' '.join(torchao) or 'none'}"
         ),
+        Text(f"  activation gears: {_activations(profile)}"),
         tiers,
     ]
+
+
+def _activations(profile: dict[str, Any]) -> str:
+    """The activation gears of a described profile, and what 8 bits are there."""
+    native = profile["activation_formats"].get("8")
+    eight = "int8, a scale per group"
+    if native is None:
+        eight += " (rounded to, not multiplied in)"
+    elif profile["capability"]:
+        eight += f"; long prompts {native}, a scale per row"
+    return f"16 ({ORIGINAL}), 8 ({eight})"
 
 
 def records_table(rows: Sequence[Record], total: int) -> RenderableType:

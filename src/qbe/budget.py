@@ -40,7 +40,7 @@ class Budget:
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
             raise QBEError(f"unknown tier '{self.tier}': choose one of {', '.join(TIERS)}")
-        if self.activation_bits not in ACTIVATION_GEARS:
+        if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
             have = " or ".join(map(str, ACTIVATION_GEARS))
             raise QBEError(f"activation_bits is {self.activation_bits!r}, but must be {have}")
         if self.bits is None:

@@ -108,9 +108,9 @@ def generate(
 def chat_command(
     model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, activation_bits: ActivationBits = 16,
     tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
-    greedy: Greedy = False, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
-    top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
-    compile: Compile = False, as_json: Json = False,
+    greedy: Greedy = False, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0, seed: Seed = None, compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
@@ -347,8 +347,9 @@ def _summary(result: Result) -> None:
     from qbe.explain.terminal import strip
 
     line = strip(result.blueprint, result.table)
+    eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
     line.append(
-        f"  {result.average_weight_bits:.2f} bits  {result.bytes_per_token / 1e6:.1f} MB/token"
+        f"  {result.average_weight_bits:.2f} bits{eight}  {result.bytes_per_token / 1e6:.1f} MB/token"
         f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s",
         style="dim",
     )

@@ -123,8 +123,9 @@ class HardwareProfile:
         """Activation gear -> the format activations take there. 16 is always there and means the model's own format.
 
         8 is there where 8-bit products are native: as E4M3 where tensor cores take it (beside an outlier it keeps
-        small values that int8 rounds to zero, at the same rate), else as int8. No other `activation_bits` may be
-        asked of this device. What a device could run is not what QBE's kernels have: the engine runs 16 so far.
+        small values that int8 rounds to zero, at the same rate), else as int8. A GPU multiplies a long prompt that has
+        a step to itself in that format. Everywhere else, and on devices without one, 8 bits are int8 with a scale per
+        group (`qbe.kernels.reference.activations`), and a blueprint that asks for them runs on every device.
         """
         for eight in (Format.FP8_E4M3, Format.INT8):
             if eight in self.formats:

@@ -16,8 +16,8 @@ tiers and departs from its formats where QBE's store or the hardware says so:
 - Ada, older GPUs and CPUs, which it does not name, follow the same rule: the store's bits, and 8-bit activations where
   8-bit products are native.
 
-The activations here are what the device can run (`HardwareProfile.activation_formats`), for kernels and policies to
-take up; blueprints carry 16 so far.
+The activations here are what the device runs natively (`HardwareProfile.activation_formats`); a blueprint carries 16
+unless its budget asks for 8 (`Budget.activation_bits`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from qbe.kernels.reference.activations import word
 from qbe.sites import Role, SiteTable
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
 
+_word = functools.cache(word)  # there are few of them, and a column has hundreds
 _CACHED_BLUEPRINTS = 256  # columns kept on the device; more than sequences ever run in one step
 
 
@@ -133,7 +135,5 @@ class Plan:
 
 
 def _words(blueprint: Blueprint) -> list[int]:
-    """The blueprint's column; it has few different words, so each is made once."""
-    gears = list(zip(blueprint.weight_bits, blueprint.activation_bits, strict=True))
-    made = {gear: word(*gear) for gear in set(gears)}
-    return [made[gear] for gear in gears]
+    """The blueprint's column."""
+    return list(map(_word, blueprint.weight_bits, blueprint.activation_bits))

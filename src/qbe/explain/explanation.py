@@ -56,6 +56,7 @@ class Explanation:
             "policy": self.blueprint.policy,
             "budget": {
                 "bits": self.budget.bits,
+                "activation_bits": self.budget.activation_bits,
                 "tier": self.budget.tier,
                 "target_bits": round(self.target_bits, 4),
             },

@@ -108,6 +108,14 @@ def span(bits: Sequence[int]) -> str:
     return str(min(bits)) if min(bits) == max(bits) else f"{min(bits)} to {max(bits)}"
 
 
+def shares(bits: Sequence[int]) -> str:
+    """A list of bits by how many have them: `16 bits`, or `8 bits at 210 sites and 16 at 1`."""
+    if len(set(bits)) < 2:
+        return f"{span(bits)} bits"
+    (first, most), *rest = sorted(Counter(bits).items())
+    return f"{first} bits at {most} sites and " + ", ".join(f"{b} at {n}" for b, n in rest)
+
+
 def size(n: float) -> str:
     """Bytes for people, decimal units: `98.2 MB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, bits_text, label, number, size, span
+from qbe.explain.heatmap import Cell, HeatMap, bits_text, label, number, shares, size, span
 from qbe.explain.palette import colour, ink
 
 BAND = 40  # most layers side by side; deeper models get several bands
@@ -27,7 +27,7 @@ def render(explanation: Explanation, prompt: str | None = None) -> str:
         bands=[range(i, min(i + step, heat.layers)) for i in range(0, heat.layers, step)],
         prompt=prompt,
         sites=list(zip(e.table.nested, e.blueprint.weight_bits, e.blueprint.activation_bits, strict=True)),
-        activations=span(e.blueprint.activation_bits),
+        activations=shares(e.blueprint.activation_bits),
         kv=span(e.blueprint.kv_bits),
     )
 

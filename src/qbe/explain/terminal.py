@@ -19,7 +19,7 @@ from rich.text import Text
 
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, bits_text, number, size, span
+from qbe.explain.heatmap import Cell, HeatMap, bits_text, number, shares, size, span
 from qbe.explain.palette import colour, ink
 from qbe.sites import SiteTable
 
@@ -96,7 +96,7 @@ def _saving(e: Explanation) -> str:
 
 
 def _rest(blueprint: Blueprint, heat: HeatMap) -> str:
-    line = f"activations {span(blueprint.activation_bits)} bits, KV cache {span(blueprint.kv_bits)} bits"
+    line = f"activations {shares(blueprint.activation_bits)}, KV cache {span(blueprint.kv_bits)} bits"
     if heat.fixed:
         kept = ", ".join(f"{n} {role.replace('_', ' ')}" for role, n in heat.fixed.items())
         line += f"; always at 16 bits: {kept}"

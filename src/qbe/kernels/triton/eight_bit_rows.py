@@ -6,6 +6,7 @@ launch that converts. Weights: the tiled layout holds a bound for each output an
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
 # mypy: disable-error-code="no-untyped-def, assignment, operator"
+# ruff: noqa: SIM300
 
 from __future__ import annotations
 
