@@ -7,9 +7,9 @@ from the canonical one by its single dimension, holds, with N and K padded to wh
             byte u of run t belong to input (t*8/w + j)*64 + u. One shift and one mask give 64 inputs of one group.
     meta    [P, N/64, K/256, 64, 256/group_size, 2]: scale and zero point, then ratio and offset of each lower
             precision: the pairs of an output for 256 inputs are one word of 4 or 8 bytes.
+    largest float32 [P, N]: a bound of the magnitudes of each output's weights (`qbe.store.scales.largest_of_rows`).
     counts  int32 [N/16], zero between launches: how many parts of a split sum have arrived. They belong to the weight,
             so that a CUDA graph needs no workspace; two streams must not multiply by one weight at once.
-    largest float32 [P, N]: a bound of the magnitudes of each output's weights (`qbe.store.scales.largest_of_rows`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def padded_shape(n: int, k: int, layout: SliceLayout) -> tuple[int, int]:
 
 
 def _sizes(n: int, k: int, layout: SliceLayout, group_size: int) -> tuple[int, int, int, int]:
-    """Bytes of the parts, of meta, of the counts and of the bounds."""
+    """Bytes of the parts, of meta, of the bounds and of the counts."""
     rows, inputs = padded_shape(n, k, layout)
     p = len(layout.precisions)
-    return layout.total_bits * rows * inputs // 8, p * rows * inputs // group_size * 2, rows // 4, p * rows * 4
+    return layout.total_bits * rows * inputs // 8, p * rows * inputs // group_size * 2, p * rows * 4, rows // 4
 
 
 def group_size_of(tiled: torch.Tensor, n: int, k: int, layout: SliceLayout) -> int:
@@ -59,8 +59,9 @@ def group_size_of(tiled: torch.Tensor, n: int, k: int, layout: SliceLayout) -> i
 
 def largest_of_rows(tiled: torch.Tensor, n: int, k: int, layout: SliceLayout) -> torch.Tensor:
     """The bounds, float32 [P, N], N padded to whole tiles."""
-    size = len(layout.precisions) * padded_shape(n, k, layout)[0] * 4
-    return tiled[-size:].view(torch.float32).view(len(layout.precisions), -1)
+    rows, p = padded_shape(n, k, layout)[0], len(layout.precisions)
+    end = tiled.numel() - rows // 4
+    return tiled[end - p * rows * 4 : end].view(torch.float32).view(p, rows)
 
 
 def to_device_layout(

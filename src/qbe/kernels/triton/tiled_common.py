@@ -83,5 +83,5 @@ def load_bias(bias_ptr, n, n_ok):
 @triton.jit
 def counter(packed_ptr, np_, kp, tile, P: tl.constexpr, TOTAL: tl.constexpr, GROUP: tl.constexpr):
     """where the weight keeps how many parts of a tile have arrived"""
-    at = np_.to(tl.int64) * kp // 8 * TOTAL + np_.to(tl.int64) * kp // GROUP * 2 * P
+    at = np_.to(tl.int64) * kp // 8 * TOTAL + np_.to(tl.int64) * kp // GROUP * 2 * P + np_ * (4 * P)
     return (packed_ptr + at).to(tl.pointer_type(tl.int32)) + tile
