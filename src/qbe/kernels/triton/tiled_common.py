@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qbe.kernels.triton.tiled_quantise import scale_of, scale_pairs
+
 
 @triton.jit
 def load_words(bits_ptr, m, m_ok):
@@ -20,6 +22,12 @@ def load_words(bits_ptr, m, m_ok):
 def has_eight(words):
     """whether the activations of a row with this word have 8 bits"""
     return (words >> 8) == 8
+
+
+@triton.jit
+def eight_rows(bits_ptr, m, m_ok):
+    """whether the activations of each row have 8 bits"""
+    return has_eight(load_words(bits_ptr, m, m_ok))
 
 
 @triton.jit
@@ -48,6 +56,29 @@ def exact_product(a_ptr, b_ptr, K, i, i_ok, j, j_ok, k0, STEPS):
         a = tl.load(pa[:, None] + k[None, :], mask=i_ok[:, None] & (k < K)[None, :], other=0.0)
         b = tl.load(pb[None, :] + k[:, None], mask=j_ok[None, :] & (k < K)[:, None], other=0.0)
         acc = tl.dot(a.to(DTYPE), b.to(DTYPE), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def exact_eight(
+    original_ptr, quantised_ptr, K, M, kp, n, n_ok, m, eight, k0, STEPS, GROUP: tl.constexpr, DTYPE: tl.constexpr
+):
+    """original[n] @ x[m].T of the rows of 8-bit activations, those rounded to DTYPE; zero for the other rows"""
+    m_in = tl.minimum(m, M - 1)
+    SAME: tl.constexpr = original_ptr.dtype.element_ty == DTYPE
+    WIDE: tl.constexpr = DTYPE if SAME else tl.float32
+    high = quantised_ptr.to(tl.pointer_type(tl.int8)) + m_in.to(tl.int64) * kp
+    pairs = scale_pairs(quantised_ptr, M, kp, m_in, eight, GROUP)
+    acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
+    for step in range(STEPS):
+        k = k0 + step * 64 + tl.arange(0, 64)
+        a = tl.load(
+            original_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=n_ok[:, None] & (k < K)[None, :], other=0.0
+        )
+        byte = tl.load(high[None, :] + k[:, None], mask=eight[None, :], other=0)
+        scale = tl.where(eight, scale_of(tl.load(pairs + (k0 + step * 64) // GROUP * M)), 0.0)
+        b = (byte.to(tl.float32) * (scale * 256)[None, :]).to(DTYPE)
+        acc = tl.dot(a.to(WIDE), b.to(WIDE), acc, input_precision="ieee")
     return acc
 
 

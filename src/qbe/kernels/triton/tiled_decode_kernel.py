@@ -22,15 +22,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qbe.kernels.triton.tiled_codes import left_aligned, with_bits
-from qbe.kernels.triton.tiled_common import (
-    counter,
-    exact_product,
-    finish,
-    has_eight,
-    load_bias,
-    load_words,
-    serving,
-)
+from qbe.kernels.triton.tiled_common import counter, eight_rows, exact_eight, exact_product, finish, load_bias, serving
+from qbe.kernels.triton.tiled_quantise import scale_of, scale_pairs
 
 
 @triton.jit
@@ -76,42 +69,6 @@ def _scales(base, low, exponent, SHIFT: tl.constexpr, LEFT: tl.constexpr):
         d = ((low << 16) >> 24).to(tl.float32)
         o = tl.fma(d, (1 << SHIFT) / 64.0, o - ((1 << SHIFT) - 1) / 2.0)
     return s, tl.fma(o, -1.0 * (1 << LEFT), 128.0)
-
-
-@triton.jit
-def scale_pairs(x_ptr, M, kp, m, eight, GROUP: tl.constexpr):
-    """where the pairs of each row's groups begin in a quantised buffer, M apart: those of its activations' width"""
-    pairs = (x_ptr + 2 * (M.to(tl.int64) * kp)).to(tl.pointer_type(tl.int64))
-    return pairs + m + tl.where(eight, kp // GROUP * M, 0)
-
-
-@triton.jit
-def first_of(pair):
-    """the scale of a pair"""
-    return pair.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exact_eight(
-    original_ptr, quantised_ptr, K, M, kp, n, n_ok, m, eight, k0, STEPS, GROUP: tl.constexpr, DTYPE: tl.constexpr
-):
-    """exact_product of the rows of 8-bit activations, rounded to DTYPE, and zero for the others"""
-    m_in = tl.minimum(m, M - 1)
-    SAME: tl.constexpr = original_ptr.dtype.element_ty == DTYPE
-    WIDE: tl.constexpr = DTYPE if SAME else tl.float32
-    high = quantised_ptr.to(tl.pointer_type(tl.int8)) + m_in.to(tl.int64) * kp
-    pairs = scale_pairs(quantised_ptr, M, kp, m_in, eight, GROUP)
-    acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
-    for step in range(STEPS):
-        k = k0 + step * 64 + tl.arange(0, 64)
-        a = tl.load(
-            original_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=n_ok[:, None] & (k < K)[None, :], other=0.0
-        )
-        byte = tl.load(high[None, :] + k[:, None], mask=eight[None, :], other=0)
-        scale = tl.where(eight, first_of(tl.load(pairs + (k0 + step * 64) // GROUP * M)), 0.0)
-        b = (byte.to(tl.float32) * (scale * 256)[None, :]).to(DTYPE)
-        acc = tl.dot(a.to(WIDE), b.to(WIDE), acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit
@@ -190,7 +147,7 @@ def _loop(
             sums = new
             if (c + 1) * 64 % GROUP == 0:
                 pair = tl.load(pairs + (k // GROUP) * M)
-                sx = first_of(pair)[None, :]
+                sx = scale_of(pair)[None, :]
                 sum_x = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)[None, :]
                 base = (bases[c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
                 for p in tl.static_range(LOWEST, TOP + 1):
@@ -241,7 +198,7 @@ def decode_tile(
             _prefetch(count_ptr)
         gdc_wait()
     serves = serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS)
-    eight = has_eight(load_words(bits_ptr, m, m_ok))
+    eight = eight_rows(bits_ptr, m, m_ok)
     highest = tl.max(tl.where(serves < P, serves, -1), 0)
     lowest = tl.min(tl.where(m_ok, serves, P), 0)
     acc = tl.zeros((BN, BM), tl.float32)
@@ -258,7 +215,7 @@ def decode_tile(
         if tl.max(serves, 0) == P:
             exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, units * (UNIT // 64))
             if tl.max(((serves == P) & eight).to(tl.int32), 0) > 0:
-                rounded = _exact_eight(
+                rounded = exact_eight(
                     original_ptr, quantised_ptr, K, M, kp, n, n_ok, m, eight, u0 * UNIT, units * (UNIT // 64), GROUP,
                     x_ptr.dtype.element_ty,
                 )  # fmt: skip

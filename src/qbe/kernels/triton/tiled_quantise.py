@@ -64,3 +64,16 @@ def quantise_kernel(x_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, GROUPS: tl.co
     pairs += kp // GROUP * M * 2
     tl.store(pairs, scale, mask=ok)
     tl.store(pairs + 1, tl.sum(high.to(tl.int32) * 256, 1, keep_dims=True).to(tl.float32), mask=ok)
+
+
+@triton.jit
+def scale_pairs(x_ptr, M, kp, m, eight, GROUP: tl.constexpr):
+    """where the pairs of each row's groups begin in a quantised buffer, M apart: those of its activations' width"""
+    pairs = (x_ptr + 2 * (M.to(tl.int64) * kp)).to(tl.pointer_type(tl.int64))
+    return pairs + m + tl.where(eight, kp // GROUP * M, 0)
+
+
+@triton.jit
+def scale_of(pair):
+    """the scale of a pair"""
+    return pair.to(tl.int32).to(tl.float32, bitcast=True)
