@@ -144,6 +144,11 @@ def test_prefill_of_a_model_and_of_linears(folder: Path, device: torch.device) -
     alone = replace(prefill.sizes_for(device), linears=linears.Sizes(TOKEN, (40,), (4, 8, 16), rounds=3))
     rows = described(prefill.run(device, LIMITS, alone), device)
     assert {r["bits"] for r in rows} == {4, 8, 16}
+    assert not any("one prompt" in r["shape"] for r in rows)
+    long = linears.Sizes(TOKEN, (256,), (4, 16), rounds=3, prompts=(8, 16))
+    rows = described(prefill.run(device, LIMITS, replace(alone, linears=long)), device)
+    shown = {(r["bits"], r["shape"].partition("one prompt, ")[2]) for r in rows}
+    assert shown == {(b, kind) for b in (4, 16) for kind in ("", "8-bit activations", "16-bit activations")}
 
 
 def test_switch(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,9 @@ from qbe.bench.machine import Limits
 from qbe.bench.measure import Sample, take_turns
 from qbe.bench.passes import check, one_pass, pass_rows
 from qbe.bench.report import Row
-from qbe.bench.weights import Token, Weights, call, random_weights, token_for
+from qbe.bench.weights import Part, Token, Weights, call, random_weights, token_for
+from qbe.kernels.reference.activations import word
+from qbe.store.nested_tensor import UNIFORM_ROWS
 from qbe.store.prepare import bar
 
 Name = TypeVar("Name", bound=Hashable)
@@ -32,6 +35,8 @@ class Sizes:
         groups: group sizes of the nested store.
         rounds: per batch size.
         peers: None takes all that the device has.
+        prompts: activation bits of passes that are one prompt: all rows read the same word and the weights know it, as
+            in a step that an engine gives to one prompt. Only for `rows` from which an engine tells them.
     """
 
     token: Token
@@ -40,6 +45,7 @@ class Sizes:
     groups: tuple[int, ...] = (64,)
     rounds: int = 15
     peers: tuple[LinearPeer, ...] | None = None
+    prompts: tuple[int, ...] = ()
 
 
 def sizes_for(device: torch.device) -> Sizes:
@@ -62,13 +68,18 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
         found: list[Row] = []
         for m in sizes.rows:
             x = random_inputs(sizes.token, m, device)
-            ours = {(g, b): s for g in sizes.groups for b, s in uniform(weights, x, sizes.widths, g).items()}
+            ours: dict[tuple[int, int, int | None], Sample] = {
+                (g, b, None): s for g in sizes.groups for b, s in uniform(weights, x, sizes.widths, g).items()
+            }
+            for g, b, a in product(sizes.groups, sizes.widths, sizes.prompts if m >= UNIFORM_ROWS else ()):
+                ours[g, b, a] = prompt(weights, x, word(b, a), g)
             mine, theirs = take_turns(ours, prepared.samples(x), sizes.rounds, tick)
-            for (group, bits), parts in mine.items():
+            for (group, bits, activations), parts in mine.items():
                 beside = {p.name: theirs[p.name] for p in prepared.peers if bits in p.against}
                 found += pass_rows(
-                    weights, limits, parts, beside, rows=m, group=group, widths=(bits,), bits=bits, notes=notes
-                )
+                    weights, limits, parts, beside, rows=m, group=group, widths=(bits,), bits=bits, notes=notes,
+                    prompt_of=activations,
+                )  # fmt: skip
             del ours  # graphs keep their memory while they live
     return found
 
@@ -83,6 +94,24 @@ def uniform(weights: Weights, x: dict[int, torch.Tensor], widths: Iterable[int],
     """Bits -> a pass of ours in which every row has them. On a GPU all of them replay the same graphs."""
     m = next(iter(x.values())).shape[0]
     return passes_at(weights, x, {b: [b] * m for b in widths}, group)
+
+
+def prompt(weights: Weights, x: dict[int, torch.Tensor], word: int, group: int) -> Sample:
+    """A pass of ours in which every row reads this word, and the weights know it."""
+    nested, token = weights.nested[group], weights.token
+    bits = torch.full((next(iter(x.values())).shape[0],), word, dtype=torch.int32, device=weights.device)
+
+    def one(part: Part, i: int) -> torch.Tensor:
+        weight = nested[part.name][i]
+        weight.uniform = word
+        y = call(x[part.k], weight, bits)
+        weight.uniform = None
+        return y
+
+    with torch.inference_mode():
+        for part in token.all_parts:
+            check(one(part, 0), linear(x[part.k], weights.dense[part.name][0]))
+    return one_pass(token, one, weights.device)
 
 
 def passes_at(

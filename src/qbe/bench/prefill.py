@@ -42,7 +42,13 @@ def sizes_for(device: torch.device) -> Sizes:
         return Sizes()
     return Sizes(
         linears=linears.Sizes(
-            LLAMA_8B, rows=(512, 2048), widths=(4, 8, 16), groups=(64, 128), rounds=10, peers=(CUBLAS, FP8)
+            LLAMA_8B,
+            rows=(512, 2048),
+            widths=(4, 8, 16),
+            groups=(64, 128),
+            rounds=10,
+            peers=(CUBLAS, FP8),
+            prompts=(8, 16),
         )
     )
 
