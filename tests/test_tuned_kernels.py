@@ -58,12 +58,12 @@ def choice(name: str, what: Problem) -> Choice:
 
 
 SHAPES = [
-    ("decode", problem(8, (70,), 1024)),
-    ("decode", problem(16, (20, 30), 512, bias=True, group_size=128)),
-    ("decode", problem(8, (40,), 200, slices=(3, 1, 1, 1, 2), dtype=torch.float16, original=False)),
-    ("rows", problem(32, (130,), 512)),
+    ("decode", problem(8, (40,), 512)),
+    ("decode", problem(16, (20, 30), 256, bias=True, group_size=128)),
+    ("decode", problem(8, (20,), 200, slices=(3, 1, 4), dtype=torch.float16, original=False)),
+    ("rows", problem(32, (70,), 512)),
     ("rows", problem(128, (40,), 200, dtype=torch.float16, bias=True)),
-    ("plain", problem(8, (40,), 1210)),
+    ("plain", problem(8, (33,), 1024)),
     ("plain", problem(64, (70,), 320, group_size=192, dtype=torch.float16, original=False)),
 ]
 
@@ -80,7 +80,7 @@ def test_every_candidate_gives_the_generic_results(name: str, what: Problem) -> 
     assert asked.tunable.valid(what, asked.config)
     others = asked.tunable.candidates(what, asked.config, asked.device)
     assert others
-    for config in others:
+    for config in others if INTERPRET else others[-2:]:  # each costs a GPU's compiler ten seconds
         assert config != asked.config
         assert asked.tunable.valid(what, config)
         assert all(_close(y, e) for y, e in zip(trial.results(config), expected, strict=True)), config
@@ -125,12 +125,13 @@ def test_there_are_not_too_many(shape: tuple[int, int]) -> None:
 def test_an_answer_comes_while_the_tuner_is_blocked(fresh: TunedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is empty. The engine's linears run in the interpreter, as they do on a GPU."""
     monkeypatch.setattr("qbe.kernels.ops.nested_linear", nested_linear)
+    monkeypatch.setattr(PLAIN, "candidates", lambda problem, generic, device: [{**generic, "STAGES": 2}])
     engine = Engine(tiny_llama().half(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform",
                     records=False, max_sequences=2)  # fmt: skip
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
     def answer() -> list[int]:
-        return engine.generate("some text", params, budget=Budget(bits=6)).token_ids
+        return engine.generate("text", params, budget=Budget(bits=6)).token_ids
 
     untuned = answer()
     assert choices(torch.device("cpu"))

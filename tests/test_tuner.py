@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -236,6 +239,26 @@ def test_it_ends_with_its_engine(tunable: Tunable) -> None:
     running._thread.join(LIMIT_S)
     assert gone() is None
     assert not running._thread.is_alive()
+
+
+LEFT_RUNNING = f"""
+import sys, tempfile, threading, time
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_tuner import Host, ask, make, tuner
+tunable, host, measuring = make(Path(tempfile.mkdtemp())), Host(), threading.Event()
+ask(tunable)
+running = tuner(host, lambda trial, config: measuring.set() or time.sleep(0.05) or 1.0)
+assert measuring.wait(30)
+print("done")
+"""
+
+
+def test_a_process_ends_while_it_tunes(tmp_path: Path) -> None:
+    source = str(Path(__file__).parents[1] / "src")
+    env = {**os.environ, "PYTHONPATH": source, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", LEFT_RUNNING], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "done", "")
 
 
 def test_problems_are_what_the_launch_said(tunable: Tunable) -> None:

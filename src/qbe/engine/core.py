@@ -25,7 +25,7 @@ from qbe.sites import SiteTable
 _DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
 _CPU_KV_TOKENS = 16384
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
-_LONGEST = 8192  # rows of a forward that kernels are compiled for at the start, where a model has no limit
+_LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
 _CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
 
 
@@ -92,7 +92,9 @@ class Core:
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         packed = can_pack(config)
 
-        self.plan = Plan(table, max_batch_tokens if packed else 1, self.device, Runner.keeps_logits(model))
+        # Its rows begin at multiples of 16 bytes: Triton compiles a kernel for such pointers and another for the rest.
+        plan_rows = -(-max_batch_tokens // 4) * 4 if packed else 1
+        self.plan = Plan(table, plan_rows, self.device, Runner.keeps_logits(model))
         self.plan.bind(model)
         shapes, dtype = probe_shapes(model)
         paged = any(shapes)
@@ -110,7 +112,7 @@ class Core:
             chunked=packed,
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
-        rows = max_batch_tokens if packed else self.context or _LONGEST
+        rows = min(max_batch_tokens if packed else self.context or _LONGEST, _LONGEST)
         head_rows = max_sequences if Runner.keeps_logits(model) else rows
         compile_kernels(model, table, self.device, rows, head_rows, progress)
         self._try()

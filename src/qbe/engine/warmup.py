@@ -50,7 +50,7 @@ def compile_kernels(
 def row_counts(most: int) -> list[int]:
     """Numbers of rows that stand for all up to `most`: a kernel and its configuration change at these only."""
     powers = [8 << i for i in range(max(most, 8).bit_length())]
-    return sorted({min(n, most) for n in (*powers, 255)})
+    return sorted({min(n, most) for n in (1, *powers, 255)})
 
 
 def _launches(model: nn.Module, table: SiteTable, rows: int, head_rows: int) -> Iterator[Callable[[], object]]:
@@ -62,7 +62,7 @@ def _launches(model: nn.Module, table: SiteTable, rows: int, head_rows: int) -> 
         assert isinstance(weight, NestedTensor)
         most = head_rows if site.role is Role.OUTPUT_HEAD else rows
         layout = (tuple(weight.slices), weight.group_size, weight.packed.dim() == 1)
-        # Triton compiles for pointers to multiples of 16 bytes and for others; rows of the plan can be either.
+        # A plan of one row has bits that do not lie at a multiple of 16 bytes, for which Triton compiles once more.
         aligned = weight.bits.data_ptr() % 16 == 0
         kind = (weight.shape, layout, weight.original is not None, layer.bias is not None, aligned, most)
         if kind not in seen:
