@@ -60,6 +60,16 @@ def _own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["QBE_RECORDS"] = before
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_tuned_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nor do they take the user's tuned kernels, or add to them."""
+    from qbe.kernels.tuning.store import shared
+
+    before, shared._path = shared._path, tmp_path_factory.mktemp("kernels") / "tuned.sqlite"
+    yield
+    shared._path = before
+
+
 def tiny_llama(seed: int = 0, vocabulary: int = 320, **changes: Any) -> LlamaForCausalLM:
     """A random two-layer Llama whose logits are spread enough that greedy tokens are stable."""
     config = LlamaConfig(

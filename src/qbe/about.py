@@ -70,7 +70,7 @@ def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
 
     `profile`, `tiers` and `native_formats` are those of the device that an engine takes by itself (CUDA if there is
     one): what it runs natively, what the specification's tiers ask for on it, and for each format of torchao's null or
-    the line that refuses it.
+    the line that refuses it. `kernel_cache` is what the disk holds of tuned launch configurations for it.
 
     Args:
         gears: precisions of the store that the tiers are read from.
@@ -85,10 +85,13 @@ def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
     from qbe.engine.devices import pick_device
     from qbe.hardware import detect
     from qbe.kernels.cpu.build import backend
+    from qbe.kernels.tuning.store import shared
+    from qbe.kernels.tuning.tunable import hardware as tuned_for
     from qbe.store.native_formats import availability
     from qbe.tier_formats import tier_formats
 
-    profile = detect(pick_device("auto"))
+    device = pick_device("auto")
+    profile = detect(device)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": platform.processor() or platform.machine(),
@@ -99,6 +102,7 @@ def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
         "profile": profile.describe(),
         "tiers": {str(tier): form.describe() for tier, form in tier_formats(profile, gears).items()},
         "native_formats": availability(profile),
+        "kernel_cache": shared.summary(tuned_for(device)),
         "versions": {
             "qbe": __version__,
             "python": platform.python_version(),
@@ -191,6 +195,20 @@ def _profile(machine: dict[str, Any]) -> list[RenderableType]:
         ),
         Text(f"  activation gears: {_activations(profile)}"),
         tiers,
+        *_kernel_cache(machine["kernel_cache"]),
+    ]
+
+
+def _kernel_cache(kept: dict[str, Any]) -> list[RenderableType]:
+    """A line about tuned kernels, where there are any."""
+    if not kept["tuned"]:
+        return []
+    return [
+        Text(
+            f"tuned kernels: {kept['tuned']} problems, {kept['mean_speedup']:.2f}x the generic configurations on "
+            f"average; {kept['compile_seconds']:.0f} s of compilation, {kept['tuning_seconds']:.1f} s of trials"
+        ),
+        Text(f"  in {kept['file']}", style="dim"),
     ]
 
 

@@ -50,6 +50,7 @@ KVTokens = Annotated[int | None, typer.Option(help="size of the KV cache in toke
 Compile = Annotated[
     bool, typer.Option("--compile", help="faster tokens for a start of tens of seconds (less once it is cached)")
 ]
+Tune = Annotated[bool, typer.Option("--tune", help="on a GPU, tune kernels while nothing is asked; it is kept on disk")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="take the likeliest token (the same as --temperature 0)")]
 MaxTokens = Annotated[int, typer.Option(help="tokens to write at most")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy")]
@@ -110,7 +111,8 @@ def chat_command(
     tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
     greedy: Greedy = False, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0, seed: Seed = None, compile: Compile = False, as_json: Json = False,
+    repetition_penalty: Penalty = 1.0, seed: Seed = None, compile: Compile = False, tune: Tune = False,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
@@ -118,7 +120,7 @@ def chat_command(
     """
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
     budget = _budget(bits, tier, activation_bits)
-    with _engine(model, policy, dtype, device, originals, kv_tokens, compile) as engine:
+    with _engine(model, policy, dtype, device, originals, kv_tokens, compile, tune) as engine:
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
         if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone
@@ -276,7 +278,7 @@ def _about(model: str, verify: bool = False) -> dict[str, Any]:
 
 def _engine(
     model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None,
-    compile: bool = False,
+    compile: bool = False, tune: bool = False,
 ) -> Engine:  # fmt: skip
     from transformers.utils import logging
 
@@ -285,7 +287,7 @@ def _engine(
     logging.set_verbosity_error()  # its advice on optional kernels would stand in the middle of an answer
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=1, kv_tokens=kv_tokens,
-        compile=compile, progress=err.is_terminal,
+        compile=compile, tune=tune, progress=err.is_terminal,
     )  # fmt: skip
 
 

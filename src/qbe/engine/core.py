@@ -14,6 +14,7 @@ from qbe.engine.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.sampler import sample
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.warmup import compile_kernels
 from qbe.errors import QBEError
 from qbe.kernels.cpu import native
 from qbe.kernels.cpu.paged_attention import compiled_for
@@ -24,6 +25,7 @@ from qbe.sites import SiteTable
 _DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
 _CPU_KV_TOKENS = 16384
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+_LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
 _CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
 
 
@@ -54,7 +56,7 @@ class Core:
         kv_tokens: size of the KV cache in tokens. By default what 4 sequences at full context need, at most 16384
             tokens on the CPU and 30 % of the free memory on a GPU.
         device: the model's device, when it is not that of its first parameter.
-        progress: show a progress bar while decode steps are captured.
+        progress: show progress bars while kernels are compiled and decode steps captured.
         compile: compile decode steps of one sequence with torch.compile. The first start takes tens of seconds, later
             ones find most of it in torch's cache; no request waits for it.
 
@@ -90,7 +92,9 @@ class Core:
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         packed = can_pack(config)
 
-        self.plan = Plan(table, max_batch_tokens if packed else 1, self.device, Runner.keeps_logits(model))
+        # Its rows begin at multiples of 16 bytes: Triton compiles a kernel for such pointers and another for the rest.
+        plan_rows = -(-max_batch_tokens // 4) * 4 if packed else 1
+        self.plan = Plan(table, plan_rows, self.device, Runner.keeps_logits(model))
         self.plan.bind(model)
         shapes, dtype = probe_shapes(model)
         paged = any(shapes)
@@ -108,6 +112,9 @@ class Core:
             chunked=packed,
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
+        rows = min(max_batch_tokens if packed else self.context or _LONGEST, _LONGEST)
+        head_rows = max_sequences if Runner.keeps_logits(model) else rows
+        compile_kernels(model, table, self.device, rows, head_rows, progress)
         self._try()
         if self.runner.packed and paged:
             longest = pages if self.context is None else min(pages, pages_for(self.context))

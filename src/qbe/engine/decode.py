@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
+from qbe.kernels.tuning.tunable import Choice, Config, recording
 from qbe.kvcache.attention import DecodeLayout, step
 from qbe.kvcache.cache import PagedCache, slot_of
 from qbe.kvcache.pages import PAGE_SIZE
@@ -42,11 +44,32 @@ def batch_sizes(largest: int) -> list[int]:
 
 @dataclass
 class _Captured:
-    """A graph and what it writes: logits float32 [B, V] and tokens int64 [B], -1 where the logits are not numbers."""
+    """A graph and what it writes: logits float32 [B, V] and tokens int64 [B], -1 where the logits are not numbers.
+
+    `forward` is what was captured; `launches` are its nested linear kernels, with the configuration of each, counted.
+    """
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     tokens: torch.Tensor
+    forward: Forward
+    launches: list[tuple[Choice, Config, int]]
+    final: bool = False  # it could not be captured again
+
+    def outdated(self) -> bool:
+        """Whether a kernel in it has another configuration by now."""
+        return not self.final and any(choice.config is not config for choice, config, _ in self.launches)
+
+    def replay(self) -> None:
+        self.graph.replay()
+        for choice, config, times in self.launches:
+            choice.count(config, times)
+
+
+def _counted(launches: Many[tuple[Choice, Config]]) -> list[tuple[Choice, Config, int]]:
+    """Each choice once, and how many launches it has. Nothing is tuned while a graph is captured."""
+    times = Counter(choice for choice, _ in launches)
+    return [(choice, config, times[choice]) for choice, config in dict(launches).items()]
 
 
 class DecodeStep:
@@ -61,6 +84,7 @@ class DecodeStep:
 
     Attributes:
         captures: how often a graph was captured. It does not grow once the engine serves.
+        renewals: how often one was captured again in an idle moment, because a kernel had been tuned.
     """
 
     def __init__(
@@ -68,7 +92,7 @@ class DecodeStep:
     ) -> None:
         self.model, self.cache, self.plan, self.largest = model, cache, plan, largest
         self.device = plan.device
-        self.captures = 0
+        self.captures = self.renewals = 0
         self._cache_name = cache_name
         self._graphs: dict[int, _Captured] = {}
         self._memory: Any = None  # of the graphs
@@ -92,6 +116,7 @@ class DecodeStep:
         try:
             for size in reversed(batch_sizes(self.largest)):
                 self._graphs[size] = self._capture(size, self._run_model)
+                self.captures += 1
                 if on_size is not None:
                     on_size()
         except RuntimeError as error:
@@ -106,16 +131,37 @@ class DecodeStep:
         self._stage([], size)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with step(self._layout(size)), torch.cuda.stream(stream):
+        with step(self._layout(size)), torch.cuda.stream(stream), recording() as launches:
             for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
                 forward(size)
             stream.synchronize()
+            launches.clear()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, stream=stream):
+            with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
                 logits, tokens = forward(size)
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.captures += 1
-        return _Captured(graph, logits, tokens)
+        return _Captured(graph, logits, tokens, forward, _counted(launches))
+
+    def outdated(self) -> int | None:
+        """A size whose graph should be captured again, if any."""
+        return next((size for size, captured in self._graphs.items() if captured.outdated()), None)
+
+    def recapture(self, size: int) -> None:
+        """Capture the graph of a size anew. No request may run: it takes as long as some steps, and uses the inputs."""
+        old = self._graphs[size]
+        self._synchronize()  # the thread that tunes has a stream of its own
+        try:
+            self._graphs[size] = self._capture(size, old.forward)
+            self.renewals += 1
+        except RuntimeError as error:
+            old.final = True
+            log.warning("decode steps of %d keep their graph: %s", size, str(error).splitlines()[0])
+        self._synchronize()
+        self.plan.forget()  # the capture has set the plan's rows
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def serves(self, work: Many[Work]) -> bool:
         """Whether this step is one: a single new token for each of not too many sequences."""
@@ -135,7 +181,7 @@ class DecodeStep:
         self.plan.forget()
         if self._graphs:
             captured = self._graphs[size]
-            captured.graph.replay()
+            captured.replay()
             return captured.logits[:n], captured.tokens[:n]
         with step(self._layout(size)):
             if size in self._compiled:
@@ -152,6 +198,7 @@ class DecodeStep:
             if self._graphs:
                 compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
                 self._graphs[size] = self._capture(size, compiled)
+                self.captures += 1
             else:
                 with step(self._layout(size)):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))

@@ -30,8 +30,11 @@ from qbe.engine.result import Prompt, Request, Result
 from qbe.engine.sequence import SamplingParams
 from qbe.engine.sequence import Sequence as Running
 from qbe.engine.stream import Stream
+from qbe.engine.tuner_host import TunerHost
 from qbe.errors import QBEError
 from qbe.explain import Explanation
+from qbe.kernels.tuning.tunable import KernelCache, kernel_cache
+from qbe.kernels.tuning.tuner import Tuner
 from qbe.models import DEFAULT_MODEL
 from qbe.records import Record, RecordStore
 from qbe.sites import SiteTable
@@ -83,6 +86,8 @@ class Engine:
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
         compile: on a CPU, compile the decode step of one sequence with torch.compile: faster answers for a start that
             takes tens of seconds the first time (see docs/performance.md). Other batch sizes run without it.
+        tune: on a GPU, look for better launch configurations of the kernels in the background, in moments without a
+            request. What was found serves all later engines of this machine, with or without `tune`.
         records: the file that records go to; None takes the user's, False keeps none.
         progress: show progress bars on standard error.
 
@@ -103,6 +108,7 @@ class Engine:
         max_sequences: int = 16,
         kv_tokens: int | None = None,
         compile: bool = False,
+        tune: bool = False,
         records: str | Path | bool | None = None,
         progress: bool = False,
     ) -> None:
@@ -147,6 +153,13 @@ class Engine:
         self._live: dict[str, _Live] = {}
         full = Blueprint.of("full", self._table, tuple(s.gears[-1] for s in self._table.nested))
         self._full_bytes = full.bytes_per_token(self._table)
+        self._host = TunerHost(self._lock, self.core)
+        self._tuner = Tuner(self.core.device, self._host) if tune and self.core.device.type == "cuda" else None
+
+    @property
+    def kernel_cache(self) -> KernelCache:
+        """Hits and misses of tuned kernels on this engine's device and what tuning them took, in this process."""
+        return kernel_cache(self.core.device) if self._tuner is None else self._tuner.numbers()
 
     @property
     def table(self) -> SiteTable:
@@ -268,7 +281,9 @@ class Engine:
 
     @_locked
     def close(self) -> None:
-        """Cancels what still runs and closes the record store."""
+        """Cancels what still runs, ends the tuner and closes the record store."""
+        if self._tuner is not None:
+            self._tuner.close()
         for key in list(self._live):
             self.cancel(key)
         self._closed = True

@@ -45,6 +45,11 @@ def _sizes(n: int, k: int, layout: SliceLayout, group_size: int) -> tuple[int, i
     return layout.total_bits * rows * inputs // 8, p * rows * inputs // group_size * 2, p * rows * 4, rows // 4
 
 
+def tiled_bytes(n: int, k: int, layout: SliceLayout, group_size: int) -> int:
+    """Size of the buffer of a weight [n, k]; the last `padded n / 4` bytes are its counts."""
+    return sum(_sizes(n, k, layout, group_size))
+
+
 def group_size_of(tiled: torch.Tensor, n: int, k: int, layout: SliceLayout) -> int:
     """The group size a tiled buffer was made for.
 
@@ -52,7 +57,7 @@ def group_size_of(tiled: torch.Tensor, n: int, k: int, layout: SliceLayout) -> i
         QBEError: a buffer of another shape or layout.
     """
     for group_size in GROUPS:
-        if tiled.numel() == sum(_sizes(n, k, layout, group_size)):
+        if tiled.numel() == tiled_bytes(n, k, layout, group_size):
             return group_size
     raise QBEError(f"a tiled buffer of {tiled.numel()} bytes does not hold a weight of shape ({n}, {k})")
 

@@ -9,9 +9,11 @@ import torch
 import triton
 
 from qbe.errors import QBEError
+from qbe.kernels.triton import candidates
 from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel, nested_linear_kernel
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_linear import tiled_linear
+from qbe.kernels.tuning.tunable import Config, Problem, Tunable
 from qbe.store.layout import BLOCK, SliceLayout
 
 DECODE_ROWS = 64  # up to here rows share one tile and codes are multiplied undequantised
@@ -60,6 +62,16 @@ def launch_config(
     }  # fmt: skip
 
 
+def _generic(problem: Problem, device: torch.device) -> Config:
+    blocks = -(-problem.inputs // problem.group_size) * problem.group_size // BLOCK
+    precisions = len(SliceLayout.of(problem.slices).precisions)
+    (n,) = problem.outputs
+    return launch_config(problem.rows, n, blocks, problem.group_size // BLOCK, precisions, problem.dtype, device)
+
+
+PLAIN = Tunable("plain", _generic, candidates.plain, candidates.valid_plain)
+
+
 def nested_linear(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -69,6 +81,7 @@ def nested_linear(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """y[r] = x[r] @ W(bits[r]).T + bias on a GPU. Arguments and result as the custom op's (`qbe.kernels.ops`).
 
@@ -76,6 +89,7 @@ def nested_linear(
     `bits` is read by the kernel only: the launch is the same for every content, so a captured CUDA graph serves them
     all. `original` may lie in pinned host memory; it is read only when some row asks for 16 bits. Rows that ask
     for 16 bits are served by the widest slice when the original was dropped; the engine refuses such a plan before.
+    `config` is what a trial launches with; by itself the best one known.
 
     Raises:
         QBEError: x in another dtype than float16, bfloat16 or float32, or an original in pageable host memory.
@@ -94,12 +108,14 @@ def nested_linear(
         return y
     if packed.dim() == 1:
         with torch.cuda.device_of(x):
-            tiled_linear(rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n))
+            tiled_linear(rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n), config)
         return y
     blocks = packed.shape[1] * 8 // n // BLOCK
     words = bits.contiguous()
-    config = launch_config(m, n, blocks, blocks // groups, len(layout.precisions), x.dtype, x.device)
-    splits = int(config["SPLITS"])
+    config = config or PLAIN.config(
+        x.device, m, (n,), k, layout.slices, blocks // groups * BLOCK, x.dtype, original is not None, bias is not None
+    )
+    splits = config["SPLITS"]
     out = y if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
     grid = (-(-n // config["BLOCK_N"]) * -(-m // config["BLOCK_M"]), splits)
     with torch.cuda.device_of(x):  # Triton launches on the current device; does nothing for a CPU tensor

@@ -111,7 +111,7 @@ def _multiply(acc, code0, code1, s, o, x, BITS: tl.constexpr, DEQUANTISE: tl.con
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "exponent"])
+@triton.jit(do_not_specialize=["M", "exponent"], do_not_specialize_on_alignment=["bits_ptr"])
 def nested_linear_kernel(
     x_ptr,  # [M, K]
     packed_ptr,  # int32 view of the packed buffer

@@ -12,7 +12,8 @@ import torch
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.kernels.triton.nested_linear import nested_linear
 from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
-from qbe.kernels.triton.tiled_linear import DECODE_ROWS, decode_launch, quantised
+from qbe.kernels.triton.tiled_linear import DECODE, DECODE_ROWS, decode_launch, quantised
+from qbe.kernels.tuning.tunable import Config
 from qbe.store.layout import SliceLayout
 
 TOGETHER = 3  # weights of one launch
@@ -27,8 +28,12 @@ def nested_linears(
     biases: Sequence[torch.Tensor],
     slices: Sequence[int],
     exponents: Sequence[int],
+    config: Config | None = None,
 ) -> torch.Tensor:
-    """See `qbe.kernels.merged_ops.nested_linears`. Many rows, float32 and other layouts take a call for each weight."""
+    """See `qbe.kernels.merged_ops.nested_linears`. Many rows, float32 and other layouts take a call for each weight.
+
+    `config` is what a trial launches with; by itself the best one known.
+    """
     rows = x.reshape(-1, x.shape[-1])
     tiled = all(p.dim() == 1 for p in packed)
     if not 0 < rows.shape[0] <= DECODE_ROWS or x.dtype == torch.float32 or not tiled or not 1 < len(packed) <= TOGETHER:
@@ -46,7 +51,10 @@ def nested_linears(
     group = group_size_of(packed[0], outputs[0], k, layout)
     inputs = padded_shape(outputs[0], k, layout)[1]
     y = torch.empty(m, sum(outputs), dtype=x.dtype, device=x.device)
-    grid, units, constants, sums = decode_launch(y, outputs, inputs, group, layout)
+    config = config or DECODE.config(
+        x.device, m, tuple(outputs), k, layout.slices, group, x.dtype, bool(originals), bool(biases)
+    )
+    grid, units, constants, sums = decode_launch(y, outputs, group, layout, config)
 
     def three(many: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return [many[min(i, len(many) - 1)] if many else None for i in range(TOGETHER)]

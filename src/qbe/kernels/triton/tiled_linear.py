@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import triton
 
+from qbe.kernels.triton import candidates
 from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape, unit
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_decode_kernel import decode_kernel
 from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
 from qbe.kernels.triton.tiled_rows_kernel import dense_kernel, dequantise_kernel, rows_kernel
+from qbe.kernels.tuning.tunable import Config, Problem, Tunable
 from qbe.store.layout import SliceLayout
 
 DECODE_ROWS = 16  # up to here codes are multiplied undequantised
@@ -79,6 +81,25 @@ def rows_config(m: int, n: int, steps: int, parts: int, dtype: torch.dtype, proc
     }  # fmt: skip
 
 
+def _generic_decode(problem: Problem, device: torch.device) -> Config:
+    layout, inputs = SliceLayout.of(problem.slices), _inputs(problem)
+    n = sum(problem.outputs)
+    return decode_config(problem.rows, n, inputs // unit(layout), len(layout.parts), _device(device)[0])
+
+
+def _generic_rows(problem: Problem, device: torch.device) -> Config:
+    parts, (n,) = len(SliceLayout.of(problem.slices).parts), problem.outputs
+    return rows_config(problem.rows, n, _inputs(problem) // 64, parts, problem.dtype, _device(device)[0])
+
+
+def _inputs(problem: Problem) -> int:
+    return padded_shape(problem.outputs[0], problem.inputs, SliceLayout.of(problem.slices))[1]
+
+
+DECODE = Tunable("decode", _generic_decode, candidates.decode, candidates.valid_decode)
+ROWS = Tunable("rows", _generic_rows, candidates.rows, candidates.valid_rows)
+
+
 def tiled_linear(
     x: torch.Tensor,
     tiled: torch.Tensor,
@@ -88,6 +109,7 @@ def tiled_linear(
     layout: SliceLayout,
     exponent: int,
     y: torch.Tensor,
+    config: Config | None = None,
 ) -> None:
     """y = x @ W(bits).T + bias, every row at its own bits.
 
@@ -97,12 +119,13 @@ def tiled_linear(
         bits: int32 [M], words of precision, contiguous, on the device; read by the kernels only.
         original: [N, K] for rows at 16 bits; None serves them by the widest slice.
         y: [M, N] in x's dtype, contiguous; written.
+        config: to launch with, for a trial; by itself the best one known.
     """
     m, k = x.shape
     n = y.shape[1]
     group_size = group_size_of(tiled, n, k, layout)
     rows, inputs = padded_shape(n, k, layout)
-    processors, _ = _device(x.device)
+    problem = (x.device, m, (n,), k, layout.slices, group_size, x.dtype, original is not None, bias is not None)
     common = {
         "PRECISIONS": layout.precisions, "PARTS": _parts(layout), "GROUP": group_size, "ASM": x.device.type == "cuda",
     }  # fmt: skip
@@ -115,24 +138,25 @@ def tiled_linear(
             _prefill(x[to], tiled, bits[to], original, bias, layout, exponent, y[to], rows, inputs, common)
         return
     if m <= DECODE_ROWS and x.dtype != torch.float32:
-        grid, units, constants, sums = decode_launch(y, (n,), inputs, group_size, layout)
+        config = config or DECODE.config(*problem)
+        grid, units, constants, sums = decode_launch(y, (n,), group_size, layout, config)
         decode_kernel[grid](
             x, quantised(x, inputs, group_size), tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent,
             units, **constants,
         )  # fmt: skip
         return
-    config = rows_config(m, n, inputs // 64, len(layout.parts), x.dtype, processors)
+    config = config or ROWS.config(*problem)
     rows_kernel[_grid(m, n, config)](
         x, tiled, bits, original, bias, y, _sums(y, config), m, n, k, rows, inputs, exponent,
         EVEN=k == inputs, **common, **config,
     )  # fmt: skip
 
 
-def _grid(m: int, n: int, config: dict[str, int]) -> tuple[int, int]:
+def _grid(m: int, n: int, config: Config) -> tuple[int, int]:
     return -(-n // config["BN"]) * -(-m // config["BM"]), config["SPLITS"]
 
 
-def _sums(y: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
+def _sums(y: torch.Tensor, config: Config) -> torch.Tensor:
     """Where the parts of a split sum go."""
     return y if config["SPLITS"] == 1 else torch.empty(config["SPLITS"], *y.shape, dtype=torch.float32, device=y.device)
 
@@ -153,22 +177,21 @@ def _early(device: torch.device) -> dict[str, bool]:
 
 
 def decode_launch(
-    y: torch.Tensor, outputs: Sequence[int], inputs: int, group: int, layout: SliceLayout
+    y: torch.Tensor, outputs: Sequence[int], group: int, layout: SliceLayout, config: Config
 ) -> tuple[tuple[int, int], int, dict[str, Any], torch.Tensor]:
     """Grid, units of a part, the kernel's constants and the memory of split sums, for weights of these many outputs.
 
     How a sum is split is no constant of the kernel: one compilation then serves matrices of many shapes.
     """
-    m, n = y.shape
-    config = dict(decode_config(m, n, inputs // unit(layout), len(layout.parts), _device(y.device)[0]))
+    tile = dict(config)
     sums = _sums(y, config)
-    splits, units = config.pop("SPLITS"), config.pop("SPLIT_UNITS")
-    tiles = sum(-(-o // config["BN"]) for o in outputs)
+    splits, units = tile.pop("SPLITS"), tile.pop("SPLIT_UNITS")
+    tiles = sum(-(-o // tile["BN"]) for o in outputs)
     constants = {
         "PRECISIONS": layout.precisions, "PARTS": _parts(layout), "GROUP": group, "UNIT": unit(layout),
-        "SPLIT": splits > 1, "ASM": y.device.type == "cuda", **config, **_early(y.device),
+        "SPLIT": splits > 1, "ASM": y.device.type == "cuda", **tile, **_early(y.device),
     }  # fmt: skip
-    return (tiles * -(-m // config["BM"]), splits), units, constants, sums
+    return (tiles * -(-y.shape[0] // tile["BM"]), splits), units, constants, sums
 
 
 def _prefill(

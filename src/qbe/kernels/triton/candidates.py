@@ -1,0 +1,136 @@
+"""Launch configurations worth a trial on the machine, beside the generic ones; pure functions of the shape.
+
+A compilation takes 5 to 20 s, a trial milliseconds. How the decode kernel's sum is split is no constant of it, so that
+its candidates of all shapes share a dozen compilations; those of the other kernels have to be few.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from qbe.kernels.triton.layout import TILE, padded_shape, unit
+from qbe.kernels.tuning.tunable import Config, Problem, processors
+from qbe.store.layout import SliceLayout
+
+MOST_SPLITS = 8
+PROGRAMS = 2  # a processor: the splits nearest to that many programs are tried
+
+
+def decode(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
+    """Of `tiled_decode_kernel`: tile and warps with the two likeliest splits each, then the pipeline."""
+    units = generic["SPLITS"] * generic["SPLIT_UNITS"]
+    found: list[Config] = []
+    for block_n, warps in ((64, 2), (64, 4), (32, 2), (32, 4)):
+        tiles = sum(-(-n // block_n) for n in problem.outputs)
+        for splits in _likeliest(units, tiles, processors(device)):
+            split_units = units // splits
+            found.append(
+                {**generic, "BN": block_n, "num_warps": warps, "SPLITS": splits, "SPLIT_UNITS": split_units,
+                 "AHEAD": min(generic["AHEAD"], split_units)}
+            )  # fmt: skip
+    found.append({**generic, "STAGES": 5 - generic["STAGES"]})  # 2 or 3
+    if generic["SPLIT_UNITS"] >= 2:
+        found.append({**generic, "AHEAD": 3 - generic["AHEAD"]})  # 1 or 2
+    return _others(problem, generic, found)
+
+
+def rows(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
+    """Of `tiled_rows_kernel`, which is compiled for each number of inputs and each split. None in float32."""
+    if problem.dtype == torch.float32:
+        return []
+    steps = generic["SPLITS"] * generic["STEPS"]
+    found: list[Config] = [
+        {**generic, "num_warps": 12 - generic["num_warps"]},  # 4 or 8
+        {**generic, "STAGES": 5 - generic["STAGES"]},
+        {**generic, "BN": 192 - generic["BN"]},  # 64 or 128
+    ]
+    if problem.rows <= 32:
+        found.append({**generic, "BM": 32})
+    if problem.rows <= 64:
+        tiles = sum(-(-n // generic["BN"]) for n in problem.outputs)
+        for splits in _likeliest(steps, tiles, processors(device)):
+            found.append({**generic, "SPLITS": splits, "STEPS": steps // splits})
+    return _others(problem, generic, found)
+
+
+def plain(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
+    """Of `nested_linear_kernel` on the canonical layout, for few rows: it serves small matrices only."""
+    if generic["DEQUANTISE"] or problem.dtype == torch.float32:
+        return []
+    found: list[Config] = [
+        {**generic, "BLOCK_N": 96 - generic["BLOCK_N"]},  # 32 or 64
+        {**generic, "STAGES": 5 - generic["STAGES"]},
+        {**generic, "num_warps": 2},
+    ]
+    if generic["SPLITS"] > 1:
+        found.append({**generic, "SPLITS": 1, "SPLIT_BLOCKS": generic["SPLITS"] * generic["SPLIT_BLOCKS"]})
+    return _others(problem, generic, found)
+
+
+def valid_decode(problem: Problem, config: Config) -> bool:
+    """Whether the parts of the sum add up, and what is fetched ahead and counted lies within the weight."""
+    layout = SliceLayout.of(problem.slices)
+    units = padded_shape(problem.outputs[0], problem.inputs, layout)[1] // unit(layout)
+    return (
+        _sane(config, ("BM", "BN"))
+        and config["SPLITS"] * config["SPLIT_UNITS"] == units
+        and config["AHEAD"] in (1, 2)
+        and config["AHEAD"] <= config["SPLIT_UNITS"]
+        and config["BM"] == min(16, problem.rows)
+        and _counted(problem, config, 1)
+    )
+
+
+def valid_rows(problem: Problem, config: Config) -> bool:
+    """The same of the rows kernel, whose tiles of rows share the counters of a tile of outputs."""
+    layout = SliceLayout.of(problem.slices)
+    steps = padded_shape(problem.outputs[0], problem.inputs, layout)[1] // 64
+    return (
+        _sane(config, ("BM", "BN"))
+        and config["SPLITS"] * config["STEPS"] == steps
+        and _counted(problem, config, -(-problem.rows // config["BM"]))
+    )
+
+
+def valid_plain(problem: Problem, config: Config) -> bool:
+    """Whether the splits cover the inputs."""
+    return (
+        _sane(config, ("BLOCK_M", "BLOCK_N"))
+        and config["SPLITS"] * config["SPLIT_BLOCKS"] * 64 >= problem.inputs
+        and config["STEP_BLOCKS"] in (1, 2)
+        and config["SPLIT_BLOCKS"] % config["STEP_BLOCKS"] == 0
+    )
+
+
+def _likeliest(units: int, tiles: int, processors: int) -> list[int]:
+    """The two divisors of `units`, up to 8, that come nearest to `PROGRAMS` programs a processor."""
+    divisors = [s for s in range(1, MOST_SPLITS + 1) if units % s == 0]
+    return sorted(divisors, key=lambda s: abs(math.log(tiles * s / (PROGRAMS * processors))))[:2]
+
+
+def _others(problem: Problem, generic: Config, found: list[Config]) -> list[Config]:
+    """Each once, without the generic one and those whose parts could not be counted."""
+    out: list[Config] = []
+    for config in found:
+        tiles_of_rows = -(-problem.rows // config["BM"]) if "BM" in config else 1
+        if config != generic and config not in out and ("BN" not in config or _counted(problem, config, tiles_of_rows)):
+            out.append(config)
+    return out
+
+
+def _counted(problem: Problem, config: Config, tiles_of_rows: int) -> bool:
+    """Whether each weight has a counter for every tile of a split sum: it has one for 16 outputs (`layout`)."""
+    return config["SPLITS"] == 1 or all(
+        -(-n // config["BN"]) * tiles_of_rows <= -(-n // TILE) * TILE // 16 for n in problem.outputs
+    )
+
+
+def _sane(config: Config, tiles: tuple[str, str]) -> bool:
+    return (
+        all(config[t] in (8, 16, 32, 64, 128, 256) for t in tiles)
+        and config["num_warps"] in (1, 2, 4, 8)
+        and 1 <= config["STAGES"] <= 5
+        and 1 <= config["SPLITS"] <= MOST_SPLITS
+    )

@@ -1,0 +1,128 @@
+"""Compilation in worker processes: for a GPU that need not be there, into the cache that this process then reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qbe.kernels.tuning.compiling import Compilation, CompilePool, collecting
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_tuned_kernels compiles for the GPU that is there"),
+]
+
+
+class Driver:
+    """What Triton asks of a GPU before it launches; a launch itself would fail."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A GPU as far as the compiler is concerned, and a cache folder of its own."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    folder = tmp_path / "triton"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    monkeypatch.setattr(driver, "_active", Driver())
+    assert knobs.cache.dir == str(folder)
+    return folder
+
+
+def launch(splits: int) -> Any:
+    """The smallest kernel there is; None where a hook has kept it from being launched."""
+    from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel
+
+    parts, y = torch.zeros(splits, 3, 32), torch.zeros(3, 32)
+    return add_splits_kernel[(3, 1)](parts, None, y, 3, 32, SPLITS=splits, BLOCK_N=64, num_warps=4)
+
+
+def collected(*splits: int) -> list[Compilation]:
+    with collecting() as found:
+        for s in (*splits, *splits):
+            assert launch(s) is None
+    assert [c.name for c in found] == ["add_splits_kernel"] * len(splits)
+    return found
+
+
+def test_what_workers_compile_is_found_here(no_gpu: Path) -> None:
+    from triton import knobs
+
+    from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel
+
+    pool, done, before = CompilePool(workers=2), [], CompilePool.total_seconds
+    outcomes = pool.compile(collected(2, 3), lambda: done.append(1))
+    pool.close()
+    assert [o.error for o in outcomes.values()] == [None, None]
+    assert len(done) == 2
+    assert pool.seconds == pytest.approx(sum(o.seconds for o in outcomes.values()))
+    assert CompilePool.total_seconds == pytest.approx(before + pool.seconds)
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda **about: hits.append(about["cache_hit"])
+    try:
+        parts, y = torch.zeros(2, 3, 32), torch.zeros(3, 32)
+        add_splits_kernel.warmup(parts, None, y, 3, 32, SPLITS=2, BLOCK_N=64, num_warps=4, grid=(3, 1))
+    finally:
+        knobs.compilation.listener = None
+        add_splits_kernel.device_caches.clear()
+    assert hits == [True]
+
+
+def test_a_compilation_that_fails_says_why_and_fails_alone(no_gpu: Path) -> None:
+    good, bad = collected(4, 5)
+    bad = replace(bad, constants={**bad.constants, **{k: 48 for k, v in bad.constants.items() if v == 64}})
+    pool = CompilePool(workers=1)
+    outcomes = pool.compile([bad, good])
+    pool.close()
+    error = outcomes[bad.key].error
+    assert error is not None
+    assert "\n" not in error
+    assert outcomes[good.key].error is None
+
+
+def test_a_worker_that_takes_too_long_is_ended(no_gpu: Path) -> None:
+    (slow,) = collected(6)
+    pool = CompilePool(workers=1, limit=0.01)
+    outcome = pool.compile([slow])[slow.key]
+    assert outcome.error is not None
+    assert "the compiling process failed" in outcome.error
+    pool.limit = 100.0
+    assert pool.compile([slow])[slow.key].error is None  # by a new one
+    pool.close()
+    assert pool.compile([slow]) == {}
+
+
+def test_other_threads_compile_as_ever_while_one_collects(no_gpu: Path) -> None:
+    from triton import knobs
+
+    seen: list[str] = []
+    knobs.runtime.jit_cache_hook = lambda **call: bool(seen.append(call["fn"].name)) or True
+    try:
+        with collecting() as found:
+            other = threading.Thread(target=launch, args=(7,))
+            other.start()
+            other.join()
+        assert launch(7) is None
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    assert found == []
+    assert seen == ["add_splits_kernel"] * 2
