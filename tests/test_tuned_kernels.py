@@ -27,9 +27,9 @@ LIMIT_S = 300.0
 
 if CUDA or INTERPRET:
     from qbe.kernels.triton.nested_linear import PLAIN, nested_linear
-    from qbe.kernels.triton.tiled_linear import DECODE, ROWS
+    from qbe.kernels.triton.tiled_configs import BATCH, DECODE
 
-    TUNABLES = {"decode": DECODE, "rows": ROWS, "plain": PLAIN}
+    TUNABLES = {"decode": DECODE, "batch": BATCH, "plain": PLAIN}
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
@@ -59,10 +59,11 @@ def choice(name: str, what: Problem) -> Choice:
 
 SHAPES = [
     ("decode", problem(8, (40,), 512)),
+    ("decode", problem(1, (40,), 512)),
     ("decode", problem(16, (20, 30), 256, bias=True, group_size=128)),
     ("decode", problem(8, (20,), 200, slices=(3, 1, 4), dtype=torch.float16, original=False)),
-    ("rows", problem(32, (70,), 512)),
-    ("rows", problem(128, (40,), 200, dtype=torch.float16, bias=True)),
+    ("batch", problem(32, (70,), 512)),
+    ("batch", problem(128, (40,), 200, dtype=torch.float16, bias=True)),
     ("plain", problem(8, (33,), 1024)),
     ("plain", problem(64, (70,), 320, group_size=192, dtype=torch.float16, original=False)),
 ]
@@ -92,7 +93,7 @@ def test_what_does_not_add_up_is_not_valid(name: str, what: Problem) -> None:
     asked = choice(name, what)
     for change in ({"SPLITS": 9}, {"num_warps": 3}, {"STAGES": 0}, {"BN" if name != "plain" else "BLOCK_N": 48}):
         assert not asked.tunable.valid(what, {**asked.config, **change}), change
-    parts = {"decode": "SPLIT_UNITS", "rows": "STEPS", "plain": "SPLIT_BLOCKS"}[name]
+    parts = {"decode": "SPLIT_UNITS", "batch": "SPLIT_UNITS", "plain": "SPLIT_BLOCKS"}[name]
     assert not asked.tunable.valid(what, {**asked.config, parts: 0})
 
 
@@ -117,8 +118,8 @@ def test_there_are_not_too_many(shape: tuple[int, int]) -> None:
         kernels = {(*(v for k, v in c.items() if k not in splits), c["SPLITS"] > 1) for c in found}
         assert len(kernels) <= 12
     for rows in (32, 64, 128, 256):
-        asked = choice("rows", problem(rows, shape[:1], shape[1]))
-        assert len(ROWS.candidates(asked.problem, asked.config, asked.device)) <= 6
+        asked = choice("batch", problem(rows, shape[:1], shape[1]))
+        assert len(BATCH.candidates(asked.problem, asked.config, asked.device)) <= 6
 
 
 @pytest.mark.skipif(not INTERPRET, reason="on a GPU the next test does it on graphs")

@@ -120,7 +120,7 @@ def test_a_row_that_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
 def test_keys_tell_problems_kernels_and_sources_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     from qbe.kernels.tuning import tunable
 
-    keys = {key_of("decode", PROBLEM), key_of("rows", PROBLEM)}
+    keys = {key_of("decode", PROBLEM), key_of("batch", PROBLEM)}
     for change in (
         {"rows": 16}, {"outputs": (64,)}, {"inputs": 512}, {"slices": (4, 4)}, {"group_size": 128},
         {"dtype": torch.float16}, {"original": False}, {"bias": True},

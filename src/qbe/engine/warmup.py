@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from qbe.sites import Role, SiteTable
+from qbe.kernels.reference.activations import word
+from qbe.sites import ACTIVATION_GEARS, Role, SiteTable
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
 from qbe.store.prepare import bar
 

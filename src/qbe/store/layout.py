@@ -78,6 +78,11 @@ class SliceLayout:
                 s -= width
         return tuple(out)
 
+    @cached_property
+    def needed_parts(self) -> tuple[tuple[int, int, int], ...]:
+        """First bit and width of every part, and the index of the lowest precision that needs it."""
+        return tuple((f, w, next(i for i, p in enumerate(self.precisions) if p > f)) for f, w in self.parts)
+
     def index(self, bits: int) -> int:
         """Position of the precision that serves a request for `bits`: the highest one not above it, else the lowest."""
         fits = [i for i, p in enumerate(self.precisions) if p <= bits]

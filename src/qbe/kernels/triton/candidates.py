@@ -36,22 +36,18 @@ def decode(problem: Problem, generic: Config, device: torch.device) -> list[Conf
     return _others(problem, generic, found)
 
 
-def rows(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
-    """Of `tiled_rows_kernel`, which is compiled for each number of inputs and each split. None in float32."""
-    if problem.dtype == torch.float32:
-        return []
-    steps = generic["SPLITS"] * generic["STEPS"]
-    found: list[Config] = [
-        {**generic, "num_warps": 12 - generic["num_warps"]},  # 4 or 8
-        {**generic, "STAGES": 5 - generic["STAGES"]},
-        {**generic, "BN": 192 - generic["BN"]},  # 64 or 128
-    ]
-    if problem.rows <= 32:
-        found.append({**generic, "BM": 32})
-    if problem.rows <= 64:
-        tiles = sum(-(-n // generic["BN"]) for n in problem.outputs)
-        for splits in _likeliest(steps, tiles, processors(device)):
-            found.append({**generic, "SPLITS": splits, "STEPS": steps // splits})
+def batch(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
+    """Of `tiled_batch_kernel`: tile and warps with the two likeliest splits each, then the pipeline."""
+    units = generic["SPLITS"] * generic["SPLIT_UNITS"]
+    found: list[Config] = []
+    for block_n, warps in ((64, 4), (128, 4), (128, 8)):
+        tiles = sum(-(-n // block_n) for n in problem.outputs) * -(-problem.rows // generic["BM"])
+        for splits in _likeliest(units, tiles, processors(device)):
+            found.append(
+                {**generic, "BN": block_n, "num_warps": warps, "SPLITS": splits, "SPLIT_UNITS": units // splits}
+            )
+    if generic["STAGES"] > 1:
+        found.append({**generic, "STAGES": generic["STAGES"] - 1})
     return _others(problem, generic, found)
 
 
@@ -78,18 +74,19 @@ def valid_decode(problem: Problem, config: Config) -> bool:
         and config["SPLITS"] * config["SPLIT_UNITS"] == units
         and config["AHEAD"] in (1, 2)
         and config["AHEAD"] <= config["SPLIT_UNITS"]
-        and config["BM"] == min(16, problem.rows)
+        and config["BM"] == (8 if problem.rows <= 8 else 16)
         and _counted(problem, config, 1)
     )
 
 
-def valid_rows(problem: Problem, config: Config) -> bool:
-    """The same of the rows kernel, whose tiles of rows share the counters of a tile of outputs."""
+def valid_batch(problem: Problem, config: Config) -> bool:
+    """The same of the batch kernel, whose tiles of rows share the counters of a tile of outputs."""
     layout = SliceLayout.of(problem.slices)
-    steps = padded_shape(problem.outputs[0], problem.inputs, layout)[1] // 64
+    units = padded_shape(problem.outputs[0], problem.inputs, layout)[1] // unit(layout)
     return (
         _sane(config, ("BM", "BN"))
-        and config["SPLITS"] * config["STEPS"] == steps
+        and min(config["BM"], config["BN"]) >= 16
+        and config["SPLITS"] * config["SPLIT_UNITS"] == units
         and _counted(problem, config, -(-problem.rows // config["BM"]))
     )
 

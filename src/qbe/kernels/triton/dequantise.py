@@ -6,8 +6,7 @@ import torch
 
 from qbe.kernels.triton.eight_bit_rows import LARGEST
 from qbe.kernels.triton.layout import TILE, group_size_of, largest_of_rows, padded_shape
-from qbe.kernels.triton.tiled_linear import _parts
-from qbe.kernels.triton.tiled_rows_kernel import dequantise_kernel
+from qbe.kernels.triton.tiled_dense_kernel import dequantise_kernel
 from qbe.store.layout import SliceLayout
 
 _ANY = 2**30  # beyond every width: the kernel's bounds that ask for nothing
@@ -33,7 +32,7 @@ def dequantise(
     scales = None if largest is None else torch.empty_like(largest)
     dequantise_kernel[(rows // TILE, inputs // 256)](
         tiled, bits, weight, largest, scales, 1, rows, inputs, exponent, -_ANY, _ANY, ROWS=1, TOP=precision,
-        PRECISIONS=layout.precisions, PARTS=_parts(layout), GROUP=group_size_of(tiled, n, k, layout),
+        PRECISIONS=layout.precisions, PARTS=layout.needed_parts, GROUP=group_size_of(tiled, n, k, layout),
         LARGEST=LARGEST.get(dtype), ASM=tiled.device.type == "cuda",
     )  # fmt: skip
     return weight, scales

@@ -11,8 +11,9 @@ import torch
 
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.kernels.triton.nested_linear import nested_linear
+from qbe.kernels.triton.tiled_configs import DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
-from qbe.kernels.triton.tiled_linear import DECODE, DECODE_ROWS, decode_launch, quantised
+from qbe.kernels.triton.tiled_linear import DECODE_ROWS, quantised, split_launch
 from qbe.kernels.tuning.tunable import Config
 from qbe.store.layout import SliceLayout
 
@@ -54,7 +55,7 @@ def nested_linears(
     config = config or DECODE.config(
         x.device, m, tuple(outputs), k, layout.slices, group, x.dtype, bool(originals), bool(biases)
     )
-    grid, units, constants, sums = decode_launch(y, outputs, group, layout, config)
+    grid, units, constants, sums = split_launch(y, outputs, group, layout, config)
 
     def three(many: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         return [many[min(i, len(many) - 1)] if many else None for i in range(TOGETHER)]
@@ -62,6 +63,6 @@ def nested_linears(
     n = [*outputs, 0][:TOGETHER]
     decode_three_kernel[grid](
         rows, quantised(rows, inputs, group), *three(packed), *three([b.contiguous() for b in bits]), *three(originals),
-        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, **constants,
+        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, MIXED=m > 1, **constants,
     )  # fmt: skip
     return y.view(*x.shape[:-1], y.shape[1])
