@@ -83,13 +83,11 @@ def test_a_long_prompt_alone_and_beside_another_precision(device: torch.device, 
     torch.testing.assert_close(alone, beside, rtol=1e-3, atol=1e-3 * float(alone.abs().max()))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_long_prompt_of_8_bit_activations(bits: int) -> None:
-    """Alone both sides of its products have 8 bits with a scale per row, in the batch its rows are int8 by group."""
+def test_a_long_prompt_of_8_bit_activations(device: torch.device, bits: int) -> None:
+    """In a batch its rows are int8 by group; alone, on a GPU, both sides have 8 bits with a scale per row."""
     model = tiny_llama().bfloat16()
-    engine = Engine(model, tokenizer=byte_tokenizer(), device="cuda", policy="uniform", records=False)
+    engine = Engine(model, tokenizer=byte_tokenizer(), device=device.type, policy="uniform", records=False)
     sixteen, _ = first_logits(engine, Request(PROMPT, PARAMS, Budget(bits=bits), "uniform"))
     mine = Request(PROMPT, PARAMS, Budget(bits=bits, activation_bits=8), "uniform")
     other = Request("x" * 150, PARAMS, Budget(bits=6), "uniform")
