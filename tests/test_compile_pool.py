@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import byte_tokenizer, tiny_llama
+from qbe import Engine
 from qbe.kernels.tuning.compiling import Compilation, CompilePool, collecting
+from qbe.sites import Role
+from qbe.store.nested_tensor import nested_linears
+from qbe.store.placement import tile
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -126,3 +131,36 @@ def test_other_threads_compile_as_ever_while_one_collects(no_gpu: Path) -> None:
         knobs.runtime.jit_cache_hook = None
     assert found == []
     assert seen == ["add_splits_kernel"] * 2
+
+
+def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
+    no_gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any number of rows, and for the dequantisation of a prompt that is alone."""
+    from qbe.engine.warmup import _launches
+    from qbe.kernels.triton.nested_linear import nested_linear
+
+    engine = Engine(tiny_llama().bfloat16(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False)
+    model, table = engine.model, engine.table
+    weights = [weight for _, _, weight in nested_linears(model)]
+    for weight in weights[::2]:  # the others keep the canonical layout, as some matrices do on a GPU
+        tiled = tile(weight.packed, weight.meta, weight.layout, weight.in_features)
+        assert tiled is not None
+        weight.packed = tiled
+    monkeypatch.setattr("qbe.kernels.ops.nested_linear", nested_linear)
+    with torch.inference_mode(), collecting() as found:
+        for launch in _launches(model, table, 300, 4):
+            launch()
+    names = {c.name for c in found}
+    assert names >= {"decode_kernel", "rows_kernel", "dequantise_kernel", "dense_kernel", "nested_linear_kernel"}
+    with torch.inference_mode(), collecting() as later:
+        for m in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 128, 129, 200, 255, 256, 257, 299, 300):
+            for site in table.nested:
+                if m <= 4 or site.role is not Role.OUTPUT_HEAD:
+                    layer = model.get_submodule(site.name)
+                    layer(torch.zeros(m, layer.weight.in_features, dtype=torch.bfloat16))
+        for weight in weights[::2]:
+            for width in (4, 6, 8):
+                weight.whole(width, torch.bfloat16)
+    assert {c.key for c in later} <= {c.key for c in found}
+    assert len(found) < 50
