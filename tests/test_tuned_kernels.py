@@ -76,7 +76,7 @@ def test_every_candidate_gives_the_generic_results(name: str, what: Problem) -> 
     asked = choice(name, what)
     trial = Trial(asked)
     expected = trial.results(asked.config)
-    assert len(expected) == len(trial.precisions) + what.original + 1
+    assert len(expected) == len(trial.precisions) + what.original + (what.rows > 1)
     assert not torch.equal(expected[0], expected[1])
     assert asked.tunable.valid(what, asked.config)
     others = asked.tunable.candidates(what, asked.config, asked.device)
@@ -109,7 +109,7 @@ def test_a_split_tile_has_a_counter() -> None:
 @on_device
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)], ids=str)
 def test_there_are_not_too_many(shape: tuple[int, int]) -> None:
-    """A dozen for the decode kernel, and no more than a dozen kernels for all shapes; few where each is compiled."""
+    """A dozen for the decode kernel, and no more than a dozen kernels for all shapes; half as many for batches."""
     for rows in (8, 16):
         asked = choice("decode", problem(rows, shape[:1], shape[1]))
         found = [asked.config, *DECODE.candidates(asked.problem, asked.config, asked.device)]
@@ -119,7 +119,7 @@ def test_there_are_not_too_many(shape: tuple[int, int]) -> None:
         assert len(kernels) <= 12
     for rows in (32, 64, 128, 256):
         asked = choice("batch", problem(rows, shape[:1], shape[1]))
-        assert len(BATCH.candidates(asked.problem, asked.config, asked.device)) <= 6
+        assert len(BATCH.candidates(asked.problem, asked.config, asked.device)) <= 7
 
 
 @pytest.mark.skipif(not INTERPRET, reason="on a GPU the next test does it on graphs")

@@ -204,7 +204,7 @@ def _exact_eight(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "exponent", "units"])
+@triton.jit(do_not_specialize=["M", "exponent", "units"], do_not_specialize_on_alignment=["bits_ptr"])
 def batch_kernel(
     x_ptr, half_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent, units,
     PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
@@ -252,7 +252,7 @@ def batch_kernel(
     finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], M.to(tl.int64) * N, SPLIT)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["bits_ptr"])
 def half_rows_kernel(x_ptr, bits_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One row of x as float16 times a power of two, and that power's inverse; rounded to 8 bits if its word says so."""
     m = tl.program_id(0)

@@ -229,7 +229,7 @@ def decode_tile(
     finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], size, SPLIT)
 
 
-@triton.jit(do_not_specialize=["M", "exponent", "units"])
+@triton.jit(do_not_specialize=["M", "exponent", "units"], do_not_specialize_on_alignment=["bits_ptr"])
 def decode_kernel(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
     units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
@@ -244,7 +244,10 @@ def decode_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "N0", "N1", "N2", "exponent0", "exponent1", "exponent2", "units"])
+@triton.jit(
+    do_not_specialize=["M", "N0", "N1", "N2", "exponent0", "exponent1", "exponent2", "units"],
+    do_not_specialize_on_alignment=["bits0_ptr", "bits1_ptr", "bits2_ptr"],
+)
 def decode_three_kernel(
     x_ptr, quantised_ptr, packed0_ptr, packed1_ptr, packed2_ptr, bits0_ptr, bits1_ptr, bits2_ptr, original0_ptr,
     original1_ptr, original2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, y_ptr, parts_ptr, M, N0, N1, N2, K, kp, exponent0,

@@ -15,13 +15,13 @@ from qbe.kernels.triton.eight_bit_rows import to_eight
 from qbe.kernels.triton.tiled_codes import append_at, as_float, first_at, scale_offset
 
 
-@triton.jit(do_not_specialize=["M", "exponent", "LOW", "HIGH"])
+@triton.jit(do_not_specialize=["M", "exponent", "LOW", "HIGH", "FIRST"], do_not_specialize_on_alignment=["bits_ptr"])
 def dequantise_kernel(
-    packed_ptr, bits_ptr, w_ptr, largest_ptr, scales_ptr, M, np_, kp, exponent, LOW, HIGH, ROWS: tl.constexpr,
-    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr,
-    ASM: tl.constexpr,
+    packed_ptr, bits_ptr, w_ptr, largest_ptr, scales_ptr, M, np_, kp, exponent, LOW, HIGH, FIRST,
+    ROWS: tl.constexpr, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr,
+    LARGEST: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """W at precision TOP into w [np_, kp], if any row wants bits in LOW <= b < HIGH
+    """W at precision TOP from tile FIRST on into w, rows of kp, if any row wants bits in LOW <= b < HIGH
 
     With LARGEST, the largest value of w's 8-bit format, every output is scaled from its bound to that, and its scale
     written.
@@ -32,7 +32,8 @@ def dequantise_kernel(
     at = tl.arange(0, ROWS)
     b = tl.where(at < M, tl.load(bits_ptr + at, mask=at < M, other=0) & 255, -(2**31))
     if tl.max(((b >= LOW) & (b < HIGH)).to(tl.int32), 0) > 0:
-        tile = tl.program_id(0)
+        out = tl.program_id(0)
+        tile = FIRST + out
         unit_ = tl.program_id(1)
         row = tl.arange(0, 64)
         ru = tl.arange(0, 64)
@@ -45,10 +46,10 @@ def dequantise_kernel(
         if PRECISIONS[TOP] < TOTAL:
             low64 = tl.load(pm + (TOP + 1) * word_plane)
         if LARGEST is not None:
-            largest = tl.maximum(tl.load(largest_ptr + tile * 64 + row), 1e-30)  # no division by zero
+            largest = tl.maximum(tl.load(largest_ptr + out * 64 + row), 1e-30)  # no division by zero
             factor = tl.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)
             if unit_ == 0:
-                tl.store(scales_ptr + tile * 64 + row, largest * (1.0 / LARGEST))
+                tl.store(scales_ptr + out * 64 + row, largest * (1.0 / LARGEST))
         for c in tl.static_range(4):
             code = tl.zeros((64, 64), tl.uint8)
             block = unit_ * 4 + c
@@ -79,10 +80,10 @@ def dequantise_kernel(
                 w = to_eight(w * factor[:, None], w_ptr.dtype.element_ty)
             else:
                 w = w.to(w_ptr.dtype.element_ty)
-            tl.store(w_ptr + (tile * 64 + row).to(tl.int64)[:, None] * kp + (block * 64 + ru)[None, :], w)
+            tl.store(w_ptr + (out * 64 + row).to(tl.int64)[:, None] * kp + (block * 64 + ru)[None, :], w)
 
 
-@triton.jit(do_not_specialize=["M", "LOW", "HIGH"])
+@triton.jit(do_not_specialize=["M", "LOW", "HIGH"], do_not_specialize_on_alignment=["bits_ptr"])
 def dense_kernel(
     x_ptr, w_ptr, bits_ptr, bias_ptr, y_ptr, M, N, K, stride, LOW, HIGH, EVEN: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, KSTEPS: tl.constexpr,

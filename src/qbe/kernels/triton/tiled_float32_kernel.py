@@ -68,7 +68,7 @@ def _float32_loop(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "exponent"])
+@triton.jit(do_not_specialize=["M", "exponent"], do_not_specialize_on_alignment=["bits_ptr"])
 def float32_kernel(
     x_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, M, N, K, np_, kp, exponent, PRECISIONS: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr, BN: tl.constexpr,

@@ -50,7 +50,7 @@ def prefill(
         for p in range(len(layout.precisions)):
             low, high = bounds[p], bounds[p + 1]
             dequantise_kernel[(rows // TILE, inputs // 256)](
-                tiled, words, weight, None, None, m, rows, inputs, exponent, low, high,
+                tiled, words, weight, None, None, m, rows, inputs, exponent, low, high, 0,
                 ROWS=triton.next_power_of_2(m), TOP=p, LARGEST=None, PRECISIONS=layout.precisions,
                 PARTS=layout.needed_parts, GROUP=group_size_of(tiled, n, k, layout), ASM=x.device.type == "cuda",
             )  # fmt: skip

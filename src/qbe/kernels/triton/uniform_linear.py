@@ -16,10 +16,13 @@ from qbe.hardware import Format, detect
 from qbe.kernels.reference.activations import EIGHT
 from qbe.kernels.triton.dequantise import dequantise
 from qbe.kernels.triton.eight_bit_rows import eight_bit_rows
-from qbe.kernels.triton.layout import group_size_of
+from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.sites import FULL_BITS
 from qbe.store.layout import SliceLayout
+
+CACHED_BYTES = 32 << 20  # of the weight made at once: what a GPU's L2 cache holds until it is multiplied
+LEAST_OUTPUTS = 2048  # made at once: a product of fewer does not fill the GPU
 
 _DTYPES = {str(Format.FP8_E4M3): torch.float8_e4m3fn, str(Format.INT8): torch.int8}
 
@@ -60,19 +63,30 @@ def uniform_linear(
     if whole is not None and (whole.device != x.device or whole.dtype != x.dtype):
         return None
     precision = max((i for i, p in enumerate(layout.precisions) if p <= weight_bits), default=0)
+    dtype = x.dtype
     if eight:
-        rows = x.reshape(-1, k).contiguous()
-        dtype = None if whole is not None or x.dtype == torch.float32 else eight_bit_dtype(x.device)
-        if dtype is not None:
-            weight, scales = dequantise(tiled, bits, n, k, layout, exponent, precision, dtype)
+        dtype = (whole is None and x.dtype != torch.float32 and eight_bit_dtype(x.device)) or x.dtype
+    rows = x.reshape(-1, k).contiguous()
+    if eight and dtype == x.dtype:
+        rows = round_rows(rows, bits.contiguous(), group_size_of(tiled, n, k, layout))
+    if whole is not None:
+        return torch.nn.functional.linear(rows, whole, bias).view(*x.shape[:-1], n)
+    padded, inputs = padded_shape(n, k, layout)
+    converted = eight_bit_rows(rows, inputs, dtype) if dtype != x.dtype else None
+    y = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
+    step = max(LEAST_OUTPUTS, CACHED_BYTES // (inputs * dtype.itemsize) // TILE * TILE)
+    for first in range(0, padded, step):
+        count = min(step, padded - first)
+        weight, scales = dequantise(tiled, bits, n, k, layout, exponent, precision, dtype, first, count)
+        part = y[:, first : first + count]
+        if converted is None:
+            torch.mm(rows, weight[: part.shape[1], :k].t(), out=part)
+        else:
             assert scales is not None
-            y = eight_bit_product(*eight_bit_rows(rows, weight.shape[1], dtype), weight, scales, x.dtype)
-            y = y[:, :n] if bias is None else y[:, :n] + bias
-            return y.contiguous().view(*x.shape[:-1], n)
-        x = round_rows(rows, bits.contiguous(), group_size_of(tiled, n, k, layout)).view(x.shape)
-    if whole is None:
-        whole = dequantise(tiled, bits, n, k, layout, exponent, precision, x.dtype)[0][:n, :k]
-    return torch.nn.functional.linear(x, whole, bias)
+            part.copy_(eight_bit_product(*converted, weight, scales, x.dtype)[:, : part.shape[1]])
+    if bias is not None:
+        y += bias
+    return y.view(*x.shape[:-1], n)
 
 
 def eight_bit_product(
