@@ -101,9 +101,9 @@ def test_what_does_not_add_up_is_not_valid(name: str, what: Problem) -> None:
 def test_a_split_tile_has_a_counter() -> None:
     """A weight has one for 16 outputs; two tiles of rows share those of a tile of outputs."""
     what = problem(64, (64,), 4096)
-    config = {"BM": 32, "BN": 32, "SPLITS": 2, "STEPS": 32, "STAGES": 2, "num_warps": 4}
-    assert candidates.valid_rows(what, config)
-    assert not candidates.valid_rows(what, {**config, "BM": 16, "BN": 16})
+    config = {"BM": 32, "BN": 32, "SPLITS": 2, "SPLIT_UNITS": 8, "STAGES": 2, "num_warps": 4}
+    assert candidates.valid_batch(what, config)
+    assert not candidates.valid_batch(what, {**config, "BM": 16, "BN": 16})
 
 
 @on_device

@@ -206,8 +206,7 @@ def decode_tile(
     for top in tl.static_range(P):
         for mixed in tl.static_range(2):
             # A store of many precisions has one loop for all, or the code would grow with their number.
-            NEEDED: tl.constexpr = mixed == 0 or (MIXED and top > 0)
-            if (P <= 3 and NEEDED) or (P > 3 and top == P - 1 and mixed == 1):
+            if (P <= 3 and (mixed == 0 or (MIXED and top > 0))) or (P > 3 and top == P - 1 and mixed == 1):
                 if (highest >= 0) & ((P > 3) | ((highest == top) & ((lowest < top) == (mixed == 1)))):
                     acc = _loop(
                         quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, units, PRECISIONS,
