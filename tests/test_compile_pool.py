@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 from conftest import byte_tokenizer, tiny_llama
 from qbe import Engine
+from qbe.kernels.reference.activations import word
 from qbe.kernels.tuning.compiling import Compilation, CompilePool, collecting
 from qbe.sites import Role
 from qbe.store.nested_tensor import nested_linears
@@ -144,7 +146,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
     model, table = engine.model, engine.table
     weights = [weight for _, _, weight in nested_linears(model)]
     for weight in weights[::2]:  # the others keep the canonical layout, as some matrices do on a GPU
-        tiled = tile(weight.packed, weight.meta, weight.layout, weight.in_features)
+        tiled = tile(weight.packed, weight.meta, weight.layout, weight.in_features, weight.exponent)
         assert tiled is not None
         weight.packed = tiled
     monkeypatch.setattr("qbe.kernels.ops.nested_linear", nested_linear)
@@ -152,7 +154,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
         for launch in _launches(model, table, 300, 4):
             launch()
     names = {c.name for c in found}
-    assert names >= {"decode_kernel", "rows_kernel", "dequantise_kernel", "dense_kernel", "nested_linear_kernel"}
+    assert names >= {"decode_kernel", "batch_kernel", "dequantise_kernel", "dense_kernel", "nested_linear_kernel"}
     with torch.inference_mode(), collecting() as later:
         for m in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 128, 129, 200, 255, 256, 257, 299, 300):
             for site in table.nested:
@@ -160,7 +162,8 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
                     layer = model.get_submodule(site.name)
                     layer(torch.zeros(m, layer.weight.in_features, dtype=torch.bfloat16))
         for weight in weights[::2]:
-            for width in (4, 6, 8):
-                weight.whole(width, torch.bfloat16)
+            for width, activations in itertools.product((4, 6, 8), (8, 16)):
+                weight.uniform = word(width, activations)
+                torch.nn.functional.linear(torch.zeros(300, weight.in_features, dtype=torch.bfloat16), weight)
     assert {c.key for c in later} <= {c.key for c in found}
     assert len(found) < 50
