@@ -74,7 +74,7 @@ def valid_decode(problem: Problem, config: Config) -> bool:
         and config["SPLITS"] * config["SPLIT_UNITS"] == units
         and config["AHEAD"] in (1, 2)
         and config["AHEAD"] <= config["SPLIT_UNITS"]
-        and config["BM"] == (8 if problem.rows <= 8 else 16)
+        and config["BM"] == min(16, problem.rows)
         and _counted(problem, config, 1)
     )
 

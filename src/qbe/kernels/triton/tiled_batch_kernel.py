@@ -1,9 +1,10 @@
 """A batch of rows: float16 products of dequantised weights, on the tiled layout (`layout`).
 
 A program makes a tile y[BN outputs, BM rows]. The weight is the left operand, so that it goes from packed bytes to the
-tensor cores through registers alone. A code in the low byte of a float16 whose high byte is 0x64 is the number 1024 +
-code: a mask, a byte permutation, an addition and a fused multiply-add make two weights, the offset's whole part in the
-addition, so that nothing is rounded there.
+tensor cores through registers alone: a mask, a byte permutation and a fused multiply-add make two weights. A code in the
+low byte of a float16 is the subnormal number code * 2**-24; the scale carries the 2**24. Rounding the shift (offset times
+scale) to float16 is fine beside bfloat16 inputs. For float16 ones (EXACT) the high byte is 0x64, which makes 1024 + code,
+and the offset's whole part goes with an addition of its own, where nothing is rounded: a sixth slower on an H200.
 
 Range: scales keep the exponent range of their byte and lose the matrix's own exponent, rows of x lose theirs
 (`half_rows_kernel`); both come back in float32 at the end. A weight has 11 bits of precision then, x all of bfloat16's.
@@ -35,7 +36,7 @@ def half_bytes(m: int, kp: int) -> int:
 
 
 @triton.constexpr_function
-def _weights_asm(c, parts, top):
+def _weights_asm(c, parts, top, exact):
     """four weights: fields of chunk c of the parts that precision `top` has, left-aligned, times scale plus shift"""
     used = [(i, first, width) for i, (first, width, needed) in enumerate(parts) if needed <= top]
     lines = [".reg .b32 t, a, p;"]
@@ -50,7 +51,9 @@ def _weights_asm(c, parts, top):
         )
     n = 4 + len(used)
     for i in range(2):
-        lines.append(f"prmt.b32 p, a, 0x64646464, {('0x4140', '0x4342')[i]}; add.rn.f16x2 p, p, ${n};")
+        lines.append(f"prmt.b32 p, a, {'0x64646464' if exact else '0'}, {('0x4140', '0x4342')[i]};")
+        if exact:
+            lines.append(f"add.rn.f16x2 p, p, ${n};")
         lines.append(f"fma.rn.f16x2 p, p, ${n + 1}, ${n + 2}; mov.b32 {{${2 * i}, ${2 * i + 1}}}, p;")
     return "{" + " ".join(lines) + "}"
 
@@ -66,8 +69,13 @@ def _low_half(pair):
 
 
 @triton.jit
-def _weight(code, o, s, b):
-    return ((1024.0 + code.to(tl.float32) + _low_half(o)) * _low_half(s) + _low_half(b)).to(tl.float16)
+def _weight(code, o, s, b, EXACT: tl.constexpr):
+    c = code.to(tl.float32)
+    if EXACT:
+        c = 1024.0 + c + _low_half(o)
+    else:
+        c = c * (1.0 / (1 << 24))
+    return (c * _low_half(s) + _low_half(b)).to(tl.float16)
 
 
 @triton.jit
@@ -80,14 +88,16 @@ def _twice(f, ASM: tl.constexpr):
 
 
 @triton.jit
-def _weights(tiles, o, s, b, C: tl.constexpr, PARTS: tl.constexpr, TOP: tl.constexpr, ASM: tl.constexpr):
+def _weights(
+    tiles, o, s, b, C: tl.constexpr, PARTS: tl.constexpr, TOP: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr
+):
     """chunk C of the parts' tiles (int32 [BN, 16]) and `_offset_scale_shift` ([BN, 1]) -> float16 [BN, 64]"""
     w0 = tiles[0][C * PARTS[0][1] // 8]
     o = tl.broadcast_to(o, w0.shape)
     s = tl.broadcast_to(s, w0.shape)
     b = tl.broadcast_to(b, w0.shape)
     if ASM:
-        ASSEMBLY: tl.constexpr = _weights_asm(C, PARTS, TOP)
+        ASSEMBLY: tl.constexpr = _weights_asm(C, PARTS, TOP, EXACT)
         CONSTRAINTS: tl.constexpr = _weights_constraints(PARTS, TOP)
         args = ()
         for i in tl.static_range(len(PARTS)):
@@ -102,10 +112,10 @@ def _weights(tiles, o, s, b, C: tl.constexpr, PARTS: tl.constexpr, TOP: tl.const
             if PARTS[i][2] <= TOP:
                 field = tiles[i][C * PARTS[i][1] // 8] >> (C % (8 // PARTS[i][1]) * PARTS[i][1])
                 code |= (field & (((1 << PARTS[i][1]) - 1) * 0x01010101)) << (8 - PARTS[i][0] - PARTS[i][1])
-        f0 = _weight(code & 255, o, s, b)
-        f1 = _weight(code >> 8 & 255, o, s, b)
-        f2 = _weight(code >> 16 & 255, o, s, b)
-        f3 = _weight(code >> 24 & 255, o, s, b)
+        f0 = _weight(code & 255, o, s, b, EXACT)
+        f1 = _weight(code >> 8 & 255, o, s, b, EXACT)
+        f2 = _weight(code >> 16 & 255, o, s, b, EXACT)
+        f3 = _weight(code >> 24 & 255, o, s, b, EXACT)
     w = tl.join(tl.join(f0, f2), tl.join(f1, f3))
     w = w.reshape(w0.shape[0], 4, 4, 2, 2).permute(0, 1, 3, 2, 4)
     return w.reshape(w0.shape[0], 64)
@@ -118,10 +128,10 @@ def _place(k):
 
 
 @triton.jit
-def _offset_scale_shift(base, low, SHIFT: tl.constexpr, LEFT: tl.constexpr, ASM: tl.constexpr):
-    """uint16 pairs (int32 holding) -> -1024 less the offset's whole part, scale and what is left of the offset, scaled
+def _offset_scale_shift(base, low, SHIFT: tl.constexpr, LEFT: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr):
+    """uint16 pairs (int32 holding) -> what `_weights` adds to a left-aligned code, multiplies with and adds then
 
-    of left-aligned codes; each as two equal float16 in an int32
+    Each as two equal float16 in an int32. Weights that are not EXACT are smaller by 2**16.
     """
     s = (((base & 255) << 19) + (EXPONENT << 23)).to(tl.float32, bitcast=True)
     o = ((base >> 8) & 255).to(tl.float32)
@@ -130,14 +140,18 @@ def _offset_scale_shift(base, low, SHIFT: tl.constexpr, LEFT: tl.constexpr, ASM:
         d = ((low << 16) >> 24).to(tl.float32)
         o = tl.fma(d, (1 << SHIFT) / 64.0, o - ((1 << SHIFT) - 1) / 2.0)
     o = o * (1 << LEFT)
-    whole = tl.floor(o)
-    return _twice(-1024.0 - whole, ASM), _twice(s, ASM), _twice((whole - o) * s, ASM)
+    if EXACT:
+        whole = tl.floor(o)
+        return _twice(-1024.0 - whole, ASM), _twice(s, ASM), _twice((whole - o) * s, ASM)
+    else:
+        return tl.zeros(o.shape, tl.int32), _twice(s * 256.0, ASM), _twice(o * s * (-1.0 / (1 << 16)), ASM)
 
 
 @triton.jit
 def _batch_loop(
     x_ptr, packed_ptr, np_, kp, n, m, m_ok, u0, UNITS, PRECISIONS: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """W @ x.T at precision TOP, float32 [BN, BM], without the exponents of the matrix and of the rows"""
     TOTAL: tl.constexpr = PRECISIONS[len(PRECISIONS) - 1]
@@ -181,8 +195,8 @@ def _batch_loop(
                 low = base
                 if LOWER:
                     low = (lows[c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
-                o, s, b = _offset_scale_shift(base, low, TOTAL - PRECISIONS[TOP], 8 - TOTAL, ASM)
-            acc = tl.dot(_weights(tiles, o[:, None], s[:, None], b[:, None], c, PARTS, TOP, ASM), x, acc)
+                o, s, b = _offset_scale_shift(base, low, TOTAL - PRECISIONS[TOP], 8 - TOTAL, EXACT, ASM)
+            acc = tl.dot(_weights(tiles, o[:, None], s[:, None], b[:, None], c, PARTS, TOP, EXACT, ASM), x, acc)
     return acc
 
 
@@ -212,6 +226,7 @@ def batch_kernel(
 ):  # fmt: skip
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     row_tiles = tl.cdiv(M, BM)
     n = tl.program_id(0) // row_tiles * BN + tl.arange(0, BN)
     m = tl.program_id(0) % row_tiles * BM + tl.arange(0, BM)
@@ -229,12 +244,14 @@ def batch_kernel(
     for p in tl.static_range(P):
         if tl.max((serves == p).to(tl.int32), 0) > 0:
             part = _batch_loop(
-                half, packed_ptr, np_, kp, n_in, m, m_ok, u0, units, PRECISIONS, PARTS, GROUP, UNIT, p, STAGES, ASM
-            )
+                half, packed_ptr, np_, kp, n_in, m, m_ok, u0, units, PRECISIONS, PARTS, GROUP, UNIT, p, STAGES, EXACT,
+                ASM,
+            )  # fmt: skip
             acc = tl.where((serves == p)[None, :], part, acc)
     row = tl.load((half + M.to(tl.int64) * kp).to(tl.pointer_type(tl.float32)) + m_in)
     matrix = (exponent << 23).to(tl.float32, bitcast=True)
-    acc = acc * (LIFT * (1.0 / (1 << (8 - TOTAL))) * matrix) * row[None, :]
+    FACTOR: tl.constexpr = (1.0 if EXACT else 65536.0) / (1 << (8 - TOTAL))
+    acc = acc * (LIFT * FACTOR * matrix) * row[None, :]
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
             exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, units * (UNIT // 64))

@@ -24,13 +24,12 @@ def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> di
     """Of `tiled_decode_kernel`, from a sweep on an H200 (docs/performance.md).
 
     Wide tiles share x between more outputs; narrow ones and splits give a small matrix enough programs. 16 rows need
-    more registers, so that a matrix with few tiles rather takes twice the warps than twice the programs. A single row
-    needs few.
+    more registers, so that a matrix with few tiles rather takes twice the warps than twice the programs.
     """
     block_m = 8 if m <= 8 else 16
     many = -(-n // 64) >= 2 * processors
-    warps = 4 if m == 1 else 2 if block_m == 8 or many else 4
-    most = (4 if warps == 2 or m == 1 else 2) * processors
+    warps = 2 if block_m == 8 or many else 4
+    most = (4 if warps == 2 else 2) * processors
     block_n, tiles = 64, -(-n // 64)
     splits = _splits(units, most // tiles, 4)
     if warps == 2 and tiles * splits < processors:
@@ -46,8 +45,8 @@ def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> di
 def batch_config(m: int, n: int, units: int, width: int, processors: int, shared: int) -> dict[str, int]:
     """Of `tiled_batch_kernel`, likewise.
 
-    A program keeps its x in shared memory, so that few of them fit on a processor: one wave of them is best, of wide
-    tiles if those are enough.
+    A program keeps its x in shared memory, so that one or two of them fit on a processor: one wave of them is best, of
+    wide tiles if those are enough.
 
     Args:
         width: inputs of a unit.
@@ -61,7 +60,8 @@ def batch_config(m: int, n: int, units: int, width: int, processors: int, shared
     warps = 4 if block_m == 32 and tiles * splits > processors else 8
     if 10 * tiles * splits < 7 * processors:
         block_n, tiles, warps = 64, -(-n // 64) * row_tiles, 4
-        splits = _splits(units, min(most, processors // tiles), 4)
+        waves = 2 if block_m == 32 else 1
+        splits = _splits(units, min(most, waves * processors // tiles), 4)
     stages = next((s for s in (3, 2) if s * width * (2 * block_m + block_n) <= shared), 1)
     return {
         "BM": block_m, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits, "STAGES": stages,

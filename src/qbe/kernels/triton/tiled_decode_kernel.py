@@ -8,8 +8,7 @@ byte alone: its low byte reads as zero.
 In a mixed batch every part is multiplied once. A row adds the sums of the bits it asks for, exact integers, and takes
 the scale and offset of its precision: it comes out the same, bit for bit, whatever the other rows ask for. Each
 highest precision has loops of its own, for a uniform and for a mixed tile, which load what they need and nothing
-else. The bits are read at run time. A single row is never mixed (MIXED false): without those loops the kernel needs two
-thirds of the registers.
+else. The bits are read at run time.
 """
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
@@ -176,8 +175,8 @@ def _loop(
 def decode_tile(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
     units, tile, column, columns, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-    UNIT: tl.constexpr, MIXED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """the tile of that number of one matrix, whose first output is `column` of y's `columns`"""
     P: tl.constexpr = len(PRECISIONS)
@@ -206,7 +205,7 @@ def decode_tile(
     for top in tl.static_range(P):
         for mixed in tl.static_range(2):
             # A store of many precisions has one loop for all, or the code would grow with their number.
-            if (P <= 3 and (mixed == 0 or (MIXED and top > 0))) or (P > 3 and top == P - 1 and mixed == 1):
+            if (P <= 3 and (top > 0 or mixed == 0)) or (P > 3 and top == P - 1 and mixed == 1):
                 if (highest >= 0) & ((P > 3) | ((highest == top) & ((lowest < top) == (mixed == 1)))):
                     acc = _loop(
                         quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, units, PRECISIONS,
@@ -232,13 +231,13 @@ def decode_tile(
 def decode_kernel(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
     units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
-    MIXED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """one matrix"""
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp,
-        exponent, units, tl.program_id(0), 0, N, PRECISIONS, PARTS, GROUP, UNIT, MIXED, SPLIT, BN, BM, STAGES, EARLY,
+        exponent, units, tl.program_id(0), 0, N, PRECISIONS, PARTS, GROUP, UNIT, SPLIT, BN, BM, STAGES, EARLY,
         AHEAD, ASM,
     )  # fmt: skip
 
@@ -251,8 +250,8 @@ def decode_three_kernel(
     x_ptr, quantised_ptr, packed0_ptr, packed1_ptr, packed2_ptr, bits0_ptr, bits1_ptr, bits2_ptr, original0_ptr,
     original1_ptr, original2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, y_ptr, parts_ptr, M, N0, N1, N2, K, kp, exponent0,
     exponent1, exponent2, units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-    UNIT: tl.constexpr, MIXED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """up to three matrices that read the same x, their results side by side; of two, N2 is 0"""
     row_tiles = tl.cdiv(M, BM)
@@ -294,5 +293,5 @@ def decode_three_kernel(
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K,
         tl.cdiv(N, 64) * 64, kp, exponent, units, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT,
-        MIXED, SPLIT, BN, BM, STAGES, EARLY, AHEAD, ASM,
+        SPLIT, BN, BM, STAGES, EARLY, AHEAD, ASM,
     )  # fmt: skip
