@@ -1,10 +1,10 @@
 """A batch of rows: float16 products of dequantised weights, on the tiled layout (`layout`).
 
 A program makes a tile y[BN outputs, BM rows]. The weight is the left operand, so that it goes from packed bytes to the
-tensor cores through registers alone: a mask, a byte permutation and a fused multiply-add make two weights. A code in the
-low byte of a float16 is the subnormal number code * 2**-24; the scale carries the 2**24. Rounding the shift (offset times
-scale) to float16 is fine beside bfloat16 inputs. For float16 ones (EXACT) the high byte is 0x64, which makes 1024 + code,
-and the offset's whole part goes with an addition of its own, where nothing is rounded: a sixth slower on an H200.
+tensor cores through registers alone: a mask, a byte permutation and a fused multiply-add make two weights. A code in
+the low byte of a float16 is the subnormal number code * 2**-24; the scale carries the 2**24. That rounds the shift
+(offset times scale) to float16, which is fine beside bfloat16 inputs. For float16 ones (EXACT) the high byte is 0x64:
+1024 + code; the offset's whole part goes by an addition of its own, where nothing is rounded, a tenth slower.
 
 Range: scales keep the exponent range of their byte and lose the matrix's own exponent, rows of x lose theirs
 (`half_rows_kernel`); both come back in float32 at the end. A weight has 11 bits of precision then, x all of bfloat16's.
@@ -14,7 +14,7 @@ Each precision that some row of a tile asks for is one pass over the inputs; a r
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
 # mypy: disable-error-code="no-untyped-def, var-annotated, assignment, operator, index, misc, attr-defined"
-# ruff: noqa: RUF005, SIM102
+# ruff: noqa: RUF005, SIM102, SIM108
 
 from __future__ import annotations
 
