@@ -86,13 +86,13 @@ def test_a_long_prompt_alone_and_beside_another_precision(device: torch.device, 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_long_prompt_of_8_bit_activations(device: torch.device, bits: int) -> None:
     """In a batch its rows are int8 by group; alone, on a GPU, both sides have 8 bits with a scale per row."""
-    model = tiny_llama().bfloat16()
+    model = tiny_llama().half()
     engine = Engine(model, tokenizer=byte_tokenizer(), device=device.type, policy="uniform", records=False)
     sixteen, _ = first_logits(engine, Request(PROMPT, PARAMS, Budget(bits=bits), "uniform"))
     mine = Request(PROMPT, PARAMS, Budget(bits=bits, activation_bits=8), "uniform")
     other = Request("x" * 150, PARAMS, Budget(bits=6), "uniform")
-    for requests, most in (((mine,), 0.2), ((mine, other), 0.06)):
+    for requests, most in (((mine,), 0.2), ((mine, other), 0.1)):
         logits, told = first_logits(engine, *requests)
         assert told == (len(requests) == 1)
-        # References on the same prompt in float32: 0.11 (E4M3 by row) and 0.02 (int8 by group), bfloat16 comes on top.
+        # References on this prompt in float32: 0.11 (E4M3 by row) and 0.02 (int8 by group). float16 alone adds 0.03.
         assert 0 < (logits - sixteen).norm() / sixteen.norm() < most
