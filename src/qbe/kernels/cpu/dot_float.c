@@ -88,8 +88,9 @@ TARGET_AVX2 INLINE void dot_avx2(const Weight *w, const uint8_t *const *rows, in
 /* Rows [n0, n1) of the weight times rows [r0, r1) of x, which read the same precision. */
 #define DEFINE_MULTIPLY(NAME, TARGET)                                                                              \
     TARGET static void multiply_##NAME(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1,       \
-                                       float *scale, float *offset) {                                              \
+                                       float *scale) {                                                             \
         const Weight *w = &j->w;                                                                                   \
+        float *offset = scale + (n1 - n0) * w->groups;                                                             \
         const int parts = parts_of(w->layout, w->layout->precision[at]);                                           \
         decode_meta(w, n0, n1, at, scale, offset);                                                                 \
         for (int64_t n = n0; n < n1; n++) {                                                                        \
@@ -100,7 +101,7 @@ TARGET_AVX2 INLINE void dot_avx2(const Weight *w, const uint8_t *const *rows, in
                 const int m = r1 - r < MAX_TILE ? (int)(r1 - r) : MAX_TILE;                                        \
                 const float *x[MAX_TILE];                                                                          \
                 float y[MAX_TILE];                                                                                 \
-                for (int i = 0; i < m; i++) x[i] = (const float *)j->x + j->row[r + i] * w->kp;                    \
+                for (int i = 0; i < m; i++) x[i] = (const float *)j->x + (r + i) * w->kp;                          \
                 DOT_ROWS(dot_##NAME)                                                                               \
                 for (int i = 0; i < m; i++) store(j, j->row[r + i], n, y[i]);                                      \
             }                                                                                                      \
@@ -114,10 +115,12 @@ DEFINE_MULTIPLY(avx2, TARGET_AVX2)
 
 /* A row of x in float32, padded. For AVX2, lane i of step t of each half of a block reads byte t of the half's i-th
    32-bit word: input 4i + t. */
-static void load_float(const void *x, int dtype, int64_t k, int64_t kp, int permuted, float *out) {
-    for (int64_t b = 0; b * BLOCK < kp; b++, out += BLOCK) {
+static void load_float(const char *x, int dtype, int64_t k, const Weight *w, int eight, int permuted, float *out) {
+    if (eight) round_to_eight(x, dtype, k, w->kp, w->groups, out);
+    for (int64_t b = 0; b * BLOCK < w->kp; b++, out += BLOCK) {
         float block[BLOCK];
-        load_block(x, dtype, k, b, block);
+        if (eight) memcpy(block, out, sizeof block);
+        else load_block(x, dtype, k, b, block);
         for (int i = 0; i < BLOCK; i++) out[i] = block[permuted ? i / 32 * 32 + i % 8 * 4 + i / 8 % 4 : i];
     }
 }

@@ -5,8 +5,9 @@
 
 #define FULL_TILE 4 /* rows of x served by one reading */
 
-/* y[m] = weight row . x[m], all of DTYPE; both k numbers long. */
-INLINE void dot_full_floats(const char *weight, const char *const *x, int64_t k, float *y, const int M, const int DTYPE) {
+/* y[m] = weight row . x[m], of DTYPE and XTYPE; both k numbers long. */
+INLINE void dot_full_floats(const char *weight, const char *const *x, int64_t k, float *y, const int M, const int DTYPE,
+                            const int XTYPE) {
     const int64_t number = DTYPE == FLOAT32 ? 4 : 2, whole = k / (2 * LANES) * (2 * LANES);
     Floats sum[FULL_TILE][2] = {{{0}}};
     for (int64_t i = 0; i < whole; i += 2 * LANES) {
@@ -14,12 +15,12 @@ INLINE void dot_full_floats(const char *weight, const char *const *x, int64_t k,
         __builtin_prefetch(weight + number * i + 2048);
         for (int h = 0; h < 2; h++) {
             const Floats w = load_lanes(weight, DTYPE, k, i + h * LANES);
-            for (int m = 0; m < M; m++) sum[m][h] += w * load_lanes(x[m], DTYPE, k, i + h * LANES);
+            for (int m = 0; m < M; m++) sum[m][h] += w * load_lanes(x[m], XTYPE, k, i + h * LANES);
         }
     }
     for (int64_t i = whole; i < k; i += LANES) {
         const Floats w = load_lanes(weight, DTYPE, k, i);
-        for (int m = 0; m < M; m++) sum[m][0] += w * load_lanes(x[m], DTYPE, k, i);
+        for (int m = 0; m < M; m++) sum[m][0] += w * load_lanes(x[m], XTYPE, k, i);
     }
     for (int m = 0; m < M; m++) y[m] = sum_lanes(sum[m][0] + sum[m][1]);
 }
@@ -49,31 +50,41 @@ TARGET_AVX512 INLINE void dot_full_bf16(const char *weight, const char *const *x
 }
 #endif
 
-/* Rows [n0, n1) of the original times the rows of x that ask for it. */
+/* Rows [n0, n1) of the original times the rows [r0, r1) of those that ask for it, x_bytes apart at x if they are not
+   read where they are given. */
 #define DEFINE_FULL(NAME, TARGET, BF16)                                                                              \
-    TARGET static void full_##NAME(const Job *j, int64_t n0, int64_t n1) {                                           \
+    TARGET static void full_rows_##NAME(const Job *j, int64_t n0, int64_t n1, int64_t r0, int64_t r1, const char *own) { \
         const int64_t bytes = j->k * (j->dtype == FLOAT32 ? 4 : 2);                                                  \
         for (int64_t n = n0; n < n1; n++)                                                                            \
-            for (int64_t r = 0; r < j->full; r += FULL_TILE) {                                                       \
-                const int m = j->full - r < FULL_TILE ? (int)(j->full - r) : FULL_TILE;                              \
+            for (int64_t r = r0; r < r1; r += FULL_TILE) {                                                           \
+                const int m = r1 - r < FULL_TILE ? (int)(r1 - r) : FULL_TILE;                                        \
                 const char *x[FULL_TILE], *weight = j->original + n * bytes;                                         \
                 float y[FULL_TILE];                                                                                  \
-                for (int i = 0; i < m; i++) x[i] = j->x_full + j->row_full[r + i] * bytes;                           \
-                switch (j->dtype == FLOAT32 ? m : m + FULL_TILE) { /* constants: sums stay in registers */           \
-                case 1: dot_full_floats(weight, x, j->k, y, 1, FLOAT32); break;                                      \
-                case 2: dot_full_floats(weight, x, j->k, y, 2, FLOAT32); break;                                      \
-                case 3: dot_full_floats(weight, x, j->k, y, 3, FLOAT32); break;                                      \
-                case 4: dot_full_floats(weight, x, j->k, y, 4, FLOAT32); break;                                      \
-                case 5: BF16(1); break;                                                                              \
-                case 6: BF16(2); break;                                                                              \
-                case 7: BF16(3); break;                                                                              \
+                for (int i = 0; i < m; i++)                                                                          \
+                    x[i] = own ? own + (r + i - r0) * j->w.kp * 4 : j->given + j->row_full[r + i] * bytes;           \
+                switch (m + FULL_TILE * (j->dtype == FLOAT32 ? 0 : own ? 1 : 2)) { /* constants: sums stay in registers */ \
+                case 1: dot_full_floats(weight, x, j->k, y, 1, FLOAT32, FLOAT32); break;                             \
+                case 2: dot_full_floats(weight, x, j->k, y, 2, FLOAT32, FLOAT32); break;                             \
+                case 3: dot_full_floats(weight, x, j->k, y, 3, FLOAT32, FLOAT32); break;                             \
+                case 4: dot_full_floats(weight, x, j->k, y, 4, FLOAT32, FLOAT32); break;                             \
+                case 5: dot_full_floats(weight, x, j->k, y, 1, BFLOAT16, FLOAT32); break;                            \
+                case 6: dot_full_floats(weight, x, j->k, y, 2, BFLOAT16, FLOAT32); break;                            \
+                case 7: dot_full_floats(weight, x, j->k, y, 3, BFLOAT16, FLOAT32); break;                            \
+                case 8: dot_full_floats(weight, x, j->k, y, 4, BFLOAT16, FLOAT32); break;                            \
+                case 9: BF16(1); break;                                                                              \
+                case 10: BF16(2); break;                                                                             \
+                case 11: BF16(3); break;                                                                             \
                 default: BF16(4);                                                                                    \
                 }                                                                                                    \
                 for (int i = 0; i < m; i++) store(j, j->row_full[r + i], n, y[i]);                                   \
             }                                                                                                        \
+    }                                                                                                                \
+    TARGET static void full_##NAME(const Job *j, int64_t n0, int64_t n1) {                                           \
+        full_rows_##NAME(j, n0, n1, 0, j->full - j->full_eight, NULL);                                               \
+        full_rows_##NAME(j, n0, n1, j->full - j->full_eight, j->full, (const char *)j->x_eight);                     \
     }
 
-#define BY_FLOATS(M) dot_full_floats(weight, x, j->k, y, M, BFLOAT16)
+#define BY_FLOATS(M) dot_full_floats(weight, x, j->k, y, M, BFLOAT16, BFLOAT16)
 DEFINE_FULL(scalar, , BY_FLOATS)
 #ifdef X86
 #define BY_BF16(M) dot_full_bf16(weight, x, j->k, y, M)

@@ -36,6 +36,7 @@ class Geometry(NamedTuple):
     n: int
     slices: tuple[int, ...]
     exponent: int
+    group: int  # inputs that share a scale
     layout: SliceLayout
     address: int  # of `table`
     table: _Table
@@ -71,4 +72,4 @@ def geometry(
     table.first[: len(layout.parts)] = [p.first for p in layout.parts]
     table.width[: len(layout.parts)] = [p.width for p in layout.parts]
     table.k, table.n, table.kp, table.groups = k, n, kp, groups
-    return Geometry(k, n, slices, exponent, layout, ctypes.addressof(table), table)
+    return Geometry(k, n, slices, exponent, kp // max(groups, 1), layout, ctypes.addressof(table), table)

@@ -2,40 +2,31 @@
 
 #include <stdatomic.h>
 
-/* One per part of a precision, for dot_avx512.c. */
-typedef struct {
-    int64_t spread[8], rotate[8];      /* part -> 64-bit lane: which of its words, rotated left by how much */
-    uint64_t mask;                     /* the part's bits in the digit's bytes */
-    int32_t width, starts, ends;       /* starts, ends: first, last part of its digit */
-    uint16_t table[32];                /* of the digit, where `ends` */
-} Step;
-
-typedef struct {
-    int32_t count;
-    Step step[8];
-} Recipe;
-
 /* One weight to multiply with or to dequantise; its rows are taken in chunks from the counter `next`. */
 typedef struct {
     Weight w;
-    atomic_llong next;
+    atomic_llong next, loading; /* rows of the weight, rows of x */
     int64_t chunk;
     int dtype;
     void *y;
     int64_t y_stride;        /* numbers from one row of y to the next */
-    int64_t rows;            /* of x; or of the weight, from n0, to dequantise */
-    const Recipe *recipe;    /* per precision (AVX-512) */
-    /* multiply */
-    const void *x;           /* one row every x_bytes, as the backend's load function leaves it */
+    int64_t rows;            /* of x, those at 16 bits not among them; or of the weight, from n0, to dequantise */
+    const struct Recipe *recipe; /* per precision (AVX-512) */
+    /* multiply: the rows of x in the order of their precisions, those of 8-bit activations behind the others */
+    const int32_t *words;    /* of all rows, in their own order */
+    int32_t *row, *precision; /* number in x and y, index of the precision */
+    char *x;                 /* one row every x_bytes, as the backend's load function leaves it */
     int64_t x_bytes;
-    const float *sums;       /* [rows of x, groups]: sums of x over groups (AVX-512) */
-    int32_t *row, *precision; /* the rows in the order of their precisions: number in x and y, index of the precision */
+    float *pairs;            /* of activations.c (AVX-512) */
+    int shares;              /* x is another job's */
+    const char *given;       /* x itself, [rows, k] of `dtype` */
     const void *bias;
     int bias_dtype;
     /* multiply, the rows of x at 16 bits */
-    const char *original, *x_full; /* [n, k] and x itself, both of `dtype` */
-    const int32_t *row_full;       /* their numbers in x and y */
-    int64_t full;
+    const char *original;    /* [n, k] of `dtype` */
+    const int32_t *row_full; /* their numbers in x and y, those of 8-bit activations behind the others */
+    int64_t full, full_eight; /* how many; how many of them with 8-bit activations */
+    float *x_eight;          /* [full_eight, kp] */
     int64_t k;
     /* dequantise: from the row n0 on, at the precision `index` */
     int64_t n0;
@@ -47,7 +38,7 @@ typedef struct {
     Job *job;
     int64_t count;
     atomic_int slot;         /* hands each thread its part of `scratch` */
-    float *scratch;          /* per thread: scale and offset of one chunk */
+    float *scratch;          /* per thread: scales and offsets, and the like */
     int64_t scratch_floats;
 } Jobs;
 

@@ -17,7 +17,8 @@ import torch
 
 from qbe.kernels import attention_ops, merged_ops, ops
 from qbe.kernels.cpu import build
-from qbe.kernels.cpu.nested_linear import MANY_ROWS
+from qbe.kernels.cpu.geometry import DTYPES
+from qbe.kernels.cpu.nested_linear import MANY_ROWS, many_rows
 
 SOURCE = Path(__file__).parent / "torch_ops.cpp"
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
@@ -60,8 +61,8 @@ def load() -> bool:
         ctypes.cast(kernels.qbe_multiply_many, ctypes.c_void_p),
         ctypes.cast(kernels.qbe_paged_attention, ctypes.c_void_p),
         ctypes.c_int32(build.number()),
-        ctypes.c_int64(MANY_ROWS[torch.float32]),
-        ctypes.c_int64(MANY_ROWS[torch.bfloat16]),
+        (ctypes.c_int64 * 2)(*(many_rows(dtype) for dtype in DTYPES)),
+        (ctypes.c_int64 * 2)(*(MANY_ROWS[dtype] for dtype in DTYPES)),
     )
     return True
 

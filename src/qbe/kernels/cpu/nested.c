@@ -21,17 +21,19 @@
 
 #include "job.c"
 
+#include "activations.c"
+
 #include "dot_float.c"
 
 #ifdef X86
-#include "dot_avx512.c"
+#include "codes_avx512.c"
+
+#include "dot_vnni.c"
 #endif
 
 #include "dequantise.c"
 
 #include "pool.c"
-
-#define FULL_BITS 16 /* a row at this width reads the 16-bit original */
 
 enum { SCALAR, AVX2, AVX512 };
 
@@ -49,18 +51,18 @@ const char *qbe_source_hash(void) { return QBE_SOURCE_HASH; }
 int qbe_best_backend(void) {
 #ifdef X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512bf16")) return AVX512;
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+        return AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
 #endif
     return SCALAR;
 }
 
-/* What one thread does, given MULTIPLY(j, precision, rows of the weight, rows of x, scratch) and
-   DEQUANTISE (dequantise.c). */
-#define DEFINE_WORK(NAME, TARGET, MULTIPLY, DEQUANTISE)                                                \
+/* What one thread does: rows of x into the backend's form, and chunks of the weights. */
+#define DEFINE_WORK(NAME, TARGET)                                                                     \
     TARGET static void NAME##_multiply(void *arg) {                                                   \
         Jobs *jobs = arg;                                                                             \
-        float *scale = jobs->scratch + atomic_fetch_add(&jobs->slot, 1) * jobs->scratch_floats;       \
+        float *scratch = jobs->scratch + atomic_fetch_add(&jobs->slot, 1) * jobs->scratch_floats;     \
         for (Job *j = jobs->job; j < jobs->job + jobs->count; j++)                                    \
             for (;;) {                                                                                \
                 const int64_t n0 = atomic_fetch_add(&j->next, j->chunk), left = j->w.n - n0;          \
@@ -68,18 +70,56 @@ int qbe_best_backend(void) {
                 const int64_t n1 = n0 + (left < j->chunk ? left : j->chunk);                          \
                 if (j->full) full_##NAME(j, n0, n1);                                                  \
                 for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {                                     \
-                    const int at = j->precision[r0];                                                  \
-                    for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == at;) r1++;                  \
-                    MULTIPLY(j, at, n0, n1, r0, r1, scale, scale + j->chunk * j->w.groups);           \
+                    r1 = end_of_run(j, r0);                                                           \
+                    multiply_##NAME(j, j->precision[r0], n0, n1, r0, r1, scratch);                    \
                 }                                                                                     \
             }                                                                                         \
     }                                                                                                 \
-    TARGET static void NAME##_dequantise(void *arg) { dequantise_chunks(arg, DEQUANTISE); }
+    static void NAME##_load(void *arg) {                                                              \
+        Jobs *jobs = arg;                                                                             \
+        for (Job *j = jobs->job; j < jobs->job + jobs->count; j++)                                    \
+            for (int64_t r; !j->shares && (r = atomic_fetch_add(&j->loading, 1)) < j->rows;)          \
+                load_##NAME(j, r);                                                                    \
+    }
 
-DEFINE_WORK(scalar, , multiply_scalar, dequantise_float)
+/* Rows of x that a run takes at most: so many bytes stay in a core's second cache while tiles pass by. */
+#define RUN_BYTES (256 * 1024)
+
+/* The end of the run of rows from r0 on that are multiplied together. */
+static int64_t end_of_run(const Job *j, int64_t r0) {
+    const int64_t most = RUN_BYTES / j->x_bytes, room = most > 24 ? most / 24 * 24 : 24;
+    const int64_t end = j->rows - r0 < room ? j->rows : r0 + room;
+    int64_t r1 = r0 + 1;
+    while (r1 < end && j->precision[r1] == j->precision[r0] && planes_of(j, r1) == planes_of(j, r0)) r1++;
+    return r1;
+}
+
+static void load_scalar(Job *j, int64_t r) {
+    const int32_t row = j->row[r];
+    const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
+    load_float(from, j->dtype, j->k, &j->w, has_eight(j->words[row]), 0, (float *)(j->x + r * j->x_bytes));
+}
+
+DEFINE_WORK(scalar, )
+static void scalar_dequantise(void *arg) { dequantise_chunks(arg); }
 #ifdef X86
-DEFINE_WORK(avx2, TARGET_AVX2, multiply_avx2, dequantise_float)
-DEFINE_WORK(avx512, TARGET_AVX512, multiply_avx512, dequantise_avx512)
+static void load_avx2(Job *j, int64_t r) {
+    const int32_t row = j->row[r];
+    const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
+    load_float(from, j->dtype, j->k, &j->w, has_eight(j->words[row]), 1, (float *)(j->x + r * j->x_bytes));
+}
+
+static void load_avx512(Job *j, int64_t r) {
+    const int32_t row = j->row[r];
+    const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
+    fixed_point(from, j->dtype, j->k, j->w.kp, j->w.groups, planes_of(j, r), j->x + r * j->x_bytes,
+                j->pairs + r * j->w.groups * 2);
+}
+
+DEFINE_WORK(avx2, TARGET_AVX2)
+TARGET_AVX2 static void avx2_dequantise(void *arg) { dequantise_chunks(arg); }
+DEFINE_WORK(avx512, TARGET_AVX512)
+#define avx512_dequantise avx2_dequantise
 #endif
 
 #ifdef X86
@@ -92,9 +132,9 @@ DEFINE_WORK(avx512, TARGET_AVX512, multiply_avx512, dequantise_avx512)
 /* Rows of the weight in a chunk: an even share for each thread, in whole tiles, at most 64 K weights (shorter runs break
    the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the threads worse). */
 static int64_t chunk_rows(int64_t rows, int64_t kp, int threads) {
-    const int64_t share = (rows / threads + 3) / 4 * 4, most = 65536 / kp / 4 * 4;
+    const int64_t share = (rows / threads + 15) / 16 * 16, most = 65536 / kp / 16 * 16;
     const int64_t chunk = share < most ? share : most;
-    return chunk < 4 ? 4 : chunk;
+    return chunk < 16 ? 16 : chunk;
 }
 
 /* Waking a thread costs about as much as this many weights. */
@@ -107,11 +147,11 @@ static Weight weight_of(const uint8_t *packed, const uint8_t *meta, const Shape 
 
 #ifdef X86
 /* The recipes of a layout's precisions; kept, because one model has one layout. */
-static const Recipe *recipes(const Layout *layout, int most) {
-    static _Thread_local struct { Layout layout; int most; Recipe recipe[8]; } kept;
-    if (kept.most != most || memcmp(&kept.layout, layout, sizeof *layout)) {
-        for (int i = 0; i < layout->precisions; i++) kept.recipe[i] = recipe_of(layout, layout->precision[i], most);
-        kept.layout = *layout, kept.most = most;
+static const Recipe *recipes(const Layout *layout) {
+    static _Thread_local struct { Layout layout; Recipe recipe[8]; } kept;
+    if (memcmp(&kept.layout, layout, sizeof *layout)) {
+        for (int i = 0; i < layout->precisions; i++) kept.recipe[i] = recipe_of(layout, layout->precision[i]);
+        kept.layout = *layout;
     }
     return kept.recipe;
 }
@@ -135,6 +175,24 @@ static char *take(char **memory, size_t bytes) {
     return taken;
 }
 
+/* The rows of x in the order of their precisions into j->row and j->precision, those at 16 bits last. */
+static void sort_rows(Job *j, int64_t rows) {
+    const Layout *l = j->w.layout;
+    int64_t at = 0;
+    for (int i = 0; i <= l->precisions; i++) /* ascending, so that equal precisions are neighbours */
+        for (int eight = 0; eight < 2; eight++)
+            for (int64_t r = 0; r < rows; r++) {
+                const int bits = weight_bits(j->words[r]), full = bits >= FULL_BITS;
+                const int above = i + 1 < l->precisions && bits >= l->precision[i + 1];
+                const int below = i > 0 && i < l->precisions && bits < l->precision[i];
+                if (has_eight(j->words[r]) != eight || full != (i == l->precisions) || (!full && (above || below))) continue;
+                j->row[at] = (int32_t)r, j->precision[at] = i, at++;
+                j->full += full, j->full_eight += full && eight;
+            }
+    j->rows = rows - j->full;
+    j->row_full = j->row + j->rows;
+}
+
 /* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`, x
    contiguous. Returns 0, or -1: a row asks for 16 bits and there is no original (nothing was done); -2: out of memory
    (nothing was done). */
@@ -145,70 +203,62 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
     size_t size = aligned((size_t)count * sizeof(Job));
     for (const Matrix *m = matrix; m < matrix + count; m++) {
         for (int64_t r = 0; r < rows; r++)
-            if (m->bits[r] >= FULL_BITS && !m->original) return -1;
+            if (weight_bits(m->bits[r]) >= FULL_BITS && !m->original) return -1;
         weights += m->shape->n * m->shape->kp;
     }
     if (weights == 0 || rows == 0) return 0;
     threads = useful_threads(threads, weights);
 
-    const int64_t per = backend != AVX512 ? 4 : dtype == FLOAT32 ? 6 : 2; /* bytes of x for an input */
+    const int64_t per = backend != AVX512 ? 4 : dtype == FLOAT32 ? 3 : 2; /* bytes of x for an input */
     for (const Matrix *m = matrix; m < matrix + count; m++) {
         const Shape *s = m->shape;
-        const int64_t chunk = chunk_rows(s->n, s->kp, threads);
-        size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * 4) + 2 * aligned((size_t)rows * 4);
-        scratch = scratch > 2 * chunk * s->groups ? scratch : 2 * chunk * s->groups;
+        int64_t floats = 2 * chunk_rows(s->n, s->kp, threads) * s->groups, eight = 0;
+#ifdef X86
+        const Weight w = weight_of(m->packed, m->meta, s);
+        if (backend == AVX512) floats = scratch_avx512(&w);
+#endif
+        for (int64_t r = 0; r < rows; r++) eight += weight_bits(m->bits[r]) >= FULL_BITS && has_eight(m->bits[r]);
+        size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * 8) + 2 * aligned((size_t)rows * 4)
+                + aligned((size_t)(eight * s->kp) * 4);
+        scratch = scratch > floats ? scratch : floats;
     }
     scratch = (int64_t)aligned((size_t)scratch * 4) / 4;
     char *const memory = aligned_alloc(64, size + (size_t)(threads * scratch) * 4), *left = memory;
     if (!memory) return -2;
     Jobs jobs = {.job = (Job *)take(&left, (size_t)count * sizeof(Job)), .scratch_floats = scratch};
 
+    int64_t loads = 0;
     for (const Matrix *m = matrix; m < matrix + count; m++) {
         if (m->shape->n == 0) continue;
         const Shape *s = m->shape;
-        const Layout *layout = &s->layout;
-        Job j = {.w = weight_of(m->packed, m->meta, s), .dtype = dtype, .y = m->y, .y_stride = m->y_stride,
+        Job j = {.w = weight_of(m->packed, m->meta, s), .dtype = dtype, .y = m->y, .y_stride = m->y_stride, .words = m->bits,
                  .bias = m->bias, .bias_dtype = m->bias_dtype, .x_bytes = s->kp * per, .k = s->k,
-                 .original = m->original, .x_full = x};
+                 .original = m->original, .given = x};
         j.chunk = chunk_rows(s->n, s->kp, threads);
-        const Job *same = jobs.job; /* one that has x laid out alike */
-        while (same < jobs.job + jobs.count && (same->w.kp != s->kp || same->w.groups != s->groups)) same++;
-        if (same < jobs.job + jobs.count) {
-            j.x = same->x, j.sums = same->sums;
-        } else {
-            char *to = take(&left, (size_t)(rows * j.x_bytes));
-            float *sums = (float *)take(&left, (size_t)(rows * s->groups) * 4);
-            for (int64_t r = 0; r < rows; r++) {
-                const char *from = (const char *)x + r * row_bytes;
-#ifdef X86
-                if (backend == AVX512) load_avx512(from, dtype, s->k, &j.w, (void *)(to + r * j.x_bytes), sums + r * s->groups);
-                else
-#endif
-                    load_float(from, dtype, s->k, s->kp, backend == AVX2, (void *)(to + r * j.x_bytes));
-            }
-            j.x = to, j.sums = sums;
-        }
         j.row = (int32_t *)take(&left, (size_t)rows * 4), j.precision = (int32_t *)take(&left, (size_t)rows * 4);
-        int64_t at = 0;
-        for (int64_t r = 0; r < rows; r++) j.full += m->bits[r] >= FULL_BITS;
-        j.rows = rows - j.full;
-        for (int i = 0; i < layout->precisions; i++) /* ascending, so that equal precisions are neighbours */
-            for (int64_t r = 0; r < rows; r++) {
-                if (m->bits[r] >= FULL_BITS) continue;
-                const int above = i + 1 < layout->precisions && m->bits[r] >= layout->precision[i + 1];
-                const int below = i > 0 && m->bits[r] < layout->precision[i];
-                if (above || below) continue;
-                j.row[at] = (int32_t)r, j.precision[at] = i, at++;
-            }
-        j.row_full = j.row + at; /* behind the others */
-        for (int64_t r = 0; r < rows; r++)
-            if (m->bits[r] >= FULL_BITS) j.row[at++] = (int32_t)r;
+        sort_rows(&j, rows);
+        const Job *same = jobs.job; /* one that has x laid out alike */
+        while (same < jobs.job + jobs.count && (same->w.kp != s->kp || same->w.groups != s->groups
+                                                || memcmp(same->words, j.words, (size_t)rows * 4)))
+            same++;
+        if (same < jobs.job + jobs.count) {
+            j.x = same->x, j.pairs = same->pairs, j.x_eight = same->x_eight, j.shares = 1;
+        } else {
+            j.x = take(&left, (size_t)(j.rows * j.x_bytes));
+            j.pairs = (float *)take(&left, (size_t)(j.rows * s->groups) * 8);
+            j.x_eight = (float *)take(&left, (size_t)(j.full_eight * s->kp) * 4);
+            for (int64_t r = 0; r < j.full_eight; r++)
+                round_to_eight((const char *)x + j.row_full[j.full - j.full_eight + r] * row_bytes, dtype, s->k, s->kp, s->groups,
+                               j.x_eight + r * s->kp);
+            loads += j.rows * s->kp;
+        }
 #ifdef X86
-        if (backend == AVX512) j.recipe = recipes(layout, 5);
+        if (backend == AVX512) j.recipe = recipes(&s->layout);
 #endif
         jobs.job[jobs.count++] = j;
     }
     jobs.scratch = (float *)left;
+    RUN(&jobs, backend, useful_threads(threads, loads), load);
     RUN(&jobs, backend, threads, multiply);
     free(memory);
     return 0;
@@ -230,9 +280,6 @@ int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, co
     if (n1 <= n0) return 0;
     threads = useful_threads(threads, (n1 - n0) * shape->kp);
     j.chunk = chunk_rows(n1 - n0, shape->kp, threads);
-#ifdef X86
-    if (backend == AVX512) j.recipe = recipes(&shape->layout, 8);
-#endif
     Jobs jobs = {.job = &j, .count = 1, .scratch_floats = (int64_t)aligned((size_t)(2 * j.chunk * shape->groups) * 4) / 4};
     jobs.scratch = aligned_alloc(64, (size_t)(threads * jobs.scratch_floats) * 4);
     if (!jobs.scratch) return -2;

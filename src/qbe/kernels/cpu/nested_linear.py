@@ -1,15 +1,16 @@
 """`qbe::nested_linear` on the CPU.
 
-Few rows (decode): the compiled kernel multiplies straight from the packed slices, or from the 16-bit original, and each
-row reads only its own. Many rows (prefill): the weight is dequantised once per precision in the call and torch
-multiplies, with the original for rows at 16 bits.
+The compiled kernel multiplies straight from the packed slices, or from the 16-bit original, and each row reads only its
+own. Many rows (prefill): those at 16 bits go to torch; without AVX-512 VNNI so do the others, by a weight that is
+dequantised once per precision in the call.
 
 A decode step makes some two hundred calls, so whatever depends on shapes alone is checked and laid out once
-(`_geometry`), and a call with few rows hands C seven pointers and a table.
+(`geometry`), and a call with few rows hands C seven pointers and a table.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,14 +19,22 @@ from torch.nn.functional import linear
 
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES, Geometry, geometry
+from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
 
-# From this many rows on dequantising wins (benchmarks/cpu_crossover.py).
+# From this many rows on torch's product wins (benchmarks/cpu_crossover.py): at 16 bits, and without VNNI with a weight
+# dequantised for it.
 MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
 CHUNK = 1 << 22  # weights dequantised at once in prefill: bounds the temporary, keeps it near the caches
 
 _threads = torch.get_num_threads
+
+
+def many_rows(dtype: torch.dtype) -> int:
+    """From this many rows on the compiled kernel does not serve a call by itself: 0 without one."""
+    path = build.backend()
+    return 0 if path == "torch" else sys.maxsize if path == "avx512" else MANY_ROWS[dtype]
 
 
 def nested_linear(
@@ -40,9 +49,11 @@ def nested_linear(
 ) -> torch.Tensor:
     """y[r] = x[r] @ W(bits[r]).T + bias. Arguments and result as those of `qbe.kernels.ops.nested_linear`.
 
-    With fewer than `MANY_ROWS` rows the weight is exact, the sums are float32 and a row's result does not depend, bit
-    for bit, on the rows beside it. With more, the weight is first rounded to x's dtype (bfloat16 or float32), as a
-    checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
+    The compiled kernel's result for a row does not depend, bit for bit, on the rows beside it. It serves fewer than
+    `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others) and multiplies the exact weight with x, which
+    AVX-512 reads as 16-bit fixed point for each group where it is bfloat16 (24 bits: float32); sums are float32. With
+    more rows the weight is first rounded to x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits
+    are exactly those of the unquantised layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -57,11 +68,17 @@ def nested_linear(
     check(rows, packed, meta, bits, original, bias, form)
     if rows.shape[0] == 0 or form.n == 0:
         y = x.new_empty(rows.shape[0], form.n)
-    elif rows.shape[0] < MANY_ROWS[dtype] and build.backend() != "torch":
+    elif few_enough(bits, many_rows(dtype), MANY_ROWS[dtype]):
         y = _few(rows, packed, meta, bits, original, bias, form)
     else:
         y = _many(rows, packed, meta, bits, original, bias, form)
     return y if len(shape) == 2 else y.view(*shape[:-1], form.n)
+
+
+def few_enough(bits: torch.Tensor, rows: int, full: int) -> bool:
+    """Whether the compiled kernel takes a call with these words: fewer rows, and fewer of them at 16 bits."""
+    count = bits.shape[0]
+    return count < rows and (count < full or int((weight_bits(bits) >= FULL_BITS).sum()) < full)
 
 
 def check(
@@ -122,8 +139,8 @@ def _few(
         raise MemoryError("the CPU kernel found no memory for its working buffers")
     if original is None:
         raise missing_original()
-    full = bits >= FULL_BITS
-    y[full] = full_rows(rows[full], original, bias)
+    full = weight_bits(bits) >= FULL_BITS
+    y[full] = full_rows(rounded(rows[full], bits[full], form), original, bias)
     if not full.all():
         y[~full] = _few(rows[~full], packed, meta, bits[~full], None, bias, form)
     return y
@@ -132,6 +149,14 @@ def _few(
 def readable(original: torch.Tensor, rows: torch.Tensor) -> bool:
     """Whether the compiled kernel can multiply these rows with the original."""
     return original.dtype is rows.dtype and original.is_contiguous()
+
+
+def rounded(rows: torch.Tensor, bits: torch.Tensor, form: Geometry) -> torch.Tensor:
+    """The rows with those of 8-bit activations rounded to them, then to x's dtype."""
+    eight = has_eight(bits)
+    if not eight.any():
+        return rows
+    return torch.where(eight[:, None], eight_bits(rows, form.group).to(rows.dtype), rows)
 
 
 def _many(
@@ -143,30 +168,31 @@ def _many(
     bias: torch.Tensor | None,
     form: Geometry,
 ) -> torch.Tensor:
-    """Precision by precision: rows too few to pay for a dequantised weight take the compiled kernel together."""
+    """Precision by precision: rows that do not pay for torch's product take the compiled kernel together."""
     layout = form.layout
-    wanted = [FULL_BITS if b >= FULL_BITS else layout.precisions[layout.index(b)] for b in bits.tolist()]
+    wanted = [
+        FULL_BITS if b >= FULL_BITS else layout.precisions[layout.index(b)] for b in weight_bits(bits).tolist()
+    ]
     count = Counter(wanted)
     if FULL_BITS in count and original is None:
         raise missing_original()
-    limit = MANY_ROWS[rows.dtype] if build.backend() != "torch" else 0
+    limit = many_rows(rows.dtype)
     few = {b for b in count if b != FULL_BITS and count[b] < limit}
 
     y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
     for group in [{b} for b in sorted(count) if b not in few] + ([few] if few else []):
-        if len(count) == 1:
-            at, mine = None, rows
+        if len(group) == len(count):
+            at, mine, words = None, rows, bits
         else:
             at = torch.tensor([r for r, b in enumerate(wanted) if b in group])
-            mine = rows[at]
+            mine, words = rows[at], bits[at]
         if group is few:
-            assert at is not None
-            part = _few(mine, packed, meta, bits[at], None, bias, form)
+            part = _few(mine, packed, meta, words, None, bias, form)
         elif FULL_BITS in group:
             assert original is not None
-            part = full_rows(mine, original, bias)
+            part = full_rows(rounded(mine, words, form), original, bias)
         else:
-            part = _dequantised(mine, packed, meta, min(group), bias, form)
+            part = _dequantised(rounded(mine, words, form), packed, meta, min(group), bias, form)
         if at is None:
             return part
         y[at] = part

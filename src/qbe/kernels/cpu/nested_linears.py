@@ -1,4 +1,4 @@
-"""`qbe::nested_linears` on the CPU: one job of the compiled kernel for all weights of a call with few rows."""
+"""`qbe::nested_linears` on the CPU: one job of the compiled kernel for all weights of a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES, geometry
-from qbe.kernels.cpu.nested_linear import MANY_ROWS, check, readable
+from qbe.kernels.cpu.nested_linear import MANY_ROWS, check, few_enough, many_rows, readable
 from qbe.kernels.merged_ops import one_by_one
 
 _threads = torch.get_num_threads
@@ -47,7 +47,7 @@ def nested_linears(
     k, dtype = x.shape[-1], x.dtype
     rows = x.reshape(-1, k).contiguous()
     count = rows.shape[0]
-    if not 0 < count < MANY_ROWS.get(dtype, 0) or build.backend() == "torch":
+    if dtype not in DTYPES or count == 0 or not all(few_enough(b, many_rows(dtype), MANY_ROWS[dtype]) for b in bits):
         return one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
     if not len(packed) == len(meta) == len(bits) == len(exponents) or any(
         len(some) not in (0, len(packed)) for some in (originals, biases)

@@ -45,7 +45,7 @@ using Attend = int64_t(const void *, const void *, const void *, void *, void *,
 Multiply *multiply;
 Attend *attend;
 int32_t backend;
-int64_t many_rows[2]; // of float32, of bfloat16
+int64_t many_rows[2], many_full[2]; // of float32, of bfloat16: from here on Python chooses
 
 constexpr int BLOCK = 64, FULL_BITS = 16;
 
@@ -95,8 +95,9 @@ bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &pack
     if (bias && (bias->dim() != 1 || bias->size(0) != s.n || !bias->is_contiguous() || dtype_of(*bias) < 0)) return false;
     const int32_t *wanted = (const int32_t *)bits.data_ptr();
     const bool readable = original && dtype_of(*original) == dtype_of(x) && original->is_contiguous();
-    for (int64_t r = 0; r < rows; r++)
-        if (wanted[r] >= FULL_BITS && !readable) return false;
+    int64_t full = 0;
+    for (int64_t r = 0; r < rows; r++) full += (wanted[r] & 255) >= FULL_BITS;
+    if (full && (!readable || full >= many_full[dtype_of(x)])) return false;
     m = Matrix{packed.data_ptr(), meta.data_ptr(), wanted, readable ? original->data_ptr() : nullptr,
                bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? dtype_of(*bias) : 0};
     return true;
@@ -197,8 +198,9 @@ Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tens
 } // namespace
 
 // Called before the first op: the kernels of nested.c and what they are asked for.
-extern "C" void qbe_bind(Multiply *m, Attend *a, int32_t path, int64_t many_float32, int64_t many_bfloat16) {
-    multiply = m, attend = a, backend = path, many_rows[0] = many_float32, many_rows[1] = many_bfloat16;
+extern "C" void qbe_bind(Multiply *m, Attend *a, int32_t path, const int64_t *many, const int64_t *full) {
+    multiply = m, attend = a, backend = path;
+    for (int dtype = 0; dtype < 2; dtype++) many_rows[dtype] = many[dtype], many_full[dtype] = full[dtype];
 }
 
 STABLE_TORCH_LIBRARY_IMPL(qbe, CPU, m) {

@@ -1,0 +1,96 @@
+/* Activations as the kernels read them. Included by nested.c.
+
+   A row whose word asks for 8 bits is rounded as qbe/kernels/reference/activations.py rounds it, operation by operation:
+   s = max|x| / 32512 of a group, q = round(x / s), and the byte (q + 128) >> 8 stands for 256 * s * byte.
+
+   For integer products (dot_vnni.c) every row becomes signed bytes: one plane of them at 8 bits; at 16 bits two planes for
+   bfloat16 and three for float32, whose value is scale * (256 * first + second) and so on. Those scales are powers of two,
+   so that most values are exact: bfloat16 down to 1/64 of its group's largest; float32 is off by 2^-23 of that at most. */
+
+#define FULL_BITS 16 /* a row at this width reads the 16-bit original */
+#define EIGHT 8      /* the one width of activations below 16 bits */
+#define TINY 0x08A6274Cu /* 1e-33f: no division by zero */
+#define INFINITE 0x7F800000u
+#define MAX_PLANES 3
+
+/* The two halves of a row's word. */
+INLINE int weight_bits(int32_t word) { return word & 255; }
+INLINE int has_eight(int32_t word) { return word >> 8 == EIGHT; }
+
+/* Planes of the r-th row of x in the job's order. */
+INLINE int planes_of(const Job *j, int64_t r) { return has_eight(j->words[j->row[r]]) ? 1 : j->dtype == FLOAT32 ? 3 : 2; }
+
+/* A row of x as 8 bits hold it, in float32 [kp], padding zero. A group with an infinity or a NaN becomes NaN. */
+static void round_to_eight(const void *x, int dtype, int64_t k, int64_t kp, int64_t groups, float *out) {
+    const int64_t group = kp / groups;
+    for (int64_t g = 0; g < groups; g++, out += group) {
+        uint32_t most = TINY;
+        for (int64_t b = 0; b < group / BLOCK; b++) load_block(x, dtype, k, g * (group / BLOCK) + b, out + b * BLOCK);
+        for (int64_t i = 0; i < group; i++) {
+            const uint32_t magnitude = float_to_bits(out[i]) & 0x7FFFFFFFu;
+            most = magnitude > most ? magnitude : most;
+        }
+        const float scale = bits_to_float(most) / 32512.0f;
+        for (int64_t i = 0; i < group; i++) {
+            const float q = out[i] / scale;
+            const int32_t byte = most < INFINITE ? ((int32_t)(q + (q >= 0 ? 0.5f : -0.5f)) + 128) >> 8 : 0;
+            out[i] = 256.0f * scale * (float)byte;
+        }
+    }
+}
+
+#ifdef X86
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma")))
+
+/* Numbers [i, i + 16) of a row of k; zero past its end. */
+TARGET_AVX512 INLINE __m512 load_sixteen(const char *x, int dtype, int64_t k, int64_t i) {
+    const __mmask16 in = k - i >= 16 ? 0xFFFF : k > i ? (__mmask16)((1 << (k - i)) - 1) : 0;
+    if (dtype == FLOAT32) return _mm512_maskz_loadu_ps(in, x + 4 * i);
+    const __m256i half = _mm256_maskz_loadu_epi16(in, x + 2 * i);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* One row of x in `planes` planes: bytes int8 [kp / 64, planes, 64]; pairs float32 [groups, 2], the value of the last
+   plane's unit and the sum of the group in it. A group with an infinity or a NaN has zeros and that as its unit. */
+TARGET_AVX512 static void fixed_point(const char *x, int dtype, int64_t k, int64_t kp, int64_t groups, int planes,
+                                      char *bytes, float *pairs) {
+    const int64_t group = kp / groups;
+    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), half = _mm512_set1_epi32(128);
+    for (int64_t g = 0; g < groups; g++, pairs += 2) {
+        __m512i most = _mm512_set1_epi32((int)TINY);
+        for (int64_t i = g * group; i < (g + 1) * group; i += 16)
+            most = _mm512_max_epu32(most, _mm512_and_si512(magnitude, _mm512_castps_si512(load_sixteen(x, dtype, k, i))));
+        const uint32_t largest = _mm512_reduce_max_epu32(most);
+        const int finite = largest < INFINITE;
+        /* 2^-14 or 2^-22 of the largest's power of two, of the next one where the bytes would have no room for it. */
+        const uint32_t least = 24, next = (largest + 0x20000u) >> 23;
+        const uint32_t power = (next > least ? next : least) - (planes == 2 ? 14 : 22);
+        const float unit = planes == 1 ? bits_to_float(largest) / 32512.0f : bits_to_float(power << 23);
+        const float inverse = planes == 1 ? 0 : bits_to_float((254 - power) << 23);
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t i = g * group; i < (g + 1) * group; i += 16) {
+            const __m512 v = load_sixteen(x, dtype, k, i);
+            char *const to = bytes + i / BLOCK * planes * BLOCK + i % BLOCK;
+            __m512i q;
+            if (planes == 1) {
+                const __m512 d = _mm512_div_ps(v, _mm512_set1_ps(unit));
+                const __m512 sign = _mm512_and_ps(d, _mm512_set1_ps(-0.0f));
+                q = _mm512_cvttps_epi32(_mm512_add_ps(d, _mm512_or_ps(sign, _mm512_set1_ps(0.5f))));
+                q = _mm512_srai_epi32(_mm512_add_epi32(q, half), 8);
+            } else {
+                q = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
+            }
+            if (!finite) q = _mm512_setzero_si512();
+            sum = _mm512_add_epi32(sum, q);
+            for (int p = planes - 1; p >= 0; p--) { /* the low byte, signed, then what is left above it */
+                _mm_storeu_si128((__m128i *)(to + p * BLOCK), _mm512_cvtepi32_epi8(q));
+                q = _mm512_srai_epi32(_mm512_add_epi32(q, half), 8);
+            }
+        }
+        const __m512i wide = _mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(sum)),
+                                              _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(sum, 1)));
+        pairs[0] = !finite ? bits_to_float(largest) : planes == 1 ? 256.0f * unit : unit;
+        pairs[1] = (float)_mm512_reduce_add_epi64(wide);
+    }
+}
+#endif
