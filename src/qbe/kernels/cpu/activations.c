@@ -17,9 +17,6 @@
 INLINE int weight_bits(int32_t word) { return word & 255; }
 INLINE int has_eight(int32_t word) { return word >> 8 == EIGHT; }
 
-/* Planes of the r-th row of x in the job's order. */
-INLINE int planes_of(const Job *j, int64_t r) { return has_eight(j->words[j->row[r]]) ? 1 : j->dtype == FLOAT32 ? 3 : 2; }
-
 /* A row of x as 8 bits hold it, in float32 [kp], padding zero. A group with an infinity or a NaN becomes NaN. */
 static void round_to_eight(const void *x, int dtype, int64_t k, int64_t kp, int64_t groups, float *out) {
     const int64_t group = kp / groups;

@@ -73,56 +73,41 @@ TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *p
     return codes;
 }
 
-/* 16 x 16 numbers of 32 bits, in place. */
-TARGET_AVX512 INLINE void transpose(__m512i v[16]) {
-    __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-            v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-        }
+/* Four outputs of two blocks (of one unless `both`) into a panel, from output 4 * q on: `low` or, if HIGH, `high`. */
+TARGET_AVX512 INLINE void unpack_four(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int last, int q,
+                                      int64_t b, const int both, const int SHAPE, const int HIGH, char *panel) {
+    __m512i v[4], t[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) { /* the first and the second 8 rows; quarters 0 and 2, or 1 and 3 */
-            t[i + 8 * j] = _mm512_shuffle_i32x4(v[i + 8 * j], v[i + 8 * j + 4], 0x88);
-            t[i + 8 * j + 4] = _mm512_shuffle_i32x4(v[i + 8 * j], v[i + 8 * j + 4], 0xDD);
-        }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xDD);
+        v[i] = unpack_two(r, part, row_bytes, 4 * q + i < last ? 4 * q + i : last, b, both, SHAPE, HIGH);
+    t[0] = _mm512_unpacklo_epi32(v[0], v[1]), t[1] = _mm512_unpackhi_epi32(v[0], v[1]);
+    t[2] = _mm512_unpacklo_epi32(v[2], v[3]), t[3] = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(t[0], t[2]), v[1] = _mm512_unpackhi_epi64(t[0], t[2]);
+    v[2] = _mm512_unpacklo_epi64(t[1], t[3]), v[3] = _mm512_unpackhi_epi64(t[1], t[3]);
+    char *const to = panel + (b * 16 + 8 * HIGH) * 4 * TILE + 16 * q; /* of a block: 8 times 4 inputs */
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        char *const at = to + i * 4 * TILE;
+        _mm_store_si128((__m128i *)at, _mm512_castsi512_si128(v[i]));
+        _mm_store_si128((__m128i *)(at + 4 * 4 * TILE), _mm512_extracti32x4_epi32(v[i], 1));
+        if (!both) continue;
+        _mm_store_si128((__m128i *)(at + 16 * 4 * TILE), _mm512_extracti32x4_epi32(v[i], 2));
+        _mm_store_si128((__m128i *)(at + 20 * 4 * TILE), _mm512_extracti32x4_epi32(v[i], 3));
     }
-}
-
-TARGET_AVX512 INLINE void unpack_half(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int last, int64_t b,
-                                      const int both, const int SHAPE, const int HIGH, char *to) {
-    __m512i v[TILE];
-#pragma GCC unroll 16
-    for (int n = 0; n < TILE; n++) v[n] = unpack_two(r, part, row_bytes, n < last ? n : last, b, both, SHAPE, HIGH);
-    transpose(v);
-#pragma GCC unroll 16
-    for (int i = 0; i < (both ? 16 : 8); i++) _mm512_store_si512(to + (i / 8 * 16 + i % 8 + 8 * HIGH) * 64, v[i]);
 }
 
 /* The codes of TILE outputs for the blocks [0, blocks): uint8 [16 * blocks, TILE, 4], input by input. */
 TARGET_AVX512 INLINE void unpack_panel(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int last,
                                        int64_t blocks, const int SHAPE, char *panel) {
-    int64_t b = 0;
-    for (; b + 1 < blocks; b += 2, panel += 2 * TILE * BLOCK) {
-        unpack_half(r, part, row_bytes, last, b, 1, SHAPE, 0, panel);
-        unpack_half(r, part, row_bytes, last, b, 1, SHAPE, 1, panel);
-    }
-    if (b < blocks) {
-        unpack_half(r, part, row_bytes, last, b, 0, SHAPE, 0, panel);
-        unpack_half(r, part, row_bytes, last, b, 0, SHAPE, 1, panel);
+    for (int q = 0; q < TILE / 4; q++) { /* four runs of memory at a time */
+        int64_t b = 0;
+        for (; b + 1 < blocks; b += 2) {
+            unpack_four(r, part, row_bytes, last, q, b, 1, SHAPE, 0, panel);
+            unpack_four(r, part, row_bytes, last, q, b, 1, SHAPE, 1, panel);
+        }
+        if (b == blocks) continue;
+        unpack_four(r, part, row_bytes, last, q, b, 0, SHAPE, 0, panel);
+        unpack_four(r, part, row_bytes, last, q, b, 0, SHAPE, 1, panel);
     }
 }
 

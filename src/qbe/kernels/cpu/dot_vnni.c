@@ -9,7 +9,7 @@
    codes stay as they are unpacked, 16 sums are added up across lanes at once. More rows: the codes of the tile are
    transposed into a panel, and every instruction multiplies 4 inputs of all outputs with those of one row. */
 
-#define FEW 3 /* rows that do not pay for a panel (benchmarks/cpu_crossover.py) */
+#define FEW 4 /* rows that do not pay for a panel (benchmarks/cpu_crossover.py) */
 
 /* sum += bytes of `codes`, unsigned, times those of x, signed, four in each lane; x: a vector, or 4 bytes for all lanes.
    In assembler, because GCC 12 copies the sums of the intrinsic to and fro and spills them. */
@@ -154,8 +154,10 @@ typedef void (*PanelFn)(const Tile *, const char *, const char *, int64_t, const
     }
 #define FEW_SHAPES(M, P) FEW_ROWS(M, P, ANY) FEW_ROWS(M, P, W4) FEW_ROWS(M, P, W42) FEW_ROWS(M, P, W422)
 #define LISTED(M, P) {few_##M##_##P##_ANY, few_##M##_##P##_W4, few_##M##_##P##_W42, few_##M##_##P##_W422}
-FEW_SHAPES(1, 1) FEW_SHAPES(2, 1) FEW_SHAPES(3, 1) FEW_SHAPES(1, 2) FEW_SHAPES(2, 2) FEW_SHAPES(3, 2)
-static const FewFn FEW_FNS[2][FEW][4] = {{LISTED(1, 1), LISTED(2, 1), LISTED(3, 1)}, {LISTED(1, 2), LISTED(2, 2), LISTED(3, 2)}};
+FEW_SHAPES(1, 1) FEW_SHAPES(2, 1) FEW_SHAPES(3, 1) FEW_SHAPES(4, 1)
+FEW_SHAPES(1, 2) FEW_SHAPES(2, 2) FEW_SHAPES(3, 2) FEW_SHAPES(4, 2)
+static const FewFn FEW_FNS[2][FEW][4] = {{LISTED(1, 1), LISTED(2, 1), LISTED(3, 1), LISTED(4, 1)},
+                                         {LISTED(1, 2), LISTED(2, 2), LISTED(3, 2), LISTED(4, 2)}};
 
 #define PANEL_ROWS(R, P)                                                                                               \
     TARGET_AVX512 static void panel_##R##_##P(const Tile *t, const char *panel, const char *x, int64_t x_bytes,        \
@@ -169,14 +171,15 @@ static const struct { int rows; PanelFn planes[MAX_PLANES]; } PANEL_FNS[] = {
     {12, {panel_12_1, panel_12_2, NULL}}, {8, {panel_8_1, panel_8_2, panel_8_3}}, {4, {panel_4_1, panel_4_2, panel_4_3}},
     {2, {panel_2_1, panel_2_2, panel_2_3}}, {1, {panel_1_1, panel_1_2, panel_1_3}}};
 
-TARGET_AVX512 INLINE void store_tile(const Job *j, int64_t row, const Tile *t, __m512 y) {
-    const __mmask16 in = (__mmask16)((2 << t->last) - 1);
+/* The outputs from n on of a row. */
+TARGET_AVX512 INLINE void store_tile(const Job *j, int64_t row, int64_t n, __m512 y) {
+    const __mmask16 in = j->w.n - n >= TILE ? 0xFFFF : (__mmask16)((1 << (j->w.n - n)) - 1);
     if (j->bias && j->bias_dtype == FLOAT32)
-        y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(in, (const float *)j->bias + t->n));
+        y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(in, (const float *)j->bias + n));
     else if (j->bias)
-        y = _mm512_add_ps(y, load_sixteen((const char *)j->bias, BFLOAT16, j->w.n, t->n));
-    if (j->dtype == FLOAT32) _mm512_mask_storeu_ps((float *)j->y + row * j->y_stride + t->n, in, y);
-    else _mm256_mask_storeu_epi16((uint16_t *)j->y + row * j->y_stride + t->n, in, (__m256i)_mm512_cvtneps_pbh(y));
+        y = _mm512_add_ps(y, load_sixteen((const char *)j->bias, BFLOAT16, j->w.n, n));
+    if (j->dtype == FLOAT32) _mm512_mask_storeu_ps((float *)j->y + row * j->y_stride + n, in, y);
+    else _mm256_mask_storeu_epi16((uint16_t *)j->y + row * j->y_stride + n, in, (__m256i)_mm512_cvtneps_pbh(y));
 }
 
 TARGET_AVX512 static void make_panel(const Tile *t, char *panel) {
@@ -189,38 +192,44 @@ TARGET_AVX512 static void make_panel(const Tile *t, char *panel) {
     }
 }
 
-/* Floats of scratch that a thread needs. */
-static int64_t scratch_avx512(const Weight *w) { return 2 * (2 * TILE * w->groups + 16) + TILE * w->kp / 4 + 1024; }
+/* Floats of scratch that a tile needs: panel or sums, scales and offsets, and these as they are decoded. */
+static int64_t tile_floats(const Weight *w) { return TILE * w->kp / 4 + 256 + 2 * TILE * w->groups + 2 * (TILE * w->groups + 16); }
+
+/* The tile with its scales decoded, behind the panel in scratch. */
+TARGET_AVX512 INLINE Tile tile_of(const Job *j, int at, int64_t n, float *scratch) {
+    const Weight *w = &j->w;
+    float *scale = scratch + TILE * w->kp / 4 + 256, *offset = scale + TILE * w->groups;
+    Tile t = {.w = w, .recipe = &j->recipe[at], .n = n, .last = (int)(w->n - n < TILE ? w->n - n : TILE) - 1,
+              .scale = scale, .offset = offset};
+    for (int p = 0; p < t.recipe->count; p++)
+        t.part[p] = part_row(w, p, n), t.row_bytes[p] = w->kp / 8 * w->layout->width[p];
+    decode_tile(w, n, at, offset + TILE * w->groups, scale, offset);
+    return t;
+}
 
 /* Rows [n0, n1) of the weight times rows [r0, r1) of x, which read the same precision in as many planes. */
-TARGET_AVX512 static void multiply_avx512(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1,
-                                          float *scratch) {
-    const Weight *w = &j->w;
-    const int planes = planes_of(j, r0), shape = j->recipe[at].shape;
-    const int few = r1 - r0 <= FEW && (planes == 1 || (planes == 2 && w->kp / w->groups <= 256));
-    char *panel = (char *)scratch;
-    float *scale = scratch + TILE * w->kp / 4 + 256, *offset = scale + TILE * w->groups, *flat = offset + TILE * w->groups;
+TARGET_AVX512 static void multiply_integers(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1,
+                                            float *scratch) {
+    const int64_t groups = j->w.groups;
+    const int planes = j->planes[r0], shape = j->recipe[at].shape;
+    const int few = r1 - r0 <= FEW && (planes == 1 || (planes == 2 && j->w.kp / groups <= 256));
     for (int64_t n = n0; n < n1; n += TILE) {
-        Tile t = {.w = w, .recipe = &j->recipe[at], .n = n, .last = (int)(w->n - n < TILE ? w->n - n : TILE) - 1,
-                  .scale = scale, .offset = offset};
-        for (int p = 0; p < t.recipe->count; p++)
-            t.part[p] = part_row(w, p, n), t.row_bytes[p] = w->kp / 8 * w->layout->width[p];
-        decode_tile(w, n, at, flat, scale, offset);
-        if (!few) make_panel(&t, panel);
+        const Tile t = tile_of(j, at, n, scratch);
+        if (!few) make_panel(&t, (char *)scratch);
         __m512 y[12];
         int kind = 0;
         for (int64_t r = r0, many; r < r1; r += many) {
-            const char *x = (const char *)j->x + r * j->x_bytes;
-            const float *pairs = j->pairs + r * w->groups * 2;
+            const char *x = j->x + r * j->x_bytes;
+            const float *pairs = j->pairs + r * groups * 2;
             if (few) {
                 many = r1 - r0;
-                FEW_FNS[planes - 1][many - 1][shape](&t, x, j->x_bytes, pairs, (__m512i *)panel, y);
+                FEW_FNS[planes - 1][many - 1][shape](&t, x, j->x_bytes, pairs, (__m512i *)scratch, y);
             } else {
                 while (PANEL_FNS[kind].rows > r1 - r || !PANEL_FNS[kind].planes[planes - 1]) kind++;
                 many = PANEL_FNS[kind].rows;
-                PANEL_FNS[kind].planes[planes - 1](&t, panel, x, j->x_bytes, pairs, y);
+                PANEL_FNS[kind].planes[planes - 1](&t, (const char *)scratch, x, j->x_bytes, pairs, y);
             }
-            for (int64_t i = 0; i < many; i++) store_tile(j, j->row[r + i], &t, y[i]);
+            for (int64_t i = 0; i < many; i++) store_tile(j, j->row[r + i], n, y[i]);
         }
     }
 }

@@ -15,6 +15,7 @@ typedef struct {
     /* multiply: the rows of x in the order of their precisions, those of 8-bit activations behind the others */
     const int32_t *words;    /* of all rows, in their own order */
     int32_t *row, *precision; /* number in x and y, index of the precision */
+    int32_t *planes;         /* of activations.c; 0: bfloat16 as it is (AVX-512) */
     char *x;                 /* one row every x_bytes, as the backend's load function leaves it */
     int64_t x_bytes;
     float *pairs;            /* of activations.c (AVX-512) */

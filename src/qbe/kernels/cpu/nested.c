@@ -29,6 +29,8 @@
 #include "codes_avx512.c"
 
 #include "dot_vnni.c"
+
+#include "dot_bf16.c"
 #endif
 
 #include "dequantise.c"
@@ -82,15 +84,15 @@ int qbe_best_backend(void) {
                 load_##NAME(j, r);                                                                    \
     }
 
-/* Rows of x that a run takes at most: so many bytes stay in a core's second cache while tiles pass by. */
+/* Of x in a run of integer products, at most: so many bytes stay in a core's second cache while tiles pass by. */
 #define RUN_BYTES (256 * 1024)
 
 /* The end of the run of rows from r0 on that are multiplied together. */
 static int64_t end_of_run(const Job *j, int64_t r0) {
     const int64_t most = RUN_BYTES / j->x_bytes, room = most > 24 ? most / 24 * 24 : 24;
-    const int64_t end = j->rows - r0 < room ? j->rows : r0 + room;
+    const int64_t end = j->rows - r0 < room || j->planes[r0] == 0 ? j->rows : r0 + room;
     int64_t r1 = r0 + 1;
-    while (r1 < end && j->precision[r1] == j->precision[r0] && planes_of(j, r1) == planes_of(j, r0)) r1++;
+    while (r1 < end && j->precision[r1] == j->precision[r0] && j->planes[r1] == j->planes[r0]) r1++;
     return r1;
 }
 
@@ -112,8 +114,14 @@ static void load_avx2(Job *j, int64_t r) {
 static void load_avx512(Job *j, int64_t r) {
     const int32_t row = j->row[r];
     const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
-    fixed_point(from, j->dtype, j->k, j->w.kp, j->w.groups, planes_of(j, r), j->x + r * j->x_bytes,
-                j->pairs + r * j->w.groups * 2);
+    if (j->planes[r] == 0) load_plain(from, j->k, j->w.kp, j->x + r * j->x_bytes);
+    else fixed_point(from, j->dtype, j->k, j->w.kp, j->w.groups, j->planes[r], j->x + r * j->x_bytes,
+                     j->pairs + r * j->w.groups * 2);
+}
+
+TARGET_AVX512 INLINE void multiply_avx512(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
+    if (j->planes[r0] == 0) multiply_plain(j, at, n0, n1, r0, r1, scratch);
+    else multiply_integers(j, at, n0, n1, r0, r1, scratch);
 }
 
 DEFINE_WORK(avx2, TARGET_AVX2)
@@ -186,12 +194,22 @@ static void sort_rows(Job *j, int64_t rows) {
                 const int above = i + 1 < l->precisions && bits >= l->precision[i + 1];
                 const int below = i > 0 && i < l->precisions && bits < l->precision[i];
                 if (has_eight(j->words[r]) != eight || full != (i == l->precisions) || (!full && (above || below))) continue;
-                j->row[at] = (int32_t)r, j->precision[at] = i, at++;
+                j->row[at] = (int32_t)r, j->precision[at] = i, j->planes[at] = eight ? 1 : j->dtype == FLOAT32 ? 3 : 2, at++;
                 j->full += full, j->full_eight += full && eight;
             }
     j->rows = rows - j->full;
     j->row_full = j->row + j->rows;
 }
+
+#ifdef X86
+/* Rows of bfloat16 enough to pay for a rounded weight stay as they are. */
+static void choose_plain(Job *j) {
+    for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {
+        for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == j->precision[r0] && j->planes[r1] == j->planes[r0];) r1++;
+        if (j->planes[r0] == 2 && r1 - r0 >= PLAIN_ROWS) memset(j->planes + r0, 0, (size_t)(r1 - r0) * sizeof *j->planes);
+    }
+}
+#endif
 
 /* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`, x
    contiguous. Returns 0, or -1: a row asks for 16 bits and there is no original (nothing was done); -2: out of memory
@@ -215,10 +233,10 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         int64_t floats = 2 * chunk_rows(s->n, s->kp, threads) * s->groups, eight = 0;
 #ifdef X86
         const Weight w = weight_of(m->packed, m->meta, s);
-        if (backend == AVX512) floats = scratch_avx512(&w);
+        if (backend == AVX512) floats = tile_floats(&w) + chunk_rows(s->n, s->kp, threads) * s->kp / 2;
 #endif
         for (int64_t r = 0; r < rows; r++) eight += weight_bits(m->bits[r]) >= FULL_BITS && has_eight(m->bits[r]);
-        size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * 8) + 2 * aligned((size_t)rows * 4)
+        size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * 8) + 3 * aligned((size_t)rows * 4)
                 + aligned((size_t)(eight * s->kp) * 4);
         scratch = scratch > floats ? scratch : floats;
     }
@@ -236,7 +254,11 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
                  .original = m->original, .given = x};
         j.chunk = chunk_rows(s->n, s->kp, threads);
         j.row = (int32_t *)take(&left, (size_t)rows * 4), j.precision = (int32_t *)take(&left, (size_t)rows * 4);
+        j.planes = (int32_t *)take(&left, (size_t)rows * 4);
         sort_rows(&j, rows);
+#ifdef X86
+        if (backend == AVX512) choose_plain(&j), j.recipe = recipes(&s->layout);
+#endif
         const Job *same = jobs.job; /* one that has x laid out alike */
         while (same < jobs.job + jobs.count && (same->w.kp != s->kp || same->w.groups != s->groups
                                                 || memcmp(same->words, j.words, (size_t)rows * 4)))
@@ -252,9 +274,6 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
                                j.x_eight + r * s->kp);
             loads += j.rows * s->kp;
         }
-#ifdef X86
-        if (backend == AVX512) j.recipe = recipes(&s->layout);
-#endif
         jobs.job[jobs.count++] = j;
     }
     jobs.scratch = (float *)left;
