@@ -1,35 +1,57 @@
-"""From how many rows on a dequantised weight beats the compiled kernel on this CPU: what sets `MANY_ROWS`.
+"""How the ways to multiply compare for a growing number of rows on this CPU: what sets `MANY_ROWS`, FEW and PLAIN_ROWS.
 
     python benchmarks/cpu_crossover.py [--dtype float32] [--threads 1]
 
-Both ways of `qbe.kernels.cpu.nested_linear` for a growing number of rows of one layer, best of 20. Weights are random:
-only shapes and bits matter for time. How fast the linears of a model are is measured by `qbe bench linears`.
+For one layer, best of 20: the compiled kernel with activations of 16 and of 8 bits, a dequantised weight through
+torch's product, and the plain layer. FEW and PLAIN_ROWS are where the kernel changes its way (dot_vnni.c, dot_bf16.c).
+Weights are random: only shapes and bits matter for time. How fast the linears of a model are is measured by
+`qbe bench linears`.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
+from torch.nn.functional import linear
 
 from qbe.kernels.cpu import build, nested_linear
+from qbe.kernels.cpu.geometry import geometry
+from qbe.kernels.reference.activations import EIGHT, word
 from qbe.store.layout import SliceLayout
 
 SHAPES = ((1536, 576), (576, 1536), (2048, 2048))
-ROWS = (4, 8, 12, 16, 24, 32, 128)
+ROWS = (1, 2, 4, 5, 8, 16, 32, 48, 64, 256)
 LAYOUT, GROUP, EXPONENT = SliceLayout((4, 2, 2)), 64, 110
 REPEATS = 20
 
 
-def best_ms(rows: int, dtype: torch.dtype, store: tuple[torch.Tensor, torch.Tensor], k: int, bits: int) -> float:
-    x, wanted = torch.randn(rows, k, dtype=dtype), torch.full((rows,), bits, dtype=torch.int32)
+def best_ms(run: Callable[[], object]) -> float:
     best = float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()
-        nested_linear.nested_linear(x, *store, wanted, None, None, LAYOUT.slices, EXPONENT)
+        run()
         best = min(best, (time.perf_counter() - start) * 1e3)
     return best
+
+
+def ways(
+    x: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor, bits: int, weight: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    form = geometry(packed.shape, meta.shape, x.shape[1], LAYOUT.slices, EXPONENT)
+
+    def kernel(words: int) -> Callable[[], object]:
+        wanted = torch.full((x.shape[0],), words, dtype=torch.int32)
+        return lambda: nested_linear._few(x, packed, meta, wanted, None, None, form)
+
+    return {
+        "kernel": kernel(bits),
+        "8-bit x": kernel(word(bits, EIGHT)),
+        "dequantised": lambda: nested_linear._dequantised(x, packed, meta, bits, None, form),
+        "plain": lambda: linear(x, weight),
+    }
 
 
 def main() -> None:
@@ -43,13 +65,12 @@ def main() -> None:
     for n, k in SHAPES:
         packed = torch.randint(0, 256, (LAYOUT.total_bits, n * k // 8), dtype=torch.uint8)
         meta = torch.randint(0, 256, (2 * len(LAYOUT.precisions), n, k // GROUP), dtype=torch.uint8)
+        weight = torch.randn(n, k).to(dtype)
         for rows in ROWS:
-            line = f"{n}x{k} rows {rows:4d}"
             for bits in (4, 8):
-                for name, limit in (("kernel", rows + 1), ("dequantise", 0)):
-                    nested_linear.MANY_ROWS[dtype] = limit
-                    line += f"   {bits} bits {name} {best_ms(rows, dtype, (packed, meta), k, bits):7.3f}"
-            print(line)
+                runs = ways(torch.randn(rows, k).to(dtype), packed, meta, bits, weight)
+                times = "".join(f"   {name} {best_ms(run):7.3f}" for name, run in runs.items())
+                print(f"{n}x{k} rows {rows:4d} {bits} bits{times}")
 
 
 if __name__ == "__main__":

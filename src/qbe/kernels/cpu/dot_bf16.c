@@ -57,8 +57,9 @@ typedef void (*PlainFn)(int64_t, const char *, const char *, int64_t, __m512 *);
     TARGET_AVX512 static void plain_##R(int64_t kp, const char *panel, const char *x, int64_t x_bytes, __m512 *y) {  \
         plain_rows(kp, panel, x, x_bytes, y, R);                                                                     \
     }
-PLAIN(24) PLAIN(12) PLAIN(6) PLAIN(3) PLAIN(1)
-static const struct { int rows; PlainFn run; } PLAIN_FNS[] = {{24, plain_24}, {12, plain_12}, {6, plain_6}, {3, plain_3}, {1, plain_1}};
+PLAIN(24) PLAIN(16) PLAIN(8) PLAIN(4) PLAIN(2) PLAIN(1)
+static const struct { int rows; PlainFn run; } PLAIN_FNS[] = {
+    {24, plain_24}, {16, plain_16}, {8, plain_8}, {4, plain_4}, {2, plain_2}, {1, plain_1}};
 
 /* Rows [n0, n1) of the weight times rows [r0, r1) of x, which read the same precision. */
 TARGET_AVX512 static void multiply_plain(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {

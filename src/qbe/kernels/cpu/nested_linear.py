@@ -170,9 +170,7 @@ def _many(
 ) -> torch.Tensor:
     """Precision by precision: rows that do not pay for torch's product take the compiled kernel together."""
     layout = form.layout
-    wanted = [
-        FULL_BITS if b >= FULL_BITS else layout.precisions[layout.index(b)] for b in weight_bits(bits).tolist()
-    ]
+    wanted = [FULL_BITS if b >= FULL_BITS else layout.precisions[layout.index(b)] for b in weight_bits(bits).tolist()]
     count = Counter(wanted)
     if FULL_BITS in count and original is None:
         raise missing_original()

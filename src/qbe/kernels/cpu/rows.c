@@ -1,0 +1,41 @@
+/* Which rows of x are multiplied together. Included by nested.c. */
+
+/* The rows of x in the order of their precisions into j->row and j->precision, those at 16 bits last. */
+static void sort_rows(Job *j, int64_t rows) {
+    const Layout *l = j->w.layout;
+    int64_t at = 0;
+    for (int i = 0; i <= l->precisions; i++) /* ascending, so that equal precisions are neighbours */
+        for (int eight = 0; eight < 2; eight++)
+            for (int64_t r = 0; r < rows; r++) {
+                const int bits = weight_bits(j->words[r]), full = bits >= FULL_BITS;
+                const int above = i + 1 < l->precisions && bits >= l->precision[i + 1];
+                const int below = i > 0 && i < l->precisions && bits < l->precision[i];
+                if (has_eight(j->words[r]) != eight || full != (i == l->precisions) || (!full && (above || below))) continue;
+                j->row[at] = (int32_t)r, j->precision[at] = i, j->planes[at] = eight ? 1 : j->dtype == FLOAT32 ? 3 : 2, at++;
+                j->full += full, j->full_eight += full && eight;
+            }
+    j->rows = rows - j->full;
+    j->row_full = j->row + j->rows;
+}
+
+#ifdef X86
+/* Rows of bfloat16 enough to pay for a rounded weight stay as they are. */
+static void choose_plain(Job *j) {
+    for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {
+        for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == j->precision[r0] && j->planes[r1] == j->planes[r0];) r1++;
+        if (j->planes[r0] == 2 && r1 - r0 >= PLAIN_ROWS) memset(j->planes + r0, 0, (size_t)(r1 - r0) * sizeof *j->planes);
+    }
+}
+#endif
+
+/* Of x in a run of integer products, at most: so many bytes stay in a core's second cache while tiles pass by. */
+#define RUN_BYTES (256 * 1024)
+
+/* The end of the run of rows from r0 on that are multiplied together. */
+static int64_t end_of_run(const Job *j, int64_t r0) {
+    const int64_t most = RUN_BYTES / j->x_bytes, room = most > 24 ? most / 24 * 24 : 24;
+    const int64_t end = j->rows - r0 < room || j->planes[r0] == 0 ? j->rows : r0 + room;
+    int64_t r1 = r0 + 1;
+    while (r1 < end && j->precision[r1] == j->precision[r0] && j->planes[r1] == j->planes[r0]) r1++;
+    return r1;
+}
