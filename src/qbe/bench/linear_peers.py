@@ -81,7 +81,7 @@ def _torchao(name: str, **options: Any) -> Callable[[list[torch.Tensor]], Prepar
 
         # As gpt-fast compiles it; eager, torchao would first write a bfloat16 copy of the weight. Only the int8 product
         # is Inductor's own kernel, worth its minutes of tuning: FP8's is cuBLAS's.
-        tuned = {"coordinate_descent_tuning": name.startswith("Int8")}
+        tuned: dict[str, Any] = {"coordinate_descent_tuning": name.startswith("Int8")}
         compiled = torch.compile(lambda x, w: linear(x, w), dynamic=False, options=tuned)
 
         def run(x: torch.Tensor, i: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that one program can have; those of an H200 for a CPU."""
     if device.type != "cuda":
         return 227 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _generic_batch(problem: Problem, device: torch.device) -> Config:
