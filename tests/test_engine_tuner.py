@@ -16,6 +16,7 @@ from qbe.engine.runner import Runner
 from qbe.engine.warmup import row_counts
 from qbe.kernels.tuning.store import TunedStore
 from qbe.kernels.tuning.tunable import Choice, Config, Tunable, choices
+from qbe.kernels.tuning.tunable import _tunables as tunables
 
 META = torch.device("meta")
 
@@ -151,7 +152,9 @@ def test_a_step_after_a_renewal_writes_the_plan_anew(engine: Engine, choice: Cho
     assert plan._written is None
 
 
-def test_an_engine_on_a_cpu_has_nothing_to_tune() -> None:
+def test_an_engine_on_a_cpu_has_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tunable in list(tunables):  # what other tests have launched
+        monkeypatch.setattr(tunable, "_choices", {})
     engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, tune=True)
     assert engine._tuner is None
     numbers = engine.kernel_cache

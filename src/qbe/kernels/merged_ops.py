@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.kernels import ops
-
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
     "nested_linears(Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, Tensor[] biases, "
@@ -57,26 +55,6 @@ def _fake(
     exponents: Sequence[int],
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], sum(m.shape[1] for m in meta))
-
-
-def one_by_one(
-    x: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    meta: Sequence[torch.Tensor],
-    bits: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slices: Sequence[int],
-    exponents: Sequence[int],
-) -> torch.Tensor:
-    """A call for each weight: what the op means, and how a device without a kernel of its own runs it."""
-    parts = [
-        ops.nested_linear(
-            x, p, m, b, originals[i] if originals else None, biases[i] if biases else None, slices, exponents[i]
-        )
-        for i, (p, m, b) in enumerate(zip(packed, meta, bits, strict=True))
-    ]
-    return torch.cat(parts, dim=-1)
 
 
 def _cpu(

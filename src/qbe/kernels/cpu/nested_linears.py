@@ -9,8 +9,7 @@ import torch
 
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES, geometry
-from qbe.kernels.cpu.nested_linear import MANY_ROWS, check, few_enough, many_rows, readable
-from qbe.kernels.merged_ops import one_by_one
+from qbe.kernels.cpu.nested_linear import MANY_ROWS, check, few_enough, many_rows, nested_linear, readable
 
 _threads = torch.get_num_threads
 
@@ -48,7 +47,7 @@ def nested_linears(
     rows = x.reshape(-1, k).contiguous()
     count = rows.shape[0]
     if dtype not in DTYPES or count == 0 or not all(few_enough(b, many_rows(dtype), MANY_ROWS[dtype]) for b in bits):
-        return one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
+        return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
     if not len(packed) == len(meta) == len(bits) == len(exponents) or any(
         len(some) not in (0, len(packed)) for some in (originals, biases)
     ):
@@ -77,7 +76,27 @@ def nested_linears(
         rows.data_ptr(), ctypes.addressof(matrices), len(forms), count, DTYPES[dtype], _threads(), build.number()
     )
     if failed == -1:  # rows at 16 bits that the compiled kernel cannot read, or nobody: this says which
-        return one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
+        return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
     if failed:
         raise MemoryError("the CPU kernel found no memory for its working buffers")
     return y.view(*x.shape[:-1], -1)
+
+
+def _one_by_one(
+    x: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    meta: Sequence[torch.Tensor],
+    bits: Sequence[torch.Tensor],
+    originals: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    slices: Sequence[int],
+    exponents: Sequence[int],
+) -> torch.Tensor:
+    """A call for each weight: what the op means."""
+    parts = [
+        nested_linear(
+            x, p, m, b, originals[i] if originals else None, biases[i] if biases else None, slices, exponents[i]
+        )
+        for i, (p, m, b) in enumerate(zip(packed, meta, bits, strict=True))
+    ]
+    return torch.cat(parts, dim=-1)
