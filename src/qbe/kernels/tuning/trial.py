@@ -65,7 +65,7 @@ class Trial:
         self.tiled = choice.tunable.name != "plain"
         problem, layout = self.problem, SliceLayout.of(self.problem.slices)
         self.precisions = layout.precisions
-        # The rows kernel serves fewer than the next power of two where prefill begins.
+        # The batch kernel serves fewer than the next power of two where prefill begins.
         self.rows = min(problem.rows, 255) if self.tiled else problem.rows
         size = sum(problem.outputs) * problem.inputs * (layout.total_bits + 1) // 8
         self.copies = max(1, min(COPIES, 3 * self._cache_bytes() // max(1, size)))
