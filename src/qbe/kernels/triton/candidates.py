@@ -1,7 +1,7 @@
 """Launch configurations worth a trial on the machine, beside the generic ones; pure functions of the shape.
 
-A compilation takes 5 to 20 s, a trial milliseconds. How the decode kernel's sum is split is no constant of it, so that
-its candidates of all shapes share a dozen compilations; those of the other kernels have to be few.
+A compilation takes 3 to 20 s, a trial milliseconds. How a sum is split is no constant of the decode and the batch
+kernel, so that their candidates of all shapes share a dozen compilations; those of the plain one have to be few.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def decode(problem: Problem, generic: Config, device: torch.device) -> list[Conf
     """Of `tiled_decode_kernel`: tile and warps with the two likeliest splits each, then the pipeline."""
     units = generic["SPLITS"] * generic["SPLIT_UNITS"]
     found: list[Config] = []
-    for block_n, warps in ((64, 2), (64, 4), (32, 2), (32, 4)):
+    one = problem.rows == 1
+    for block_n, warps in ((64, 2), (128, 4), (64, 4), (32, 2)) if one else ((64, 2), (64, 4), (32, 2), (32, 4)):
         tiles = sum(-(-n // block_n) for n in problem.outputs)
         for splits in _likeliest(units, tiles, processors(device)):
             split_units = units // splits
@@ -30,7 +31,7 @@ def decode(problem: Problem, generic: Config, device: torch.device) -> list[Conf
                 {**generic, "BN": block_n, "num_warps": warps, "SPLITS": splits, "SPLIT_UNITS": split_units,
                  "AHEAD": min(generic["AHEAD"], split_units)}
             )  # fmt: skip
-    found.append({**generic, "STAGES": 5 - generic["STAGES"]})  # 2 or 3
+    found.append({**generic, "STAGES": 3 if generic["STAGES"] != 3 else 4 if one else 2})
     if generic["SPLIT_UNITS"] >= 2:
         found.append({**generic, "AHEAD": 3 - generic["AHEAD"]})  # 1 or 2
     return _others(problem, generic, found)
@@ -74,7 +75,7 @@ def valid_decode(problem: Problem, config: Config) -> bool:
         and config["SPLITS"] * config["SPLIT_UNITS"] == units
         and config["AHEAD"] in (1, 2)
         and config["AHEAD"] <= config["SPLIT_UNITS"]
-        and config["BM"] == min(16, problem.rows)
+        and config["BM"] == (8 if problem.rows <= 8 else 16)
         and _counted(problem, config, 1)
     )
 

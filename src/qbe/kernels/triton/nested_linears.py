@@ -63,6 +63,6 @@ def nested_linears(
     n = [*outputs, 0][:TOGETHER]
     decode_three_kernel[grid](
         rows, quantised(rows, inputs, group), *three(packed), *three([b.contiguous() for b in bits]), *three(originals),
-        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, **constants,
+        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, **constants, ONE=m == 1,
     )  # fmt: skip
     return y.view(*x.shape[:-1], y.shape[1])

@@ -54,6 +54,38 @@ def with_bits(c, w, J: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, A
         return c | (field << (8 - FIRST - WIDTH)).to(tl.int8, bitcast=True)
 
 
+@triton.jit
+def load_parts(packed_ptr, plane, n, kp, u, PARTS: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr):
+    """unit u of the parts that precision TOP needs: for each a tuple of runs uint8 [BN, 64]; `plane`: bytes of a bit"""
+    tiles = ()
+    for i in tl.static_range(len(PARTS)):
+        if PARTS[i][2] <= TOP:
+            run = (
+                packed_ptr
+                + plane * PARTS[i][0]
+                + (n // 64 * (kp * PARTS[i][1] // 512)).to(tl.int64)[:, None] * 4096
+                + (n % 64 * 64)[:, None]
+                + tl.arange(0, 64)[None, :]
+            )
+            got = ()
+            for t in tl.static_range(UNIT * PARTS[i][1] // 512):
+                got += (tl.load(run + (u * (UNIT * PARTS[i][1] // 512) + t) * 4096),)
+            tiles += (got,)
+    return tiles
+
+
+@triton.jit
+def left_aligned_scales(base, low, exponent, SHIFT: tl.constexpr, LEFT: tl.constexpr):
+    """uint16 pairs (int32 holding) -> scale and 128 - offset of left-aligned codes of SHIFT bits below the widest"""
+    s = (((base & 255) << 19) + (exponent << 23)).to(tl.float32, bitcast=True)
+    o = ((base >> 8) & 255).to(tl.float32)
+    if SHIFT > 0:
+        s = tl.fma(s, ((low << 24) >> 24).to(tl.float32) * (1.0 / 256), s)
+        d = ((low << 16) >> 24).to(tl.float32)
+        o = tl.fma(d, (1 << SHIFT) / 64.0, o - ((1 << SHIFT) - 1) / 2.0)
+    return s, tl.fma(o, -1.0 * (1 << LEFT), 128.0)
+
+
 @triton.constexpr_function
 def _float_asm(wide):
     sel = "0x74{}4" if wide else "0x7{}44"

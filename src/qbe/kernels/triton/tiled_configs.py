@@ -24,7 +24,8 @@ def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> di
     """Of `tiled_decode_kernel`, from a sweep on an H200 (docs/performance.md).
 
     Wide tiles share x between more outputs; narrow ones and splits give a small matrix enough programs. 16 rows need
-    more registers, so that a matrix with few tiles rather takes twice the warps than twice the programs.
+    more registers, so that a matrix with few tiles rather takes twice the warps than twice the programs. A single row
+    needs half of them; long sums then gain from one more unit in flight.
     """
     block_m = 8 if m <= 8 else 16
     many = -(-n // 64) >= 2 * processors
@@ -35,9 +36,10 @@ def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> di
     if warps == 2 and tiles * splits < processors:
         block_n, tiles = 32, -(-n // 32)
         splits = _splits(units, most // tiles, 4)
+    stages = (4 if m == 1 and units // splits > 4 else 3) if parts <= 4 else 2
     return {
         "BM": block_m, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits,
-        "STAGES": 3 if parts <= 4 else 2, "AHEAD": 2 if units // splits >= 2 else 1, "num_warps": warps,
+        "STAGES": stages, "AHEAD": 2 if units // splits >= 2 else 1, "num_warps": warps,
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ byte alone: its low byte reads as zero.
 In a mixed batch every part is multiplied once. A row adds the sums of the bits it asks for, exact integers, and takes
 the scale and offset of its precision: it comes out the same, bit for bit, whatever the other rows ask for. Each
 highest precision has loops of its own, for a uniform and for a mixed tile, which load what they need and nothing
-else. The bits are read at run time.
+else. The bits are read at run time. A single row has loops of its own (`tiled_row_loop`).
 """
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.triton.tiled_codes import left_aligned, with_bits
+from qbe.kernels.triton.tiled_codes import left_aligned, left_aligned_scales, load_parts, with_bits
 from qbe.kernels.triton.tiled_common import counter, eight_rows, exact_eight, exact_product, finish, load_bias, serving
 from qbe.kernels.triton.tiled_quantise import scale_of, scale_pairs
+from qbe.kernels.triton.tiled_row_loop import row_loop
 
 
 @triton.jit
@@ -60,18 +61,6 @@ def _prefetch_ahead(
 
 
 @triton.jit
-def _scales(base, low, exponent, SHIFT: tl.constexpr, LEFT: tl.constexpr):
-    """uint16 pairs (int32 holding) -> scale and 128 - offset of left-aligned codes of SHIFT bits below the widest"""
-    s = (((base & 255) << 19) + (exponent << 23)).to(tl.float32, bitcast=True)
-    o = ((base >> 8) & 255).to(tl.float32)
-    if SHIFT > 0:
-        s = tl.fma(s, ((low << 24) >> 24).to(tl.float32) * (1.0 / 256), s)
-        d = ((low << 16) >> 24).to(tl.float32)
-        o = tl.fma(d, (1 << SHIFT) / 64.0, o - ((1 << SHIFT) - 1) / 2.0)
-    return s, tl.fma(o, -1.0 * (1 << LEFT), 128.0)
-
-
-@triton.jit
 def _loop(
     x_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, UNITS, PRECISIONS: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, MIXED: tl.constexpr,
@@ -96,20 +85,7 @@ def _loop(
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for step in tl.range(0, UNITS, num_stages=STAGES):
         u = u0 + step
-        tiles = ()
-        for i in tl.static_range(len(PARTS)):
-            if PARTS[i][2] <= TOP:
-                run = (
-                    packed_ptr
-                    + plane * PARTS[i][0]
-                    + (tile * (kp * PARTS[i][1] // 512)).to(tl.int64)[:, None] * 4096
-                    + (n % 64 * 64)[:, None]
-                    + ru[None, :]
-                )
-                got = ()
-                for t in tl.static_range(UNIT * PARTS[i][1] // 512):
-                    got += (tl.load(run + (u * (UNIT * PARTS[i][1] // 512) + t) * 4096),)
-                tiles += (got,)
+        tiles = load_parts(packed_ptr, plane, n, kp, u, PARTS, UNIT, TOP)
         bases = ()
         lows = ()
         for q in tl.static_range(METAS):
@@ -156,7 +132,7 @@ def _loop(
                         lower = (lows[(p - LOWEST) * METAS + c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(
                             tl.int32
                         )
-                    s_p, o_p = _scales(base, lower, exponent, TOTAL - PRECISIONS[p], 8 - TOTAL)
+                    s_p, o_p = left_aligned_scales(base, lower, exponent, TOTAL - PRECISIONS[p], 8 - TOTAL)
                     sum_p = sums[p - LOWEST][0] * 256 + sums[p - LOWEST][1]
                     if p == LOWEST:
                         total = sum_p
@@ -176,7 +152,7 @@ def decode_tile(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
     units, tile, column, columns, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ONE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """the tile of that number of one matrix, whose first output is `column` of y's `columns`"""
     P: tl.constexpr = len(PRECISIONS)
@@ -202,15 +178,25 @@ def decode_tile(
     highest = tl.max(tl.where(serves < P, serves, -1), 0)
     lowest = tl.min(tl.where(m_ok, serves, P), 0)
     acc = tl.zeros((BN, BM), tl.float32)
-    for top in tl.static_range(P):
-        for mixed in tl.static_range(2):
-            # A store of many precisions has one loop for all, or the code would grow with their number.
-            if (P <= 3 and (top > 0 or mixed == 0)) or (P > 3 and top == P - 1 and mixed == 1):
-                if (highest >= 0) & ((P > 3) | ((highest == top) & ((lowest < top) == (mixed == 1)))):
-                    acc = _loop(
-                        quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, units, PRECISIONS,
-                        PARTS, GROUP, UNIT, top, mixed, STAGES, ASM,
-                    )  # fmt: skip
+    if ONE:
+        one = tl.zeros((BN, 4), tl.float32)
+        for top in tl.static_range(P):
+            if highest == top:
+                one = row_loop(
+                    quantised_ptr, packed_ptr, exponent, np_, kp, n, tl.max(eight.to(tl.int32), 0), u0, units,
+                    PRECISIONS, PARTS, GROUP, UNIT, top, STAGES, ASM,
+                )  # fmt: skip
+        acc += tl.sum(one, 1)[:, None]
+    else:
+        for top in tl.static_range(P):
+            for mixed in tl.static_range(2):
+                # A store of many precisions has one loop for all, or the code would grow with their number.
+                if (P <= 3 and (top > 0 or mixed == 0)) or (P > 3 and top == P - 1 and mixed == 1):
+                    if (highest >= 0) & ((P > 3) | ((highest == top) & ((lowest < top) == (mixed == 1)))):
+                        acc = _loop(
+                            quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, units, PRECISIONS,
+                            PARTS, GROUP, UNIT, top, mixed, STAGES, ASM,
+                        )  # fmt: skip
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
             exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, units * (UNIT // 64))
@@ -232,13 +218,13 @@ def decode_kernel(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
     units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, ASM: tl.constexpr,
+    AHEAD: tl.constexpr, ONE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """one matrix"""
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp,
         exponent, units, tl.program_id(0), 0, N, PRECISIONS, PARTS, GROUP, UNIT, SPLIT, BN, BM, STAGES, EARLY,
-        AHEAD, ASM,
+        AHEAD, ONE, ASM,
     )  # fmt: skip
 
 
@@ -251,7 +237,7 @@ def decode_three_kernel(
     original1_ptr, original2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, y_ptr, parts_ptr, M, N0, N1, N2, K, kp, exponent0,
     exponent1, exponent2, units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ONE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """up to three matrices that read the same x, their results side by side; of two, N2 is 0"""
     row_tiles = tl.cdiv(M, BM)
@@ -293,5 +279,5 @@ def decode_three_kernel(
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K,
         tl.cdiv(N, 64) * 64, kp, exponent, units, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT,
-        SPLIT, BN, BM, STAGES, EARLY, AHEAD, ASM,
+        SPLIT, BN, BM, STAGES, EARLY, AHEAD, ONE, ASM,
     )  # fmt: skip

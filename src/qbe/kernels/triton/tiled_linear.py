@@ -80,7 +80,10 @@ def tiled_linear(
     grid, units, constants, sums = split_launch(y, (n,), group, layout, config)
     converted = quantised(x, inputs, group) if few else half_rows(x, bits, inputs, group)
     arguments = (x, converted, tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent, units)
-    (decode_kernel if few else batch_kernel)[grid](*arguments, **constants)
+    if few:
+        decode_kernel[grid](*arguments, **constants, ONE=m == 1)
+    else:
+        batch_kernel[grid](*arguments, **constants)
 
 
 def quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
