@@ -147,7 +147,7 @@ def test_a_sequence_does_not_depend_on_its_batch_on_the_cpu(path: str) -> None:
         ("slots", torch.zeros(3, dtype=torch.long)),
         ("query", torch.zeros(2, 10, 64)),
         ("query", torch.zeros(2, 9, 32)),
-        ("value", torch.zeros(2, 3, 32)),
+        ("value", torch.zeros(2, 2, 64)),
     ],
 )
 def test_what_does_not_belong_together_is_refused(name: str, value: torch.Tensor) -> None:
