@@ -27,7 +27,12 @@ MIXED = [16, 8, 4, 2, (2, 16, 4), (8, 2, 16)]  # formats, the same bits for all 
 
 
 def case(
-    shape: str, lengths: list[int], dtype: torch.dtype, formats: list[object] = MIXED[:1], room: int = 400, seed: int = 0
+    shape: str,
+    lengths: list[int],
+    dtype: torch.dtype,
+    formats: list[object] = MIXED[:1],
+    room: int = 400,
+    seed: int = 0,
 ) -> dict[str, object]:
     """Random arguments; the pages of a sequence have one format after the other and lie in random order, memory that
     nobody owns holds NaN, and table entries past a length lead out of memory."""
@@ -81,7 +86,9 @@ def test_the_reference_is_attention_over_the_whole_sequence(window: int, softcap
             entropy = torch.distributions.Categorical(probs=weights).entropy()
             torch.testing.assert_close(arguments["entropy"][i, head], entropy, rtol=1e-4, atol=1e-5)
     for row in (0, 3):  # the new tokens are in their pages
-        k, v = read_pages(arguments["memory"], arguments["blocks"], arguments["tables"][row, :1], (3, 64, 64), torch.float32)
+        k, v = read_pages(
+            arguments["memory"], arguments["blocks"], arguments["tables"][row, :1], (3, 64, 64), torch.float32
+        )
         assert torch.equal(k[:, int(arguments["slots"][row]) % ALIGN], arguments["key"][row])
         assert torch.equal(v[:, int(arguments["slots"][row]) % ALIGN], arguments["value"][row])
 
@@ -183,7 +190,9 @@ def same(
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
     loose = max(tolerance, 2e-5)
     torch.testing.assert_close(found_in["entropy"], expected_in["entropy"], rtol=loose, atol=loose)
-    assert torch.equal(found_in["memory"], expected_in["memory"]), "the new tokens are in their pages, nothing else changed"
+    assert torch.equal(found_in["memory"], expected_in["memory"]), (
+        "the new tokens are in their pages, nothing else changed"
+    )
 
 
 @on_device

@@ -380,7 +380,8 @@ class Engine:
         share: dict[int, int] = {}
         for site, gear in zip(self._table.nested, b.weight_bits, strict=True):
             share[gear] = share.get(gear, 0) + site.parameters
-        by_bits = {g: round(live.running.computed * n / self._table.nested_parameters) for g, n in share.items()}
+        computed = live.running.computed - live.running.cached
+        by_bits = {g: round(computed * n / self._table.nested_parameters) for g, n in share.items()}
         return Record(
             id=result.id, model=self.name, policy=b.policy, tier=budget.tier, budget_bits=budget.bits,
             prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),

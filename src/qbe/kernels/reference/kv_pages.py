@@ -72,11 +72,15 @@ def seal_pages(
                     memory[to : to + full.nbytes] = memory[at : at + full.nbytes]
                     continue
                 layout = block(bits, key_dim, value_dim, dtype.itemsize)
-                for x, codes_at, scales_at in ((keys.T, 0, layout.key_scales), (values, layout.values, layout.value_scales)):
-                    codes, scale, low = quantise(x, bits)
-                    for what, begin in ((pack(codes, bits), codes_at), (scale, scales_at), (low, scales_at + 2 * len(low))):
-                        raw = what.contiguous().view(torch.uint8).flatten()
-                        memory[to + begin : to + begin + len(raw)] = raw
+                _write(memory, keys.T, bits, to, to + layout.key_scales)
+                _write(memory, values, bits, to + layout.values, to + layout.value_scales)
+
+
+def _write(memory: torch.Tensor, x: torch.Tensor, bits: int, codes_at: int, scales_at: int) -> None:
+    codes, scale, low = quantise(x, bits)
+    for what, at in ((pack(codes, bits), codes_at), (scale, scales_at), (low, scales_at + 2 * len(low))):
+        raw = what.contiguous().view(torch.uint8).flatten()
+        memory[at : at + len(raw)] = raw
 
 
 def read_pages(

@@ -46,12 +46,12 @@ def origin(dtype, bits):
 def as_numbers(codes, DTYPE: tl.constexpr, BITS: tl.constexpr):
     """Codes + `origin` in this dtype, exactly.
 
-    In half precision a code goes below the leading one of 1024 (float16) or 128 (bfloat16), which spares the conversion;
+    In half precision a code goes below the leading one of 1024 (float16) or 128 (bfloat16), which spares a conversion;
     bfloat16 has no room for 8 bits there.
     """
-    if DTYPE == tl.float16:
+    if DTYPE == tl.float16:  # noqa: SIM300
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-    elif (DTYPE == tl.bfloat16) and (BITS < 8):
+    elif (DTYPE == tl.bfloat16) and (BITS < 8):  # noqa: SIM300
         return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
     else:
         return codes.to(tl.float32).to(DTYPE)

@@ -52,8 +52,8 @@ def _attend_run(
         entry = tl.load(table_ptr + page)
         at = tl.multiple_of(entry - entry % 256 + offset, 256)
         seen = (page * PAGE + t >= first) & (page * PAGE + t < past)
-        # A number is scale * (code - ORIGIN) + low. A channel's scale goes into the query, a token's into its weight, so
-        # that codes are only unpacked. What is taken from a sum is what rounding left of the scaled query or weight.
+        # A number is scale * (code - ORIGIN) + low. A channel's scale goes into the query, a token's into its weight:
+        # codes are only unpacked. ORIGIN is taken off with the scaled query or weight as rounding left it.
         if BITS == 16:
             k = full_keys(numbers_ptr, at, seen, KEY_DIM, BK, ITEM)
             scores = tl.dot(q, k, input_precision="ieee")
