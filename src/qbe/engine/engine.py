@@ -304,6 +304,8 @@ class Engine:
         profile: QueryProfile = self.analyzer.analyze(text, words)
         analysed = time.perf_counter()
         blueprint = policy.blueprint(profile, request.budget, self._table)
+        if request.budget.kv_bits is not None:
+            blueprint = blueprint.with_kv_bits(request.budget.kv_bits)
         done = time.perf_counter()
         chosen = Explanation(
             prompt_tokens=len(ids),
@@ -368,7 +370,8 @@ class Engine:
             prompt_tokens=len(running.prompt_ids), profile=chosen.profile, blueprint=chosen.blueprint,
             table=self._table, bytes_per_token=chosen.bytes_per_token, analysis_ms=chosen.analysis_ms,
             policy_ms=chosen.policy_ms, prefill_ms=(first - live.started) * 1e3, decode_ms=(now - first) * 1e3,
-            error=running.error,
+            error=running.error, cached_tokens=running.cached,
+            average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(self._table),
         )  # fmt: skip
         if self._records is not None:
             self._records.try_append(self._record(live, live.result))

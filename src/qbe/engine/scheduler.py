@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qbe.engine.sequence import Sequence, Status
 from qbe.errors import QBEError
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE
 from qbe.kvcache.allocator import Format, Page, PageAllocator
 from qbe.kvcache.prefix import page_key
 
@@ -143,6 +143,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         if reason == "error":  # nobody else shall find what went wrong in it
             self.allocator.forget(sequence.pages)
+        if sequence.pages:
+            sequence.average_kv_bits = _average_bits(sequence)
         self._release(sequence)
         sequence.seen = None
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
@@ -313,3 +315,14 @@ class Scheduler:
 def _running(work: list[Work]) -> list[Work]:
     """The work of those that were not preempted after they got it."""
     return [w for w in work if w.sequence.status is Status.RUNNING]
+
+
+def _average_bits(sequence: Sequence) -> float:
+    """Bits of a number in its pages: those of a sealed page, 16 in the one that is being filled."""
+    bits = total = 0.0
+    for i, page in enumerate(sequence.pages):
+        tokens = min(PAGE_SIZE, sequence.computed - i * PAGE_SIZE)
+        if tokens > 0:
+            bits += tokens * (page.format.average if page.frame is None else FULL_BITS)
+            total += tokens
+    return bits / total if total else float(FULL_BITS)

@@ -116,6 +116,7 @@ class Sequence:
         page_keys: what its full pages are known by, as far as they are.
         keyed_by: key of the blueprint that all of its tokens had; None once it was exchanged.
         cached: tokens of the prompt whose pages were there already when it was first admitted.
+        average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
         preemptions: how often it gave its pages up and waited again.
         alone_at: length at which it did so although no other sequence ran.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
@@ -136,6 +137,7 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list)
     keyed_by: str | None = None
     cached: int = 0
+    average_kv_bits: float | None = None
     preemptions: int = 0
     alone_at: int = 0
     recurrent: dict[int, Any] | None = None

@@ -19,11 +19,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from qbe.sites import FULL_BITS, KV_BITS
+
+__all__ = ["ALIGN", "FORMATS", "FULL_BITS", "KV_BITS", "PAGE_SIZE", "Block", "aligned", "block"]
+
 PAGE_SIZE = 64
 ALIGN = 256
 FORMATS = ALIGN  # numbers that an entry has room for
-FULL_BITS = 16
-KV_BITS = (2, 4, 8, FULL_BITS)
 
 
 def aligned(size: int) -> int:

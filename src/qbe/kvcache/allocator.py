@@ -27,11 +27,13 @@ class Format:
         number: what entries call it; 0 has 16 bits everywhere.
         nbytes: of a sealed page, a multiple of `ALIGN`.
         bits: per layer the bits of each key head, empty for a layer without attention.
+        average: bits of a number, scales not counted.
     """
 
     number: int
     nbytes: int
     bits: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    average: float = float(FULL_BITS)
 
     @property
     def full(self) -> bool:

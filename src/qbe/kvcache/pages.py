@@ -122,7 +122,7 @@ class PagePool:
             words = self.words[layer]
             if words is not None:
                 words[number].copy_(torch.tensor(row, dtype=torch.int32), non_blocking=True)
-        self._numbers[bits] = self._asked[asked] = Format(number, at, bits)
+        self._numbers[bits] = self._asked[asked] = Format(number, at, bits, self._average(bits))
         return self._numbers[bits]
 
     def to_seal(self, pages: Sequence[Page]) -> torch.Tensor | None:
@@ -171,6 +171,13 @@ class PagePool:
                 f"its {shape.kv_heads} key heads or for each"
             )
         return heads
+
+    def _average(self, bits: Sequence[tuple[int, ...]]) -> float:
+        """Bits of a number of a page with these bits of heads."""
+        sizes = [s.numbers // s.kv_heads if s else 0 for s in self.shapes]
+        numbers = sum(n * len(heads) for n, heads in zip(sizes, bits, strict=True))
+        total = sum(n * sum(heads) for n, heads in zip(sizes, bits, strict=True))
+        return total / numbers if numbers else float(FULL_BITS)
 
     def _full_parts(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         shape, words = self.shapes[layer], self.words[layer]
