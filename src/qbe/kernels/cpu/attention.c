@@ -7,6 +7,7 @@
 
 #define MAX_QUERIES 4 /* rows served by one reading */
 
+#include "sealed.c"
 /* `_Shape` of paged_attention.py. Strides are in numbers; the last dimension is contiguous. */
 typedef struct {
     int64_t batch, heads, kv_heads, key_dim, value_dim, bytes, table_width;
@@ -88,40 +89,20 @@ INLINE void full_scores(const char *key, int64_t from, int64_t to, int64_t dim, 
     }
 }
 
-/* The same of a sealed page. A channel's scale goes into the query and its low into a sum of its own, so that a code is
-   only unpacked and multiplied. */
-INLINE void sealed_scores(const uint8_t *block, int64_t from, int64_t to, int64_t dim, int64_t value_dim,
-                          const float *query, int64_t wide, float *scores, int64_t room, const int M, const int BITS) {
-    const Block b = block_layout(BITS, dim, value_dim, 2);
-    Floats sum[MAX_QUERIES * (PAGE / LANES)] = {{0}};
-    float base[MAX_QUERIES] = {0};
-    for (int64_t i = 0; i < dim; i += LANES) {
-        const Floats scale = half_lanes(block + b.key_scales + 2 * i);
-        const Floats low = half_lanes(block + b.key_scales + 2 * (dim + i)); /* past the end: values' scales */
-        float scaled[MAX_QUERIES * LANES];
-        const int count = dim - i < LANES ? (int)(dim - i) : LANES;
-        for (int m = 0; m < M; m++) {
-            Floats q;
-            memcpy(&q, query + m * wide + i, sizeof q);
-            const Floats qs = q * scale, ql = q * low;
-            memcpy(scaled + m * LANES, &qs, sizeof qs);
-            for (int d = 0; d < count; d++) base[m] += ql[d];
+/* sum[m * N + n] += over rows [from, to), weights[m * room + row - from] * the row's numbers, N * LANES of them from i. */
+INLINE void add_rows(const char *rows, int64_t from, int64_t to, int64_t dim, const float *weights, int64_t room,
+                     int64_t i, Floats *sum, const int M, const int N, const int DTYPE) {
+    const int64_t size = dim * (DTYPE == FLOAT32 ? 4 : 2);
+    rows += from * size;
+    for (int64_t t = from; t < to; t++, rows += size)
+        for (int n = 0; n < N; n++) {
+            const Floats v = load_lanes(rows, DTYPE, dim, i + n * LANES);
+            for (int m = 0; m < M; m++) sum[m * N + n] += v * weights[m * room + t - from];
         }
-        for (int d = 0; d < count; d++)
-            for (int v = 0; v < PAGE / LANES; v++) {
-                const Floats code = unpack_lanes(block + (i + d) * b.key_row + v * (2 * BITS), BITS);
-                for (int m = 0; m < M; m++) sum[m * (PAGE / LANES) + v] += code * scaled[m * LANES + d];
-            }
-    }
-    for (int m = 0; m < M; m++) {
-        float all[PAGE];
-        memcpy(all, sum + m * (PAGE / LANES), sizeof all);
-        for (int64_t t = from; t < to; t++) scores[m * room + t - from] = all[t] + base[m];
-    }
 }
 
-INLINE void attention_scores(const Attention *a, const int64_t *table, int64_t head, int64_t from, int64_t to,
-                             const float *query, int64_t wide, float *scores, int64_t room, const int M,
+INLINE void attention_scores(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
+                             int64_t to, const float *query, int64_t wide, float *scores, int64_t room, const int M,
                              const int DTYPE) {
     const AttentionShape *s = a->s;
     for (int64_t t = from, end; t < to; t = end) {
@@ -131,57 +112,16 @@ INLINE void attention_scores(const Attention *a, const int64_t *table, int64_t h
         int bits;
         const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &bits);
         float *out = scores + t - from;
-#define SEALED(BITS) \
-    sealed_scores(block, first, last, s->key_dim, s->value_dim, query, wide, out, room, M, BITS)
         if (bits == FULL_BITS)
             full_scores((const char *)block, first, last, s->key_dim, query, wide, out, room, M, DTYPE);
-        else if (bits == 8) SEALED(8);
-        else if (bits == 4) SEALED(4);
-        else SEALED(2);
-#undef SEALED
+        else
+            sealed_scores(sealed, block, bits, first, last, s->key_dim, s->value_dim, query, wide, out, room, M);
     }
 }
 
-/* sum[m * N + n] += over tokens [from, to) of one page, weights[m * room + t] * value t, for N * LANES numbers from i. */
-INLINE void full_values(const char *value, int64_t from, int64_t to, int64_t dim, const float *weights, int64_t room,
-                        int64_t i, Floats *sum, const int M, const int N, const int DTYPE) {
-    const int64_t row = dim * (DTYPE == FLOAT32 ? 4 : 2);
-    value += from * row;
-    for (int64_t t = from; t < to; t++, value += row)
-        for (int n = 0; n < N; n++) {
-            const Floats v = load_lanes(value, DTYPE, dim, i + n * LANES);
-            for (int m = 0; m < M; m++) sum[m * N + n] += v * weights[m * room + t - from];
-        }
-}
-
-/* The same of a sealed page: a token's scale goes into its weight, its low into a sum that all numbers share. */
-INLINE void sealed_values(const uint8_t *block, int64_t from, int64_t to, int64_t key_dim, int64_t dim,
-                          const float *weights, int64_t room, int64_t i, Floats *sum, const int M, const int N,
-                          const int BITS) {
-    const Block b = block_layout(BITS, key_dim, dim, 2);
-    float scale[PAGE], low[PAGE], base[MAX_QUERIES] = {0};
-    for (int t = 0; t < PAGE; t += LANES) {
-        const Floats s = half_lanes(block + b.value_scales + 2 * t), l = half_lanes(block + b.value_scales + 2 * (PAGE + t));
-        memcpy(scale + t, &s, sizeof s);
-        memcpy(low + t, &l, sizeof l);
-    }
-    for (int64_t t = from; t < to; t++) {
-        float scaled[MAX_QUERIES];
-        for (int m = 0; m < M; m++) {
-            scaled[m] = weights[m * room + t - from] * scale[t];
-            base[m] += weights[m * room + t - from] * low[t];
-        }
-        for (int n = 0; n < N; n++) {
-            const Floats code = unpack_lanes(block + b.values + t * b.value_row + (i + n * LANES) * BITS / 8, BITS);
-            for (int m = 0; m < M; m++) sum[m * N + n] += code * scaled[m];
-        }
-    }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) sum[m * N + n] += base[m];
-}
-
-INLINE void attention_values(const Attention *a, const int64_t *table, int64_t head, int64_t from, int64_t to,
-                             const float *weights, int64_t room, int64_t i, float *out, int64_t wide, const int M,
+/* out[m] = sum over tokens [from, to) of weights[m * room + t - from] * value t, for N * LANES numbers from i. */
+INLINE void attention_values(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
+                             int64_t to, const float *weights, int64_t room, int64_t i, float *out, int64_t wide, const int M,
                              const int N, const int DTYPE) {
     const AttentionShape *s = a->s;
     const int64_t values = PAGE * s->key_dim * (DTYPE == FLOAT32 ? 4 : 2);
@@ -193,13 +133,10 @@ INLINE void attention_values(const Attention *a, const int64_t *table, int64_t h
         int bits;
         const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &bits);
         const float *own = weights + t - from;
-#define SEALED(BITS) sealed_values(block, first, last, s->key_dim, s->value_dim, own, room, i, sum, M, N, BITS)
         if (bits == FULL_BITS)
-            full_values((const char *)block + values, first, last, s->value_dim, own, room, i, sum, M, N, DTYPE);
-        else if (bits == 8) SEALED(8);
-        else if (bits == 4) SEALED(4);
-        else SEALED(2);
-#undef SEALED
+            add_rows((const char *)block + values, first, last, s->value_dim, own, room, i, sum, M, N, DTYPE);
+        else
+            sealed_values(sealed, block, bits, first, last, s->key_dim, s->value_dim, own, room, i, sum, M, N);
     }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) memcpy(out + m * wide + i + n * LANES, &sum[m * N + n], sizeof(Floats));
@@ -247,7 +184,8 @@ INLINE float softmax(float *scores, int64_t count, float softcap) {
 }
 
 /* M query heads from `first` on, which share the key head `head`, of sequence b. */
-INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, char *scratch, const int M, const int DTYPE) {
+INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, int64_t first, char *scratch,
+                   const int M, const int DTYPE) {
     const AttentionShape *s = a->s;
     const int64_t *table = a->tables + b * s->table_row;
     const int64_t number = DTYPE == FLOAT32 ? 4 : 2, to = a->lengths[b];
@@ -260,13 +198,13 @@ INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, c
             const Floats v = load_lanes(q, DTYPE, s->key_dim, i) * s->scaling;
             memcpy(query + m * key_wide + i, &v, sizeof v);
         }
-    attention_scores(a, table, head, from, to, query, key_wide, scores, room, M, DTYPE);
+    attention_scores(a, sealed, table, head, from, to, query, key_wide, scores, room, M, DTYPE);
     for (int m = 0; m < M; m++)
         a->entropy[b * s->entropy_row + first + m] = softmax(scores + m * room, to - from, s->softcap);
     int64_t i = 0;
     for (; i + 4 * LANES <= wide; i += 4 * LANES)
-        attention_values(a, table, head, from, to, scores, room, i, out, wide, M, 4, DTYPE);
-    for (; i < wide; i += LANES) attention_values(a, table, head, from, to, scores, room, i, out, wide, M, 1, DTYPE);
+        attention_values(a, sealed, table, head, from, to, scores, room, i, out, wide, M, 4, DTYPE);
+    for (; i < wide; i += LANES) attention_values(a, sealed, table, head, from, to, scores, room, i, out, wide, M, 1, DTYPE);
     for (int m = 0; m < M; m++) {
         char *y = a->out + (b * s->heads + first + m) * s->value_dim * number;
         if (DTYPE == FLOAT32) memcpy(y, out + m * wide, (size_t)s->value_dim * 4);
@@ -274,11 +212,27 @@ INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, c
     }
 }
 
-#define ATTEND(M) \
-    (s->dtype == FLOAT32 ? attend(a, b, head, first, scratch, M, FLOAT32) : attend(a, b, head, first, scratch, M, BFLOAT16))
+#define ATTEND(SEALED, M)                                                                                     \
+    (s->dtype == FLOAT32 ? attend(a, SEALED, b, head, first, scratch, M, FLOAT32)                             \
+                         : attend(a, SEALED, b, head, first, scratch, M, BFLOAT16))
+#define ADD_ROWS(M)                                                                                           \
+    (N == 4 ? add_floats(rows, count, weights, room, sum, M, 4) : add_floats(rows, count, weights, room, sum, M, 1))
 
 /* What one thread does: a key head of a sequence at a time. */
 #define DEFINE_ATTENTION(NAME, TARGET)                                                                        \
+    TARGET static void NAME##_unpack(const uint8_t *from, int bits, int64_t count, float *to) {               \
+        unpack_codes(from, bits, count, to);                                                                  \
+    }                                                                                                         \
+    TARGET static void NAME##_add_rows(const float *rows, int64_t count, const float *weights, int64_t room,  \
+                                       Floats *sum, int M, int N) {                                           \
+        switch (M) {                                                                                          \
+        case 1: ADD_ROWS(1); break;                                                                           \
+        case 2: ADD_ROWS(2); break;                                                                           \
+        case 3: ADD_ROWS(3); break;                                                                           \
+        default: ADD_ROWS(4);                                                                                 \
+        }                                                                                                     \
+    }                                                                                                         \
+    static const Sealed NAME##_sealed = {NAME##_unpack, NAME##_add_rows};                                     \
     TARGET static void NAME##_attention(void *arg) {                                                          \
         Attention *a = arg;                                                                                   \
         const AttentionShape *s = a->s;                                                                       \
@@ -290,10 +244,10 @@ INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, c
             const int64_t head = task % s->kv_heads, end = (head + 1) * repeat;                               \
             for (int64_t first = head * repeat; first < end; first += MAX_QUERIES)                            \
                 switch (end - first) {                                                                        \
-                case 1: ATTEND(1); break;                                                                     \
-                case 2: ATTEND(2); break;                                                                     \
-                case 3: ATTEND(3); break;                                                                     \
-                default: ATTEND(4);                                                                           \
+                case 1: ATTEND(NAME##_sealed, 1); break;                                                                     \
+                case 2: ATTEND(NAME##_sealed, 2); break;                                                                     \
+                case 3: ATTEND(NAME##_sealed, 3); break;                                                                     \
+                default: ATTEND(NAME##_sealed, 4);                                                                           \
                 }                                                                                             \
         }                                                                                                     \
     }
@@ -311,7 +265,8 @@ static int page_fits(const AttentionShape *s, const int32_t *words, int64_t entr
         int bits;
         const int64_t at = find_block(words, s->kv_heads, entry, head, &bits);
         if (bits != 2 && bits != 4 && bits != 8 && bits != FULL_BITS) return 0;
-        if (at < 0 || at + block_layout(bits, s->key_dim, s->value_dim, s->dtype == FLOAT32 ? 4 : 2).nbytes > s->bytes) return 0;
+        const Block b = block_layout(bits, s->key_dim, s->value_dim, s->dtype == FLOAT32 ? 4 : 2);
+        if (at < 0 || at + b.nbytes > s->bytes) return 0;
         if (open && bits != FULL_BITS) return 0;
     }
     return 1;

@@ -62,6 +62,18 @@ INLINE Floats unpack_lanes(const uint8_t *from, const int BITS) {
     return __builtin_convertvector(__builtin_convertvector(codes, Integers), Floats);
 }
 
+/* `count` codes, a multiple of 16. */
+INLINE void unpack_codes(const uint8_t *from, int bits, int64_t count, float *to) {
+#define UNPACK_ALL(BITS)                                                \
+    for (int64_t i = 0; i < count; i += LANES) {                        \
+        const Floats codes = unpack_lanes(from + i * BITS / 8, BITS);   \
+        memcpy(to + i, &codes, sizeof codes);                           \
+    }
+    if (bits == 8) { UNPACK_ALL(8) }
+    else if (bits == 4) { UNPACK_ALL(4) }
+    else { UNPACK_ALL(2) }
+}
+
 INLINE Floats half_lanes(const uint8_t *from) {
     Halves h;
     memcpy(&h, from, sizeof h);
@@ -70,6 +82,11 @@ INLINE Floats half_lanes(const uint8_t *from) {
     const Floats finite = (Floats)((w & 0x7fff) << 13) * 5.192296858534828e33f; /* 2^112 */
     const Words magnitude = ((Words)special & (((w & 0x7fff) << 13) | 0x7f800000)) | (~(Words)special & (Words)finite);
     return (Floats)(magnitude | ((w & 0x8000) << 16));
+}
+
+static void half_numbers(const uint8_t *from, float *to) { /* 16 of them */
+    const Floats f = half_lanes(from);
+    memcpy(to, &f, sizeof f);
 }
 
 INLINE float from_half(uint16_t h) {
@@ -133,7 +150,8 @@ static void seal_block(const uint8_t *from, uint8_t *to, int bits, int64_t key_d
 
 /* `seal_pages` of qbe/kernels/kv_pages.py, words int32 [layers, ALIGN, kv_heads]. Returns 0; -2: out of memory. */
 int64_t qbe_seal_pages(uint8_t *memory, const int32_t *words, const int64_t *sources, const int64_t *targets,
-                       int64_t layers, int64_t pages, int64_t kv_heads, int64_t key_dim, int64_t value_dim, int32_t dtype) {
+                       int64_t layers, int64_t pages, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
+                       int32_t dtype) {
     const Block full = block_layout(FULL_BITS, key_dim, value_dim, dtype == FLOAT32 ? 4 : 2);
     float *row = malloc(sizeof *row * (size_t)(value_dim > PAGE ? value_dim : PAGE));
     if (!row) return -2;
@@ -185,13 +203,15 @@ static void read_block(const uint8_t *from, int bits, int64_t key_dim, int64_t v
 }
 
 /* `read_pages` of qbe/kernels/kv_pages.py, words int32 [ALIGN, kv_heads]. */
-void qbe_read_pages(const uint8_t *memory, const int32_t *words, const int64_t *entries, int64_t pages, int64_t kv_heads,
-                    int64_t key_dim, int64_t value_dim, int32_t dtype, uint8_t *keys, uint8_t *values) {
+void qbe_read_pages(const uint8_t *memory, const int32_t *words, const int64_t *entries, int64_t pages,
+                    int64_t kv_heads, int64_t key_dim, int64_t value_dim, int32_t dtype, uint8_t *keys,
+                    uint8_t *values) {
     const int64_t number = dtype == FLOAT32 ? 4 : 2;
     for (int64_t head = 0; head < kv_heads; head++)
         for (int64_t page = 0; page < pages; page++) {
             int bits;
-            const int64_t at = find_block(words, kv_heads, entries[page], head, &bits), row = (head * pages + page) * PAGE;
+            const int64_t at = find_block(words, kv_heads, entries[page], head, &bits);
+            const int64_t row = (head * pages + page) * PAGE;
             read_block(memory + at, bits, key_dim, value_dim, dtype, keys + row * key_dim * number,
                        values + row * value_dim * number);
         }
