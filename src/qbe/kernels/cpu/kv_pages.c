@@ -9,11 +9,6 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-typedef uint16_t Pairs __attribute__((vector_size(LANES)));
-typedef uint32_t Fours __attribute__((vector_size(LANES)));
-typedef uint8_t Bytes8 __attribute__((vector_size(8)));
-typedef uint8_t Bytes4 __attribute__((vector_size(4)));
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
 
@@ -43,23 +38,22 @@ INLINE int64_t find_block(const int32_t *words, int64_t word_row, int64_t entry,
     return entry - entry % ALIGN + word - word % ALIGN;
 }
 
-/* 16 codes that begin at a whole byte. */
+/* 16 codes of 4 or 2 bits that begin at a whole byte: every lane shifts its own out of a 32-bit word (little endian). */
 INLINE Floats unpack_lanes(const uint8_t *from, const int BITS) {
-    Bytes codes;
-    if (BITS == 8) {
-        memcpy(&codes, from, sizeof codes);
-    } else if (BITS == 4) {
-        Bytes8 packed;
-        memcpy(&packed, from, sizeof packed);
-        const Pairs w = __builtin_convertvector(packed, Pairs);
-        codes = (Bytes)((w & 0x0f) | ((w & 0xf0) << 4));
+    Integers codes;
+    if (BITS == 4) {
+        const Words shift = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+        const Words first = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
+        uint32_t word[2];
+        memcpy(word, from, sizeof word);
+        codes = (Integers)((((word[0] & first) | (word[1] & ~first)) >> shift) & 15);
     } else {
-        Bytes4 packed;
-        memcpy(&packed, from, sizeof packed);
-        const Fours w = __builtin_convertvector(packed, Fours);
-        codes = (Bytes)((w & 0x03) | ((w & 0x0c) << 6) | ((w & 0x30) << 12) | ((w & 0xc0) << 18));
+        const Words shift = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+        uint32_t word;
+        memcpy(&word, from, sizeof word);
+        codes = (Integers)((word - (Words){0}) >> shift & 3);
     }
-    return __builtin_convertvector(__builtin_convertvector(codes, Integers), Floats);
+    return __builtin_convertvector(codes, Floats);
 }
 
 /* `count` codes, a multiple of 16. */
@@ -69,7 +63,7 @@ INLINE void unpack_codes(const uint8_t *from, int bits, int64_t count, float *to
         const Floats codes = unpack_lanes(from + i * BITS / 8, BITS);   \
         memcpy(to + i, &codes, sizeof codes);                           \
     }
-    if (bits == 8) { UNPACK_ALL(8) }
+    if (bits == 8) for (int64_t i = 0; i < count; i++) to[i] = from[i];
     else if (bits == 4) { UNPACK_ALL(4) }
     else { UNPACK_ALL(2) }
 }
