@@ -162,7 +162,8 @@ def chat_command(
 @app.command()
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, kv_bits: KVBits = None, tier: Tier = "default", chat: Chat = False, as_json: Json = False,
+    activation_bits: ActivationBits = 16, kv_bits: KVBits = None, tier: Tier = "default", chat: Chat = False,
+    as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""

@@ -62,7 +62,17 @@ def attend_prompt(
         window: a query at position p sees keys at p - window + 1 .. p.
     """
     if any(f.lowered(layer) for f in prompt.formats):
-        return _attend_by_page(pool, layer, prompt, query, scaling, window, softcap)
+        if query.is_cuda:
+            from qbe.kernels.triton.prompt_attention import prompt_attention
+
+            shape, words = pool.shapes[layer], pool.words[layer]
+            assert shape is not None
+            assert words is not None
+            return prompt_attention(
+                query[0], pool.memory, words, prompt.entries, prompt.frames, prompt.start, shape.sizes, scaling,
+                window or 0, softcap or 0.0,
+            )[None]  # fmt: skip
+        return attend_by_page(pool, layer, prompt, query, scaling, window, softcap)
     if prompt.start == 0 and (window is None or prompt.count <= window):
         return attend(query, key, value, None, True, scaling, softcap)
     first = _first_key(prompt.start, window)
@@ -73,7 +83,7 @@ def attend_prompt(
     return attend(query, keys, values, mask, False, scaling, softcap)
 
 
-def _attend_by_page(
+def attend_by_page(
     pool: PagePool,
     layer: int,
     prompt: Prompt,
@@ -82,7 +92,10 @@ def _attend_by_page(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """The tokens of one page after the other: each page in turn is read at 16 bits and then as it is sealed."""
+    """`attend_prompt` where pages are below 16 bits, by torch's own attention: the tokens of one page after the other.
+
+    Each page in turn is read at 16 bits and then as it is sealed.
+    """
     page = _first_key(prompt.start, window) // PAGE_SIZE
     begin = page * PAGE_SIZE
     seen = pool.read(layer, prompt.entries[page:])

@@ -1,10 +1,8 @@
 """Attention of one new token per sequence over its pages, each read at its own precision.
 
 A program serves one key head of one sequence and a part of its pages; the query heads that share the key head are the
-rows of its products. It walks through runs of pages whose blocks of this head have the same bits: the branch on the
-precision is outside of the loop over a run, whose loads are pipelined. The new token's key and value come from the step
-itself, not from the page: the program of the first part counts them and writes them to the page, where no other program
-reads them.
+rows of its products. The new token's key and value come from the step itself, not from the page: the program of the
+first part counts them and writes them to the page, where no other program reads them.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, operator, arg-type"
@@ -14,71 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.triton.kv_blocks import (
-    PAGE,
-    as_numbers,
-    full_keys,
-    full_values,
-    origin,
-    sealed_keys,
-    sealed_values,
-)
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-AHEAD = tl.constexpr(32)  # pages that are looked at to find the end of a run
-
-
-@triton.jit
-def _capped(scores, softcap, SOFTCAP: tl.constexpr):
-    """softcap * tanh(scores / softcap), through exp2 (no tanh in Triton's language)."""
-    if SOFTCAP:
-        e = tl.exp2(tl.abs(scores) * (-2 * LOG2E) / softcap)
-        capped = softcap * (1 - e) / (1 + e)
-        scores = tl.where(scores < 0, -capped, capped)
-    return scores
-
-
-@triton.jit
-def _attend_run(
-    q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, offset, begin, end, first, past,
-    scaling, softcap, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, ITEM: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Goes on with an online softmax over pages [begin, end), whose blocks lie `offset` bytes into them."""
-    ORIGIN: tl.constexpr = origin(q.dtype, BITS)
-    t = tl.arange(0, PAGE)
-    for page in tl.range(begin, end, num_stages=STAGES):
-        entry = tl.load(table_ptr + page)
-        at = tl.multiple_of(entry - entry % 256 + offset, 256)
-        seen = (page * PAGE + t >= first) & (page * PAGE + t < past)
-        # A number is scale * (code - ORIGIN) + low. A channel's scale goes into the query, a token's into its weight:
-        # codes are only unpacked. ORIGIN is taken off with the scaled query or weight as rounding left it.
-        if BITS == 16:
-            k = full_keys(numbers_ptr, at, seen, KEY_DIM, BK, ITEM)
-            scores = tl.dot(q, k, input_precision="ieee")
-        else:
-            codes, scale, lowest = sealed_keys(memory_ptr, halves_ptr, at, BITS, KEY_DIM, VALUE_DIM, BK)
-            scaled = (q.to(tl.float32) * scale[None, :]).to(q.dtype)
-            base = tl.sum(q.to(tl.float32) * lowest[None, :] - scaled.to(tl.float32) * ORIGIN, 1)
-            scores = tl.dot(scaled, as_numbers(codes, q.dtype, BITS), input_precision="ieee") + base[:, None]
-        scores = tl.where(seen[None, :], _capped(scores * scaling, softcap, SOFTCAP) * LOG2E, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        factor = tl.exp2(top - higher)
-        weights = tl.exp2(scores - higher[:, None])
-        total = total * factor + tl.sum(weights, 1)
-        weighted = weighted * factor + tl.sum(tl.where(seen[None, :], weights * scores, 0.0), 1)
-        if BITS == 16:
-            v = full_values(numbers_ptr, at, seen, KEY_DIM, VALUE_DIM, BV, ITEM)
-            acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        else:
-            codes, scale, lowest = sealed_values(memory_ptr, halves_ptr, at, BITS, KEY_DIM, VALUE_DIM, BV)
-            scaled = (weights * scale[None, :]).to(q.dtype)
-            base = tl.sum(weights * lowest[None, :] - scaled.to(tl.float32) * ORIGIN, 1)
-            product = tl.dot(scaled, as_numbers(codes, q.dtype, BITS), input_precision="ieee")
-            acc = acc * factor[:, None] + product + base[:, None]
-        top = higher
-    return top, total, weighted, acc
+from qbe.kernels.triton.kv_blocks import PAGE
+from qbe.kernels.triton.page_walk import LN2, LOG2E, attend_pages, capped
 
 
 @triton.jit(do_not_specialize=["scaling", "softcap"])
@@ -162,41 +97,16 @@ def decode_attention_kernel(
         tl.store(numbers_ptr + to + slot % 256 * KEY_DIM + dk, k_new, mask=dk < KEY_DIM)
         tl.store(numbers_ptr + to + PAGE * KEY_DIM + slot % 256 * VALUE_DIM + dv, v_new, mask=dv < VALUE_DIM)
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scaling
-        top = _capped(score, softcap, SOFTCAP) * LOG2E
+        top = capped(score, softcap, SOFTCAP) * LOG2E
         total += 1.0
         weighted += top
         acc += v_new.to(tl.float32)[None, :]
 
-    page = low
-    while page < high:
-        ahead = page + tl.arange(0, AHEAD)
-        inside = ahead < high
-        formats = tl.load(table_ptr + ahead, mask=inside, other=0) % 256
-        words = tl.load(words_ptr + formats * KV_HEADS + head, mask=inside, other=-1)
-        word = tl.load(words_ptr + tl.load(table_ptr + page) % 256 * KV_HEADS + head)
-        end = tl.min(tl.where(words == word, page + AHEAD, ahead), 0)
-        bits = word % 256
-        if bits == 16:
-            top, total, weighted, acc = _attend_run(
-                q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, word - bits, page, end,
-                first, past, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
-            )  # fmt: skip
-        elif bits == 8:
-            top, total, weighted, acc = _attend_run(
-                q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, word - bits, page, end,
-                first, past, scaling, softcap, 8, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
-            )  # fmt: skip
-        elif bits == 4:
-            top, total, weighted, acc = _attend_run(
-                q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, word - bits, page, end,
-                first, past, scaling, softcap, 4, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
-            )  # fmt: skip
-        else:
-            top, total, weighted, acc = _attend_run(
-                q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, word - bits, page, end,
-                first, past, scaling, softcap, 2, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
-            )  # fmt: skip
-        page = end
+    top, total, weighted, acc = attend_pages(
+        q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, words_ptr, table_ptr, head, low, high,
+        tl.zeros((BM,), tl.int32) + first, tl.zeros((BM,), tl.int32) + past, past, scaling, softcap, KV_HEADS, KEY_DIM,
+        VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
+    )  # fmt: skip
 
     # A part without keys has total 0: its mean is 0 and its logarithm -inf, which weighs nothing.
     some = tl.where(total > 0, total, 1.0)
