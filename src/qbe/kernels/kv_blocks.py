@@ -38,28 +38,44 @@ class Block:
     """A block's parts, in bytes from its beginning; scales are followed by as many lows.
 
     Attributes:
-        key_row, value_row: bytes of a row of keys or values.
-        values, key_scales, value_scales: where they begin; keys begin at 0. A block of 16 bits has no scales.
-        nbytes: the whole, aligned.
+        bits, key_dim, value_dim: what it holds.
+        itemsize: of the model's dtype, in bytes.
     """
 
-    key_row: int
-    value_row: int
-    values: int
-    key_scales: int
-    value_scales: int
-    nbytes: int
+    bits: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def key_row(self) -> int:
+        """Bytes of a row of keys."""
+        return self.key_dim * self.itemsize if self.bits == FULL_BITS else PAGE_SIZE * self.bits // 8
+
+    @property
+    def value_row(self) -> int:
+        """Bytes of a row of values."""
+        return self.value_dim * self.itemsize if self.bits == FULL_BITS else -(-self.value_dim * self.bits // 8)
+
+    @property
+    def values(self) -> int:
+        """Where values begin; keys begin at 0."""
+        return self.key_row * (PAGE_SIZE if self.bits == FULL_BITS else self.key_dim)
+
+    @property
+    def key_scales(self) -> int:
+        """Where the keys' scales begin, for less than 16 bits."""
+        return self.values + PAGE_SIZE * self.value_row
+
+    @property
+    def value_scales(self) -> int:
+        """Where the values' scales begin, for less than 16 bits."""
+        return self.key_scales + 4 * self.key_dim
+
+    @property
+    def nbytes(self) -> int:
+        """The whole, aligned."""
+        return aligned(self.key_scales if self.bits == FULL_BITS else self.value_scales + 4 * PAGE_SIZE)
 
 
-@cache
-def block(bits: int, key_dim: int, value_dim: int, itemsize: int) -> Block:
-    """The layout of a block; `itemsize` is that of the model's dtype, in bytes."""
-    if bits == FULL_BITS:
-        values = PAGE_SIZE * key_dim * itemsize
-        size = values + PAGE_SIZE * value_dim * itemsize
-        return Block(key_dim * itemsize, value_dim * itemsize, values, size, size, aligned(size))
-    key_row, value_row = PAGE_SIZE * bits // 8, -(-value_dim * bits // 8)
-    values = key_dim * key_row
-    key_scales = values + PAGE_SIZE * value_row
-    value_scales = key_scales + 4 * key_dim
-    return Block(key_row, value_row, values, key_scales, value_scales, aligned(value_scales + 4 * PAGE_SIZE))
+block = cache(Block)

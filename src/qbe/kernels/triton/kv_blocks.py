@@ -10,15 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.kv_blocks import PAGE_SIZE, block
+from qbe.kernels.kv_blocks import PAGE_SIZE, Block
 
 PAGE = tl.constexpr(PAGE_SIZE)
 
 
 @triton.constexpr_function
 def part(name, bits, key_dim, value_dim, item):
-    """A field of `qbe.kernels.kv_blocks.Block`."""
-    return getattr(block(bits, key_dim, value_dim, item), name)
+    """A part of `qbe.kernels.kv_blocks.Block`; Triton refuses kernels that refer to a cached function."""
+    return getattr(Block(bits, key_dim, value_dim, item), name)
 
 
 @triton.jit
