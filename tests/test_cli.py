@@ -212,12 +212,12 @@ def test_bad_input_with_a_model(nested: str, home: Path, tmp_path: Path, tiny_fo
 
 
 def test_the_size_of_the_kv_cache_is_an_option(nested: str, home: Path) -> None:
-    at = ["--model", nested, "--max-tokens", "20"]
-    message = refused("generate", "hello there", *at, "--kv-tokens", "16", home=home)
-    assert "KV cache of 16 tokens" in message
+    at = ["--model", nested, "--max-tokens", "60"]
+    message = refused("generate", "hello there", *at, "--kv-tokens", "64", home=home)
+    assert "KV cache of 64 tokens" in message
     assert "lower --max-tokens or raise --kv-tokens" in message
-    assert qbe("generate", "hello there", *at, "--kv-tokens", "32", home=home).returncode == 0
-    said = qbe("chat", *at, "--kv-tokens", "16", stdin=b"hello\n", home=home)
+    assert qbe("generate", "hello there", *at, "--kv-tokens", "128", home=home).returncode == 0
+    said = qbe("chat", *at, "--kv-tokens", "64", stdin=b"hello\n", home=home)
     assert "raise --kv-tokens" in said.stderr.decode()
     assert "do not fit into the memory" in refused("generate", "hi", *at, "--kv-tokens", str(10**11), home=home)
 

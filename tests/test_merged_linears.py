@@ -14,7 +14,7 @@ from qbe.kernels.cpu import nested_linear as single
 from qbe.kernels.cpu import nested_linears as cpu
 from test_cpu_build import run_python
 from test_cpu_kernel import problem
-from test_paged_attention import case, copied, on_cpu
+from test_paged_attention import MIXED, case, copied, on_cpu
 
 SIZES = [(70, 200, 64), (33, 200, 64), (12, 200, 128)]  # n, k, group: the last has other groups
 
@@ -95,11 +95,12 @@ def test_ops_without_python_are_those_in_python(compiled_ops: None, rows: int, d
 def test_attention_without_python_is_that_in_python(compiled_ops: None, dtype: torch.dtype) -> None:
     from qbe.kernels.cpu.paged_attention import paged_attention as kernel
 
-    arguments = on_cpu(case("smollm", [1, 17, 64, 300], dtype))
+    arguments = on_cpu(case("smollm", [1, 17, 64, 300], dtype, MIXED))
     for changed in ({}, {"window": 7}, {"softcap": 3.0}):
         first, second = copied(arguments | changed), copied(arguments | changed)
         assert torch.equal(attention_ops.paged_attention(**first), kernel(**second))
-        assert torch.equal(first["keys"].nan_to_num(7), second["keys"].nan_to_num(7))
+        assert torch.equal(first["memory"], second["memory"])
+        assert torch.equal(first["entropy"], second["entropy"])
 
 
 def test_what_is_wrong_is_still_refused(compiled_ops: None) -> None:
@@ -113,7 +114,7 @@ def test_what_is_wrong_is_still_refused(compiled_ops: None) -> None:
         with pytest.raises(RuntimeError):
             ops.nested_linear(a["x"], **first | wrong)
     arguments = on_cpu(case("smollm", [3, 20], torch.float32))
-    for name, value in (("slots", torch.tensor([0, 10**6])), ("lengths", torch.tensor([0, 3]))):
+    for name, value in (("slots", torch.tensor([0, 2**40])), ("lengths", torch.tensor([0, 3]))):
         with pytest.raises(RuntimeError):
             attention_ops.paged_attention(**arguments | {name: value})
 

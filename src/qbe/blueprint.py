@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +53,10 @@ class Blueprint:
                 raise QBEError(f"{activation} bits are no width of {site.name}'s activations (they have {have})")
         return cls(policy, tuple(weight_bits), tuple(activation_bits), (FULL_BITS,) * table.layers)
 
+    def with_kv_bits(self, bits: int) -> Blueprint:
+        """The same with these bits for the KV cache of every layer."""
+        return replace(self, kv_bits=(bits,) * len(self.kv_bits))
+
     @cached_property
     def key(self) -> str:
         """A short name that equal assignments share, e.g. for records."""
@@ -65,6 +69,11 @@ class Blueprint:
         """Mean gear over the weights of the nested sites, bits per weight."""
         total = sum(s.parameters * b for s, b in zip(table.nested, self.weight_bits, strict=True))
         return total / max(1, table.nested_parameters)
+
+    def average_kv_bits(self, table: SiteTable) -> float:
+        """Mean bits of the KV cache over the layers that have one (scales not counted); 16 without any."""
+        layers = {s.layer for s in table if s.role in ATTENTION_ROLES and s.layer is not None}
+        return sum(self.kv_bits[i] for i in layers) / len(layers) if layers else float(FULL_BITS)
 
     def bytes_per_token(self, table: SiteTable) -> int:
         """Bytes of weights and scales that decoding one token reads at batch 1; the KV cache is not counted."""
@@ -87,5 +96,6 @@ class Blueprint:
             "policy": self.policy,
             "key": self.key,
             "average_weight_bits": round(self.average_weight_bits(table), 4),
+            "average_kv_bits": round(self.average_kv_bits(table), 4),
             "sites": rows,
         }

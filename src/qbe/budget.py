@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qbe.errors import QBEError
-from qbe.sites import ACTIVATION_GEARS, FULL_BITS
+from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS
 
 # Range of average bits that each tier leaves to the score (a score of 0 gets the low end, 1 the high end).
 # Names are OpenAI's `service_tier` values; `auto` and `default` are the middle.
@@ -28,14 +28,16 @@ class Budget:
         tier: `flex`, `default` or `priority` (`auto` and `fast` are other names of the last two).
         activation_bits: of the inputs of nested sites, 8 or 16. 8 makes prompts faster where the hardware multiplies
             8-bit numbers; the output head keeps 16.
+        kv_bits: of the KV cache at every layer, 2, 4, 8 or 16; None leaves the choice to the policy.
 
     Raises:
-        QBEError: an unknown tier, bits outside 1 to 16, or activation bits other than 8 and 16.
+        QBEError: an unknown tier, bits outside 1 to 16, or activation or KV bits that there are not.
     """
 
     bits: float | None = None
     tier: str = "default"
     activation_bits: int = FULL_BITS
+    kv_bits: int | None = None
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -43,6 +45,8 @@ class Budget:
         if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
             have = " or ".join(map(str, ACTIVATION_GEARS))
             raise QBEError(f"activation_bits is {self.activation_bits!r}, but must be {have}")
+        if self.kv_bits is not None and (isinstance(self.kv_bits, bool) or self.kv_bits not in KV_BITS):
+            raise QBEError(f"kv_bits is {self.kv_bits!r}, but must be one of {', '.join(map(str, KV_BITS))}")
         if self.bits is None:
             return
         if not isinstance(self.bits, int | float) or isinstance(self.bits, bool) or not 1 <= self.bits <= 16:

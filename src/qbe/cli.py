@@ -42,11 +42,14 @@ Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file
 Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: tiered, uniform or a plug-in's name")]
 Bits = Annotated[float | None, typer.Option(help="budget: average bits over the weights of nested sites")]
 ActivationBits = Annotated[int, typer.Option(help="budget: bits of the inputs of nested sites, 8 or 16")]
+KVBits = Annotated[int | None, typer.Option(help="budget: bits of the KV cache: 2, 4, 8 or 16")]
 Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Originals = Annotated[str, typer.Option(help="where 16-bit weights live when the device is a GPU: device or host")]
-KVTokens = Annotated[int | None, typer.Option(help="size of the KV cache in tokens; left out, one that fits")]
+KVTokens = Annotated[
+    int | None, typer.Option(help="size of the KV cache in tokens of 16 bits; left out, one that fits")
+]
 Compile = Annotated[
     bool, typer.Option("--compile", help="faster tokens for a start of tens of seconds (less once it is cached)")
 ]
@@ -85,7 +88,7 @@ def options(version: Version = False) -> None:
 def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto",
-    originals: Originals = "device", greedy: Greedy = False, kv_tokens: KVTokens = None,
+    originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
     chat: Chat = False, compile: Compile = False, as_json: Json = False,
@@ -93,7 +96,7 @@ def generate(
     """Answer one prompt at the precision chosen for it, streaming the text."""
     text = _prompt(prompt)
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-    budget = _budget(bits, tier, activation_bits)
+    budget = _budget(bits, tier, activation_bits, kv_bits)
     with _engine(model, policy, dtype, device, originals, kv_tokens, compile) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         result = _stream(engine, asked, params, budget, quiet=as_json)
@@ -109,7 +112,7 @@ def generate(
 def chat_command(
     model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, activation_bits: ActivationBits = 16,
     tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
-    greedy: Greedy = False, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
+    greedy: Greedy = False, kv_bits: KVBits = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None, compile: Compile = False, tune: Tune = False,
     as_json: Json = False,
@@ -119,7 +122,7 @@ def chat_command(
     With --json every answer is one line of JSON.
     """
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
-    budget = _budget(bits, tier, activation_bits)
+    budget = _budget(bits, tier, activation_bits, kv_bits)
     with _engine(model, policy, dtype, device, originals, kv_tokens, compile, tune) as engine:
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
@@ -159,12 +162,13 @@ def chat_command(
 @app.command()
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, tier: Tier = "default", chat: Chat = False, as_json: Json = False,
+    activation_bits: ActivationBits = 16, kv_bits: KVBits = None, tier: Tier = "default", chat: Chat = False,
+    as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
-    budget = _budget(bits, tier, activation_bits)
+    budget = _budget(bits, tier, activation_bits, kv_bits)
     with _engine(model, policy, "auto", "cpu", "device") as engine:
         found = engine.explain([{"role": "user", "content": text}] if chat else text, budget=budget)
     if html is not None:
@@ -291,10 +295,10 @@ def _engine(
     )  # fmt: skip
 
 
-def _budget(bits: float | None, tier: str, activation_bits: int) -> Budget:
+def _budget(bits: float | None, tier: str, activation_bits: int, kv_bits: int | None) -> Budget:
     from qbe.budget import Budget
 
-    return Budget(bits=bits, tier=tier, activation_bits=activation_bits)
+    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv_bits)
 
 
 def _params(
@@ -350,8 +354,9 @@ def _summary(result: Result) -> None:
 
     line = strip(result.blueprint, result.table)
     eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
+    kv = f"  KV {result.average_kv_bits:.1f} bits" if min(result.blueprint.kv_bits, default=16) < 16 else ""
     line.append(
-        f"  {result.average_weight_bits:.2f} bits{eight}  {result.bytes_per_token / 1e6:.1f} MB/token"
+        f"  {result.average_weight_bits:.2f} bits{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"
         f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s",
         style="dim",
     )

@@ -53,6 +53,7 @@ ACTIVATION_GEARS = (8, FULL_BITS)
 # Roles whose inputs keep 16 bits. 8 bits at the output head alone cost a quarter of what they cost at all sites
 # together (docs/quality.md), and gain nothing: of a prompt the head sees one row.
 KEEPS_ACTIVATIONS = frozenset({Role.OUTPUT_HEAD})
+KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from qbe.engine.warmup import compile_kernels
 from qbe.errors import QBEError
 from qbe.kernels.cpu import native
 from qbe.kernels.cpu.paged_attention import compiled_for
+from qbe.kvcache.allocator import PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
-from qbe.kvcache.pages import PAGE_SIZE, KVShape, PageAllocator, PagePool, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
 from qbe.sites import SiteTable
 
 _DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
@@ -53,8 +54,8 @@ class Core:
         max_batch_tokens: tokens of one step; longer prompts are spread over steps. By default 512 on the CPU, where a
             step is long, and 2048 on a GPU, where a short one leaves it idle.
         max_sequences: requests that run at the same time; others wait.
-        kv_tokens: size of the KV cache in tokens. By default what 4 sequences at full context need, at most 16384
-            tokens on the CPU and 30 % of the free memory on a GPU.
+        kv_tokens: size of the KV cache in tokens of 16 bits; at fewer bits more fit. By default what 4 sequences at
+            full context need, at most 16384 tokens on the CPU and 30 % of the free memory on a GPU.
         device: the model's device, when it is not that of its first parameter.
         progress: show progress bars while kernels are compiled and decode steps captured.
         compile: compile decode steps of one sequence with torch.compile. The first start takes tens of seconds, later
@@ -103,13 +104,16 @@ class Core:
         tokens = kv_tokens if kv_tokens is not None else self._default_kv_tokens(shapes, dtype)
         pages = pages_for(tokens) if paged else 0
         self.pool = PagePool(shapes, pages, dtype, self.device)
+        allocator = PageAllocator(pages, self.pool.full)
         self.scheduler = Scheduler(
-            PageAllocator(pages),
+            allocator,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
             context=self.context,
             paged=paged,
             chunked=packed,
+            reusable=packed,
+            format_of=lambda sequence: self.pool.format(sequence.blueprint.kv_bits, allocator.uses),
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
         rows = min(max_batch_tokens if packed else self.context or _LONGEST, _LONGEST)
@@ -117,7 +121,8 @@ class Core:
         compile_kernels(model, table, self.device, rows, head_rows, progress)
         self._try()
         if self.runner.packed and paged:
-            longest = pages if self.context is None else min(pages, pages_for(self.context))
+            longest = most_pages(shapes, dtype, pages)
+            longest = longest if self.context is None else min(longest, pages_for(self.context))
             if self.device.type == "cuda" or compiled_for(dtype):
                 self.runner.prepare_decode(max_sequences, longest, compile, progress)
 
@@ -125,8 +130,9 @@ class Core:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""
         lowest = Blueprint.of("trial", self.table, tuple(s.gears[0] for s in self.table.nested))
         trial = Sequence("trial", [0], SamplingParams(max_tokens=1), lowest)
-        trial.pages = [0] if self.pool.num_pages else []
+        trial.pages = self.scheduler.allocator.allocate(min(1, self.pool.num_pages)) or []
         self.runner.step([Work(trial, 0, 1)])
+        self.scheduler.allocator.release(trial.pages)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -152,7 +158,7 @@ class Core:
         """
         sequence = self.scheduler.get(request_id)
         if sequence is not None:
-            self._end(sequence, reason)
+            self.scheduler.finish(sequence, reason)
         return sequence
 
     def has_work(self) -> bool:
@@ -162,9 +168,13 @@ class Core:
     def step(self) -> list[StepOutput]:
         """Run one step; an output for every sequence that got a token or ended. Empty when there is nothing to do."""
         work = self.scheduler.schedule()
+        stuck = [StepOutput(s, None, True, "error") for s in self.scheduler.stuck]
+        self.scheduler.stuck.clear()
         if not work:
-            return []
+            return stuck
         try:
+            self.pool.copy(self.scheduler.copies)
+            self.scheduler.copies.clear()
             logits, best = self.runner.step(work)
             sequences = [w.sequence for w in work if w.samples]
             tokens = sample(logits, best, sequences) if sequences else []
@@ -172,9 +182,10 @@ class Core:
             # What these sequences have in the cache is unknown now: they cannot go on.
             for w in work:
                 w.sequence.error = "the model failed while this request was in the batch"
-                self._end(w.sequence, "error")
+                self.scheduler.finish(w.sequence, "error")
             raise
-        return [self._advance(s, t) for s, t in zip(sequences, tokens, strict=True)]
+        self.scheduler.complete(work)
+        return stuck + [self._advance(s, t) for s, t in zip(sequences, tokens, strict=True)]
 
     def _advance(self, sequence: Sequence, token: int | None) -> StepOutput:
         """Give a sequence its token and end it when that was the last."""
@@ -193,22 +204,15 @@ class Core:
             else:
                 reason = None
         if reason is not None:
-            self._end(sequence, reason)
+            self.scheduler.finish(sequence, reason)
         elif len(sequence.token_ids) == self.runner.recompute_at:
-            sequence.computed = 0
+            self.scheduler.restart(sequence)
         return StepOutput(sequence, token, reason is not None, reason)
-
-    def _end(self, sequence: Sequence, reason: str) -> None:
-        """Take a sequence out. One that did not end well may leave numbers in its pages that are none."""
-        pages = sequence.pages
-        self.scheduler.finish(sequence, reason)
-        if reason not in ("stop", "length") and pages:
-            self.pool.clear(pages)
 
     def _default_kv_tokens(self, shapes: list[KVShape | None], dtype: torch.dtype) -> int:
         wanted = _DEFAULT_SEQUENCES * self.context if self.context is not None else _CPU_KV_TOKENS
         if self.device.type != "cuda":
             return min(wanted, _CPU_KV_TOKENS)
         free, _ = torch.cuda.mem_get_info(self.device)
-        token_bytes = sum(s.numbers for s in shapes if s) * dtype.itemsize
-        return max(PAGE_SIZE, min(wanted, int(free * _CUDA_KV_SHARE) // max(1, token_bytes)))
+        fits = int(free * _CUDA_KV_SHARE) // max(1, page_bytes(shapes, dtype)) * PAGE_SIZE
+        return max(PAGE_SIZE, min(wanted, fits))

@@ -28,7 +28,6 @@ from qbe.engine.sequence import Sequence
 from qbe.kernels.tuning.tunable import Choice, Config, recording
 from qbe.kvcache.attention import DecodeLayout, step
 from qbe.kvcache.cache import PagedCache, slot_of
-from qbe.kvcache.pages import PAGE_SIZE
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +84,8 @@ class DecodeStep:
     Attributes:
         captures: how often a graph was captured. It does not grow once the engine serves.
         renewals: how often one was captured again in an idle moment, because a kernel had been tuned.
+        entropy: per layer float32 `[largest, heads]`, or None: the entropy of each head's attention weights, in nats,
+            in the last step; row i is that of its i-th sequence.
     """
 
     def __init__(
@@ -99,9 +100,13 @@ class DecodeStep:
         self._compiled: dict[int, Step] = {}
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
         self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
-        self._tables = torch.zeros(largest, max(1, pages), dtype=torch.int32, device=self.device)
+        self._tables = torch.zeros(largest, max(1, pages), dtype=torch.long, device=self.device)
+        self.entropy: list[torch.Tensor | None] = [
+            torch.zeros(largest, heads, device=self.device) if heads else None for heads in cache.heads
+        ]
         self._layouts: dict[int, DecodeLayout] = {}
-        self._owners: list[Sequence | None] = [None] * largest  # whose pages are in a row of `_tables`
+        # Whose pages are in a row of `_tables`, and at which version of them.
+        self._owners: list[tuple[Sequence, int] | None] = [None] * largest
         self._copied: torch.cuda.Event | None = None
 
     def capture(self, on_size: Callable[[], None] | None = None) -> bool:
@@ -214,7 +219,8 @@ class DecodeStep:
     def _layout(self, size: int) -> DecodeLayout:
         if size not in self._layouts:
             _, _, slots, lengths, _ = self._rows(size)
-            self._layouts[size] = DecodeLayout(self.cache, slots, self._tables[:size], lengths)
+            entropy = [None if e is None else e[:size] for e in self.entropy]
+            self._layouts[size] = DecodeLayout(self.cache, slots, self._tables[:size], lengths, entropy)
         return self._layouts[size]
 
     def _stage(self, work: Many[Work], size: int) -> None:
@@ -224,7 +230,7 @@ class DecodeStep:
         columns = self.plan.columns([s.blueprint for s in sequences])
         numbers = [s.token_ids[w.start] for s, w in zip(sequences, work, strict=True)] + [0] * pad
         numbers += [w.start for w in work] + [0] * pad
-        numbers += [slot_of(w.sequence.pages, w.start) for w in work] + [self.cache.pool.spare * PAGE_SIZE] * pad
+        numbers += [slot_of(w.sequence.pages, w.start) for w in work] + [self.cache.pool.spare] * pad
         numbers += [w.start + 1 for w in work] + [1] * pad
         numbers += columns + columns[-1:] * pad if columns else [0] * pad
         if self._copied is not None:
@@ -235,10 +241,10 @@ class DecodeStep:
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
         for row, sequence in enumerate(sequences):
-            if self._owners[row] is not sequence:
-                pages = torch.tensor(sequence.pages, dtype=torch.int32)
-                self._tables[row, : len(pages)].copy_(pages, non_blocking=True)
-                self._owners[row] = sequence
+            if self._owners[row] != (sequence, sequence.version):
+                entries = torch.tensor([p.entry for p in sequence.pages])
+                self._tables[row, : len(entries)].copy_(entries, non_blocking=True)
+                self._owners[row] = (sequence, sequence.version)
 
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step on the inputs as they are on the device now, inside its layout."""

@@ -304,6 +304,8 @@ class Engine:
         profile: QueryProfile = self.analyzer.analyze(text, words)
         analysed = time.perf_counter()
         blueprint = policy.blueprint(profile, request.budget, self._table)
+        if request.budget.kv_bits is not None:
+            blueprint = blueprint.with_kv_bits(request.budget.kv_bits)
         done = time.perf_counter()
         chosen = Explanation(
             prompt_tokens=len(ids),
@@ -368,7 +370,8 @@ class Engine:
             prompt_tokens=len(running.prompt_ids), profile=chosen.profile, blueprint=chosen.blueprint,
             table=self._table, bytes_per_token=chosen.bytes_per_token, analysis_ms=chosen.analysis_ms,
             policy_ms=chosen.policy_ms, prefill_ms=(first - live.started) * 1e3, decode_ms=(now - first) * 1e3,
-            error=running.error,
+            error=running.error, cached_tokens=running.cached,
+            average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(self._table),
         )  # fmt: skip
         if self._records is not None:
             self._records.try_append(self._record(live, live.result))
@@ -380,7 +383,8 @@ class Engine:
         share: dict[int, int] = {}
         for site, gear in zip(self._table.nested, b.weight_bits, strict=True):
             share[gear] = share.get(gear, 0) + site.parameters
-        by_bits = {g: round(live.running.computed * n / self._table.nested_parameters) for g, n in share.items()}
+        computed = live.running.computed - live.running.cached
+        by_bits = {g: round(computed * n / self._table.nested_parameters) for g, n in share.items()}
         return Record(
             id=result.id, model=self.name, policy=b.policy, tier=budget.tier, budget_bits=budget.bits,
             prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),

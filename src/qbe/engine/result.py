@@ -9,7 +9,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.sequence import SamplingParams
-from qbe.sites import SiteTable
+from qbe.sites import FULL_BITS, SiteTable
 
 Prompt = str | list[dict[str, str]]
 
@@ -42,6 +42,9 @@ class Result:
         finish_reason: `stop`, `length`, `cancelled` or `error`.
         error: one line when the reason is `error`.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
+        cached_tokens: of the prompt, whose keys and values another request had left.
+        average_kv_bits: of the keys and values this request had at its end, scales not counted; the last tokens, which
+            fill no page, are kept at 16 bits.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
     """
 
@@ -59,6 +62,8 @@ class Result:
     prefill_ms: float
     decode_ms: float
     error: str | None = None
+    cached_tokens: int = 0
+    average_kv_bits: float = float(FULL_BITS)
 
     @property
     def average_weight_bits(self) -> float:
@@ -82,6 +87,8 @@ class Result:
                 "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": len(self.token_ids),
                 "total_tokens": self.prompt_tokens + len(self.token_ids),
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+                "average_kv_bits": round(self.average_kv_bits, 4),
             },
             "profile": self.profile.describe(),
             "blueprint": self.blueprint.describe(self.table),

@@ -13,10 +13,10 @@ from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
-from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
+from qbe.kvcache.pages import PAGE_SIZE
 from qbe.store.prepare import bar
 
 # Rotary embeddings whose frequencies depend on the longest position of the forward.
@@ -100,6 +100,10 @@ class Runner:
             best = likeliest(logits)
         for w in work:
             w.sequence.computed = w.start + w.count
+        # Prompts seal what they fill layer by layer (`PagedCache.update`).
+        last = [(w.sequence.pages, w.start) for w in work if w.count == 1 and w.sequence.pages]
+        full = [pages[at // PAGE_SIZE] for pages, at in last if at % PAGE_SIZE == PAGE_SIZE - 1]
+        self.cache.pool.seal(self.cache.pool.to_seal(full))
         return logits, best
 
     def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool) -> None:
@@ -136,7 +140,7 @@ class Runner:
         spans: list[Span] = []
         for w in work:
             s = w.sequence
-            spans.append(self._span(s, len(ids), w))
+            spans.append(Span(len(ids), w.count, w.start, s.pages))
             ids += s.token_ids[w.start : w.start + w.count]
             positions += range(w.start, w.start + w.count)
             if s.pages:
@@ -166,10 +170,3 @@ class Runner:
         if not self._takes_keep:
             logits = logits.index_select(0, keep)
         return logits[: len(kept)].float()
-
-    def _span(self, sequence: Sequence, row: int, work: Work) -> Span:
-        pages = sequence.pages
-        if sequence.block_table is None:
-            sequence.block_table = torch.tensor(pages, dtype=torch.long, device=self.device)
-            sequence.first_of_run = pages[0] if pages and pages[-1] - pages[0] == len(pages) - 1 else None
-        return Span(row, work.count, work.start, sequence.block_table, sequence.first_of_run)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from qbe.engine.sequence import Sequence, Status
 from qbe.errors import QBEError
-from qbe.kvcache.pages import PAGE_SIZE, PageAllocator, pages_for
+from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE
+from qbe.kvcache.allocator import Format, Page, PageAllocator
+from qbe.kvcache.prefix import page_key
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Work:
 class Scheduler:
     """First come, first served; sequences that are writing go before prompts, so they never wait for a long one.
 
-    A sequence is admitted when pages for the longest it can become are free, so a running one never runs out.
+    A sequence is admitted when its present tokens fit in the KV cache and takes pages as it grows. When there are none
+    left, the youngest sequence is preempted: it gives its pages up and later computes them again. The oldest one always
+    goes on, because no request is taken that would not fit alone.
 
     Args:
         allocator: the pages.
@@ -36,6 +41,12 @@ class Scheduler:
         context: the model's context in tokens; None when it has no limit.
         paged: whether the model has attention layers and so needs pages.
         chunked: whether a prompt may be spread over steps. A prompt that may not can exceed `max_batch_tokens`.
+        reusable: whether a page's contents depend on the tokens before it alone, so that sequences may share it.
+        format_of: the format of the pages that a sequence begins now; by default 16 bits.
+
+    Attributes:
+        copies: pages that were shared and are written to next, each with its copy; to be copied before the step.
+        stuck: sequences that ended because even alone they no longer fit.
 
     Raises:
         QBEError: sizes that do not fit together.
@@ -50,6 +61,8 @@ class Scheduler:
         context: int | None,
         paged: bool = True,
         chunked: bool = True,
+        reusable: bool = True,
+        format_of: Callable[[Sequence], Format] | None = None,
     ) -> None:
         if not 1 <= max_sequences <= max_batch_tokens:
             raise QBEError(
@@ -57,10 +70,14 @@ class Scheduler:
             )
         self.allocator = allocator
         self.max_batch_tokens, self.max_sequences, self.context = max_batch_tokens, max_sequences, context
-        self.paged, self.chunked = paged, chunked
+        self.paged, self.chunked, self.reusable = paged, chunked, reusable and paged
+        self.format_of = format_of or (lambda _: allocator.full)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # in the order of their arrival
+        self.copies: list[tuple[Page, Page]] = []
+        self.stuck: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
+        self._preempted = False  # in the step that is being scheduled
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -79,15 +96,35 @@ class Scheduler:
                 f"the prompt has {prompt} tokens, but the model's context is {self.context} with the answer: shorten it"
             )
         length = prompt + wanted if self.context is None else min(prompt + wanted, self.context)
-        if self.paged and pages_for(length) > self.allocator.num_pages:
+        if self.paged and (most := self._capacity(self.format_of(sequence))) < length:
             raise QBEError(
                 f"{prompt} prompt tokens and up to {length - prompt} new ones do not fit in the KV cache of "
-                f"{self.allocator.num_pages * PAGE_SIZE} tokens: lower max_tokens or raise kv_tokens"
+                f"{most} tokens: lower max_tokens or raise kv_tokens"
             )
         sequence.max_length = length
         sequence.status = Status.WAITING
         self._by_id[sequence.request_id] = sequence
         self.waiting.append(sequence)
+
+    def fork(self, sequence: Sequence, twin: Sequence) -> None:
+        """Let `twin`, a sequence of the same tokens, run on from where `sequence` is, on the same pages.
+
+        A page that both have is copied when the first of them writes to it.
+
+        Raises:
+            QBEError: a name in use, different tokens, or no place for one sequence more.
+        """
+        if twin.request_id in self._by_id:
+            raise QBEError(f"a request '{twin.request_id}' is already running: give each request its own id")
+        if twin.token_ids != sequence.token_ids or sequence.status is not Status.RUNNING or sequence.recurrent:
+            raise QBEError(f"'{sequence.request_id}' cannot be forked: it does not run, has a state or other tokens")
+        if len(self.running) >= self.max_sequences:
+            raise QBEError(f"{self.max_sequences} sequences run already: raise max_sequences")
+        self.allocator.share(sequence.pages)
+        twin.pages, twin.page_keys, twin.keyed_by = list(sequence.pages), list(sequence.page_keys), sequence.keyed_by
+        twin.computed, twin.max_length, twin.status = sequence.computed, sequence.max_length, Status.RUNNING
+        self._by_id[twin.request_id] = twin
+        self.running.append(twin)
 
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
@@ -102,41 +139,190 @@ class Scheduler:
         del self._by_id[sequence.request_id]
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-            self.allocator.release(sequence.pages)
         else:
             self.waiting.remove(sequence)
-        sequence.pages, sequence.block_table, sequence.recurrent, sequence.seen = [], None, None, None
+        if reason == "error":  # nobody else shall find what went wrong in it
+            self.allocator.forget(sequence.pages)
+        if sequence.pages:
+            sequence.average_kv_bits = _average_bits(sequence)
+        self._release(sequence)
+        sequence.seen = None
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
+
+    def restart(self, sequence: Sequence) -> None:
+        """Free a sequence's pages; its tokens must be computed again."""
+        self._release(sequence)
+        sequence.computed = 0
 
     def schedule(self) -> list[Work]:
         """The next step's work: sequences with a single token to run first, then chunks of prompts."""
-        work = [Work(s, s.computed, 1) for s in self.running if s.remaining == 1]
+        self._preempted = False
+        work: list[Work] = []
+        for sequence in [s for s in self.running if s.remaining == 1]:
+            if self._grow(sequence, sequence.computed + 1):
+                work.append(Work(sequence, sequence.computed, 1))
+        work = _running(work)
         budget = self.max_batch_tokens - len(work)
         prompts = [s for s in self.running if s.remaining > 1]
         while True:
             if not prompts and (budget <= 0 or not self._admit(prompts)):
-                return work
+                return _running(work)
             sequence = prompts.pop(0)
             count = sequence.remaining
             if self.chunked:
                 count = min(count, budget)
             elif count > budget and any(w.count > 1 for w in work):
-                return work  # a prompt too long for the step is the only prompt of its step
+                return _running(work)  # a prompt too long for the step is the only prompt of its step
             if count <= 0:
-                return work
-            work.append(Work(sequence, sequence.computed, count))
-            budget -= count
+                return _running(work)
+            count = self._grow(sequence, sequence.computed + count)
+            if count:
+                work.append(Work(sequence, sequence.computed, count))
+                budget -= count
+
+    def complete(self, work: list[Work]) -> None:
+        """The step has run: pages that it filled are sealed, and others may find them."""
+        for w in work:
+            sequence = w.sequence
+            if sequence.keyed_by != sequence.blueprint.key:
+                sequence.keyed_by = None
+            for i in range(w.start // PAGE_SIZE, min(sequence.computed // PAGE_SIZE, len(sequence.pages))):
+                self.allocator.seal(sequence.pages[i])
+                sequence.version += 1
+                if self.reusable and sequence.keyed_by is not None and len(sequence.page_keys) == i:
+                    key = self._key(sequence, i)
+                    sequence.page_keys.append(key)
+                    self.allocator.publish(sequence.pages[i], key)
+
+    def _grow(self, sequence: Sequence, end: int) -> int:
+        """Pages for the tokens `[computed, end)`; returns how many of them may run: 0 if the sequence was preempted."""
+        if sequence.status is not Status.RUNNING:
+            return 0
+        if not self.paged:
+            return end - sequence.computed
+        format = self.format_of(sequence)
+        while True:
+            if self._write(sequence, end, format):
+                return end - sequence.computed
+            room = len(sequence.pages) * PAGE_SIZE
+            if self.chunked and room > sequence.computed and self._write(sequence, room, format):
+                return room - sequence.computed
+            if self.running == [sequence]:
+                # Alone it fits, if its pages do not lie scattered between those that have gone, or if its bits were not
+                # raised meanwhile: it begins again in a memory that is all free, once.
+                if sequence.alone_at == len(sequence.token_ids):
+                    sequence.error = (
+                        f"{len(sequence.token_ids)} tokens do not fit in the KV cache at the bits that they have now: "
+                        "lower the KV bits or raise kv_tokens"
+                    )
+                    self.stuck.append(sequence)
+                    self.finish(sequence, "error")
+                    return 0
+                sequence.alone_at = len(sequence.token_ids)
+                self._preempt(sequence)
+                while self.allocator.drop_idle():
+                    pass
+                return 0
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+
+    def _write(self, sequence: Sequence, end: int, format: Format) -> bool:
+        """Whether `[computed, end)` can be written: there are pages, of this format and nobody else's."""
+        for i in range(sequence.computed // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            if i == len(sequence.pages):
+                new = self.allocator.allocate(1, format)
+                if new is None:
+                    return False
+                sequence.pages += new
+            elif (page := sequence.pages[i]).owners > 1:
+                new = self.allocator.allocate(1, format)
+                if new is None:
+                    return False
+                self.copies.append((page, new[0]))
+                self.allocator.release([page])
+                sequence.pages[i] = new[0]
+            elif page.format != format:
+                if not self.allocator.reformat(page, format):
+                    return False
+            else:
+                continue
+            sequence.version += 1
+        return True
+
+    def _release(self, sequence: Sequence) -> None:
+        self.allocator.release(sequence.pages)
+        sequence.pages, sequence.page_keys, sequence.recurrent = [], [], None
+        sequence.version += 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.restart(sequence)
+        sequence.status, sequence.preemptions = Status.WAITING, sequence.preemptions + 1
+        self.waiting.appendleft(sequence)
+        self._preempted = True
 
     def _admit(self, prompts: list[Sequence]) -> bool:
         """Move the first waiting sequence to the running ones, if there is room for it."""
-        if not self.waiting or len(self.running) >= self.max_sequences:
+        if not self.waiting or len(self.running) >= self.max_sequences or self._preempted:
             return False
         sequence = self.waiting[0]
-        pages = self.allocator.allocate(pages_for(sequence.max_length) if self.paged else 0)
-        if pages is None:
-            return False
+        if self.paged and self.running:
+            needed = self._needs(self.format_of(sequence), len(sequence.token_ids))
+            if needed > self.allocator.free_bytes:
+                return False
         self.waiting.popleft()
-        sequence.pages, sequence.status = pages, Status.RUNNING
+        sequence.status = Status.RUNNING
         self.running.append(sequence)
         prompts.append(sequence)
+        self._reuse(sequence)
         return True
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Begin with the pages that are known already; the last token is always computed."""
+        sequence.keyed_by = sequence.blueprint.key
+        while self.reusable and (len(sequence.pages) + 1) * PAGE_SIZE < len(sequence.token_ids):
+            key = self._key(sequence, len(sequence.pages))
+            page = self.allocator.find(key)
+            if page is None:
+                break
+            sequence.pages.append(page)
+            sequence.page_keys.append(key)
+        sequence.computed = len(sequence.pages) * PAGE_SIZE
+        if not sequence.preemptions:
+            sequence.cached = sequence.computed
+
+    def _key(self, sequence: Sequence, i: int) -> bytes:
+        tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+        return page_key(sequence.page_keys[i - 1] if i else b"", sequence.blueprint.key, tokens)
+
+    def _needs(self, format: Format, tokens: int) -> int:
+        """Bytes for so many tokens when they are computed alone: sealed pages, and the frames of a step."""
+        pages = -(-tokens // PAGE_SIZE)
+        frames = 0 if format.full else 1 if self.chunked else pages
+        return pages * format.nbytes + frames * self.allocator.page_bytes
+
+    def _capacity(self, format: Format) -> int:
+        """Tokens of this format that the whole cache holds."""
+        total, page = self.allocator.num_pages * self.allocator.page_bytes, self.allocator.page_bytes
+        if format.full:
+            return self.allocator.num_pages * PAGE_SIZE
+        pages = (total - page) // format.nbytes if self.chunked else total // (format.nbytes + page)
+        return max(0, pages) * PAGE_SIZE
+
+
+def _running(work: list[Work]) -> list[Work]:
+    """The work of those that were not preempted after they got it."""
+    return [w for w in work if w.sequence.status is Status.RUNNING]
+
+
+def _average_bits(sequence: Sequence) -> float:
+    """Bits of a number in its pages: those of a sealed page, 16 in the one that is being filled."""
+    bits = total = 0.0
+    for i, page in enumerate(sequence.pages):
+        tokens = min(PAGE_SIZE, sequence.computed - i * PAGE_SIZE)
+        if tokens > 0:
+            bits += tokens * (page.format.average if page.frame is None else FULL_BITS)
+            total += tokens
+    return bits / total if total else float(FULL_BITS)

@@ -11,6 +11,7 @@ import torch
 
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
+from qbe.kvcache.allocator import Page
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,14 @@ class Sequence:
         token_ids: the prompt's ids and after them the answer's.
         computed: how many of `token_ids` have gone through the model.
         max_length: `token_ids` it may grow to; the scheduler sets it from `max_tokens` and the context.
-        pages: page numbers, reserved at admission for `max_length` tokens.
-        block_table: the same as an int64 tensor on the model's device; the runner makes it.
-        first_of_run: the first page when the pages are consecutive, else None.
+        pages: for the tokens computed and those of the step that comes.
+        version: changes whenever an entry of `pages` does.
+        page_keys: what its full pages are known by, as far as they are.
+        keyed_by: key of the blueprint that all of its tokens had; None once it was exchanged.
+        cached: tokens of the prompt whose pages were there already when it was first admitted.
+        average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
+        preemptions: how often it gave its pages up and waited again.
+        alone_at: length at which it did so although no other sequence ran.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
         error: one line that says what went wrong, when the reason is "error".
@@ -126,9 +132,14 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     computed: int = 0
     max_length: int = 0
-    pages: list[int] = field(default_factory=list)
-    block_table: torch.Tensor | None = None
-    first_of_run: int | None = None
+    pages: list[Page] = field(default_factory=list)
+    version: int = 0
+    page_keys: list[bytes] = field(default_factory=list)
+    keyed_by: str | None = None
+    cached: int = 0
+    average_kv_bits: float | None = None
+    preemptions: int = 0
+    alone_at: int = 0
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
     error: str | None = None

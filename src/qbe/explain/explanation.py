@@ -59,6 +59,7 @@ class Explanation:
                 "activation_bits": self.budget.activation_bits,
                 "tier": self.budget.tier,
                 "target_bits": round(self.target_bits, 4),
+                "kv_bits": self.budget.kv_bits,
             },
             "blueprint": self.blueprint.describe(self.table),
             "bytes_per_token": self.bytes_per_token,

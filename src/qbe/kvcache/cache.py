@@ -11,6 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from qbe.errors import QBEError
+from qbe.kvcache.allocator import Page
 from qbe.kvcache.attention import CACHE, DecodeLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
 
@@ -119,9 +120,8 @@ class PagedCache(Cache):
 
     Attributes:
         pool: the pages.
-        memory: per layer its keys and values as views `[1, kv_heads, num_pages * PAGE_SIZE, dim]`, the shape that
-            attention works in, or None.
         windows: per layer its sliding window in tokens, or None.
+        heads: per layer its query heads, once a step has run.
         layout: what the rows of the step that runs now are (`qbe.kvcache.attention.step`), or None.
     """
 
@@ -135,11 +135,8 @@ class PagedCache(Cache):
             layers[i].sliding_window if getattr(layers.get(i), "is_sliding", False) else None
             for i in range(len(pool.keys))
         ]
+        self.heads = [0] * len(pool.keys)
         super().__init__(layers=[_PagedLayer(self) for _ in pool.keys])
-        self.memory: list[tuple[torch.Tensor, torch.Tensor] | None] = [
-            (_as_heads(k), _as_heads(v)) if k is not None and v is not None else None
-            for k, v in zip(pool.keys, pool.values, strict=True)
-        ]
 
     def attach(self, model: nn.Module) -> None:
         """Let the attention of `model` find this cache."""
@@ -155,14 +152,18 @@ class PagedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this step's keys and values `[1, kv_heads, T, dim]` to their pages and hand them back."""
-        layout, memory = self.layout, self.memory[layer_idx]
-        if layout is None or memory is None:
+        """Write this step's keys and values `[1, kv_heads, T, dim]` to their pages and hand them back.
+
+        Pages that a prompt fills are sealed here: its own later tokens see them as any other sequence would.
+        """
+        layout, keys, values = self.layout, self.pool.keys[layer_idx], self.pool.values[layer_idx]
+        if layout is None or keys is None or values is None:
             raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
         if isinstance(layout, DecodeLayout):
             return key_states, value_states  # the attention of a decode step writes them
-        memory[0].index_copy_(2, layout.slots, key_states)
-        memory[1].index_copy_(2, layout.slots, value_states)
+        keys[layout.frames, :, layout.offsets] = key_states[0].transpose(0, 1)
+        values[layout.frames, :, layout.offsets] = value_states[0].transpose(0, 1)
+        self.pool.seal(layout.filled, layer_idx)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -174,11 +175,7 @@ class PagedCache(Cache):
         return self.get_seq_length() + int(query_length), 0
 
 
-def _as_heads(pages: torch.Tensor) -> torch.Tensor:
-    """A view `[1, kv_heads, num_pages * PAGE_SIZE, dim]` of `[num_pages, PAGE_SIZE, kv_heads, dim]`."""
-    return pages.flatten(0, 1).transpose(0, 1)[None]
-
-
-def slot_of(pages: list[int], position: int) -> int:
-    """Where in the flat pages the token at `position` of a sequence with these pages is."""
-    return pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+def slot_of(pages: list[Page], position: int) -> int:
+    """Where the token at `position` of a sequence with these pages is written: address of a frame | offset in it."""
+    page = pages[position // PAGE_SIZE]
+    return (page.address if page.frame is None else page.frame) | position % PAGE_SIZE

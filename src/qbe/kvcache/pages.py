@@ -1,90 +1,24 @@
-"""Pages of the KV cache: who owns which, and the tensors that hold them.
-
-A page holds the keys and values of `PAGE_SIZE` consecutive tokens of one sequence, at every layer (paged attention,
-Kwon et al. 2023, section 4.1). Its precision is data: `PagePool.kv_bits` is the plan's table of KV precisions.
-"""
+"""The memory of the KV cache: pages of 16, 8, 4 and 2 bits side by side (layout: `qbe.kernels.kv_blocks`)."""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from qbe.sites import FULL_BITS
+from qbe.errors import QBEError
+from qbe.kernels.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
+from qbe.kernels.kv_pages import read_pages, seal_pages
+from qbe.kvcache.allocator import Format, Page
 
-PAGE_SIZE = 16
+Bits = int | tuple[int, ...]  # of a layer: one for all of its key heads, or one for each
 
 
 def pages_for(tokens: int) -> int:
     """Pages that `tokens` tokens need."""
     return -(-tokens // PAGE_SIZE)
-
-
-class PageAllocator:
-    """Free list and reference counts of `num_pages` pages; pure Python.
-
-    A page is owned from `allocate` until as many `release` calls as it has owners; `share` adds an owner.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages))  # ascending
-        self._owners = [0] * num_pages
-
-    @property
-    def free(self) -> int:
-        """Pages that nobody owns."""
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Take `count` pages, or None when fewer are free.
-
-        Consecutive pages are preferred: attention reads a run of pages as a view, without a copy.
-        """
-        if count > len(self._free):
-            return None
-        start = self._find_run(count)
-        pages = self._free[start : start + count]
-        del self._free[start : start + count]
-        for page in pages:
-            self._owners[page] = 1
-        return pages
-
-    def share(self, pages: Iterable[int]) -> None:
-        """Add an owner to each of these pages.
-
-        Raises:
-            ValueError: a page that nobody owns.
-        """
-        for page in pages:
-            if not self._owners[page]:
-                raise ValueError(f"page {page} is free and cannot be shared")
-            self._owners[page] += 1
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Take away one owner from each of these pages; a page without owners becomes free.
-
-        Raises:
-            ValueError: a page that is already free.
-        """
-        for page in pages:
-            if not self._owners[page]:
-                raise ValueError(f"page {page} is freed twice")
-            self._owners[page] -= 1
-            if not self._owners[page]:
-                insort(self._free, page)
-
-    def _find_run(self, count: int) -> int:
-        """Index in the free list of the first `count` consecutive pages, or 0 when there is no such run."""
-        start = 0
-        for i, page in enumerate(self._free):
-            if i and page != self._free[i - 1] + 1:
-                start = i
-            if i - start + 1 == count:
-                return start
-        return 0
 
 
 @dataclass(frozen=True)
@@ -100,40 +34,170 @@ class KVShape:
         """Numbers stored for a token."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The three, as kernels take them."""
+        return self.kv_heads, self.key_dim, self.value_dim
+
+
+def page_bytes(shapes: Sequence[KVShape | None], dtype: torch.dtype) -> int:
+    """Bytes of a page of 16 bits."""
+    return sum(s.kv_heads * block(FULL_BITS, s.key_dim, s.value_dim, dtype.itemsize).nbytes for s in shapes if s)
+
+
+def most_pages(shapes: Sequence[KVShape | None], dtype: torch.dtype, num_pages: int) -> int:
+    """Pages of the fewest bits that fit in the memory of `num_pages` pages of 16 bits."""
+    least = sum(s.kv_heads * block(KV_BITS[0], s.key_dim, s.value_dim, dtype.itemsize).nbytes for s in shapes if s)
+    return num_pages * page_bytes(shapes, dtype) // max(1, least)
+
 
 class PagePool:
-    """The pages' memory, allocated once.
+    """The pages' memory, allocated once, and the formats they have.
 
     Attributes:
-        keys: per layer a tensor `[num_pages + 1, PAGE_SIZE, kv_heads, key_dim]` of the model's dtype; None for a layer
-            without attention.
-        values: per layer `[num_pages + 1, PAGE_SIZE, kv_heads, value_dim]`.
-        kv_bits: int8 `[layers, kv_heads, num_pages]`, the precision of each page and head (16 everywhere for now).
-            This is the plan's `kv_bits` (DESIGN section 1); layers with fewer heads use the first rows.
-        spare: number of one page more, which no sequence owns: rows that pad a batch write there.
+        memory: uint8 `[(num_pages + 1) * page_bytes]`.
+        page_bytes: of a page of 16 bits.
+        keys: per layer a view `[num_pages + 1, kv_heads, PAGE_SIZE, key_dim]` of what is or could be pages of 16 bits,
+            of the model's dtype; None for a layer without attention.
+        values: per layer `[num_pages + 1, kv_heads, PAGE_SIZE, value_dim]`.
+        words: per layer int32 `[FORMATS, kv_heads]`, where a format has each head's block and with how many bits. With
+            the entries of the pages this is the plan's `kv_bits` (DESIGN section 1).
+        spare: address of one page more, which no sequence owns: rows that pad a batch write there.
     """
 
     def __init__(
         self, shapes: Sequence[KVShape | None], num_pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        def memory(shape: KVShape | None, dim: int) -> torch.Tensor | None:
-            if shape is None:
-                return None
-            return torch.zeros(num_pages + 1, PAGE_SIZE, shape.kv_heads, dim, dtype=dtype, device=device)
+        self.shapes, self.num_pages, self.dtype, self.device = list(shapes), num_pages, dtype, device
+        self.page_bytes = page_bytes(shapes, dtype)
+        self.spare = num_pages * self.page_bytes
+        self.memory = torch.zeros((num_pages + 1) * self.page_bytes, dtype=torch.uint8, device=device)
+        # Layers of one shape are sealed in one launch; their words lie in one tensor.
+        self._alike: dict[KVShape, list[int]] = {}
+        for layer, shape in enumerate(self.shapes):
+            if shape is not None:
+                self._alike.setdefault(shape, []).append(layer)
+        self._words = {
+            s: torch.zeros(len(layers), FORMATS, s.kv_heads, dtype=torch.int32, device=device)
+            for s, layers in self._alike.items()
+        }
+        self.words = [None if s is None else self._words[s][self._alike[s].index(i)] for i, s in enumerate(self.shapes)]
+        self._numbers: dict[tuple[tuple[int, ...], ...], Format] = {}
+        self._asked: dict[tuple[Bits, ...], Format] = {}  # the same, by what was asked for
+        self.full = self.format((), Counter())
+        parts = [self._full_parts(layer) for layer in range(len(self.shapes))]
+        self.keys, self.values = [p[0] for p in parts], [p[1] for p in parts]
 
-        self.num_pages, self.spare = num_pages, num_pages
-        self.keys = [memory(s, s.key_dim if s else 0) for s in shapes]
-        self.values = [memory(s, s.value_dim if s else 0) for s in shapes]
-        heads = max((s.kv_heads for s in shapes if s), default=0)
-        self.kv_bits = torch.full((len(shapes), heads, num_pages), FULL_BITS, dtype=torch.int8, device=device)
+    def format(self, kv_bits: Sequence[Bits], uses: Counter[int]) -> Format:
+        """The format with these bits, known to the device from now on.
 
-    def clear(self, pages: Sequence[int]) -> None:
-        """Fill these pages with zeros.
+        Args:
+            kv_bits: one for each layer; layers past its end have 16. Those without attention are not looked at.
+            uses: number of a format -> pages of it; others may lose their number when all are taken.
 
-        Attention may read the unused rest of a page and give it weight 0, but 0 times NaN is NaN: pages must never be
-        handed on with anything but finite numbers in them.
+        Raises:
+            QBEError: bits that there are not, or more formats than numbers.
         """
-        index = torch.tensor(pages, dtype=torch.long, device=self.kv_bits.device)
-        for memory in (*self.keys, *self.values):
-            if memory is not None:
-                memory.index_fill_(0, index, 0)
+        asked = tuple(kv_bits)
+        if asked in self._asked:
+            return self._asked[asked]
+        bits = tuple(self._heads_bits(layer, asked) for layer in range(len(self.shapes)))
+        if bits in self._numbers:
+            self._asked[asked] = self._numbers[bits]
+            return self._asked[asked]
+        number = len(self._numbers)
+        if number == FORMATS:
+            unused = next((b for b, f in self._numbers.items() if f.number and not uses[f.number]), None)
+            if unused is None:
+                raise QBEError(f"more than {FORMATS} KV precisions are in use at once: choose fewer different ones")
+            number = self._numbers.pop(unused).number
+            self._asked.clear()
+        at = 0
+        for layer, (shape, heads) in enumerate(zip(self.shapes, bits, strict=True)):
+            row = []
+            for b in heads:
+                assert shape is not None
+                row.append(at | b)
+                at += block(b, shape.key_dim, shape.value_dim, self.dtype.itemsize).nbytes
+            words = self.words[layer]
+            if words is not None:
+                words[number].copy_(torch.tensor(row, dtype=torch.int32), non_blocking=True)
+        self._numbers[bits] = self._asked[asked] = Format(number, at, bits, self._average(bits))
+        return self._numbers[bits]
+
+    def to_seal(self, pages: Sequence[Page]) -> torch.Tensor | None:
+        """int64 `[2, n]` on the device: of those pages that have a frame to leave, what `seal` needs; None for none."""
+        pages = [p for p in pages if p.frame is not None]
+        if not pages:
+            return None
+        return torch.tensor([[p.frame for p in pages], [p.sealed_entry for p in pages]]).to(self.device)
+
+    def seal(self, pages: torch.Tensor | None, layer: int | None = None) -> None:
+        """Bring the numbers of full pages (from `to_seal`) from their frames to their own bytes.
+
+        At one layer, or at all of them: then in one launch for all layers of a shape.
+        """
+        if pages is None:
+            return
+        for shape, layers in self._alike.items():
+            if layer is None or layer in layers:
+                words = self._words[shape] if layer is None else self._words[shape][layers.index(layer), None]
+                seal_pages(self.memory, words, pages[0], pages[1], shape.sizes, self.dtype)
+
+    def copy(self, pairs: Sequence[tuple[Page, Page]]) -> None:
+        """Copy the frames of pages to those of others."""
+        frames = self.memory.view(self.num_pages + 1, self.page_bytes)
+        for source, target in pairs:
+            at, to = (p.address if p.frame is None else p.frame for p in (source, target))
+            frames[to // self.page_bytes] = frames[at // self.page_bytes]
+
+    def read(self, layer: int, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[1, kv_heads, P * PAGE_SIZE, dim]` of pages at a layer; entries int64 `[P]`."""
+        shape, words = self.shapes[layer], self.words[layer]
+        assert shape is not None
+        assert words is not None
+        keys, values = read_pages(self.memory, words, entries, shape.sizes, self.dtype)
+        return keys[None], values[None]
+
+    def _heads_bits(self, layer: int, kv_bits: Sequence[Bits]) -> tuple[int, ...]:
+        shape = self.shapes[layer]
+        if shape is None:
+            return ()
+        asked = kv_bits[layer] if layer < len(kv_bits) else FULL_BITS
+        heads = asked if isinstance(asked, tuple) else (asked,) * shape.kv_heads
+        if len(heads) != shape.kv_heads or any(b not in KV_BITS for b in heads):
+            raise QBEError(
+                f"KV bits of layer {layer} are {asked}, but must be one of {', '.join(map(str, KV_BITS))}, for all of "
+                f"its {shape.kv_heads} key heads or for each"
+            )
+        return heads
+
+    def _average(self, bits: Sequence[tuple[int, ...]]) -> float:
+        """Bits of a number of a page with these bits of heads."""
+        sizes = [s.numbers // s.kv_heads if s else 0 for s in self.shapes]
+        numbers = sum(n * len(heads) for n, heads in zip(sizes, bits, strict=True))
+        total = sum(n * sum(heads) for n, heads in zip(sizes, bits, strict=True))
+        return total / numbers if numbers else float(FULL_BITS)
+
+    def _full_parts(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        shape, words = self.shapes[layer], self.words[layer]
+        if shape is None or words is None:
+            return None, None
+        part, size = block(FULL_BITS, shape.key_dim, shape.value_dim, self.dtype.itemsize), self.dtype.itemsize
+        numbers, begin = self.memory.view(self.dtype), int(words[0, 0]) - FULL_BITS
+        sizes = (self.num_pages + 1, shape.kv_heads, PAGE_SIZE)
+        strides = (self.page_bytes // size, part.nbytes // size)
+        keys = numbers.as_strided((*sizes, shape.key_dim), (*strides, shape.key_dim, 1), begin // size)
+        values_at = (begin + part.values) // size
+        return keys, numbers.as_strided((*sizes, shape.value_dim), (*strides, shape.value_dim, 1), values_at)
+
+
+def average_bits(shapes: Sequence[KVShape | None], kv_bits: Sequence[Bits]) -> float:
+    """Mean bits of a number in the cache, scales not counted; 16 for a model without attention."""
+    total = count = 0.0
+    for layer, shape in enumerate(shapes):
+        if shape is not None:
+            bits = kv_bits[layer] if layer < len(kv_bits) else FULL_BITS
+            mean = sum(bits) / len(bits) if isinstance(bits, tuple) else bits
+            total, count = total + mean * shape.numbers, count + shape.numbers
+    return total / count if count else float(FULL_BITS)

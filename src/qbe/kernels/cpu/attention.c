@@ -1,20 +1,17 @@
 /* Attention of one new token per sequence over its pages: qbe::paged_attention. Included by nested.c.
 
-   Written in vectors of 16 floats, which the compiler maps to what each path has. Query rows that share a key head are
-   served by one reading of it. Sums are float32 in an order that depends on the sequence alone. */
+   Query rows that share a key head are served by one reading of it, page by page at each page's own precision. Sums are
+   float32 in an order that depends on the sequence alone. */
 
-#define LANES 16
+#include "kv_pages.c"
+
 #define MAX_QUERIES 4 /* rows served by one reading */
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-
+#include "sealed.c"
 /* `_Shape` of paged_attention.py. Strides are in numbers; the last dimension is contiguous. */
 typedef struct {
-    int64_t batch, heads, kv_heads, key_dim, value_dim, pages, page_size, table_width;
-    int64_t query_row, query_head, key_row, key_head, value_row, value_head, table_row;
+    int64_t batch, heads, kv_heads, key_dim, value_dim, bytes, table_width;
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head, table_row, entropy_row;
     int64_t window;
     float scaling, softcap;
     int32_t dtype;
@@ -22,20 +19,17 @@ typedef struct {
 
 typedef struct {
     const AttentionShape *s;
-    const char *query, *keys, *values;
-    const int32_t *tables;
-    const int64_t *lengths;
+    const char *query;
+    const uint8_t *memory;
+    const int32_t *words;
+    const int64_t *tables, *lengths;
     char *out, *scratch;
+    float *entropy;
     int64_t scratch_bytes; /* of a thread */
     atomic_llong next;
     atomic_int slot;
     int backend;
 } Attention;
-
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
-
-INLINE Floats splat(float f) { return f - (Floats){0}; }
-INLINE Floats pick(Integers mask, Floats a, Floats b) { return (Floats)((mask & (Integers)a) | (~mask & (Integers)b)); }
 
 /* Numbers [i, i + LANES) of a row of `dim`; zero past its end. */
 INLINE Floats load_lanes(const char *row, int dtype, int64_t dim, int64_t i) {
@@ -76,57 +70,91 @@ INLINE Floats exp_lanes(Floats x) {
     return p * (Floats)((__builtin_convertvector(whole, Integers) + 127) << 23);
 }
 
-/* scores[m * room + t] = query[m] . key t, for M queries and the tokens [from, to) of a sequence. */
-INLINE void attention_scores(const Attention *a, const int32_t *table, int64_t head, int64_t from, int64_t to,
-                             const float *query, int64_t wide, float *scores, int64_t room, const int M,
-                             const int DTYPE) {
-    const AttentionShape *s = a->s;
-    const int64_t number = DTYPE == FLOAT32 ? 4 : 2, token = s->kv_heads * s->key_dim * number;
-    for (int64_t t = from, end; t < to; t = end) {
-        end = (t / s->page_size + 1) * s->page_size < to ? (t / s->page_size + 1) * s->page_size : to;
-        const char *key = a->keys + ((int64_t)table[t / s->page_size] * s->page_size + t % s->page_size) * token
-                          + head * s->key_dim * number;
-        for (; t < end; t++, key += token) {
-            Floats sum[MAX_QUERIES] = {{0}};
-            for (int64_t i = 0; i < s->key_dim; i += LANES) {
-                const Floats k = load_lanes(key, DTYPE, s->key_dim, i);
-                for (int m = 0; m < M; m++) {
-                    Floats q;
-                    memcpy(&q, query + m * wide + i, sizeof q);
-                    sum[m] += q * k;
-                }
+/* scores[m * room + t] = query[m] . key t, for M queries and the tokens [from, to) of one page, t from 0. */
+INLINE void full_scores(const char *key, int64_t from, int64_t to, int64_t dim, const float *query, int64_t wide,
+                        float *scores, int64_t room, const int M, const int DTYPE) {
+    const int64_t row = dim * (DTYPE == FLOAT32 ? 4 : 2);
+    key += from * row;
+    for (int64_t t = from; t < to; t++, key += row) {
+        Floats sum[MAX_QUERIES] = {{0}};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            const Floats k = load_lanes(key, DTYPE, dim, i);
+            for (int m = 0; m < M; m++) {
+                Floats q;
+                memcpy(&q, query + m * wide + i, sizeof q);
+                sum[m] += q * k;
             }
-            for (int m = 0; m < M; m++) scores[m * room + t - from] = sum_lanes(sum[m]);
         }
+        for (int m = 0; m < M; m++) scores[m * room + t - from] = sum_lanes(sum[m]);
     }
 }
 
-/* out[m] = sum over tokens of weights[m * room + t] * value t, for N * LANES numbers from i. */
-INLINE void attention_values(const Attention *a, const int32_t *table, int64_t head, int64_t from, int64_t to,
-                             const float *weights, int64_t room, int64_t i, float *out, int64_t wide, const int M,
+/* sum[m * N + n] += over rows [from, to), weights[m * room + row - from] * the row's numbers, N * LANES of them from i. */
+INLINE void add_rows(const char *rows, int64_t from, int64_t to, int64_t dim, const float *weights, int64_t room,
+                     int64_t i, Floats *sum, const int M, const int N, const int DTYPE) {
+    const int64_t size = dim * (DTYPE == FLOAT32 ? 4 : 2);
+    rows += from * size;
+    for (int64_t t = from; t < to; t++, rows += size)
+        for (int n = 0; n < N; n++) {
+            const Floats v = load_lanes(rows, DTYPE, dim, i + n * LANES);
+            for (int m = 0; m < M; m++) sum[m * N + n] += v * weights[m * room + t - from];
+        }
+}
+
+INLINE void attention_scores(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
+                             int64_t to, const float *query, int64_t wide, float *scores, int64_t room, const int M,
+                             const int DTYPE) {
+    const AttentionShape *s = a->s;
+    for (int64_t t = from, end; t < to; t = end) {
+        const int64_t page = t / PAGE, first = t % PAGE;
+        end = (page + 1) * PAGE < to ? (page + 1) * PAGE : to;
+        const int64_t last = first + end - t;
+        int bits;
+        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &bits);
+        float *out = scores + t - from;
+        if (bits == FULL_BITS)
+            full_scores((const char *)block, first, last, s->key_dim, query, wide, out, room, M, DTYPE);
+        else
+            sealed_scores(sealed, block, bits, first, last, s->key_dim, s->value_dim, query, wide, out, room, M);
+    }
+}
+
+/* out[m] = sum over tokens [from, to) of weights[m * room + t - from] * value t, for N * LANES numbers from i. */
+INLINE void attention_values(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
+                             int64_t to, const float *weights, int64_t room, int64_t i, float *out, int64_t wide, const int M,
                              const int N, const int DTYPE) {
     const AttentionShape *s = a->s;
-    const int64_t number = DTYPE == FLOAT32 ? 4 : 2, token = s->kv_heads * s->value_dim * number;
+    const int64_t values = PAGE * s->key_dim * (DTYPE == FLOAT32 ? 4 : 2);
     Floats sum[MAX_QUERIES * 4] = {{0}};
     for (int64_t t = from, end; t < to; t = end) {
-        end = (t / s->page_size + 1) * s->page_size < to ? (t / s->page_size + 1) * s->page_size : to;
-        const char *value = a->values + ((int64_t)table[t / s->page_size] * s->page_size + t % s->page_size) * token
-                            + head * s->value_dim * number;
-        for (; t < end; t++, value += token)
-            for (int n = 0; n < N; n++) {
-                const Floats v = load_lanes(value, DTYPE, s->value_dim, i + n * LANES);
-                for (int m = 0; m < M; m++) sum[m * N + n] += v * weights[m * room + t - from];
-            }
+        const int64_t page = t / PAGE, first = t % PAGE;
+        end = (page + 1) * PAGE < to ? (page + 1) * PAGE : to;
+        const int64_t last = first + end - t;
+        int bits;
+        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &bits);
+        const float *own = weights + t - from;
+        if (bits == FULL_BITS)
+            add_rows((const char *)block + values, first, last, s->value_dim, own, room, i, sum, M, N, DTYPE);
+        else
+            sealed_values(sealed, block, bits, first, last, s->key_dim, s->value_dim, own, room, i, sum, M, N);
     }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) memcpy(out + m * wide + i + n * LANES, &sum[m * N + n], sizeof(Floats));
 }
 
-/* Scores to weights that add up to 1; `count` of them, room for whole vectors. */
-INLINE void softmax(float *scores, int64_t count, float softcap) {
+/* The natural logarithm of x >= 1. */
+INLINE float log_of(float x) {
+    const uint32_t u = float_to_bits(x);
+    const double m = bits_to_float((u & 0x7fffff) | 0x3f800000), s = (m - 1) / (m + 1), q = s * s;
+    const double series = 1 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11 + q / 13)))));
+    return (float)(((int)(u >> 23) - 127) * 0.6931471805599453 + 2 * s * series);
+}
+
+/* Scores to weights that add up to 1, `count` of them, room for whole vectors; returns their entropy in nats. */
+INLINE float softmax(float *scores, int64_t count, float softcap) {
     const int64_t padded = (count + LANES - 1) / LANES * LANES;
     for (int64_t t = count; t < padded; t++) scores[t] = scores[0];
-    Floats best = splat(-__builtin_inff()), total = {0};
+    Floats best = splat(-__builtin_inff()), total = {0}, weighted = {0};
     for (int64_t t = 0; t < padded; t += LANES) {
         Floats v;
         memcpy(&v, scores + t, sizeof v);
@@ -143,19 +171,23 @@ INLINE void softmax(float *scores, int64_t count, float softcap) {
     for (int64_t t = 0; t < padded; t += LANES) {
         Floats v;
         memcpy(&v, scores + t, sizeof v);
-        v = exp_lanes(v - top);
+        const Floats below = v - top;
+        v = exp_lanes(below);
         for (int i = 0; i < LANES && t + LANES > count; i++) v[i] = t + i < count ? v[i] : 0.0f;
         memcpy(scores + t, &v, sizeof v);
         total += v;
+        weighted += v * below;
     }
-    const float scale = 1.0f / sum_lanes(total);
+    const float sum = sum_lanes(total), scale = 1.0f / sum;
     for (int64_t t = 0; t < count; t++) scores[t] *= scale;
+    return log_of(sum) - sum_lanes(weighted) * scale;
 }
 
 /* M query heads from `first` on, which share the key head `head`, of sequence b. */
-INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, char *scratch, const int M, const int DTYPE) {
+INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, int64_t first, char *scratch,
+                   const int M, const int DTYPE) {
     const AttentionShape *s = a->s;
-    const int32_t *table = a->tables + b * s->table_row;
+    const int64_t *table = a->tables + b * s->table_row;
     const int64_t number = DTYPE == FLOAT32 ? 4 : 2, to = a->lengths[b];
     const int64_t from = s->window && to > s->window ? to - s->window : 0, room = (to - from + LANES - 1) / LANES * LANES;
     const int64_t key_wide = (s->key_dim + LANES - 1) / LANES * LANES, wide = (s->value_dim + LANES - 1) / LANES * LANES;
@@ -166,12 +198,13 @@ INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, c
             const Floats v = load_lanes(q, DTYPE, s->key_dim, i) * s->scaling;
             memcpy(query + m * key_wide + i, &v, sizeof v);
         }
-    attention_scores(a, table, head, from, to, query, key_wide, scores, room, M, DTYPE);
-    for (int m = 0; m < M; m++) softmax(scores + m * room, to - from, s->softcap);
+    attention_scores(a, sealed, table, head, from, to, query, key_wide, scores, room, M, DTYPE);
+    for (int m = 0; m < M; m++)
+        a->entropy[b * s->entropy_row + first + m] = softmax(scores + m * room, to - from, s->softcap);
     int64_t i = 0;
     for (; i + 4 * LANES <= wide; i += 4 * LANES)
-        attention_values(a, table, head, from, to, scores, room, i, out, wide, M, 4, DTYPE);
-    for (; i < wide; i += LANES) attention_values(a, table, head, from, to, scores, room, i, out, wide, M, 1, DTYPE);
+        attention_values(a, sealed, table, head, from, to, scores, room, i, out, wide, M, 4, DTYPE);
+    for (; i < wide; i += LANES) attention_values(a, sealed, table, head, from, to, scores, room, i, out, wide, M, 1, DTYPE);
     for (int m = 0; m < M; m++) {
         char *y = a->out + (b * s->heads + first + m) * s->value_dim * number;
         if (DTYPE == FLOAT32) memcpy(y, out + m * wide, (size_t)s->value_dim * 4);
@@ -179,11 +212,27 @@ INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, c
     }
 }
 
-#define ATTEND(M) \
-    (s->dtype == FLOAT32 ? attend(a, b, head, first, scratch, M, FLOAT32) : attend(a, b, head, first, scratch, M, BFLOAT16))
+#define ATTEND(SEALED, M)                                                                                     \
+    (s->dtype == FLOAT32 ? attend(a, SEALED, b, head, first, scratch, M, FLOAT32)                             \
+                         : attend(a, SEALED, b, head, first, scratch, M, BFLOAT16))
+#define ADD_ROWS(M)                                                                                           \
+    (N == 4 ? add_floats(rows, count, weights, room, sum, M, 4) : add_floats(rows, count, weights, room, sum, M, 1))
 
 /* What one thread does: a key head of a sequence at a time. */
 #define DEFINE_ATTENTION(NAME, TARGET)                                                                        \
+    TARGET static void NAME##_unpack(const uint8_t *from, int bits, int64_t count, float *to) {               \
+        unpack_codes(from, bits, count, to);                                                                  \
+    }                                                                                                         \
+    TARGET static void NAME##_add_rows(const float *rows, int64_t count, const float *weights, int64_t room,  \
+                                       Floats *sum, int M, int N) {                                           \
+        switch (M) {                                                                                          \
+        case 1: ADD_ROWS(1); break;                                                                           \
+        case 2: ADD_ROWS(2); break;                                                                           \
+        case 3: ADD_ROWS(3); break;                                                                           \
+        default: ADD_ROWS(4);                                                                                 \
+        }                                                                                                     \
+    }                                                                                                         \
+    static const Sealed NAME##_sealed = {NAME##_unpack, NAME##_add_rows};                                     \
     TARGET static void NAME##_attention(void *arg) {                                                          \
         Attention *a = arg;                                                                                   \
         const AttentionShape *s = a->s;                                                                       \
@@ -195,10 +244,10 @@ INLINE void attend(const Attention *a, int64_t b, int64_t head, int64_t first, c
             const int64_t head = task % s->kv_heads, end = (head + 1) * repeat;                               \
             for (int64_t first = head * repeat; first < end; first += MAX_QUERIES)                            \
                 switch (end - first) {                                                                        \
-                case 1: ATTEND(1); break;                                                                     \
-                case 2: ATTEND(2); break;                                                                     \
-                case 3: ATTEND(3); break;                                                                     \
-                default: ATTEND(4);                                                                           \
+                case 1: ATTEND(NAME##_sealed, 1); break;                                                                     \
+                case 2: ATTEND(NAME##_sealed, 2); break;                                                                     \
+                case 3: ATTEND(NAME##_sealed, 3); break;                                                                     \
+                default: ATTEND(NAME##_sealed, 4);                                                                           \
                 }                                                                                             \
         }                                                                                                     \
     }
@@ -209,37 +258,54 @@ DEFINE_ATTENTION(avx2, TARGET_AVX2)
 DEFINE_ATTENTION(avx512, TARGET_AVX512)
 #endif
 
-/* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.attention_ops says, out
-   [batch, heads, value_dim] contiguous. Returns 0; -1: a slot, length or page outside of the memory (nothing was done);
-   -2: out of memory. */
-int64_t qbe_paged_attention(const void *query, const void *key, const void *value, void *keys, void *values,
-                            const int64_t *slots, const int32_t *tables, const int64_t *lengths, void *out,
-                            const AttentionShape *s, int32_t threads, int32_t backend) {
+/* Whether a page's blocks of this layer lie inside of the memory. */
+static int page_fits(const AttentionShape *s, const int32_t *words, int64_t entry, int open) {
+    if (entry < 0 || entry >= s->bytes) return 0;
+    for (int64_t head = 0; head < s->kv_heads; head++) {
+        int bits;
+        const int64_t at = find_block(words, s->kv_heads, entry, head, &bits);
+        if (bits != 2 && bits != 4 && bits != 8 && bits != FULL_BITS) return 0;
+        const Block b = block_layout(bits, s->key_dim, s->value_dim, s->dtype == FLOAT32 ? 4 : 2);
+        if (at < 0 || at + b.nbytes > s->bytes) return 0;
+        if (open && bits != FULL_BITS) return 0;
+    }
+    return 1;
+}
+
+/* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.attention_ops says, words
+   contiguous, out [batch, heads, value_dim] contiguous. Returns 0; -1: a slot, length or page outside of the memory
+   (nothing was done); -2: out of memory. */
+int64_t qbe_paged_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *words,
+                            const int64_t *slots, const int64_t *tables, const int64_t *lengths, float *entropy,
+                            void *out, const AttentionShape *s, int32_t threads, int32_t backend) {
     int64_t longest = 0, tokens = 0;
     for (int64_t b = 0; b < s->batch; b++) {
         const int64_t from = s->window && lengths[b] > s->window ? lengths[b] - s->window : 0, count = lengths[b] - from;
-        if (count < 1 || lengths[b] > s->table_width * s->page_size) return -1;
-        if (slots[b] < 0 || slots[b] >= s->pages * s->page_size) return -1;
-        for (int64_t p = from / s->page_size; p * s->page_size < lengths[b]; p++)
-            if (tables[b * s->table_row + p] < 0 || tables[b * s->table_row + p] >= s->pages) return -1;
+        if (count < 1 || lengths[b] > s->table_width * PAGE) return -1;
+        if (slots[b] < 0 || slots[b] % ALIGN >= PAGE || !page_fits(s, words, slots[b] - slots[b] % ALIGN, 1)) return -1;
+        for (int64_t p = from / PAGE; p * PAGE < lengths[b]; p++)
+            if (!page_fits(s, words, tables[b * s->table_row + p], 0)) return -1;
         longest = count > longest ? count : longest;
         tokens += count;
     }
     const int64_t number = s->dtype == FLOAT32 ? 4 : 2;
     /* Reading these many numbers takes longer than waking a thread. */
     if (threads < 1 || tokens * s->heads * (s->key_dim + s->value_dim) < 65536) threads = 1;
-    Attention a = {.s = s, .query = query, .keys = keys, .values = values, .tables = tables, .lengths = lengths,
-                   .out = out, .backend = backend};
+    Attention a = {.s = s, .query = query, .memory = memory, .words = words, .tables = tables, .lengths = lengths,
+                   .entropy = entropy, .out = out, .backend = backend};
     a.scratch_bytes = (int64_t)aligned((size_t)(4 * MAX_QUERIES * (s->key_dim + s->value_dim + longest + 3 * LANES)));
     a.scratch = aligned_alloc(64, (size_t)(threads * a.scratch_bytes));
     if (!a.scratch) return -2;
+    const Block full = block_layout(FULL_BITS, s->key_dim, s->value_dim, number);
     for (int64_t b = 0; b < s->batch; b++) /* here, because rows that pad a batch share a slot */
         for (int64_t h = 0; h < s->kv_heads; h++) {
-            const int64_t to = slots[b] * s->kv_heads + h;
-            memcpy((char *)keys + to * s->key_dim * number, (const char *)key + (b * s->key_row + h * s->key_head) * number,
-                   (size_t)(s->key_dim * number));
-            memcpy((char *)values + to * s->value_dim * number,
-                   (const char *)value + (b * s->value_row + h * s->value_head) * number, (size_t)(s->value_dim * number));
+            const int64_t offset = slots[b] % ALIGN;
+            int bits;
+            uint8_t *to = (uint8_t *)memory + find_block(words, s->kv_heads, slots[b] - offset, h, &bits);
+            memcpy(to + offset * full.key_row, (const char *)key + (b * s->key_row + h * s->key_head) * number,
+                   (size_t)full.key_row);
+            memcpy(to + full.values + offset * full.value_row,
+                   (const char *)value + (b * s->value_row + h * s->value_head) * number, (size_t)full.value_row);
         }
 #ifdef X86
     pool_run(backend == AVX512 ? avx512_attention : backend == AVX2 ? avx2_attention : scalar_attention, &a, threads);

@@ -148,6 +148,10 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_multiply_many.restype = long
     lib.qbe_dequantise.argtypes = [pointer] * 4 + [long] * 2 + [integer] * 4
     lib.qbe_dequantise.restype = long
-    lib.qbe_paged_attention.argtypes = [pointer] * 10 + [integer] * 2
+    lib.qbe_paged_attention.argtypes = [pointer] * 11 + [integer] * 2
     lib.qbe_paged_attention.restype = long
+    lib.qbe_seal_pages.argtypes = [pointer] * 4 + [long] * 5 + [integer]
+    lib.qbe_seal_pages.restype = long
+    lib.qbe_read_pages.argtypes = [pointer] * 3 + [long] * 4 + [integer] + [pointer] * 2
+    lib.qbe_read_pages.restype = None
     return lib

@@ -27,8 +27,9 @@ _OPS = {
                       "int[] slices, int exponent"),
     "nested_linears": (merged_ops, "Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
                        "Tensor[] biases, int[] slices, int[] exponents"),
-    "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
-                        "Tensor slots, Tensor tables, Tensor lengths, float scaling, int window, float softcap"),
+    "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, "
+                        "Tensor slots, Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, "
+                        "float softcap"),
 }  # fmt: skip
 
 log = logging.getLogger(__name__)

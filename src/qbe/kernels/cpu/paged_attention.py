@@ -9,6 +9,7 @@ import torch
 
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES
+from qbe.kernels.kv_blocks import FORMATS
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 
 _threads = torch.get_num_threads
@@ -24,8 +25,8 @@ class _Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
-            "batch", "heads", "kv_heads", "key_dim", "value_dim", "pages", "page_size", "table_width",
-            "query_row", "query_head", "key_row", "key_head", "value_row", "value_head", "table_row", "window",
+            "batch", "heads", "kv_heads", "key_dim", "value_dim", "bytes", "table_width", "query_row", "query_head",
+            "key_row", "key_head", "value_row", "value_head", "table_row", "entropy_row", "window",
         )),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -37,11 +38,12 @@ def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
     slots: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
+    entropy: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,
@@ -53,21 +55,22 @@ def paged_attention(
         QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
     """
     dtype = query.dtype
-    if not compiled_for(dtype) or keys.dtype is not dtype or values.dtype is not dtype:
-        return reference(query, key, value, keys, values, slots, tables, lengths, scaling, window, softcap)
-    if key.dtype is not dtype or value.dtype is not dtype:
-        key, value = key.to(dtype), value.to(dtype)
+    if not compiled_for(dtype) or key.dtype is not dtype or value.dtype is not dtype:
+        return reference(
+            query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap
+        )  # fmt: skip
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
-    slots, lengths = slots.contiguous(), lengths.contiguous()
+    slots, lengths, blocks = slots.contiguous(), lengths.contiguous(), blocks.contiguous()
     shape = _shape(
-        query.shape, key.shape, value.shape, keys.shape, values.shape, tables.shape, query.stride(), key.stride(),
-        value.stride(), tables.stride(), scaling, window, softcap, dtype,
+        query.shape, key.shape, value.shape, memory.shape, blocks.shape, tables.shape, entropy.shape, query.stride(),
+        key.stride(), value.stride(), tables.stride(), entropy.stride(), scaling, window, softcap, dtype,
     )  # fmt: skip
-    if not (keys.is_contiguous() and values.is_contiguous()):
-        raise RuntimeError("the pages must be contiguous")
-    if slots.dtype is not torch.int64 or lengths.dtype is not torch.int64 or tables.dtype is not torch.int32:
+    if memory.dtype is not torch.uint8 or not memory.is_contiguous() or blocks.dtype is not torch.int32:
+        raise RuntimeError("the pages must be contiguous uint8, the words of their blocks int32")
+    if {slots.dtype, lengths.dtype, tables.dtype} != {torch.int64} or entropy.dtype is not torch.float32:
         raise RuntimeError(
-            f"slots and lengths must be int64, tables int32, not {slots.dtype}, {lengths.dtype} and {tables.dtype}"
+            f"slots, tables and lengths must be int64, not {slots.dtype}, {tables.dtype} and {lengths.dtype}; "
+            f"entropy must be float32, not {entropy.dtype}"
         )
     if slots.shape != query.shape[:1] or lengths.shape != query.shape[:1]:
         raise RuntimeError(f"{list(slots.shape)} slots and {list(lengths.shape)} lengths for {query.shape[0]} queries")
@@ -76,11 +79,12 @@ def paged_attention(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
+        memory.data_ptr(),
+        blocks.data_ptr(),
         slots.data_ptr(),
         tables.data_ptr(),
         lengths.data_ptr(),
+        entropy.data_ptr(),
         out.data_ptr(),
         ctypes.addressof(shape),
         _threads(),
@@ -98,13 +102,15 @@ def _shape(
     query: tuple[int, ...],
     key: tuple[int, ...],
     value: tuple[int, ...],
-    keys: tuple[int, ...],
-    values: tuple[int, ...],
+    memory: tuple[int, ...],
+    blocks: tuple[int, ...],
     tables: tuple[int, ...],
+    entropy: tuple[int, ...],
     query_stride: tuple[int, ...],
     key_stride: tuple[int, ...],
     value_stride: tuple[int, ...],
     table_stride: tuple[int, ...],
+    entropy_stride: tuple[int, ...],
     scaling: float,
     window: int,
     softcap: float,
@@ -115,25 +121,26 @@ def _shape(
     Raises:
         RuntimeError: they do not belong together.
     """
-    fits = len(query) == len(key) == len(value) == 3 and len(keys) == len(values) == 4 and len(tables) == 2
+    fits = len(query) == len(key) == len(value) == 3 and len(memory) == 1 and len(blocks) == len(tables) == 2
     fits = (
         fits
         and query[0] == key[0] == value[0] == tables[0]
-        and key[1:] == keys[2:]
-        and value[1:] == values[2:]
-        and keys[:3] == values[:3]
+        and blocks == (FORMATS, key[1])
+        and value[1] == key[1]
         and query[2] == key[2]
         and key[1] > 0
         and query[1] % key[1] == 0
         and table_stride[1] == 1
+        and entropy == query[:2]
+        and entropy_stride[1] == 1
         and window >= 0
     )
     if not fits:
         raise RuntimeError(
-            f"query {list(query)}, key {list(key)}, value {list(value)}, pages {list(keys)} and {list(values)} and "
-            f"tables {list(tables)} do not belong together"
+            f"query {list(query)}, key {list(key)}, value {list(value)}, blocks {list(blocks)}, tables {list(tables)} "
+            f"and entropy {list(entropy)} do not belong together"
         )
     return _Shape(
-        query[0], query[1], key[1], key[2], value[2], keys[0], keys[1], tables[1], *query_stride[:2], *key_stride[:2],
-        *value_stride[:2], table_stride[0], window, scaling, softcap, DTYPES[dtype],
+        query[0], query[1], key[1], key[2], value[2], memory[0], tables[1], *query_stride[:2], *key_stride[:2],
+        *value_stride[:2], table_stride[0], entropy_stride[0], window, scaling, softcap, DTYPES[dtype],
     )  # fmt: skip

@@ -32,22 +32,22 @@ struct Matrix {
     int32_t bias_dtype;
 };
 struct AttentionShape {
-    int64_t batch, heads, kv_heads, key_dim, value_dim, pages, page_size, table_width;
-    int64_t query_row, query_head, key_row, key_head, value_row, value_head, table_row;
+    int64_t batch, heads, kv_heads, key_dim, value_dim, bytes, table_width;
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head, table_row, entropy_row;
     int64_t window;
     float scaling, softcap;
     int32_t dtype;
 };
 using Multiply = int64_t(const void *, const Matrix *, int64_t, int64_t, int32_t, int32_t, int32_t);
-using Attend = int64_t(const void *, const void *, const void *, void *, void *, const int64_t *, const int32_t *,
-                       const int64_t *, void *, const AttentionShape *, int32_t, int32_t);
+using Attend = int64_t(const void *, const void *, const void *, void *, const int32_t *, const int64_t *,
+                       const int64_t *, const int64_t *, float *, void *, const AttentionShape *, int32_t, int32_t);
 
 Multiply *multiply;
 Attend *attend;
 int32_t backend;
 int64_t many_rows[2], many_full[2]; // of float32, of bfloat16: from here on Python chooses
 
-constexpr int BLOCK = 64, FULL_BITS = 16;
+constexpr int BLOCK = 64, FULL_BITS = 16, FORMATS = 256;
 
 // float32 0, bfloat16 1 (store.c), else -1
 int dtype_of(const Tensor &t) {
@@ -161,38 +161,40 @@ Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tens
     return python("qbe::nested_linears_python", x, packed, meta, bits, originals, biases, slices, exponents);
 }
 
-Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, Tensor slots, Tensor tables,
-                       Tensor lengths, double scaling, int64_t window, double softcap) {
+Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Tensor blocks, Tensor slots, Tensor tables,
+                       Tensor lengths, Tensor entropy, double scaling, int64_t window, double softcap) {
     const int dtype = dtype_of(query);
-    bool fits = dtype >= 0 && query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && keys.dim() == 4 &&
-                values.dim() == 4 && tables.dim() == 2 && slots.dim() == 1 && lengths.dim() == 1 && window >= 0;
-    for (const Tensor *t : {&key, &value, &keys, &values}) fits = fits && dtype_of(*t) == dtype;
+    bool fits = dtype >= 0 && query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && memory.dim() == 1 &&
+                blocks.dim() == 2 && tables.dim() == 2 && slots.dim() == 1 && lengths.dim() == 1 && entropy.dim() == 2 &&
+                window >= 0;
+    for (const Tensor *t : {&key, &value}) fits = fits && dtype_of(*t) == dtype;
     for (const Tensor *t : {&query, &key, &value}) fits = fits && t->stride(2) == 1 && t->size(0) == query.size(0);
     for (const Tensor *t : {&slots, &lengths})
         fits = fits && t->scalar_type() == ScalarType::Long && t->is_contiguous() && t->size(0) == query.size(0);
-    fits = fits && tables.scalar_type() == ScalarType::Int && tables.stride(1) == 1 && tables.size(0) == query.size(0) &&
-           keys.is_contiguous() && values.is_contiguous() && key.size(1) == keys.size(2) && key.size(2) == keys.size(3) &&
-           value.size(1) == values.size(2) && value.size(2) == values.size(3) && query.size(2) == key.size(2) &&
+    fits = fits && tables.scalar_type() == ScalarType::Long && tables.stride(1) == 1 && tables.size(0) == query.size(0) &&
+           entropy.scalar_type() == ScalarType::Float && entropy.stride(1) == 1 && entropy.size(0) == query.size(0) &&
+           entropy.size(1) == query.size(1) && memory.scalar_type() == ScalarType::Byte && memory.is_contiguous() &&
+           blocks.scalar_type() == ScalarType::Int && blocks.is_contiguous() && blocks.size(0) == FORMATS &&
+           blocks.size(1) == key.size(1) && key.size(1) == value.size(1) && query.size(2) == key.size(2) &&
            key.size(1) > 0 && query.size(1) % key.size(1) == 0;
-    for (int d = 0; fits && d < 3; d++) fits = keys.size(d) == values.size(d);
     if (fits) {
-        const AttentionShape s{query.size(0), query.size(1), key.size(1), key.size(2), value.size(2), keys.size(0),
-                               keys.size(1), tables.size(1), query.stride(0), query.stride(1), key.stride(0),
-                               key.stride(1), value.stride(0), value.stride(1), tables.stride(0), window,
+        const AttentionShape s{query.size(0), query.size(1), key.size(1), key.size(2), value.size(2), memory.size(0),
+                               tables.size(1), query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+                               value.stride(0), value.stride(1), tables.stride(0), entropy.stride(0), window,
                                (float)scaling, (float)softcap, dtype};
         const int64_t sizes[3] = {s.batch, s.heads, s.value_dim};
         Tensor out = empty_like(query, 3, sizes);
         const int64_t failed =
-            attend(query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr(),
-                   (const int64_t *)slots.data_ptr(), (const int32_t *)tables.data_ptr(),
-                   (const int64_t *)lengths.data_ptr(), out.data_ptr(), &s,
-                   (int32_t)torch::stable::get_num_threads(), backend);
+            attend(query.data_ptr(), key.data_ptr(), value.data_ptr(), memory.data_ptr(),
+                   (const int32_t *)blocks.data_ptr(), (const int64_t *)slots.data_ptr(),
+                   (const int64_t *)tables.data_ptr(), (const int64_t *)lengths.data_ptr(), (float *)entropy.data_ptr(),
+                   out.data_ptr(), &s, (int32_t)torch::stable::get_num_threads(), backend);
         STD_TORCH_CHECK(failed != -1, "a slot, length or page lies outside of the KV cache's memory");
         STD_TORCH_CHECK(failed == 0, "the CPU kernel found no memory for its working buffers");
         return out;
     }
-    return python("qbe::paged_attention_python", query, key, value, keys, values, slots, tables, lengths, scaling, window,
-                  softcap);
+    return python("qbe::paged_attention_python", query, key, value, memory, blocks, slots, tables, lengths, entropy,
+                  scaling, window, softcap);
 }
 
 } // namespace

@@ -4,33 +4,54 @@ from __future__ import annotations
 
 import torch
 
+from qbe.kernels.kv_blocks import ALIGN, FULL_BITS, PAGE_SIZE, block
+from qbe.kernels.reference.kv_pages import find, read_pages
+
 
 def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
     slots: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
+    entropy: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.attention_ops.paged_attention`. It waits for the device."""
-    page_size, kv_heads = keys.shape[1:3]
-    repeat = query.shape[1] // kv_heads
-    keys.flatten(0, 1)[slots] = key
-    values.flatten(0, 1)[slots] = value
+    _write(key, value, memory, blocks, slots)
+    heads, shape = query.shape[1], (key.shape[1], key.shape[2], value.shape[2])
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = []
-    for q, table, length in zip(query, tables, lengths.tolist(), strict=True):
-        at = torch.arange(max(0, length - window) if window else 0, length, device=query.device)
-        where = table[at // page_size].long() * page_size + at % page_size
-        k, v = (m.flatten(0, 1)[where].transpose(0, 1).repeat_interleave(repeat, 0).to(wide) for m in (keys, values))
+    for row, (q, length) in enumerate(zip(query, lengths.tolist(), strict=True)):
+        first = max(0, length - window) if window else 0
+        page = first // PAGE_SIZE
+        entries = tables[row, page : -(-length // PAGE_SIZE)]
+        seen = slice(first - page * PAGE_SIZE, length - page * PAGE_SIZE)
+        pages = read_pages(memory, blocks, entries, shape, key.dtype, wide)
+        k, v = (t[:, seen].repeat_interleave(heads // shape[0], 0) for t in pages)
         scores = torch.einsum("hd,hkd->hk", q.to(wide), k) * scaling
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        out.append(torch.einsum("hk,hkd->hd", scores.softmax(-1), v))
+        weights = scores.softmax(-1)
+        entropy[row, :heads] = -torch.special.xlogy(weights, weights).sum(-1)
+        out.append(torch.einsum("hk,hkd->hd", weights, v))
     return torch.stack(out).to(query.dtype)
+
+
+def _write(
+    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """The new tokens into their open pages."""
+    full = block(FULL_BITS, key.shape[2], value.shape[2], key.element_size())
+    for row, slot in enumerate(slots.tolist()):
+        offset = slot % ALIGN
+        for head in range(key.shape[1]):
+            _, at = find(blocks, slot - offset, head)
+            for numbers, begin, size in ((key, 0, full.key_row), (value, full.values, full.value_row)):
+                to = at + begin + offset * size
+                memory[to : to + size] = numbers[row, head].contiguous().view(torch.uint8)

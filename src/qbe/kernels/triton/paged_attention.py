@@ -7,9 +7,9 @@ from functools import cache
 import torch
 import triton
 
+from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_attention_kernel
 
-BLOCK = 64  # keys of one step of a program
 MOST_SPLITS = 64
 
 
@@ -19,49 +19,53 @@ def _processors(device: torch.device) -> int:
 
 
 def splits_for(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
-    """Parts that a sequence's keys are cut into: two programs a processor, none with less than one block of keys.
+    """Parts that a sequence's keys are cut into: two programs a processor, none with less than one page.
 
     It depends on shapes alone (`tokens` is what a table has room for), never on how long the sequences are now.
     """
-    return max(1, min(MOST_SPLITS, -(-tokens // BLOCK), -(-2 * processors // (batch * kv_heads))))
+    return max(1, min(MOST_SPLITS, -(-tokens // PAGE_SIZE), -(-2 * processors // (batch * kv_heads))))
 
 
 def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
     slots: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
+    entropy: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,
 ) -> torch.Tensor:
     """See `qbe.kernels.attention_ops.paged_attention`. Any head sizes, any ratio of query to key heads up to 64."""
     batch, heads, key_dim = query.shape
-    page_size, kv_heads, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    kv_heads, value_dim = value.shape[1:]
     repeat = heads // kv_heads
-    splits = splits_for(batch, kv_heads, tables.shape[1] * page_size, _processors(query.device))
+    splits = splits_for(batch, kv_heads, tables.shape[1] * PAGE_SIZE, _processors(query.device))
     out = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
-    # Per (sequence, split, head): the weighted mean of the values and the logarithm of the weights' sum.
+    # Per (sequence, split, head): the weighted mean of the values, the logarithm of the weights' sum and the weighted
+    # mean of the scores.
     means = torch.empty(batch, splits, heads, value_dim, dtype=torch.float32, device=query.device)
-    sums = torch.empty(batch, splits, heads, dtype=torch.float32, device=query.device)
+    sums, logs = torch.empty(2, batch, splits, heads, dtype=torch.float32, device=query.device)
     decode_attention_kernel[(batch * kv_heads, splits)](
-        query, key, value, keys, values, slots, tables, lengths, out, means, sums,
+        query, key, value, memory, memory.view(key.dtype), memory.view(torch.float16), blocks, slots, tables, lengths,
+        out, entropy, means, sums, logs,
         query.stride(0), query.stride(1), query.stride(2),
         key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),
-        tables.stride(0), scaling, softcap,
-        KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, PAGE=page_size,
+        tables.stride(0), entropy.stride(0), scaling, softcap,
+        KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(16, triton.next_power_of_2(repeat)), BK=max(16, triton.next_power_of_2(key_dim)),
-        BV=max(16, triton.next_power_of_2(value_dim)), BLOCK=BLOCK if key_dim <= 128 else BLOCK // 2,
-        SPLITS=splits, WINDOW=window, SOFTCAP=softcap != 0, num_warps=4, num_stages=3,
+        BV=max(16, triton.next_power_of_2(value_dim)), SPLITS=splits, WINDOW=window, SOFTCAP=softcap != 0,
+        STAGES=3 if key_dim <= 128 else 2, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(batch * heads,)](
-            means, sums, out, heads, SPLITS=splits, BS=triton.next_power_of_2(splits), VALUE_DIM=value_dim,
-            BV=max(16, triton.next_power_of_2(value_dim)), num_warps=4,
+            means, sums, logs, out, entropy, entropy.stride(0), heads, SPLITS=splits,
+            BS=triton.next_power_of_2(splits), VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)),
+            num_warps=4,
         )  # fmt: skip
     return out

@@ -1,0 +1,80 @@
+/* Attention over sealed pages: their codes are unpacked to floats, a few rows at a time, and added up like any others.
+   Included by attention.c. Only unpacking and adding are compiled for each path. */
+
+#define TILE 32 /* channels unpacked at a time */
+
+typedef void Unpack(const uint8_t *from, int bits, int64_t count, float *to);
+typedef void AddRows(const float *rows, int64_t count, const float *weights, int64_t room, Floats *sum, int M, int N);
+
+/* What each path has of its own to read sealed pages. */
+typedef struct {
+    Unpack *unpack;
+    AddRows *add_rows;
+} Sealed;
+
+/* sum[m * N + n] += over `count` rows of N vectors, weights[m * room + row] * vector n. */
+INLINE void add_floats(const float *rows, int64_t count, const float *weights, int64_t room, Floats *sum, const int M,
+                       const int N) {
+    Floats own[MAX_QUERIES * 4];
+    memcpy(own, sum, sizeof *own * (size_t)(M * N));
+    for (int64_t t = 0; t < count; t++)
+        for (int n = 0; n < N; n++) {
+            Floats v;
+            memcpy(&v, rows + (t * N + n) * LANES, sizeof v);
+            for (int m = 0; m < M; m++) own[m * N + n] += v * weights[m * room + t];
+        }
+    memcpy(sum, own, sizeof *own * (size_t)(M * N));
+}
+
+/* scores[m * room + t - from] = query[m] . key t, for M queries and the tokens [from, to) of a page. A channel's scale
+   goes into the query and its low into a sum of its own, so that codes are only unpacked and multiplied. */
+static void sealed_scores(Sealed sealed, const uint8_t *block, int bits, int64_t from, int64_t to, int64_t dim,
+                          int64_t value_dim, const float *query, int64_t wide, float *scores, int64_t room, int M) {
+    const Block b = block_layout(bits, dim, value_dim, 2);
+    Floats sum[MAX_QUERIES * (PAGE / LANES)] = {{0}};
+    float base[MAX_QUERIES] = {0}, scaled[MAX_QUERIES * TILE], codes[TILE * PAGE];
+    for (int64_t d = 0; d < dim; d += TILE) {
+        const int64_t count = dim - d < TILE ? dim - d : TILE;
+        for (int64_t i = 0; i < count; i += LANES) {
+            float scale[LANES], low[LANES];
+            half_numbers(block + b.key_scales + 2 * (d + i), scale);
+            half_numbers(block + b.key_scales + 2 * (dim + d + i), low);
+            for (int m = 0; m < M; m++)
+                for (int64_t l = 0; l < LANES && i + l < count; l++) {
+                    const float q = query[m * wide + d + i + l];
+                    scaled[m * TILE + i + l] = q * scale[l];
+                    base[m] += q * low[l];
+                }
+        }
+        sealed.unpack(block + d * b.key_row, bits, count * PAGE, codes);
+        sealed.add_rows(codes, count, scaled, TILE, sum, M, PAGE / LANES);
+    }
+    for (int m = 0; m < M; m++) {
+        float all[PAGE];
+        memcpy(all, sum + m * (PAGE / LANES), sizeof all);
+        for (int64_t t = from; t < to; t++) scores[m * room + t - from] = all[t] + base[m];
+    }
+}
+
+/* sum[m * N + n] += over the tokens [from, to) of a page, weights[m * room + t - from] * value t, N vectors of it from
+   number i on. A token's scale goes into its weight, its low into a sum that all numbers share. */
+static void sealed_values(Sealed sealed, const uint8_t *block, int bits, int64_t from, int64_t to, int64_t key_dim,
+                          int64_t dim, const float *weights, int64_t room, int64_t i, Floats *sum, int M, int N) {
+    const Block b = block_layout(bits, key_dim, dim, 2);
+    float scale[PAGE], low[PAGE], base[MAX_QUERIES] = {0}, scaled[MAX_QUERIES * PAGE], codes[PAGE * 4 * LANES];
+    for (int t = 0; t < PAGE; t += LANES) {
+        half_numbers(block + b.value_scales + 2 * t, scale + t);
+        half_numbers(block + b.value_scales + 2 * (PAGE + t), low + t);
+    }
+    for (int64_t t = from; t < to; t++) {
+        for (int m = 0; m < M; m++) {
+            scaled[m * PAGE + t - from] = weights[m * room + t - from] * scale[t];
+            base[m] += weights[m * room + t - from] * low[t];
+        }
+        const uint8_t *row = block + b.values + t * b.value_row + i * bits / 8;
+        sealed.unpack(row, bits, N * LANES, codes + (t - from) * N * LANES);
+    }
+    sealed.add_rows(codes, to - from, scaled, PAGE, sum, M, N);
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) sum[m * N + n] += base[m];
+}

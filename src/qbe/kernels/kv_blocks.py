@@ -1,0 +1,81 @@
+"""Where the numbers of the KV cache lie in memory, at each precision. Pure arithmetic; kernels and cache share it.
+
+A page holds `PAGE_SIZE` tokens of one sequence at every layer. It consists of blocks, one for each layer and key head,
+and each block has a precision of its own:
+
+    16 bits   keys [PAGE_SIZE, key_dim], then values [PAGE_SIZE, value_dim], in the model's dtype
+    8, 4, 2   keys uint8 [key_dim, PAGE_SIZE * bits / 8], values uint8 [PAGE_SIZE, ceil(value_dim * bits / 8)],
+              of the keys float16 scale [key_dim] and low [key_dim], of the values scale [PAGE_SIZE] and low [PAGE_SIZE]
+
+A number is scale * code + low. Keys share scales along a channel, because their outliers stay in a few channels; values
+along a token (KIVI, Liu et al. 2024). Code i of a row is in byte i * bits // 8, the first one in its lowest bits.
+
+Two words lead a kernel to a block. A page's entry is its address in bytes | the number of its format; a format's word
+for a layer and head is the block's offset in the page | its bits. Addresses and offsets are multiples of `ALIGN`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from qbe.sites import FULL_BITS, KV_BITS
+
+__all__ = ["ALIGN", "FORMATS", "FULL_BITS", "KV_BITS", "PAGE_SIZE", "Block", "aligned", "block"]
+
+PAGE_SIZE = 64
+ALIGN = 256
+FORMATS = ALIGN  # numbers that an entry has room for
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to a multiple of `ALIGN`."""
+    return -(-size // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block's parts, in bytes from its beginning; scales are followed by as many lows.
+
+    Attributes:
+        bits, key_dim, value_dim: what it holds.
+        itemsize: of the model's dtype, in bytes.
+    """
+
+    bits: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def key_row(self) -> int:
+        """Bytes of a row of keys."""
+        return self.key_dim * self.itemsize if self.bits == FULL_BITS else PAGE_SIZE * self.bits // 8
+
+    @property
+    def value_row(self) -> int:
+        """Bytes of a row of values."""
+        return self.value_dim * self.itemsize if self.bits == FULL_BITS else -(-self.value_dim * self.bits // 8)
+
+    @property
+    def values(self) -> int:
+        """Where values begin; keys begin at 0."""
+        return self.key_row * (PAGE_SIZE if self.bits == FULL_BITS else self.key_dim)
+
+    @property
+    def key_scales(self) -> int:
+        """Where the keys' scales begin, for less than 16 bits."""
+        return self.values + PAGE_SIZE * self.value_row
+
+    @property
+    def value_scales(self) -> int:
+        """Where the values' scales begin, for less than 16 bits."""
+        return self.key_scales + 4 * self.key_dim
+
+    @property
+    def nbytes(self) -> int:
+        """The whole, aligned."""
+        return aligned(self.key_scales if self.bits == FULL_BITS else self.value_scales + 4 * PAGE_SIZE)
+
+
+block = cache(Block)

@@ -1,0 +1,56 @@
+"""Sealing and reading pages of the KV cache, on the device where their memory is.
+
+Plain functions, not custom ops: they run between and before forward passes that are not captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Shape = tuple[int, int, int]  # kv_heads, key_dim, value_dim
+
+
+def seal_pages(
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    shape: Shape,
+    dtype: torch.dtype,
+) -> None:
+    """Quantises full pages of 16 bits, each to the format of its target, without waiting for the device.
+
+    Args:
+        memory: uint8, all pages; written at `targets`.
+        blocks: int32 `[L, FORMATS, kv_heads]`, the words of the layers to seal.
+        sources: int64 `[n]`, entries of pages of 16 bits, every token of which is written.
+        targets: int64 `[n]`, entries that the pages will have; their memory is distinct from the sources'.
+        shape: of these layers.
+        dtype: of pages of 16 bits.
+    """
+    if memory.is_cuda:
+        from qbe.kernels.triton.kv_pages import seal_pages as kernel
+    else:
+        from qbe.kernels.cpu.kv_pages import seal_pages as kernel
+    kernel(memory, blocks, sources, targets, shape, dtype)
+
+
+def read_pages(
+    memory: torch.Tensor, blocks: torch.Tensor, entries: torch.Tensor, shape: Shape, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[kv_heads, P * PAGE_SIZE, key_dim]` and values `[kv_heads, P * PAGE_SIZE, value_dim]` of pages.
+
+    Tokens of an open page that are not yet written come back as whatever is there.
+
+    Args:
+        memory: uint8, all pages.
+        blocks: int32 `[FORMATS, kv_heads]`, the words of one layer.
+        entries: int64 `[P]`.
+        shape: of the layer.
+        dtype: of pages of 16 bits and of the result.
+    """
+    if memory.is_cuda:
+        from qbe.kernels.triton.kv_pages import read_pages as kernel
+    else:
+        from qbe.kernels.cpu.kv_pages import read_pages as kernel
+    return kernel(memory, blocks, entries, shape, dtype)

@@ -1,0 +1,128 @@
+"""Sealing and reading pages of the KV cache, written out: one block after the other, float32, nothing clever.
+
+Bound: a number x of a sealed page, |x| <= 65504, comes back within `error_bound(scale, low, bits)`: half a step
+and float32's rounding of it, what rounding `low` to float16 moves the lowest code, and what rounding a tiny scale takes
+from the highest. NaN and infinity
+make their channel's (or token's) scale NaN, so that they are found downstream instead of vanishing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qbe.kernels.kv_blocks import ALIGN, FULL_BITS, PAGE_SIZE, block
+
+LARGEST = 65504.0  # of float16
+
+
+def quantise(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes uint8 `[n, m]`, scale and low float16 `[n]` of the rows of `x` `[n, m]`."""
+    x = x.to(torch.float32)
+    levels = 2**bits - 1
+    poison = (x * 0).sum(1)
+    low = x.amin(1).clamp(-LARGEST, LARGEST).half()
+    high = x.amax(1).clamp(-LARGEST, LARGEST)
+    # A little wider, so that rounding to float16 leaves no number beyond the highest code.
+    scale = ((high - low.float()).clamp(min=0) / levels * (1 + 2**-10) + poison).half()
+    steps = torch.where(scale == 0, torch.inf, scale.float())
+    codes = ((x - low.float()[:, None]) / steps[:, None] + 0.5).floor().nan_to_num(0).clamp(0, levels)
+    return codes.to(torch.uint8), scale, low
+
+
+def error_bound(scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
+    """The largest |x - (scale * code + low)| for the numbers x of a row, in float64."""
+    return scale.double() * (0.5 + 2**bits * 2.0**-21) + low.double().abs() * 2**-11 + 2**bits * 2.0**-25
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 `[n, ceil(m * bits / 8)]` of codes `[n, m]`."""
+    per = 8 // bits
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per)).view(codes.shape[0], -1, per)
+    out = torch.zeros_like(codes[..., 0])
+    for i in range(per):
+        out |= codes[..., i] << (i * bits)
+    return out
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Codes uint8 `[..., count]` of packed `[..., row]`."""
+    parts = [(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)]
+    return torch.stack(parts, -1).flatten(-2)[..., :count]
+
+
+def seal_pages(
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Arguments as those of `qbe.kernels.kv_pages.seal_pages`. It waits for the device."""
+    kv_heads, key_dim, value_dim = shape
+    full = block(FULL_BITS, key_dim, value_dim, dtype.itemsize)
+    for words in blocks:
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for head in range(kv_heads):
+                _, at = find(words, source, head)
+                keys = memory[at : at + full.values].view(dtype).view(PAGE_SIZE, key_dim)
+                values = memory[at + full.values : at + full.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
+                bits, to = find(words, target, head)
+                if bits == FULL_BITS:
+                    memory[to : to + full.nbytes] = memory[at : at + full.nbytes]
+                    continue
+                layout = block(bits, key_dim, value_dim, dtype.itemsize)
+                _write(memory, keys.T, bits, to, to + layout.key_scales)
+                _write(memory, values, bits, to + layout.values, to + layout.value_scales)
+
+
+def _write(memory: torch.Tensor, x: torch.Tensor, bits: int, codes_at: int, scales_at: int) -> None:
+    codes, scale, low = quantise(x, bits)
+    for what, at in ((pack(codes, bits), codes_at), (scale, scales_at), (low, scales_at + 2 * len(low))):
+        raw = what.contiguous().view(torch.uint8).flatten()
+        memory[at : at + len(raw)] = raw
+
+
+def read_pages(
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    entries: torch.Tensor,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    wide: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and result as those of `qbe.kernels.kv_pages.read_pages`, but in `wide` if it is given. It waits
+    for the device.
+    """
+    kv_heads, key_dim, value_dim = shape
+    tokens = entries.shape[0] * PAGE_SIZE
+    keys = memory.new_empty((kv_heads, tokens, key_dim), dtype=wide or dtype)
+    values = memory.new_empty((kv_heads, tokens, value_dim), dtype=wide or dtype)
+    for i, entry in enumerate(entries.tolist()):
+        rows = slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE)
+        for head in range(kv_heads):
+            bits, at = find(blocks, entry, head)
+            keys[head, rows], values[head, rows] = _read(memory, at, bits, key_dim, value_dim, dtype)
+    return keys, values
+
+
+def find(blocks: torch.Tensor, entry: int, head: int) -> tuple[int, int]:
+    """Bits and address of a head's block; blocks int32 `[FORMATS, kv_heads]`."""
+    word = int(blocks[entry % ALIGN, head])
+    return word % ALIGN, entry - entry % ALIGN + word - word % ALIGN
+
+
+def _read(
+    memory: torch.Tensor, at: int, bits: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    layout = block(bits, key_dim, value_dim, dtype.itemsize)
+    raw = memory[at : at + layout.nbytes]
+    if bits == FULL_BITS:
+        keys = raw[: layout.values].view(dtype).view(PAGE_SIZE, key_dim)
+        return keys, raw[layout.values : layout.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
+    key_codes = unpack(raw[: layout.values].view(key_dim, layout.key_row), bits, PAGE_SIZE)
+    value_codes = unpack(raw[layout.values : layout.key_scales].view(PAGE_SIZE, layout.value_row), bits, value_dim)
+    key_scale, key_low = raw[layout.key_scales : layout.value_scales].view(torch.float16).float().view(2, key_dim, 1)
+    ends = layout.value_scales + 4 * PAGE_SIZE
+    value_scale, value_low = raw[layout.value_scales : ends].view(torch.float16).float().view(2, PAGE_SIZE, 1)
+    return (key_codes * key_scale + key_low).T, value_codes * value_scale + value_low

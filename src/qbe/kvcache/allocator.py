@@ -1,0 +1,257 @@
+"""Who owns which bytes of the KV cache: pages of any precision in one memory. Pure Python, no torch.
+
+A page that is being filled lies in a frame, which has room for 16 bits everywhere; it is sealed when it is full: its
+numbers go to bytes of their own, as many as its precision needs, and the frame is free again. Both are taken when the
+page is begun, so that sealing never fails. Frames are taken from the top of the memory and sealed pages from the
+bottom, each as far out as possible, which keeps what is free in one piece most of the time.
+
+Sealed pages whose contents are known by a key stay after their last owner has gone, until their bytes are needed: the
+least recently used go first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect, insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from qbe.kernels.kv_blocks import ALIGN, FULL_BITS
+
+
+@dataclass(frozen=True)
+class Format:
+    """Precisions of a page.
+
+    Attributes:
+        number: what entries call it; 0 has 16 bits everywhere.
+        nbytes: of a sealed page, a multiple of `ALIGN`.
+        bits: per layer the bits of each key head, empty for a layer without attention.
+        average: bits of a number, scales not counted.
+    """
+
+    number: int
+    nbytes: int
+    bits: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    average: float = float(FULL_BITS)
+
+    @property
+    def full(self) -> bool:
+        """Whether it has 16 bits everywhere, so that a page of it stays in its frame."""
+        return self.number == 0
+
+    def lowered(self, layer: int) -> bool:
+        """Whether any head of this layer has less than 16 bits."""
+        return any(b != FULL_BITS for b in self.bits[layer]) if self.bits else False
+
+
+@dataclass(eq=False)
+class Page:
+    """A page in use or known by its key.
+
+    Attributes:
+        format: its precisions.
+        address: of its bytes once it is sealed; of its frame when its format is full.
+        frame: address of the 16 bits it is written at; None when it is sealed.
+        owners: sequences that have it.
+        key: what its contents are known by, or None.
+    """
+
+    format: Format
+    address: int
+    frame: int | None
+    owners: int = 1
+    key: bytes | None = None
+
+    @property
+    def entry(self) -> int:
+        """What a block table says of it (`qbe.kernels.kv_blocks`)."""
+        return self.address | self.format.number if self.frame is None else self.frame
+
+    @property
+    def sealed_entry(self) -> int:
+        """What a block table will say once it is sealed."""
+        return self.address | self.format.number
+
+
+class PageAllocator:
+    """The memory of `num_pages` pages of 16 bits, handed out as pages of any precision.
+
+    Args:
+        num_pages: frames.
+        full: the format of 16 bits everywhere; a frame has its size.
+    """
+
+    def __init__(self, num_pages: int, full: Format = Format(0, ALIGN)) -> None:
+        self.num_pages, self.full, self.page_bytes = num_pages, full, full.nbytes
+        self._holes = [(0, num_pages * self.page_bytes)] if num_pages else []  # [begin, end), ascending, never touching
+        self._known: dict[bytes, Page] = {}
+        self.uses: Counter[int] = Counter()  # number of a format -> pages of it
+        self._idle: OrderedDict[Page, None] = OrderedDict()  # known pages without an owner, least recently used first
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no sequence owns; those of idle pages count, because they are given up on demand."""
+        return sum(end - begin for begin, end in self._holes) + sum(p.format.nbytes for p in self._idle)
+
+    @property
+    def free(self) -> int:
+        """Pages of 16 bits that `free_bytes` would make."""
+        return self.free_bytes // max(1, self.page_bytes)
+
+    @property
+    def idle(self) -> int:
+        """Known pages without an owner."""
+        return len(self._idle)
+
+    def allocate(self, count: int, format: Format | None = None) -> list[Page] | None:
+        """Take `count` pages to be written and then sealed to `format` (16 bits by default); None if they do not fit.
+
+        Idle pages are given up as far as it takes, and only then.
+        """
+        format = format or self.full
+        pages: list[Page] = []
+        for _ in range(count):
+            frame = self._take_frame()
+            address = frame if format.full or frame is None else self._take(format.nbytes)
+            if frame is None or address is None:
+                if frame is not None:
+                    self._give(frame, self.page_bytes)
+                for page in pages:
+                    self._free(page)
+                return None
+            self.uses[format.number] += 1
+            pages.append(Page(format, address, None if format.full else frame))
+        return pages
+
+    def reformat(self, page: Page, format: Format) -> bool:
+        """Let a page that is not sealed become one of `format`; False, and nothing done, if that does not fit.
+
+        Raises:
+            ValueError: the page is sealed, or others own or know it.
+        """
+        if page.owners != 1 or page.key is not None or page.format is format:
+            raise ValueError(f"page {page.address} cannot become another")
+        frame = page.address if page.format.full else page.frame
+        if frame is None:
+            raise ValueError(f"page {page.address} is sealed")
+        address = frame if format.full else self._take(format.nbytes)
+        if address is None:
+            return False
+        if not page.format.full:
+            self._give(page.address, page.format.nbytes)
+        self.uses.subtract([page.format.number])
+        self.uses[format.number] += 1
+        page.format, page.address, page.frame = format, address, None if format.full else frame
+        return True
+
+    def seal(self, page: Page) -> None:
+        """The page's numbers are in its own bytes, or will be before anything else is written: its frame is free."""
+        if page.frame is not None:
+            self._give(page.frame, self.page_bytes)
+            page.frame = None
+
+    def share(self, pages: Iterable[Page]) -> None:
+        """Add an owner to each of these pages.
+
+        Raises:
+            ValueError: a page that nobody owns.
+        """
+        for page in pages:
+            if not page.owners:
+                raise ValueError(f"page {page.address} is free and cannot be shared")
+            page.owners += 1
+
+    def release(self, pages: Sequence[Page]) -> None:
+        """Take away one owner from each of these pages; a page without owners becomes idle if it is known, else free.
+
+        The last page becomes idle first, because a page is of use only with those before it.
+
+        Raises:
+            ValueError: a page that is already free.
+        """
+        for page in reversed(pages):
+            if not page.owners:
+                raise ValueError(f"page {page.address} is freed twice")
+            page.owners -= 1
+            if page.owners:
+                continue
+            if page.key is not None:
+                self._idle[page] = None
+            else:
+                self._free(page)
+
+    def publish(self, page: Page, key: bytes) -> None:
+        """Let a sealed page be found by its key; nothing happens when another page is."""
+        if key not in self._known and page.key is None:
+            self._known[key] = page
+            page.key = key
+
+    def find(self, key: bytes) -> Page | None:
+        """The page of this key with one owner more, or None."""
+        page = self._known.get(key)
+        if page is not None:
+            self._idle.pop(page, None)
+            page.owners += 1
+        return page
+
+    def forget(self, pages: Iterable[Page]) -> None:
+        """Let these pages not be found any more; the idle ones among them are free then."""
+        for page in pages:
+            if page.key is not None:
+                del self._known[page.key]
+                page.key = None
+                if page in self._idle:
+                    del self._idle[page]
+                    self._free(page)
+
+    def drop_idle(self) -> bool:
+        """Free the idle page that has not been used for the longest time; False when there is none."""
+        if not self._idle:
+            return False
+        self.forget([next(iter(self._idle))])
+        return True
+
+    def _free(self, page: Page) -> None:
+        self.uses.subtract([page.format.number])
+        if page.frame is not None:
+            self._give(page.frame, self.page_bytes)
+        self._give(page.address, page.format.nbytes)
+
+    def _take_frame(self) -> int | None:
+        """The highest free frame."""
+        while True:
+            for begin, end in reversed(self._holes):
+                frame = (end - self.page_bytes) // self.page_bytes * self.page_bytes
+                if frame >= begin:
+                    self._cut(begin, end, frame, self.page_bytes)
+                    return frame
+            if not self.drop_idle():
+                return None
+
+    def _take(self, size: int) -> int | None:
+        """The lowest `size` free bytes."""
+        while True:
+            for begin, end in self._holes:
+                if end - begin >= size:
+                    self._cut(begin, end, begin, size)
+                    return begin
+            if not self.drop_idle():
+                return None
+
+    def _cut(self, begin: int, end: int, at: int, size: int) -> None:
+        self._holes.remove((begin, end))
+        for hole in ((begin, at), (at + size, end)):
+            if hole[0] < hole[1]:
+                insort(self._holes, hole)
+
+    def _give(self, at: int, size: int) -> None:
+        """Make bytes free, joined with the holes beside them."""
+        i = bisect(self._holes, (at, at))
+        begin, end = at, at + size
+        if i < len(self._holes) and self._holes[i][0] == end:
+            end = self._holes.pop(i)[1]
+        if i and self._holes[i - 1][1] == begin:
+            begin = self._holes.pop(i - 1)[0]
+            i -= 1
+        self._holes.insert(i, (begin, end))

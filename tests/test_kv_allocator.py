@@ -1,0 +1,158 @@
+"""Who owns which bytes: random traffic, sealing, sharing, known pages and their eviction."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qbe.kvcache.allocator import Format, Page, PageAllocator
+from qbe.kvcache.prefix import page_key
+
+PAGES = 13
+FORMATS = [Format(0, 16 * 256), Format(1, 9 * 256), Format(2, 5 * 256), Format(3, 3 * 256)]
+
+
+def ranges(page: Page) -> list[tuple[int, int]]:
+    own = [(page.address, page.address + page.format.nbytes)]
+    return own if page.frame is None else [*own, (page.frame, page.frame + FORMATS[0].nbytes)]
+
+
+def check(allocator: PageAllocator, owned: list[Page], known: dict[bytes, Page]) -> None:
+    """No byte has two pages and none is lost."""
+    idle = [p for p in known.values() if not p.owners and p.key is not None]
+    live = list(dict.fromkeys(owned)) + idle
+    taken = sorted(r for page in live for r in ranges(page))
+    everything = sorted([*taken, *allocator._holes])
+    at = 0
+    for begin, end in everything:
+        assert begin == at, "a byte is lost or has two pages"
+        assert end > begin
+        at = end
+    assert at == PAGES * FORMATS[0].nbytes
+    for page in live:
+        assert (page.address if page.format.full else page.frame or 0) % FORMATS[0].nbytes == 0
+        assert page.owners == owned.count(page)
+    assert allocator.free_bytes == PAGES * FORMATS[0].nbytes - sum(
+        e - b for p in dict.fromkeys(owned) for b, e in ranges(p)
+    )
+    assert {n: c for n, c in allocator.uses.items() if c} == {
+        f.number: n for f in FORMATS if (n := sum(p.format is f for p in live))
+    }
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    traffic=st.lists(
+        st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 30), st.integers(1, 4)), max_size=90
+    )
+)
+def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int, int]]) -> None:
+    allocator = PageAllocator(PAGES, FORMATS[0])
+    owned: list[Page] = []  # one entry per owner
+    known: dict[bytes, Page] = {}
+    for what, number, which, count in traffic:
+        page = owned[which % len(owned)] if owned else None
+        if page is None or what < 3:
+            new = allocator.allocate(count, FORMATS[number])
+            if new is None:
+                assert not allocator.idle, "what nobody owns gives way first"
+                holes = [e - b for b, e in allocator._holes]
+                assert max(holes, default=0) < count * FORMATS[number].nbytes + (count + 1) * FORMATS[0].nbytes
+            else:
+                owned += new
+        elif what == 3:
+            allocator.seal(page)
+        elif what == 4:
+            allocator.share([page])
+            owned.append(page)
+        elif what == 5 and page.frame is None:
+            key = bytes([which % 9])
+            taken = key in known and known[key].key == key
+            had = page.key
+            allocator.publish(page, key)
+            assert page.key == (had or (None if taken else key))
+            if page.key == key:
+                known[key] = page
+        elif what == 6 and page.key is None and page.owners == 1:
+            frame = page.address if page.format.full else page.frame
+            if frame is not None and page.format is not FORMATS[number]:
+                changed = allocator.reformat(page, FORMATS[number])
+                assert (page.format is FORMATS[number]) == changed
+                assert frame in (page.address, page.frame)
+        elif what == 7:
+            found = allocator.find(bytes([which % 9]))
+            if found is not None:
+                assert found is known[bytes([which % 9])]
+                owned.append(found)
+        else:
+            owned.remove(page)
+            allocator.release([page])
+        check(allocator, owned, known)
+    for page in owned:
+        allocator.release([page])
+    assert allocator.free == PAGES
+    everything = allocator.allocate(PAGES)
+    assert everything is not None, "idle pages give way"
+    assert sorted(p.address for p in everything) == [i * FORMATS[0].nbytes for i in range(PAGES)]
+    assert allocator.idle == allocator.free == 0
+
+
+def test_low_bits_really_take_less() -> None:
+    allocator = PageAllocator(10, FORMATS[0])
+    pages: list[Page] = []
+    while (new := allocator.allocate(1, FORMATS[2])) is not None:
+        pages += new
+        allocator.seal(new[0])
+    assert len(pages) == 9 * 16 // 5, "all of the memory but one frame"
+
+
+def test_double_free_and_sharing_a_free_page_are_errors() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(2)
+    assert pages is not None
+    assert allocator.allocate(3) is None
+    assert allocator.free == 2
+    allocator.release(pages)
+    with pytest.raises(ValueError, match="freed twice"):
+        allocator.release(pages)
+    with pytest.raises(ValueError, match="free and cannot be shared"):
+        allocator.share(pages)
+
+
+def test_a_sealed_page_stays_what_it_is() -> None:
+    allocator = PageAllocator(4, FORMATS[0])
+    (page,) = allocator.allocate(1, FORMATS[1])
+    assert page.entry == page.frame
+    allocator.seal(page)
+    assert page.entry == page.address | 1 == page.sealed_entry
+    with pytest.raises(ValueError, match="sealed"):
+        allocator.reformat(page, FORMATS[2])
+
+
+def test_known_pages_are_found_until_their_bytes_are_needed() -> None:
+    allocator = PageAllocator(3)
+    pages = allocator.allocate(3)
+    for i, page in enumerate(pages):
+        allocator.publish(page, bytes([i]))
+    allocator.release(pages)
+    assert (allocator.free, allocator.idle) == (3, 3)
+    assert allocator.find(b"\0") is pages[0]
+    assert allocator.free == 2
+    allocator.release(pages[:1])
+    allocator.allocate(1)
+    assert allocator.find(b"\2") is None, "the last page of a sequence goes first"
+    assert allocator.find(b"\1") is pages[1]
+    allocator.forget([pages[0]])
+    assert allocator.find(b"\0") is None
+
+
+def test_a_page_is_known_by_all_that_made_it() -> None:
+    first = page_key(b"", "blueprint", [1, 2, 3])
+    assert page_key(b"", "blueprint", [1, 2, 3]) == first
+    others = [
+        page_key(b"", "other", [1, 2, 3]),
+        page_key(b"", "blueprint", [1, 2, 4]),
+        page_key(first, "blueprint", [1, 2, 3]),
+    ]
+    assert len({first, *others}) == 4

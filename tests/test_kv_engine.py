@@ -1,0 +1,242 @@
+"""KV precision in the engine: what a token sees does not depend on chunks, sharing or preemption."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import byte_tokenizer, tiny_llama
+from engine_models import NO_SITES, build, greedy, prompts, request, run
+from qbe import Budget, Engine, QBEError, SamplingParams
+from qbe.blueprint import Blueprint
+from qbe.engine.core import Core
+from qbe.engine.sequence import Sequence
+from qbe.kvcache.pages import PAGE_SIZE
+from test_engine_decode import fixed
+
+TOKENS = 40
+LOW = [8, 4, 2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def kv(*bits: Any) -> Blueprint:
+    """These bits at the layers, in turn."""
+    return Blueprint("kv", (), (), tuple(bits[i % len(bits)] for i in range(4)))
+
+
+def core(name: str = "llama", **sizes: Any) -> Core:
+    return Core(build(name), NO_SITES, **{"max_batch_tokens": 512, "max_sequences": 8, "kv_tokens": 4096} | sizes)
+
+
+def alone(name: str, prompt: list[int], blueprint: Blueprint, tokens: int = TOKENS) -> list[int]:
+    return run(core(name), request("alone", prompt, blueprint, max_tokens=tokens))[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2-softcap"])
+def test_answers_do_not_depend_on_chunks_or_company(name: str) -> None:
+    """Each of a batch of mixed KV precision gets the answer that it gets alone, its prompt cut in any way."""
+    texts = prompts(150, 201, 64, 3)
+    blueprints = [kv(8), kv(4), kv(2, 16), kv(8, 4, 16, 4)]
+    expected = [alone(name, p, b) for p, b in zip(texts, blueprints, strict=True)]
+    for tokens in (16, 100, 512):
+        together = core(name, max_batch_tokens=tokens)
+        requests = [
+            request(str(i), p, b, max_tokens=TOKENS) for i, (p, b) in enumerate(zip(texts, blueprints, strict=True))
+        ]
+        assert run(together, *requests) == expected
+        assert together.scheduler.allocator.free == together.scheduler.allocator.num_pages
+
+
+@pytest.mark.parametrize("name", ["jamba", "phi3-longrope"])
+def test_models_that_run_one_sequence_at_a_time(name: str) -> None:
+    texts = prompts(100, 70)
+    expected = [alone(name, p, b) for p, b in zip(texts, (kv(4), kv(2)), strict=True)]
+    assert run(core(name, max_batch_tokens=16), *(
+        request(str(i), p, b, max_tokens=TOKENS) for i, (p, b) in enumerate(zip(texts, (kv(4), kv(2)), strict=True))
+    )) == expected  # fmt: skip
+
+
+def test_fewer_bits_are_further_from_16() -> None:
+    """By the logits after a prompt of two sealed pages."""
+    prompt = prompts(150)[0]
+    found = {}
+    for bits in (16, *LOW):
+        c = core()
+        c.add(request("r", prompt, kv(bits), max_tokens=1))
+        found[bits] = c.runner.step(c.scheduler.schedule())[0][0]
+    errors = [float((found[b] - found[16]).norm() / found[16].norm()) for b in LOW]
+    assert 0 < errors[0] < 0.05
+    assert all(a < b for a, b in pairwise(errors))
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_preempted_requests_resume_with_the_same_answer(bits: int) -> None:
+    """Five sequences of up to 4 pages in a cache that holds fewer."""
+    texts = prompts(100, 150, 64, 90, 130)
+    blueprints = [kv(bits), kv(bits), kv(16), kv(2), kv(bits, 8)]
+    expected = [alone("llama", p, b, 90) for p, b in zip(texts, blueprints, strict=True)]
+    small = core(kv_tokens=6 * PAGE_SIZE)
+    requests = [request(str(i), p, b, max_tokens=90) for i, (p, b) in enumerate(zip(texts, blueprints, strict=True))]
+    assert run(small, *requests) == expected
+    assert sum(r.preemptions for r in requests) > 0
+    assert small.scheduler.allocator.free == 6
+
+
+def test_sampling_goes_on_where_it_was_after_preemption() -> None:
+    texts, params = prompts(60, 61, 62), {"max_tokens": 80, "temperature": 1.0, "seed": 5}
+    expected = [run(core(), request("r", p, **params))[0] for p in texts]
+    requests = [request(str(i), p, **params) for i, p in enumerate(texts)]
+    assert run(core(kv_tokens=4 * PAGE_SIZE), *requests) == expected
+    assert sum(r.preemptions for r in requests) > 0
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_shared_prefix_changes_no_answer(bits: int) -> None:
+    prompt, other = prompts(200)[0], prompts(200)[0]
+    other[140:] = prompts(60)[0]
+    expected = [alone("llama", p, kv(bits)) for p in (prompt, other)]
+    c = core()
+    first, again, branch, full = (request(n, p, b, max_tokens=TOKENS) for n, p, b in (
+        ("first", prompt, kv(bits)), ("again", prompt, kv(bits)), ("branch", other, kv(bits)), ("full", prompt, kv(8))
+    ))  # fmt: skip
+    assert run(c, first) == expected[:1]
+    assert run(c, again, branch, full)[:2] == expected
+    assert [r.cached for r in (first, again, branch, full)] == [0, 192, 128, 0]
+
+
+def test_low_bits_hold_more() -> None:
+    texts = prompts(*[120] * 6)
+    preempted = []
+    for bits in (16, 2):
+        requests = [request(str(i), p, kv(bits), max_tokens=60) for i, p in enumerate(texts)]
+        run(core(kv_tokens=10 * PAGE_SIZE), *requests)
+        preempted.append(sum(r.preemptions for r in requests))
+    assert preempted[0] > preempted[1] == 0
+
+
+def test_pages_follow_a_blueprint_that_is_exchanged() -> None:
+    c = core()
+    r = request("r", prompts(70)[0], kv(4), max_tokens=100)
+    c.add(r)
+    c.step()
+    r.blueprint = kv(2)
+    for _ in range(70):
+        c.step()
+    assert [p.format.bits[0][0] for p in r.pages] == [4, 2, 2]
+    assert [p.frame is None for p in r.pages] == [True, True, False]
+    while c.has_work():
+        c.step()
+    assert r.computed == 169
+    assert r.average_kv_bits == pytest.approx((64 * 4 + 64 * 2 + 41 * 16) / 169)
+
+
+def test_a_fork_goes_on_as_if_it_had_its_own_pages() -> None:
+    c = core()
+    prompt = prompts(100)[0]
+    first = request("first", prompt, kv(4), max_tokens=60)
+    c.add(first)
+    for _ in range(10):
+        c.step()
+    twin = request("twin", prompt, kv(4), max_tokens=60)
+    twin.token_ids = list(first.token_ids)
+    c.scheduler.fork(first, twin)
+    twin.token_ids[-1] = (twin.token_ids[-1] + 1) % 199  # from here on they differ
+    changed = list(twin.token_ids)
+    while c.has_work():
+        c.step()
+    assert first.output_ids == alone("llama", prompt, kv(4), 60)
+    assert twin.output_ids[10:] == alone("llama", changed, kv(4), 50)
+
+
+def test_what_is_not_a_number_in_a_sealed_page_ends_its_request() -> None:
+    model = build("llama")
+    good = prompts(100)[0]
+    bad = next(t for t in range(199) if t not in good)
+    expected = [greedy(model, good, 8)]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = float("nan")
+    c = Core(model, NO_SITES, kv_tokens=8 * PAGE_SIZE, max_batch_tokens=32)
+    poisoned, fine = request("bad", [bad, *good], kv(4), max_tokens=8), request("good", good, max_tokens=8)
+    assert run(c, poisoned, fine) == [[], *expected]
+    assert poisoned.finish_reason == "error"
+    assert c.scheduler.allocator.idle == 1, "the pages of the good one only"
+    assert run(c, request("again", good, max_tokens=8), request("more", good, max_tokens=8)) == expected * 2
+
+
+def test_decode_steps_read_mixed_pages_as_eager_ones_do(device: torch.device) -> None:
+    """Also from CUDA graphs, which were captured before any of these precisions was known."""
+    engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device=device.type, policy="uniform", records=False,
+                    max_sequences=5, max_batch_tokens=1024)  # fmt: skip
+    c = fixed(engine.core)
+    decode = c.runner.decode
+    assert decode is not None
+    captures, table = decode.captures, c.table
+    plain = Blueprint.of("kv", table, tuple(s.gears[-1] for s in table.nested))
+    bits = [(16, 16), (8, 8), (4, 4), (2, 2), (4, 16)]
+    sequences: list[Sequence] = []
+    for i, b in enumerate(bits):
+        own = Blueprint("kv", plain.weight_bits, plain.activation_bits, b)
+        sequences.append(request(str(i), [(7 * i + j) % 320 for j in range(50 + 40 * i)], own, max_tokens=250))
+        c.add(sequences[-1])
+    c.step()
+    for step in range(90):
+        work = c.scheduler.schedule()
+        assert len(work) == 5
+        logits, best = (t.clone() for t in decode.run(work))
+        c.plan.forget()
+        eager = c.runner._forward(work)
+        torch.testing.assert_close(logits, eager, rtol=1e-3, atol=1e-3 * float(eager.abs().max()))
+        c.runner.step(work)
+        c.scheduler.complete(work)
+        for w, token in zip(work, best.tolist(), strict=True):
+            w.sequence.token_ids.append(token)
+        if step == 30:
+            sequences[0].blueprint, sequences[3].blueprint = sequences[3].blueprint, sequences[0].blueprint
+    assert decode.captures == captures
+    assert len({p.format.number for s in sequences for p in s.pages}) == 5
+    for entropy in decode.entropy:
+        assert entropy is not None
+        lengths = torch.tensor([[float(s.computed)] for s in sequences], device=device)
+        assert (entropy >= 0).all()
+        assert (entropy <= lengths.log() + 1e-4).all()
+        assert entropy.std() > 0
+
+
+def test_the_budgets_kv_bits_reach_pages_and_results(tmp_path) -> None:
+    engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform",
+                    records=tmp_path / "records.sqlite")  # fmt: skip
+    prompt, params = "Count the stars. " * 9, SamplingParams(max_tokens=8, ignore_eos=True)
+    low = engine.generate(prompt, params, budget=Budget(kv_bits=4))
+    again = engine.generate(prompt, params, budget=Budget(kv_bits=4))
+    plain = engine.generate(prompt, params)
+    computed = low.prompt_tokens + 7
+    sealed = computed // PAGE_SIZE * PAGE_SIZE
+    assert low.average_kv_bits == pytest.approx((sealed * 4 + (computed - sealed) * 16) / computed)
+    assert plain.average_kv_bits == 16
+    assert again.text == low.text
+    assert (low.cached_tokens, again.cached_tokens, plain.cached_tokens) == (0, sealed, 0)
+    usage = again.describe()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": sealed}
+    assert usage["average_kv_bits"] == round(low.average_kv_bits, 4)
+    record = engine._records.list(3)[1]
+    assert set(record.kv_bits) == {4}
+    assert sum(record.tokens_by_bits.values()) == pytest.approx(computed - sealed, abs=2)
+    explained = engine.explain(prompt, budget=Budget(kv_bits=2)).describe()
+    assert explained["blueprint"]["average_kv_bits"] == explained["budget"]["kv_bits"] == 2
+    engine.close()
+
+
+@pytest.mark.parametrize("bits", [3, 0, 32, True, "4"])
+def test_kv_bits_that_there_are_not_are_refused(bits: Any) -> None:
+    with pytest.raises(QBEError, match=r"kv_bits is .* one of 2, 4, 8, 16"):
+        Budget(kv_bits=bits)

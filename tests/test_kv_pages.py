@@ -1,0 +1,159 @@
+"""Pages sealed and read: the format's error bound, the reference by hand, the kernels against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_samples import PAGE_SIZE, Memory
+from qbe.kernels.kv_blocks import KV_BITS, block
+from qbe.kernels.reference import kv_pages as reference
+from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
+
+SHAPES = {"llama": (2, 128, 128), "odd": (3, 24, 40), "narrow": (2, 8, 6), "smollm": (3, 64, 64)}
+LOW_BITS = [2, 4, 8]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    bits=st.sampled_from(LOW_BITS),
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 70),
+    size=st.floats(-9, 4.5),
+    shift=st.floats(-9, 4.5),
+    flat=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_a_number_comes_back_within_its_bound(bits, rows, columns, size, shift, flat, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * (0 if flat else 10**size)
+    x = (x + 10**shift * torch.randn(rows, 1, generator=generator)).clamp(-65504, 65504)
+    codes, scale, low = reference.quantise(x, bits)
+    assert int(codes.max()) < 2**bits
+    assert torch.equal(reference.unpack(reference.pack(codes, bits), bits, columns), codes)
+    back = codes.double() * scale.double()[:, None] + low.double()[:, None]
+    assert ((x.double() - back).abs() <= reference.error_bound(scale, low, bits)[:, None]).all()
+
+
+def test_a_page_is_what_the_format_says() -> None:
+    """Keys a channel at a time, values a token at a time, decoded here by hand."""
+    memory = Memory([(16, 16), (2, 4)], (2, 3, 5), torch.float32, 3)
+    keys, values = torch.randn(PAGE_SIZE, 2, 3), torch.randn(PAGE_SIZE, 2, 5)
+    entry = memory.filled(1, keys, values)
+    assert entry % 256 == 1
+    at = entry - 1 + block(2, 3, 5, 4).nbytes  # head 1, behind that of 2 bits
+    raw = memory.data[at : at + block(4, 3, 5, 4).nbytes].numpy()
+    scales = raw[3 * 32 + 64 * 3 :].view("float16").astype("float64")
+    for channel in range(3):
+        for token in range(PAGE_SIZE):
+            code = raw[channel * 32 + token // 2] >> (4 * (token % 2)) & 15
+            found = code * scales[channel] + scales[3 + channel]
+            assert abs(found - float(keys[token, 1, channel])) <= 0.51 * scales[channel] + 0.01
+    for token in range(PAGE_SIZE):
+        for d in range(5):
+            code = raw[3 * 32 + token * 3 + d // 2] >> (4 * (d % 2)) & 15
+            found = code * scales[6 + token] + scales[6 + PAGE_SIZE + token]
+            assert abs(found - float(values[token, 1, d])) <= 0.51 * scales[6 + token] + 0.01
+
+
+def test_pages_take_the_room_of_their_bits() -> None:
+    full = block(16, 128, 128, 2).nbytes
+    ratios = {bits: full / block(bits, 128, 128, 2).nbytes for bits in KV_BITS}
+    assert ratios[16] == 1
+    assert ratios[8] > 1.9
+    assert ratios[4] > 3.65
+    assert ratios[2] > 6.7
+
+
+def case(shape: str, dtype: torch.dtype, seed: int = 0) -> tuple[Memory, list[int], list[int]]:
+    """Four full pages of 16 bits and room for them in other formats, heads of mixed bits among them."""
+    heads = SHAPES[shape][0]
+    formats = [(16,) * heads, (8,) * heads, (4,) * heads, (2,) * heads, (2, 16, 4)[:heads]]
+    memory = Memory(formats, SHAPES[shape], dtype, 9)
+    generator = torch.Generator().manual_seed(seed)
+    sources = []
+    for _ in range(4):
+        numbers = [torch.randn(PAGE_SIZE, heads, d, generator=generator) + 1 for d in SHAPES[shape][1:]]
+        numbers[0][:, :, 0] *= 30  # an outlier channel
+        sources.append(memory.filled(0, *numbers))
+    return memory, sources, [memory.page(n) for n in (1, 2, 3, 4)]
+
+
+def check(shape: str, dtype: torch.dtype, seal: Callable[..., None], read: Callable[..., object], device: str) -> None:
+    memory, sources, targets = case(shape, dtype)
+    arguments = memory.words[None], torch.tensor(sources), torch.tensor(targets), memory.shape, dtype
+    expected, found = memory.data.clone(), memory.data.clone().to(device)
+    reference.seal_pages(expected, *arguments)
+    seal(found, *(a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments))
+    found = found.cpu()
+    # A code may differ by one where a number lies half way between two: what is read must not.
+    assert (expected.int() - found.int()).abs().sum(dtype=torch.int64) <= 0.001 * len(found) * 64
+    entries = torch.tensor([*targets, sources[0]])
+    before = reference.read_pages(found, memory.words, torch.tensor(sources), memory.shape, dtype, torch.float64)
+    after = reference.read_pages(found, memory.words, entries[:4], memory.shape, dtype, torch.float64)
+    wanted = reference.read_pages(expected, memory.words, entries[:4], memory.shape, dtype, torch.float64)
+    for b, a, w in zip(before, after, wanted, strict=True):
+        largest = (b - w).abs().amax()
+        assert float((b - a).abs().amax()) <= float(largest) * 1.001
+    expected_read = reference.read_pages(found, memory.words, entries, memory.shape, dtype)
+    found_read = read(found.to(device), memory.words.to(device), entries.to(device), memory.shape, dtype)
+    for e, f in zip(expected_read, found_read, strict=True):
+        torch.testing.assert_close(f.cpu(), e, rtol=2**-7 if dtype == torch.bfloat16 else 2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_cpu_kernels_are_the_reference(path: str, shape: str, dtype: torch.dtype) -> None:
+    from qbe.kernels.cpu.kv_pages import read_pages, seal_pages
+
+    check(shape, dtype, seal_pages, read_pages, "cpu")
+
+
+@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["llama", "odd"] if CUDA else SHAPES)
+def test_the_kernels_are_the_reference(shape: str, dtype: torch.dtype) -> None:
+    if INTERPRET and dtype == torch.bfloat16:
+        pytest.skip("the interpreter cuts bfloat16 instead of rounding it")
+    from qbe.kernels.triton.kv_pages import read_pages, seal_pages
+
+    check(shape, dtype, seal_pages, read_pages, DEVICE)
+
+
+def poisoned(seal: Callable[..., None], bad: float, device: str) -> None:
+    memory = Memory([(16,), (4,)], (1, 16, 16), torch.float32, 3)
+    keys, values = torch.randn(PAGE_SIZE, 1, 16), torch.randn(PAGE_SIZE, 1, 16)
+    keys[5, 0, 3] = values[7, 0, 2] = bad
+    source, target = memory.filled(0, keys, values), memory.page(1)
+    data = memory.data.to(device)
+    ids = torch.tensor([source], device=device), torch.tensor([target], device=device)
+    seal(data, memory.words[None].to(device), *ids, memory.shape, torch.float32)
+    read = reference.read_pages(data.cpu(), memory.words, torch.tensor([target]), memory.shape, torch.float32)
+    assert read[0][0, :, 3].isnan().all()
+    assert read[1][0, 7].isnan().all()
+    assert int(read[0].isnan().sum()) == PAGE_SIZE, "the other channels keep their numbers"
+    assert int(read[1].isnan().sum()) == 16
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_a_number_is_not_lost(path: str, bad: float) -> None:
+    from qbe.kernels.cpu.kv_pages import seal_pages
+
+    poisoned(seal_pages, bad, "cpu")
+
+
+@on_device
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_a_number_is_not_lost_by_the_kernel(bad: float) -> None:
+    from qbe.kernels.triton.kv_pages import seal_pages
+
+    poisoned(seal_pages, bad, DEVICE)
