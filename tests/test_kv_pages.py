@@ -47,7 +47,8 @@ def test_a_page_is_what_the_format_says() -> None:
     assert entry % 256 == 1
     at = entry - 1 + block(2, 3, 5, 4).nbytes  # head 1, behind that of 2 bits
     raw = memory.data[at : at + block(4, 3, 5, 4).nbytes].numpy()
-    scales = raw[3 * 32 + 64 * 3 :].view("float16").astype("float64")
+    values_at = 64 * 2  # keys leave room for rows of tokens, as they lie on a GPU
+    scales = raw[values_at + 64 * 3 :].view("float16").astype("float64")
     for channel in range(3):
         for token in range(PAGE_SIZE):
             code = raw[channel * 32 + token // 2] >> (4 * (token % 2)) & 15
@@ -55,7 +56,7 @@ def test_a_page_is_what_the_format_says() -> None:
             assert abs(found - float(keys[token, 1, channel])) <= 0.51 * scales[channel] + 0.01
     for token in range(PAGE_SIZE):
         for d in range(5):
-            code = raw[3 * 32 + token * 3 + d // 2] >> (4 * (d % 2)) & 15
+            code = raw[values_at + token * 3 + d // 2] >> (4 * (d % 2)) & 15
             found = code * scales[6 + token] + scales[6 + PAGE_SIZE + token]
             assert abs(found - float(values[token, 1, d])) <= 0.51 * scales[6 + token] + 0.01
 
@@ -83,13 +84,18 @@ def case(shape: str, dtype: torch.dtype, seed: int = 0) -> tuple[Memory, list[in
     return memory, sources, [memory.page(n) for n in (1, 2, 3, 4)]
 
 
-def check(shape: str, dtype: torch.dtype, seal: Callable[..., None], read: Callable[..., object], device: str) -> None:
+def check(
+    shape: str, dtype: torch.dtype, seal: Callable[..., None], read: Callable[..., object], device: str, gpu: bool
+) -> None:
     memory, sources, targets = case(shape, dtype)
     arguments = memory.words[None], torch.tensor(sources), torch.tensor(targets), memory.shape, dtype
     expected, found = memory.data.clone(), memory.data.clone().to(device)
     reference.seal_pages(expected, *arguments)
     seal(found, *(a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments))
     found = found.cpu()
+    rearranged = memory.words, torch.tensor(targets), memory.shape, dtype.itemsize
+    if gpu:
+        found = reference.rearrange(found, *rearranged, back=True)
     # A code may differ by one where a number lies half way between two: what is read must not.
     assert (expected.int() - found.int()).abs().sum(dtype=torch.int64) <= 0.001 * len(found) * 64
     entries = torch.tensor([*targets, sources[0]])
@@ -100,6 +106,8 @@ def check(shape: str, dtype: torch.dtype, seal: Callable[..., None], read: Calla
         largest = (b - w).abs().amax()
         assert float((b - a).abs().amax()) <= float(largest) * 1.001
     expected_read = reference.read_pages(found, memory.words, entries, memory.shape, dtype)
+    if gpu:
+        found = reference.rearrange(found, *rearranged)
     found_read = read(found.to(device), memory.words.to(device), entries.to(device), memory.shape, dtype)
     for e, f in zip(expected_read, found_read, strict=True):
         torch.testing.assert_close(f.cpu(), e, rtol=2**-7 if dtype == torch.bfloat16 else 2e-3, atol=1e-5)
@@ -110,7 +118,7 @@ def check(shape: str, dtype: torch.dtype, seal: Callable[..., None], read: Calla
 def test_the_cpu_kernels_are_the_reference(path: str, shape: str, dtype: torch.dtype) -> None:
     from qbe.kernels.cpu.kv_pages import read_pages, seal_pages
 
-    check(shape, dtype, seal_pages, read_pages, "cpu")
+    check(shape, dtype, seal_pages, read_pages, "cpu", gpu=False)
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
@@ -126,10 +134,10 @@ def test_the_kernels_are_the_reference(shape: str, dtype: torch.dtype) -> None:
         pytest.skip("the interpreter cuts bfloat16 instead of rounding it")
     from qbe.kernels.triton.kv_pages import read_pages, seal_pages
 
-    check(shape, dtype, seal_pages, read_pages, DEVICE)
+    check(shape, dtype, seal_pages, read_pages, DEVICE, gpu=True)
 
 
-def poisoned(seal: Callable[..., None], bad: float, device: str) -> None:
+def poisoned(seal: Callable[..., None], bad: float, device: str, gpu: bool) -> None:
     memory = Memory([(16,), (4,)], (1, 16, 16), torch.float32, 3)
     keys, values = torch.randn(PAGE_SIZE, 1, 16), torch.randn(PAGE_SIZE, 1, 16)
     keys[5, 0, 3] = values[7, 0, 2] = bad
@@ -137,7 +145,10 @@ def poisoned(seal: Callable[..., None], bad: float, device: str) -> None:
     data = memory.data.to(device)
     ids = torch.tensor([source], device=device), torch.tensor([target], device=device)
     seal(data, memory.words[None].to(device), *ids, memory.shape, torch.float32)
-    read = reference.read_pages(data.cpu(), memory.words, torch.tensor([target]), memory.shape, torch.float32)
+    data = data.cpu()
+    if gpu:
+        data = reference.rearrange(data, memory.words, torch.tensor([target]), memory.shape, 4, back=True)
+    read = reference.read_pages(data, memory.words, torch.tensor([target]), memory.shape, torch.float32)
     assert read[0][0, :, 3].isnan().all()
     assert read[1][0, 7].isnan().all()
     assert int(read[0].isnan().sum()) == PAGE_SIZE, "the other channels keep their numbers"
@@ -148,7 +159,7 @@ def poisoned(seal: Callable[..., None], bad: float, device: str) -> None:
 def test_what_is_not_a_number_is_not_lost(path: str, bad: float) -> None:
     from qbe.kernels.cpu.kv_pages import seal_pages
 
-    poisoned(seal_pages, bad, "cpu")
+    poisoned(seal_pages, bad, "cpu", gpu=False)
 
 
 @on_device
@@ -156,4 +167,26 @@ def test_what_is_not_a_number_is_not_lost(path: str, bad: float) -> None:
 def test_what_is_not_a_number_is_not_lost_by_the_kernel(bad: float) -> None:
     from qbe.kernels.triton.kv_pages import seal_pages
 
-    poisoned(seal_pages, bad, DEVICE)
+    poisoned(seal_pages, bad, DEVICE, gpu=True)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dims", [(8, 8), (5, 3), (40, 6)])
+def test_the_order_on_a_gpu_is_another_order_of_the_same_codes(bits: int, dims: tuple[int, int]) -> None:
+    memory = Memory([(16, 16), (bits, bits)], (2, *dims), torch.float16, 3)
+    entry = memory.filled(1, torch.randn(PAGE_SIZE, 2, dims[0]), torch.randn(PAGE_SIZE, 2, dims[1]))
+    arguments = memory.words, torch.tensor([entry]), memory.shape, 2
+    there = reference.rearrange(memory.data, *arguments)
+    assert not torch.equal(there, memory.data)
+    back = reference.rearrange(there, *arguments, back=True)
+    for a, b in zip(
+        *(reference.read_pages(m, *arguments[:3], torch.float16) for m in (memory.data, back)), strict=True
+    ):
+        assert torch.equal(a, b)
+    # by hand: channel 1 of token 7 of head 1
+    at = entry - 1 + block(bits, *dims, 2).nbytes
+    row = -(-dims[0] * bits // 8)
+    code = int(there[at + 7 * row + 1 % row]) >> (bits * (1 // row)) & (2**bits - 1)
+    keys, _ = reference.read_pages(memory.data, *arguments[:3], torch.float16, torch.float64)
+    scale, low = there[at + block(bits, *dims, 2).key_scales :][4:8].view(torch.float16).double()
+    assert code * scale + low == pytest.approx(float(keys[1, 7, 1]), abs=1e-6)

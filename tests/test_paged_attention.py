@@ -11,7 +11,7 @@ from kv_samples import ALIGN, PAGE_SIZE, Memory
 from qbe.kernels import attention_ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.paged_attention import paged_attention as cpu_kernel
-from qbe.kernels.reference.kv_pages import read_pages
+from qbe.kernels.reference.kv_pages import read_pages, rearrange
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu, run_in_interpreter
 
@@ -175,22 +175,33 @@ def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
+def on_gpu_order(arguments: dict[str, object]) -> torch.Tensor:
+    """The memory with sealed blocks as they lie on a GPU."""
+    memory, tables = arguments["memory"], arguments["tables"]
+    shape = (arguments["key"].shape[1], arguments["key"].shape[2], arguments["value"].shape[2])
+    entries = tables[tables < len(memory)].cpu()
+    return rearrange(memory.cpu(), arguments["blocks"].cpu(), entries, shape, arguments["key"].itemsize).to(DEVICE)
+
+
 def same(
     arguments: dict[str, object],
     dtype: torch.dtype,
     kernel: Callable[..., torch.Tensor] | None = None,
     tolerance: float | None = None,
 ) -> None:
-    if kernel is None:
-        from qbe.kernels.triton.paged_attention import paged_attention as kernel
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     expected_in, found_in = copied(arguments), copied(arguments)
+    gpu = kernel is None
+    if kernel is None:
+        from qbe.kernels.triton.paged_attention import paged_attention as kernel
+
+        found_in["memory"] = on_gpu_order(found_in)
     expected, found = reference(**expected_in), kernel(**found_in)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
     loose = max(tolerance, 2e-5)
     torch.testing.assert_close(found_in["entropy"], expected_in["entropy"], rtol=loose, atol=loose)
-    assert torch.equal(found_in["memory"], expected_in["memory"]), (
+    assert torch.equal(found_in["memory"], on_gpu_order(expected_in) if gpu else expected_in["memory"]), (
         "the new tokens are in their pages, nothing else changed"
     )
 
@@ -231,14 +242,15 @@ def test_one_part_and_many(room: int) -> None:
 @pytest.mark.cuda
 def test_a_graph_follows_lengths_and_tables() -> None:
     first, second = (case("llama", n, torch.bfloat16, MIXED, seed=s) for n, s in (([129, 40], 0), ([7, 170], 1)))
-    held = copied(first)
+    there = [a | {"memory": on_gpu_order(a)} for a in (first, second)]
+    held = copied(there[0])
     attention_ops.paged_attention(**held)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attention_ops.paged_attention(**held)
-    for arguments in (first, second, first):
-        for name, tensor in arguments.items():
+    for arguments, moved in zip((first, second, first), (*there, there[0]), strict=True):
+        for name, tensor in moved.items():
             if isinstance(tensor, torch.Tensor):
                 held[name].copy_(tensor)
         graph.replay()

@@ -10,6 +10,10 @@ and each block has a precision of its own:
 A number is scale * code + low. Keys share scales along a channel, because their outliers stay in a few channels; values
 along a token (KIVI, Liu et al. 2024). Code i of a row is in byte i * bits // 8, the first one in its lowest bits.
 
+On a GPU codes lie the other way around: keys uint8 [PAGE_SIZE, R], values uint8 [value_dim, R], where a row of m codes
+has R = ceil(m * bits / 8) bytes and code i is field i // R of byte i % R. One shift and one mask of a tile of bytes is
+then an operand of the tensor cores, and the numbers that these add up lie side by side. Each low lies beside its scale.
+
 Two words lead a kernel to a block. A page's entry is its address in bytes | the number of its format; a format's word
 for a layer and head is the block's offset in the page | its bits. Addresses and offsets are multiples of `ALIGN`.
 """
@@ -49,18 +53,18 @@ class Block:
 
     @property
     def key_row(self) -> int:
-        """Bytes of a row of keys."""
+        """Bytes of a row of keys (on a CPU)."""
         return self.key_dim * self.itemsize if self.bits == FULL_BITS else PAGE_SIZE * self.bits // 8
 
     @property
     def value_row(self) -> int:
-        """Bytes of a row of values."""
+        """Bytes of a row of values (on a CPU)."""
         return self.value_dim * self.itemsize if self.bits == FULL_BITS else -(-self.value_dim * self.bits // 8)
 
     @property
     def values(self) -> int:
         """Where values begin; keys begin at 0."""
-        return self.key_row * (PAGE_SIZE if self.bits == FULL_BITS else self.key_dim)
+        return PAGE_SIZE * (self.key_row if self.bits == FULL_BITS else -(-self.key_dim * self.bits // 8))
 
     @property
     def key_scales(self) -> int:

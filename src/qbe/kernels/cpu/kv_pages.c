@@ -23,7 +23,7 @@ INLINE Block block_layout(int bits, int64_t key_dim, int64_t value_dim, int64_t 
     b.key_scales = b.value_scales = b.values + PAGE * b.value_row;
     int64_t size = b.key_scales;
     if (bits != FULL_BITS) {
-        b.key_row = PAGE * bits / 8, b.value_row = (value_dim * bits + 7) / 8, b.values = key_dim * b.key_row;
+        b.key_row = PAGE * bits / 8, b.value_row = (value_dim * bits + 7) / 8, b.values = PAGE * ((key_dim * bits + 7) / 8);
         b.key_scales = b.values + PAGE * b.value_row, b.value_scales = b.key_scales + 4 * key_dim;
         size = b.value_scales + 4 * PAGE;
     }

@@ -120,9 +120,60 @@ def _read(
     if bits == FULL_BITS:
         keys = raw[: layout.values].view(dtype).view(PAGE_SIZE, key_dim)
         return keys, raw[layout.values : layout.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
-    key_codes = unpack(raw[: layout.values].view(key_dim, layout.key_row), bits, PAGE_SIZE)
+    key_codes = unpack(raw[: key_dim * layout.key_row].view(key_dim, layout.key_row), bits, PAGE_SIZE)
     value_codes = unpack(raw[layout.values : layout.key_scales].view(PAGE_SIZE, layout.value_row), bits, value_dim)
     key_scale, key_low = raw[layout.key_scales : layout.value_scales].view(torch.float16).float().view(2, key_dim, 1)
     ends = layout.value_scales + 4 * PAGE_SIZE
     value_scale, value_low = raw[layout.value_scales : ends].view(torch.float16).float().view(2, PAGE_SIZE, 1)
     return (key_codes * key_scale + key_low).T, value_codes * value_scale + value_low
+
+
+def rearrange(
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    entries: torch.Tensor,
+    shape: tuple[int, int, int],
+    itemsize: int,
+    back: bool = False,
+) -> torch.Tensor:
+    """A copy of `memory` with the sealed blocks of these pages as they lie on a GPU (`qbe.kernels.kv_blocks`).
+
+    back: from there to how they lie on a CPU.
+    """
+    kv_heads, key_dim, value_dim = shape
+    out = memory.clone()
+    for entry in set(entries.flatten().tolist()):
+        for head in range(kv_heads):
+            bits, at = find(blocks, entry, head)
+            if bits == FULL_BITS:
+                continue
+            layout = block(bits, key_dim, value_dim, itemsize)
+            for begin, n, m in ((at, key_dim, PAGE_SIZE), (at + layout.values, PAGE_SIZE, value_dim)):
+                on_cpu, on_gpu = (n, -(-m * bits // 8)), (m, -(-n * bits // 8))
+                rows, row = on_gpu if back else on_cpu
+                raw = memory[begin : begin + rows * row].view(rows, row)
+                packed = (
+                    pack(_unpack_fields(raw, bits, n).T, bits) if back else _pack_fields(unpack(raw, bits, m).T, bits)
+                )
+                out[begin : begin + packed.numel()] = packed.flatten()
+            for begin, n in ((at + layout.key_scales, key_dim), (at + layout.value_scales, PAGE_SIZE)):
+                pairs = memory[begin : begin + 4 * n].view(torch.int16)
+                out[begin : begin + 4 * n] = (
+                    pairs.view(*((n, 2) if back else (2, n))).T.contiguous().view(torch.uint8).flatten()
+                )
+    return out
+
+
+def _pack_fields(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 `[n, R]` of codes `[n, m]`: code i is field i // R of byte i % R."""
+    row, per = -(-codes.shape[1] * bits // 8), 8 // bits
+    fields = torch.nn.functional.pad(codes, (0, row * per - codes.shape[1])).view(len(codes), per, row)
+    out = torch.zeros_like(fields[:, 0])
+    for i in range(per):
+        out |= fields[:, i] << (i * bits)
+    return out
+
+
+def _unpack_fields(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Codes uint8 `[n, count]` of packed `[n, R]`."""
+    return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], 1)[:, :count]

@@ -1,9 +1,10 @@
-"""Blocks of the KV cache in Triton: device functions that load, unpack and pack them (`qbe.kernels.kv_blocks`).
+"""Blocks of the KV cache in Triton: device functions that load and unpack them (`qbe.kernels.kv_blocks`).
 
-Addresses are in bytes. The same memory is given as uint8, as the model's dtype (numbers) and as float16 (halves).
+Addresses are in bytes. The same memory is given as uint8 and as the model's dtype (numbers).
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, operator, index, misc, return-value"
+# ruff: noqa: SIM300
 
 from __future__ import annotations
 
@@ -21,49 +22,71 @@ def part(name, bits, key_dim, value_dim, item):
     return getattr(Block(bits, key_dim, value_dim, item), name)
 
 
-@triton.jit
-def unpack(packed, BITS: tl.constexpr):
-    """uint8 [n, m] of packed codes -> [n, m * 8 / BITS] of codes"""
-    if BITS == 8:
-        return packed
-    elif BITS == 4:
-        return tl.interleave(packed & 15, packed >> 4)
-    else:
-        even = tl.interleave(packed & 3, (packed >> 4) & 3)
-        odd = tl.interleave((packed >> 2) & 3, packed >> 6)
-        return tl.interleave(even, odd)
+@triton.constexpr_function
+def row_bytes(count, bits):
+    """Bytes of a row of so many codes."""
+    return -(-count * bits // 8)
+
+
+@triton.constexpr_function
+def block_of(count):
+    """The power of two that holds so many, 16 at least."""
+    size = 16
+    while size < count:
+        size *= 2
+    return size
 
 
 @triton.constexpr_function
 def origin(dtype, bits):
-    """What `as_numbers` adds to a code."""
+    """What `numbers_of` adds to a code."""
     if dtype == tl.float16:
         return 1024.0
-    return 128.0 if dtype == tl.bfloat16 and bits < 8 else 0.0
+    if dtype == tl.bfloat16:
+        return 128.0 if bits < 8 else -128.0
+    return 0.0
+
+
+@triton.constexpr_function
+def _numbers_asm(float16, bits, field):
+    """Four bytes -> a field of each as four 16-bit floats, exactly.
+
+    A code goes below the leading one of 1024 (float16) or 128 (bfloat16), which spares a conversion. bfloat16 has room
+    for 7 bits there: 128 or 256 are taken off again, by the highest bit.
+    """
+    shift = f"shr.b32 t,$2,{bits * field};" if field else "mov.b32 t,$2;"
+    mask = f"0x{(2 ** min(bits, 7 if not float16 else 8) - 1) * 0x01010101:08X}"
+    code = "{.reg .b32 t,u,a,c,o; " + shift + (f" and.b32 u,t,{mask};" if mask != "0xFFFFFFFF" else " mov.b32 u,t;")
+    one = "0x64646464" if float16 else "0x43434343"
+    if float16 or bits < 8:
+        return code + f" prmt.b32 $0,u,{one},0x4140; prmt.b32 $1,u,{one},0x4342;" + "}"
+    # ~t & 0x80: 256 (0x4380) is taken off where the bit is clear, else 128
+    code += " mov.b32 o,0x3F803F80; lop3.b32 t,t,0x80808080,0,0x0C;"
+    for i, select in ((0, "0x4140"), (1, "0x4342")):
+        code += f" prmt.b32 a,u,{one},{select}; prmt.b32 c,t,0xC3C3C3C3,{select};"
+        code += f" fma.rn.bf16x2 ${i},a,o,c;"
+    return code + "}"
 
 
 @triton.jit
-def as_numbers(codes, DTYPE: tl.constexpr, BITS: tl.constexpr):
-    """Codes + `origin` in this dtype, exactly.
-
-    In half precision a code goes below the leading one of 1024 (float16) or 128 (bfloat16), which spares a conversion;
-    bfloat16 has no room for 8 bits there.
-    """
-    if DTYPE == tl.float16:  # noqa: SIM300
-        return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-    elif (DTYPE == tl.bfloat16) and (BITS < 8):  # noqa: SIM300
-        return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+def numbers_of(packed, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """A field of each byte + `origin` in this dtype."""
+    if ASM and DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(_numbers_asm(True, BITS, FIELD), "=r,=r,r", [packed], tl.float16, True, 4)
+    elif ASM and DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(_numbers_asm(False, BITS, FIELD), "=r,=r,r", [packed], tl.bfloat16, True, 4)
     else:
-        return codes.to(tl.float32).to(DTYPE)
+        code = (packed >> (BITS * FIELD)) & (2**BITS - 1)
+        return (code.to(tl.float32) + origin(DTYPE, BITS)).to(DTYPE)
 
 
 @triton.jit
 def full_keys(numbers_ptr, at, ok, KEY_DIM: tl.constexpr, BK: tl.constexpr, ITEM: tl.constexpr):
-    """Keys [BK, PAGE] of the block of 16 bits at this address; 0 for tokens that are not `ok`."""
+    """Keys [PAGE, BK] of the block of 16 bits at this address; 0 for tokens that are not `ok`."""
     d = tl.arange(0, BK)
     t = tl.arange(0, PAGE)
-    mask = ok[None, :] & (d < KEY_DIM)[:, None]
-    return tl.load(numbers_ptr + at // ITEM + t[None, :] * KEY_DIM + d[:, None], mask=mask, other=0.0)
+    mask = ok[:, None] & (d < KEY_DIM)[None, :]
+    return tl.load(numbers_ptr + at // ITEM + t[:, None] * KEY_DIM + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -80,31 +103,72 @@ def full_values(
 
 
 @triton.jit
-def sealed_keys(
-    memory_ptr, halves_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr
-):  # fmt: skip
-    """Codes uint8 [BK, PAGE], scale and low float32 [BK] of the keys of the block at this address."""
-    ROW: tl.constexpr = PAGE * BITS // 8
-    SCALES: tl.constexpr = part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)
-    d = tl.arange(0, BK)
-    ok = d < KEY_DIM
-    packed = tl.load(memory_ptr + at + d[:, None] * ROW + tl.arange(0, ROW)[None, :], mask=ok[:, None], other=0)
-    scale = tl.load(halves_ptr + (at + SCALES) // 2 + d, mask=ok, other=0.0).to(tl.float32)
-    low = tl.load(halves_ptr + (at + SCALES) // 2 + KEY_DIM + d, mask=ok, other=0.0).to(tl.float32)
-    return unpack(packed, BITS), scale, low
+def sealed_keys(memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
+    """Bytes uint8 [PAGE, block_of(R)] of the keys of the block at this address."""
+    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
+    u = tl.arange(0, block_of(ROW))
+    address = memory_ptr + at + tl.arange(0, PAGE)[:, None] * ROW + u[None, :]
+    if block_of(ROW) == ROW:
+        return tl.load(address)
+    else:
+        return tl.load(address, mask=(u < ROW)[None, :], other=0)
+
+
+@triton.jit
+def _scale_low(pairs):
+    """uint32 pairs of float16 -> scale and low, float32"""
+    scale = (pairs & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def key_scales(memory_ptr, at, FIELD: tl.constexpr, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Scale and low float32 [block_of(R)] of the channels of a field; 0 past the end."""
+    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
+    u = tl.arange(0, block_of(ROW))
+    d = FIELD * ROW + u
+    # Words of 32 bits, because shorter loads cannot be made ahead of time.
+    pairs = (memory_ptr + at + part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    return _scale_low(tl.load(pairs + d, mask=(u < ROW) & (d < KEY_DIM), other=0))
 
 
 @triton.jit
 def sealed_values(
-    memory_ptr, halves_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr
+    memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr
 ):  # fmt: skip
-    """Codes uint8 [PAGE, BV], scale and low float32 [PAGE] of the values of the block at this address."""
-    ROW: tl.constexpr = part("value_row", BITS, KEY_DIM, VALUE_DIM, 2)
+    """Bytes uint8 [BV, R] of the values of the block at this address."""
+    ROW: tl.constexpr = PAGE * BITS // 8
     VALUES: tl.constexpr = part("values", BITS, KEY_DIM, VALUE_DIM, 2)
-    SCALES: tl.constexpr = part("value_scales", BITS, KEY_DIM, VALUE_DIM, 2)
-    t = tl.arange(0, PAGE)
-    j = tl.arange(0, BV * BITS // 8)
-    packed = tl.load(memory_ptr + at + VALUES + t[:, None] * ROW + j[None, :], mask=(j < ROW)[None, :], other=0)
-    scale = tl.load(halves_ptr + (at + SCALES) // 2 + t).to(tl.float32)
-    low = tl.load(halves_ptr + (at + SCALES) // 2 + PAGE + t).to(tl.float32)
-    return unpack(packed, BITS), scale, low
+    d = tl.arange(0, BV)
+    address = memory_ptr + at + VALUES + d[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    if BV == VALUE_DIM:
+        return tl.load(address)
+    else:
+        return tl.load(address, mask=(d < VALUE_DIM)[:, None], other=0)
+
+
+@triton.jit
+def value_scales(memory_ptr, at, token, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Scale and low float32 of these tokens' values."""
+    pairs = (memory_ptr + at + part("value_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    return _scale_low(tl.load(pairs + token))
+
+
+@triton.jit
+def _halves(x):
+    """The first and the second half of the rows of x [n, m]."""
+    return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@triton.jit
+def fields_of(x, FIELDS: tl.constexpr):
+    """The rows of x [n, m] in FIELDS parts, one after the other: a tuple of [n / FIELDS, m]; FIELDS is 1, 2 or 4."""
+    if FIELDS == 1:
+        return (x,)
+    elif FIELDS == 2:
+        return _halves(x)
+    else:
+        first, second = _halves(x)
+        a, b = _halves(first)
+        c, d = _halves(second)
+        return (a, b, c, d)

@@ -9,67 +9,81 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.kv_blocks import PAGE_SIZE
-from qbe.kernels.triton.kv_blocks import PAGE, full_keys, full_values, part, sealed_keys, sealed_values
+from qbe.kernels.triton.kv_blocks import (
+    PAGE,
+    block_of,
+    full_keys,
+    full_values,
+    key_scales,
+    numbers_of,
+    part,
+    row_bytes,
+    sealed_keys,
+    sealed_values,
+    value_scales,
+)
 
 
 @triton.jit
-def _row_codes(x, ok, BITS: tl.constexpr):
-    """`quantise` of the reference for the rows of float32 x [n, m]: codes uint8, scale and low float16 [n]."""
+def _codes(x, ok, AXIS: tl.constexpr, BITS: tl.constexpr):
+    """`quantise` of the reference along AXIS of float32 x: codes int32, scale and low float16 with that axis kept."""
     LEVELS: tl.constexpr = 2**BITS - 1
-    poison = tl.sum(tl.where(ok, x * 0, 0.0), 1)
-    least = tl.min(tl.where(ok, x, float("inf")), 1)
-    most = tl.max(tl.where(ok, x, float("-inf")), 1)
+    poison = tl.sum(tl.where(ok, x * 0, 0.0), AXIS, keep_dims=True)
+    least = tl.min(tl.where(ok, x, float("inf")), AXIS, keep_dims=True)
+    most = tl.max(tl.where(ok, x, float("-inf")), AXIS, keep_dims=True)
     low = tl.clamp(least, -65504.0, 65504.0).to(tl.float16)
     width = tl.maximum(tl.clamp(most, -65504.0, 65504.0) - low.to(tl.float32), 0.0)
     scale = (width / LEVELS * 1.0009765625 + poison).to(tl.float16)
     step = tl.where(scale > 0, scale.to(tl.float32), float("inf"))
-    codes = tl.floor((x - low.to(tl.float32)[:, None]) / step[:, None] + 0.5)
-    return tl.clamp(codes, 0.0, LEVELS + 0.0).to(tl.uint8), scale, low
-
-
-@triton.jit
-def _packed(codes, BITS: tl.constexpr):
-    """uint8 [n, m] of codes -> [n, m * BITS / 8]"""
-    if BITS == 8:
-        return codes
-    else:
-        PER: tl.constexpr = 8 // BITS
-        fields = tl.reshape(codes.to(tl.int32), (codes.shape[0], codes.shape[1] // PER, PER))
-        return tl.sum(fields << (tl.arange(0, PER) * BITS)[None, None, :], 2).to(tl.uint8)
+    codes = tl.clamp(tl.floor((x - low.to(tl.float32)) / step + 0.5), 0.0, LEVELS + 0.0)
+    return tl.where(ok, codes, 0.0).to(tl.int32), scale, low
 
 
 @triton.jit
 def _seal(
-    k, v, memory_ptr, halves_ptr, to, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    numbers_ptr, memory_ptr, at, to, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ITEM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
+    """Field by field: of keys a part of the channels, of values a part of the tokens."""
+    FIELDS: tl.constexpr = 8 // BITS
+    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     t = tl.arange(0, PAGE)
-    d = tl.arange(0, BK)
-    KEY_ROW: tl.constexpr = PAGE * BITS // 8
-    SCALES: tl.constexpr = part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)
-    codes, scale, low = _row_codes(k.to(tl.float32), (d < BK)[:, None] & (t < PAGE)[None, :], BITS)
-    at = memory_ptr + to + d[:, None] * KEY_ROW + tl.arange(0, KEY_ROW)[None, :]
-    tl.store(at, _packed(codes, BITS), mask=(d < KEY_DIM)[:, None])
-    tl.store(halves_ptr + (to + SCALES) // 2 + d, scale, mask=d < KEY_DIM)
-    tl.store(halves_ptr + (to + SCALES) // 2 + KEY_DIM + d, low, mask=d < KEY_DIM)
+    u = tl.arange(0, block_of(ROW))
+    keys = numbers_ptr + at // ITEM
+    packed = tl.zeros((PAGE, block_of(ROW)), tl.int32)
+    for i in tl.static_range(FIELDS):
+        d = i * ROW + u
+        ok = (u < ROW) & (d < KEY_DIM)
+        inside = ok[None, :] & (t >= 0)[:, None]
+        x = tl.load(keys + t[:, None] * KEY_DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        codes, scale, low = _codes(x, inside, 0, BITS)
+        packed |= codes << (i * BITS)
+        pairs = (memory_ptr + to + part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.float16))
+        tl.store(pairs + 2 * d[None, :], scale, mask=ok[None, :])
+        tl.store(pairs + 2 * d[None, :] + 1, low, mask=ok[None, :])
+    tl.store(memory_ptr + to + t[:, None] * ROW + u[None, :], packed.to(tl.uint8), mask=(u < ROW)[None, :])
 
     VALUES: tl.constexpr = part("values", BITS, KEY_DIM, VALUE_DIM, 2)
-    VALUE_ROW: tl.constexpr = part("value_row", BITS, KEY_DIM, VALUE_DIM, 2)
-    VALUE_SCALES: tl.constexpr = part("value_scales", BITS, KEY_DIM, VALUE_DIM, 2)
+    TOKENS: tl.constexpr = PAGE // FIELDS
     dv = tl.arange(0, BV)
-    j = tl.arange(0, BV * BITS // 8)
-    inside = (t < PAGE)[:, None] & (dv < VALUE_DIM)[None, :]
-    codes, scale, low = _row_codes(v.to(tl.float32), inside, BITS)
-    codes = tl.where(inside, codes, 0)
-    at = memory_ptr + to + VALUES + t[:, None] * VALUE_ROW + j[None, :]
-    tl.store(at, _packed(codes, BITS), mask=(j < VALUE_ROW)[None, :])
-    tl.store(halves_ptr + (to + VALUE_SCALES) // 2 + t, scale)
-    tl.store(halves_ptr + (to + VALUE_SCALES) // 2 + PAGE + t, low)
+    inside = (dv < VALUE_DIM)[None, :] & (tl.arange(0, TOKENS) >= 0)[:, None]
+    values = keys + PAGE * KEY_DIM
+    packed = tl.zeros((TOKENS, BV), tl.int32)
+    for i in tl.static_range(FIELDS):
+        token = i * TOKENS + tl.arange(0, TOKENS)
+        x = tl.load(values + token[:, None] * VALUE_DIM + dv[None, :], mask=inside, other=0.0).to(tl.float32)
+        codes, scale, low = _codes(x, inside, 1, BITS)
+        packed |= codes << (i * BITS)
+        pairs = (memory_ptr + to + part("value_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.float16))
+        tl.store(pairs + 2 * token[:, None], scale)
+        tl.store(pairs + 2 * token[:, None] + 1, low)
+    row = memory_ptr + to + VALUES + dv[None, :] * TOKENS + tl.arange(0, TOKENS)[:, None]
+    tl.store(row, packed.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def seal_kernel(
-    memory_ptr, numbers_ptr, halves_ptr, words_ptr, sources_ptr, targets_ptr, layer_words,
+    memory_ptr, numbers_ptr, words_ptr, sources_ptr, targets_ptr, layer_words,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
@@ -82,44 +96,53 @@ def seal_kernel(
     at = tl.multiple_of(source - source % 256 + from_word - from_word % 256, 256)
     to = tl.multiple_of(target - target % 256 + to_word - to_word % 256, 256)
     bits = to_word % 256
-    t = tl.arange(0, PAGE)
-    k = full_keys(numbers_ptr, at, t < PAGE, KEY_DIM, BK, ITEM)
-    v = full_values(numbers_ptr, at, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
     if bits == 16:
+        t = tl.arange(0, PAGE)
         d = tl.arange(0, BK)
         dv = tl.arange(0, BV)
-        tl.store(numbers_ptr + to // ITEM + t[None, :] * KEY_DIM + d[:, None], k, mask=(d < KEY_DIM)[:, None])
+        k = full_keys(numbers_ptr, at, t < PAGE, KEY_DIM, BK, ITEM)
+        v = full_values(numbers_ptr, at, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
+        tl.store(numbers_ptr + to // ITEM + t[:, None] * KEY_DIM + d[None, :], k, mask=(d < KEY_DIM)[None, :])
         at_values = numbers_ptr + to // ITEM + PAGE * KEY_DIM + t[:, None] * VALUE_DIM + dv[None, :]
         tl.store(at_values, v, mask=(dv < VALUE_DIM)[None, :])
     elif bits == 8:
-        _seal(k, v, memory_ptr, halves_ptr, to, 8, KEY_DIM, VALUE_DIM, BK, BV)
+        _seal(numbers_ptr, memory_ptr, at, to, 8, KEY_DIM, VALUE_DIM, ITEM, BV)
     elif bits == 4:
-        _seal(k, v, memory_ptr, halves_ptr, to, 4, KEY_DIM, VALUE_DIM, BK, BV)
+        _seal(numbers_ptr, memory_ptr, at, to, 4, KEY_DIM, VALUE_DIM, ITEM, BV)
     else:
-        _seal(k, v, memory_ptr, halves_ptr, to, 2, KEY_DIM, VALUE_DIM, BK, BV)
+        _seal(numbers_ptr, memory_ptr, at, to, 2, KEY_DIM, VALUE_DIM, ITEM, BV)
 
 
 @triton.jit
 def _store_read(
-    memory_ptr, halves_ptr, at, keys_ptr, values_ptr, BITS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    memory_ptr, at, keys_ptr, values_ptr, BITS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
+    FIELDS: tl.constexpr = 8 // BITS
+    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
+    TOKENS: tl.constexpr = PAGE // FIELDS
     t = tl.arange(0, PAGE)
-    d = tl.arange(0, BK)
+    u = tl.arange(0, block_of(ROW))
+    packed = sealed_keys(memory_ptr, at, BITS, KEY_DIM)
+    for i in tl.static_range(FIELDS):
+        d = i * ROW + u
+        scale, low = key_scales(memory_ptr, at, i, BITS, KEY_DIM, VALUE_DIM)
+        k = numbers_of(packed, i, BITS, tl.float32, False) * scale[None, :] + low[None, :]
+        ok = (u < ROW) & (d < KEY_DIM)
+        tl.store(keys_ptr + t[:, None] * KEY_DIM + d[None, :], k.to(keys_ptr.dtype.element_ty), mask=ok[None, :])
     dv = tl.arange(0, BV)
-    codes, scale, low = sealed_keys(memory_ptr, halves_ptr, at, BITS, KEY_DIM, VALUE_DIM, BK)
-    k = codes.to(tl.float32) * scale[:, None] + low[:, None]
-    k_at = keys_ptr + t[None, :] * KEY_DIM + d[:, None]
-    tl.store(k_at, k.to(keys_ptr.dtype.element_ty), mask=(d < KEY_DIM)[:, None])
-    codes, scale, low = sealed_values(memory_ptr, halves_ptr, at, BITS, KEY_DIM, VALUE_DIM, BV)
-    v = codes.to(tl.float32) * scale[:, None] + low[:, None]
-    v_at = values_ptr + t[:, None] * VALUE_DIM + dv[None, :]
-    tl.store(v_at, v.to(values_ptr.dtype.element_ty), mask=(dv < VALUE_DIM)[None, :])
+    packed = sealed_values(memory_ptr, at, BITS, KEY_DIM, VALUE_DIM, BV)
+    for i in tl.static_range(FIELDS):
+        token = i * TOKENS + tl.arange(0, TOKENS)
+        scale, low = value_scales(memory_ptr, at, token, BITS, KEY_DIM, VALUE_DIM)
+        v = numbers_of(packed, i, BITS, tl.float32, False) * scale[None, :] + low[None, :]
+        v_at = values_ptr + token[None, :] * VALUE_DIM + dv[:, None]
+        tl.store(v_at, v.to(values_ptr.dtype.element_ty), mask=(dv < VALUE_DIM)[:, None])
 
 
 @triton.jit
 def read_kernel(
-    memory_ptr, numbers_ptr, halves_ptr, words_ptr, entries_ptr, keys_ptr, values_ptr, pages,
+    memory_ptr, numbers_ptr, words_ptr, entries_ptr, keys_ptr, values_ptr, pages,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
@@ -138,14 +161,14 @@ def read_kernel(
         dv = tl.arange(0, BV)
         k = full_keys(numbers_ptr, at, t < PAGE, KEY_DIM, BK, ITEM)
         v = full_values(numbers_ptr, at, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
-        tl.store(keys_ptr + t[None, :] * KEY_DIM + d[:, None], k, mask=(d < KEY_DIM)[:, None])
+        tl.store(keys_ptr + t[:, None] * KEY_DIM + d[None, :], k, mask=(d < KEY_DIM)[None, :])
         tl.store(values_ptr + t[:, None] * VALUE_DIM + dv[None, :], v, mask=(dv < VALUE_DIM)[None, :])
     elif bits == 8:
-        _store_read(memory_ptr, halves_ptr, at, keys_ptr, values_ptr, 8, KEY_DIM, VALUE_DIM, BK, BV)
+        _store_read(memory_ptr, at, keys_ptr, values_ptr, 8, KEY_DIM, VALUE_DIM, BV)
     elif bits == 4:
-        _store_read(memory_ptr, halves_ptr, at, keys_ptr, values_ptr, 4, KEY_DIM, VALUE_DIM, BK, BV)
+        _store_read(memory_ptr, at, keys_ptr, values_ptr, 4, KEY_DIM, VALUE_DIM, BV)
     else:
-        _store_read(memory_ptr, halves_ptr, at, keys_ptr, values_ptr, 2, KEY_DIM, VALUE_DIM, BK, BV)
+        _store_read(memory_ptr, at, keys_ptr, values_ptr, 2, KEY_DIM, VALUE_DIM, BV)
 
 
 def _sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, int]:
@@ -166,7 +189,7 @@ def seal_pages(
 ) -> None:
     """See `qbe.kernels.kv_pages.seal_pages`."""
     seal_kernel[(sources.shape[0], shape[0], blocks.shape[0])](
-        memory, memory.view(dtype), memory.view(torch.float16), blocks, sources, targets, blocks.stride(0),
+        memory, memory.view(dtype), blocks, sources, targets, blocks.stride(0),
         **_sizes(shape, dtype), num_warps=4,
     )  # fmt: skip
 
@@ -181,7 +204,7 @@ def read_pages(
         torch.empty(kv_heads, pages * PAGE_SIZE, dim, dtype=dtype, device=memory.device) for dim in (key_dim, value_dim)
     )
     read_kernel[(pages, kv_heads)](
-        memory, memory.view(dtype), memory.view(torch.float16), blocks, entries, keys, values, pages,
+        memory, memory.view(dtype), blocks, entries, keys, values, pages,
         **_sizes(shape, dtype), num_warps=4,
     )  # fmt: skip
     return keys, values

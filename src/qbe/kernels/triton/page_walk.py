@@ -1,10 +1,11 @@
 """An online softmax over pages of mixed precision: what decode and prompt attention have in common.
 
 It walks through runs of pages whose blocks of this head have the same bits: the branch on the precision is outside of
-the loop over a run, whose loads can be pipelined.
+the loop over a run, whose loads can be pipelined. Keys and values are the left operands of the products, queries and
+weights the right ones: codes go from memory through registers to the tensor cores and are unpacked on the way.
 """
 
-# mypy: disable-error-code="no-untyped-def, assignment, operator, arg-type"
+# mypy: disable-error-code="no-untyped-def, assignment, operator, arg-type, index"
 
 from __future__ import annotations
 
@@ -13,12 +14,17 @@ import triton.language as tl
 
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
-    as_numbers,
+    block_of,
+    fields_of,
     full_keys,
     full_values,
+    key_scales,
+    numbers_of,
     origin,
+    row_bytes,
     sealed_keys,
     sealed_values,
+    value_scales,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -37,60 +43,142 @@ def capped(scores, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def attend_run(
-    q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, offset, begin, end, lows, highs,
-    written, scaling, softcap, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, ITEM: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+def _scaled(scores, scaling, softcap, SOFTCAP: tl.constexpr):
+    """Scores times log2 e."""
+    if SOFTCAP:
+        return capped(scores * scaling, softcap, SOFTCAP) * LOG2E
+    else:
+        return scores * (scaling * LOG2E)
+
+
+@triton.jit
+def query_columns(q_rows, q_ok, d, d_ok, q_one):
+    """Channels d of the queries at the addresses q_rows [BM], as columns [BD, BM]; 0 for those that are not `ok`."""
+    return tl.load(q_rows[None, :] + d[:, None] * q_one, mask=q_ok[None, :] & d_ok[:, None], other=0.0)
+
+
+@triton.jit
+def _softmax_step(scores, top, total, weighted, MASKED: tl.constexpr):
+    """Weights of scores [PAGE, BM] in an online softmax, what it has summed, and the factor of what came before.
+
+    Keys that are not seen have a score of -inf, if MASKED.
+    """
+    higher = tl.maximum(top, tl.max(scores, 0))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen nothing yet
+    factor = tl.exp2(top - finite)
+    weights = tl.exp2(scores - finite[None, :])
+    total = total * factor + tl.sum(weights, 0)
+    products = weights * scores
+    if MASKED:
+        products = tl.where(weights > 0, products, 0.0)
+    weighted = weighted * factor + tl.sum(products, 0)
+    return weights, factor, higher, total, weighted
+
+
+@triton.jit
+def _full_run(
+    q_rows, q_ok, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, lows, highs, written,
+    scaling, softcap, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ITEM: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`attend_pages` for pages [begin, end) whose blocks lie `offset` bytes into them and have BITS bits."""
-    ORIGIN: tl.constexpr = origin(q.dtype, BITS)
     t = tl.arange(0, PAGE)
+    d = tl.arange(0, BK)
+    q = query_columns(q_rows, q_ok, d, d < KEY_DIM, q_one)
     for page in tl.range(begin, end, num_stages=STAGES):
         entry = tl.load(table_ptr + page)
         block = tl.multiple_of(entry - entry % 256 + offset, 256)
         at = page * PAGE + t
-        seen = (at[None, :] >= lows[:, None]) & (at[None, :] < highs[:, None])
-        # A number is scale * (code - ORIGIN) + low. A channel's scale goes into the query, a token's into its weight:
-        # codes are only unpacked. ORIGIN is taken off with the scaled query or weight as rounding left it.
-        if BITS == 16:
-            k = full_keys(numbers_ptr, block, at < written, KEY_DIM, BK, ITEM)
-            scores = tl.dot(q, k, input_precision="ieee")
-        else:
-            codes, scale, lowest = sealed_keys(memory_ptr, halves_ptr, block, BITS, KEY_DIM, VALUE_DIM, BK)
-            scaled = (q.to(tl.float32) * scale[None, :]).to(q.dtype)
-            base = tl.sum(q.to(tl.float32) * lowest[None, :] - scaled.to(tl.float32) * ORIGIN, 1)
-            scores = tl.dot(scaled, as_numbers(codes, q.dtype, BITS), input_precision="ieee") + base[:, None]
-        scores = tl.where(seen, capped(scores * scaling, softcap, SOFTCAP) * LOG2E, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-        factor = tl.exp2(top - finite)
-        weights = tl.exp2(scores - finite[:, None])
-        total = total * factor + tl.sum(weights, 1)
-        weighted = weighted * factor + tl.sum(tl.where(seen, weights * scores, 0.0), 1)
-        if BITS == 16:
-            v = full_values(numbers_ptr, block, at < written, KEY_DIM, VALUE_DIM, BV, ITEM)
-            acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        else:
-            codes, scale, lowest = sealed_values(memory_ptr, halves_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
-            scaled = (weights * scale[None, :]).to(q.dtype)
-            base = tl.sum(weights * lowest[None, :] - scaled.to(tl.float32) * ORIGIN, 1)
-            product = tl.dot(scaled, as_numbers(codes, q.dtype, BITS), input_precision="ieee")
-            acc = acc * factor[:, None] + product + base[:, None]
-        top = higher
+        k = full_keys(numbers_ptr, block, at < written, KEY_DIM, BK, ITEM)
+        scores = _scaled(tl.dot(k, q, input_precision="ieee"), scaling, softcap, SOFTCAP)
+        scores = tl.where((at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]), scores, float("-inf"))
+        weights, factor, top, total, weighted = _softmax_step(scores, top, total, weighted, True)
+        v = full_values(numbers_ptr, block, at < written, KEY_DIM, VALUE_DIM, BV, ITEM)
+        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * factor[None, :], input_precision="ieee")
+    return top, total, weighted, acc
+
+
+@triton.jit
+def _sealed_run(
+    q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows, highs,
+    scaling, softcap, BITS: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A number is scale * (what `numbers_of` gives - ORIGIN) + low.
+
+    A channel's scale goes into the query and a token's into its weight. ORIGIN is taken off with the scaled query or
+    weight as rounding left it.
+    """
+    ORIGIN: tl.constexpr = origin(DTYPE, BITS)
+    FIELDS: tl.constexpr = 8 // BITS
+    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
+    t = tl.arange(0, PAGE)
+    u = tl.arange(0, block_of(ROW))
+    q = ()
+    for i in tl.static_range(FIELDS):
+        q += (query_columns(q_rows, q_ok, i * ROW + u, (u < ROW) & (i * ROW + u < KEY_DIM), q_one),)
+    for page in tl.range(begin, end, num_stages=STAGES):
+        entry = tl.load(table_ptr + page)
+        block = tl.multiple_of(entry - entry % 256 + offset, 256)
+        packed = sealed_keys(memory_ptr, block, BITS, KEY_DIM)
+        scores = tl.zeros((PAGE, top.shape[0]), tl.float32)
+        moved = tl.zeros((block_of(ROW), top.shape[0]), tl.float32)
+        for i in tl.static_range(FIELDS):
+            scale, low = key_scales(memory_ptr, block, i, BITS, KEY_DIM, VALUE_DIM)
+            scaled = (q[i].to(tl.float32) * scale[:, None]).to(DTYPE)
+            moved += q[i].to(tl.float32) * low[:, None] - scaled.to(tl.float32) * ORIGIN
+            k = numbers_of(packed, i, BITS, DTYPE, ASM)
+            scores = tl.dot(k, scaled, scores, input_precision="ieee")
+        scores = _scaled(scores + tl.sum(moved, 0)[None, :], scaling, softcap, SOFTCAP)
+        if WINDOW > 0:  # else a token sees all of the sealed pages before its own
+            at = page * PAGE + t
+            scores = tl.where((at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]), scores, float("-inf"))
+        weights, factor, top, total, weighted = _softmax_step(scores, top, total, weighted, WINDOW > 0)
+        packed = sealed_values(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
+        scale, low = value_scales(memory_ptr, block, t, BITS, KEY_DIM, VALUE_DIM)
+        scaled = (weights * scale[:, None]).to(DTYPE)
+        base = tl.sum(weights * low[:, None] - scaled.to(tl.float32) * ORIGIN, 0)
+        acc = acc * factor[None, :] + base[None, :]
+        parts = fields_of(scaled, FIELDS)
+        for i in tl.static_range(FIELDS):
+            acc = tl.dot(numbers_of(packed, i, BITS, DTYPE, ASM), parts[i], acc, input_precision="ieee")
+    return top, total, weighted, acc
+
+
+@triton.jit
+def attend_run(
+    q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr, offset, begin, end,
+    lows, highs, written, scaling, softcap, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`attend_pages` for pages [begin, end) whose blocks lie `offset` bytes into them and have BITS bits."""
+    if BITS == 16:
+        top, total, weighted, acc = _full_run(
+            q_rows, q_ok, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, lows, highs,
+            written, scaling, softcap, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
+        )  # fmt: skip
+    else:
+        top, total, weighted, acc = _sealed_run(
+            q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows,
+            highs, scaling, softcap, BITS, numbers_ptr.dtype.element_ty, KEY_DIM, VALUE_DIM, BV, WINDOW,
+            SOFTCAP, STAGES, ASM,
+        )  # fmt: skip
     return top, total, weighted, acc
 
 
 @triton.jit
 def attend_pages(
-    q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, words_ptr, table_ptr, head, begin, end, lows,
-    highs, written, scaling, softcap, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
+    begin, end, lows, highs, written, scaling, softcap, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Goes on with an online softmax over the pages [begin, end) of a sequence.
 
-    q [BM, BK]; row m sees the keys [lows[m], highs[m]), and no key from `written` on is there. top, total [BM]: the
-    highest score so far (times log2 e) and the sum of weights; weighted [BM]: sum of weight * score; acc [BM, BV]: sum
-    of weight * value. memory, numbers and halves are the same bytes as uint8, as the model's dtype and as float16.
+    q_rows [BM]: addresses of the queries, whose numbers lie q_one apart; query m sees the keys [lows[m], highs[m]), and
+    no key from `written` on is there. top, total [BM]: the highest score so far (times log2 e) and the sum of weights;
+    weighted [BM]: sum of weight * score; acc [BV, BM]: sum of weight * value. memory and numbers are the same bytes as
+    uint8 and as the model's dtype.
     """
     page = begin
     while page < end:
@@ -103,23 +191,27 @@ def attend_pages(
         bits = word % 256
         if bits == 16:
             top, total, weighted, acc = attend_run(
-                q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, word - bits, page, stop,
-                lows, highs, written, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
+                q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - bits, page, stop, lows, highs, written, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+                WINDOW, SOFTCAP, STAGES, ASM,
             )  # fmt: skip
         elif bits == 8:
             top, total, weighted, acc = attend_run(
-                q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, word - bits, page, stop,
-                lows, highs, written, scaling, softcap, 8, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
+                q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - bits, page, stop, lows, highs, written, scaling, softcap, 8, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+                WINDOW, SOFTCAP, STAGES, ASM,
             )  # fmt: skip
         elif bits == 4:
             top, total, weighted, acc = attend_run(
-                q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, word - bits, page, stop,
-                lows, highs, written, scaling, softcap, 4, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
+                q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - bits, page, stop, lows, highs, written, scaling, softcap, 4, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+                WINDOW, SOFTCAP, STAGES, ASM,
             )  # fmt: skip
         else:
             top, total, weighted, acc = attend_run(
-                q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, table_ptr, word - bits, page, stop,
-                lows, highs, written, scaling, softcap, 2, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
+                q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - bits, page, stop, lows, highs, written, scaling, softcap, 2, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+                WINDOW, SOFTCAP, STAGES, ASM,
             )  # fmt: skip
         page = stop
     return top, total, weighted, acc

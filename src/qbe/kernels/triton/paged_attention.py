@@ -11,6 +11,7 @@ from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_attention_kernel
 
 MOST_SPLITS = 64
+PROGRAMS = 8  # of two warps, on a processor
 
 
 @cache
@@ -19,11 +20,11 @@ def _processors(device: torch.device) -> int:
 
 
 def splits_for(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
-    """Parts that a sequence's keys are cut into: two programs a processor, none with less than one page.
+    """Parts that a sequence's keys are cut into: eight programs a processor (so many fit), none with less than a page.
 
     It depends on shapes alone (`tokens` is what a table has room for), never on how long the sequences are now.
     """
-    return max(1, min(MOST_SPLITS, -(-tokens // PAGE_SIZE), -(-2 * processors // (batch * kv_heads))))
+    return max(1, min(MOST_SPLITS, -(-tokens // PAGE_SIZE), -(-PROGRAMS * processors // (batch * kv_heads))))
 
 
 def paged_attention(
@@ -51,16 +52,16 @@ def paged_attention(
     means = torch.empty(batch, splits, heads, value_dim, dtype=torch.float32, device=query.device)
     sums, logs = torch.empty(2, batch, splits, heads, dtype=torch.float32, device=query.device)
     decode_attention_kernel[(batch * kv_heads, splits)](
-        query, key, value, memory, memory.view(key.dtype), memory.view(torch.float16), blocks, slots, tables, lengths,
+        query, key, value, memory, memory.view(key.dtype), blocks, slots, tables, lengths,
         out, entropy, means, sums, logs,
         query.stride(0), query.stride(1), query.stride(2),
         key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),
         tables.stride(0), entropy.stride(0), scaling, softcap,
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
-        BM=max(16, triton.next_power_of_2(repeat)), BK=max(16, triton.next_power_of_2(key_dim)),
+        BM=max(8, triton.next_power_of_2(repeat)), BK=max(16, triton.next_power_of_2(key_dim)),
         BV=max(16, triton.next_power_of_2(value_dim)), SPLITS=splits, WINDOW=window, SOFTCAP=softcap != 0,
-        STAGES=3 if key_dim <= 128 else 2, num_warps=4,
+        STAGES=2, ASM=query.is_cuda, num_warps=2,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(batch * heads,)](

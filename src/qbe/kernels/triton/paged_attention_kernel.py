@@ -1,7 +1,7 @@
 """Attention of one new token per sequence over its pages, each read at its own precision.
 
 A program serves one key head of one sequence and a part of its pages; the query heads that share the key head are the
-rows of its products. The new token's key and value come from the step itself, not from the page: the program of the
+columns of its products. The new token's key and value come from the step itself, not from the page: the program of the
 first part counts them and writes them to the page, where no other program reads them.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.triton.kv_blocks import PAGE
-from qbe.kernels.triton.page_walk import LN2, LOG2E, attend_pages, capped
+from qbe.kernels.triton.page_walk import LN2, LOG2E, attend_pages, capped, query_columns
 
 
 @triton.jit(do_not_specialize=["scaling", "softcap"])
@@ -23,7 +23,6 @@ def decode_attention_kernel(
     v_ptr,
     memory_ptr,
     numbers_ptr,
-    halves_ptr,
     words_ptr,
     slots_ptr,
     tables_ptr,
@@ -58,8 +57,9 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """memory, numbers and halves are the same bytes as uint8, as the model's dtype and as float16."""
+    """memory and numbers are the same bytes as uint8 and as the model's dtype."""
     sequence = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
@@ -79,15 +79,11 @@ def decode_attention_kernel(
     high = tl.minimum(low + each, first // PAGE + pages)
     table_ptr = tables_ptr + sequence * table_row
 
-    q = tl.load(
-        q_ptr + sequence * q_row + heads[:, None] * q_head + dk[None, :] * q_one,
-        mask=m_ok[:, None] & (dk < KEY_DIM)[None, :],
-        other=0.0,
-    )
+    q_rows = q_ptr + sequence * q_row + heads * q_head
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     weighted = tl.zeros((BM,), tl.float32)  # sum of weight * score, for the entropy
-    acc = tl.zeros((BM, BV), tl.float32)
+    acc = tl.zeros((BV, BM), tl.float32)
     if split == 0:
         k_new = tl.load(k_ptr + sequence * k_row + head * k_head + dk * k_one, mask=dk < KEY_DIM, other=0.0)
         v_new = tl.load(v_ptr + sequence * v_row + head * v_head + dv * v_one, mask=dv < VALUE_DIM, other=0.0)
@@ -96,30 +92,31 @@ def decode_attention_kernel(
         to = (slot - slot % 256 + open_word - open_word % 256) // ITEM
         tl.store(numbers_ptr + to + slot % 256 * KEY_DIM + dk, k_new, mask=dk < KEY_DIM)
         tl.store(numbers_ptr + to + PAGE * KEY_DIM + slot % 256 * VALUE_DIM + dv, v_new, mask=dv < VALUE_DIM)
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scaling
+        q = query_columns(q_rows, m_ok, dk, dk < KEY_DIM, q_one)
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[:, None], 0) * scaling
         top = capped(score, softcap, SOFTCAP) * LOG2E
         total += 1.0
         weighted += top
-        acc += v_new.to(tl.float32)[None, :]
+        acc += v_new.to(tl.float32)[:, None]
 
     top, total, weighted, acc = attend_pages(
-        q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, words_ptr, table_ptr, head, low, high,
-        tl.zeros((BM,), tl.int32) + first, tl.zeros((BM,), tl.int32) + past, past, scaling, softcap, KV_HEADS, KEY_DIM,
-        VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
+        q_rows, m_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
+        head, low, high, tl.zeros((BM,), tl.int32) + first, tl.zeros((BM,), tl.int32) + past, past, scaling, softcap,
+        KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW, SOFTCAP, STAGES, ASM,
     )  # fmt: skip
 
     # A part without keys has total 0: its mean is 0 and its logarithm -inf, which weighs nothing.
     some = tl.where(total > 0, total, 1.0)
-    mean = acc / some[:, None]
-    ok_out = m_ok[:, None] & (dv < VALUE_DIM)[None, :]
+    mean = acc / some[None, :]
+    ok_out = m_ok[None, :] & (dv < VALUE_DIM)[:, None]
     if SPLITS == 1:
-        at_out = (sequence * KV_HEADS * REPEAT + heads[:, None]) * VALUE_DIM + dv[None, :]
+        at_out = (sequence * KV_HEADS * REPEAT + heads[None, :]) * VALUE_DIM + dv[:, None]
         tl.store(out_ptr + at_out, mean.to(out_ptr.dtype.element_ty), mask=ok_out)
         entropy = (top + tl.log2(total) - weighted / some) * LN2
         tl.store(entropy_ptr + sequence * entropy_row + heads, entropy, mask=m_ok)
     else:
         part = (sequence * SPLITS + split) * KV_HEADS * REPEAT + heads
-        tl.store(means_ptr + part[:, None] * VALUE_DIM + dv[None, :], mean, mask=ok_out)
+        tl.store(means_ptr + part[None, :] * VALUE_DIM + dv[:, None], mean, mask=ok_out)
         tl.store(sums_ptr + part, top + tl.log2(total), mask=m_ok)
         tl.store(logs_ptr + part, weighted / some, mask=m_ok)
 

@@ -19,23 +19,19 @@ from qbe.kernels.triton.page_walk import attend_pages, attend_run
 
 @triton.jit(do_not_specialize=["start", "end", "scaling", "softcap"])
 def prompt_attention_kernel(
-    q_ptr, memory_ptr, numbers_ptr, halves_ptr, words_ptr, table_ptr, frames_ptr, out_ptr, q_head, q_row, q_one, start,
+    q_ptr, memory_ptr, numbers_ptr, words_ptr, table_ptr, frames_ptr, out_ptr, q_head, q_row, q_one, start,
     end, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     own = start // PAGE + tl.program_id(0)  # the page of these tokens
     head = tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
-    dk = tl.arange(0, BK)
     dv = tl.arange(0, BV)
     at = own * PAGE + tl.arange(0, PAGE)
     ok = (at >= start) & (at < end)
     row = (at - start).to(tl.int64)
-    q = tl.load(
-        q_ptr + head * q_head + row[:, None] * q_row + dk[None, :] * q_one, mask=ok[:, None] & (dk < KEY_DIM)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    q_rows = q_ptr + head * q_head + row * q_row
     lows = tl.zeros((PAGE,), tl.int32)
     first = 0
     if WINDOW > 0:
@@ -44,21 +40,21 @@ def prompt_attention_kernel(
     top = tl.full((PAGE,), float("-inf"), tl.float32)
     total = tl.zeros((PAGE,), tl.float32)
     weighted = tl.zeros((PAGE,), tl.float32)
-    acc = tl.zeros((PAGE, BV), tl.float32)
+    acc = tl.zeros((BV, PAGE), tl.float32)
     top, total, weighted, acc = attend_pages(
-        q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, words_ptr, table_ptr, kv_head,
-        first // PAGE, own, lows, at + 1, end, scaling, softcap, KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP,
-        STAGES,
+        q_rows, ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
+        kv_head, first // PAGE, own, lows, at + 1, end, scaling, softcap, KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+        WINDOW, SOFTCAP, STAGES, ASM,
     )  # fmt: skip
     open_word = tl.load(words_ptr + kv_head)  # of format 0
     top, total, weighted, acc = attend_run(
-        q, top, total, weighted, acc, memory_ptr, numbers_ptr, halves_ptr, frames_ptr - start // PAGE,
+        q_rows, ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, frames_ptr - start // PAGE,
         open_word - open_word % 256, own, own + 1, lows, at + 1, end, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV,
-        ITEM, SOFTCAP, STAGES,
+        ITEM, WINDOW, SOFTCAP, STAGES, ASM,
     )  # fmt: skip
-    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
-    to = out_ptr + (row[:, None] * HEADS + head) * VALUE_DIM + dv[None, :]
-    tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=ok[:, None] & (dv < VALUE_DIM)[None, :])
+    mean = acc / tl.where(total > 0, total, 1.0)[None, :]
+    to = out_ptr + (row[None, :] * HEADS + head) * VALUE_DIM + dv[:, None]
+    tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=ok[None, :] & (dv < VALUE_DIM)[:, None])
 
 
 def prompt_attention(
@@ -92,10 +88,10 @@ def prompt_attention(
     out = torch.empty(count, heads, value_dim, dtype=query.dtype, device=query.device)
     pages = -(-(start + count) // PAGE_SIZE) - start // PAGE_SIZE
     prompt_attention_kernel[(pages, heads)](
-        query, memory, memory.view(query.dtype), memory.view(torch.float16), blocks, entries, frames, out,
+        query, memory, memory.view(query.dtype), blocks, entries, frames, out,
         query.stride(0), query.stride(1), query.stride(2), start, start + count, scaling, softcap,
         HEADS=heads, KV_HEADS=kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=query.element_size(),
         BK=max(16, triton.next_power_of_2(key_dim)), BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window,
-        SOFTCAP=softcap != 0, STAGES=2, num_warps=4,
+        SOFTCAP=softcap != 0, STAGES=2, ASM=query.is_cuda, num_warps=4,
     )  # fmt: skip
     return out
