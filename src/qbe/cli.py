@@ -18,6 +18,7 @@ from rich.console import Console
 
 from qbe.bench.command import app as bench
 from qbe.errors import QBEError
+from qbe.eval.command import app as evaluate
 from qbe.files import reason
 
 if TYPE_CHECKING:  # torch and transformers are imported when a command needs them: `qbe --help` stays quick
@@ -32,6 +33,7 @@ app = typer.Typer(
     help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(evaluate, name="eval")
 # What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
 USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 out = Console()

@@ -25,7 +25,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine import core
 from qbe.engine.detokenize import Detokenizer
-from qbe.engine.devices import pick_device
+from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.result import Prompt, Request, Result
 from qbe.engine.sequence import SamplingParams
 from qbe.engine.sequence import Sequence as Running
@@ -141,7 +141,7 @@ class Engine:
                 progress=progress, compile=compile,
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
-            if kv_tokens is None or not _is_memory(error):
+            if kv_tokens is None or not out_of_memory(error):
                 raise
             raise QBEError(f"kv_tokens is {kv_tokens}, but so many do not fit into the memory of {where}") from error
         self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
@@ -399,12 +399,6 @@ class Engine:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
-
-
-def _is_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on the CPU torch has no class of its own for that, nor for sizes beyond 2^63."""
-    words = ("allocate memory", "storage size")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(w in str(error).lower() for w in words)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
