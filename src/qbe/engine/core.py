@@ -175,8 +175,8 @@ class Core:
         if not work:
             return stuck
         try:
-            self.pool.copy(self.scheduler.copies)
-            self.scheduler.copies.clear()
+            self.pool.copy(self.scheduler.paging.copies)
+            self.scheduler.paging.copies.clear()
             logits, best = self.runner.step(work)
             sequences = [w.sequence for w in work if w.samples]
             tokens = sample(logits, best, sequences) if sequences else []
