@@ -174,7 +174,7 @@ def test_answers_to_one_prompt_share_its_pages_and_have_their_own_seeds() -> Non
     ]
     assert len({r.text for r in engine.answers(prompt, 3, replace(params, seed=None))}) > 1
     for n in (0, -1, True, 1.5):
-        with pytest.raises(QBEError, match="n is .*, but must be a whole number, 1 or more"):
+        with pytest.raises(QBEError, match=r"n is .*, but must be a whole number, 1 or more"):
             engine.answers(prompt, n)
     assert not engine.core.has_work()
     engine.close()

@@ -1,4 +1,4 @@
-"""The work of `qbe bench kv` on one set of cases: a decode step's attention, a prompt's, sealing. And what torch has."""
+"""The work of `qbe bench kv` on one set of cases: a decode step's attention, a prompt's, sealing; and torch's."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Decode:
         """All layers over this case's pages, once their result is known to be right."""
         with torch.inference_mode():
             out = self._layer(case, 0)
-            keys, values = self.cases.pool.read(0, case.tables[0])
-            expected = self._grouped(self.query[:1], keys[:, :, : self.cases.context], values[:, :, : self.cases.context])
+            read = self.cases.pool.read(0, case.tables[0])
+            expected = self._grouped(self.query[:1], *(t[:, :, : self.cases.context] for t in read))
         check(out[:1], expected, TOLERANCE)
         return whole(lambda: [self._layer(case, layer) for layer in range(self.cases.layers)], self.device)
 
@@ -171,4 +171,3 @@ class Seal:
     def seconds(self, case: Case, limits: Limits) -> float:
         """The limit: frames are read, pages written."""
         return limits.seconds(self.moved + sum(p.format.nbytes for p in case.pages))
-

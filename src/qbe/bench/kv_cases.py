@@ -95,10 +95,10 @@ class Cases:
         self.layers, self.shape, self.batch, self.context = layers, shape, batch, context
         pages = pages_for(context)
         wanted = choices(batch, shape.kv_heads, pages - 1, averages)
-        room = AT_ONCE + sum(_frames(layers, shape, dtype, rows) for rows in wanted.values()) + batch
+        room = min(AT_ONCE, pages) + sum(_frames(layers, shape, dtype, rows) for rows in wanted.values()) + batch
         needed = room * page_bytes([shape] * layers, dtype)
         if needed > 0.9 * free_bytes(device):
-            raise MemoryError(f"{needed / 1e9:.1f} GB of pages")
+            raise MemoryError(f"{needed / 2**20:,.0f} MiB of pages")
         self.pool = PagePool([shape] * layers, room, dtype, device)
         self._allocator = PageAllocator(room, self.pool.full)
         rows = [self._allocator.allocate(pages) or [] for _ in range(batch)]

@@ -124,9 +124,8 @@ class Core:
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:
             compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
-        if self.runner.packed and paged:
-            if self.device.type == "cuda" or compiled_for(dtype):
-                self.runner.prepare_decode(max_sequences, longest, compile, progress)
+        if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
+            self.runner.prepare_decode(max_sequences, longest, compile, progress)
 
     def _try(self) -> None:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""

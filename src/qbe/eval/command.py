@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -110,6 +110,3 @@ def _numbers(option: str, text: str, low: int, high: int) -> tuple[float, ...]:
     if any(not low <= n <= high for n in found):
         raise QBEError(f"{option} has a number out of range; give {low} to {high}")
     return found
-
-
-__all__: list[Any] = ["app"]

@@ -29,10 +29,12 @@ def read_essays(data: Path | None) -> str:
     try:
         texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
     except (OSError, UnicodeDecodeError) as error:
-        raise QBEError(f"the essays in '{folder}' cannot be read ({error}); give --data a folder of UTF-8 text") from None
+        raise QBEError(f"the essays in '{folder}' cannot be read ({error}); give --data others") from None
     text = "\n\n".join(t.strip() for t in texts if t.strip())
     if not text:
-        raise QBEError(f"there are no essays in '{folder}' (*.txt); give --data the folder that holds '{ESSAYS}'")
+        raise QBEError(
+            f"there are no essays in '{folder}'; give --data the folder that holds '{ESSAYS}' with *.txt in it"
+        )
     return text
 
 

@@ -42,9 +42,9 @@ def draw(outcome: Outcome, grid: Grid, model: str, path: Path) -> None:
         for y, line in enumerate(places):
             for x, place in enumerate(line):
                 if place:
-                    share = shares[y][x]
                     text = f"{sum(r.found for r in place)}/{len(place)}"
-                    axes.text(x, y, text, ha="center", va="center", fontsize=7, color="black" if share == 0.5 else "white")
+                    color = "white" if shares[y][x] in (0, 1) else "black"
+                    axes.text(x, y, text, ha="center", va="center", fontsize=7, color=color)
         found = sum(r.found for r in rows.values())
         axes.set_title(f"KV {shown(setting)}: {found} of {len(rows)}", fontsize=9, loc="left", fontweight="bold")
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])

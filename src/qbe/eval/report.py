@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from qbe.eval.needle import Cell, Found, Grid, Outcome, Setting, name_of
+from qbe.eval.needle import Cell, Found, Grid, Outcome, Setting
 
 if TYPE_CHECKING:
     from qbe.engine.engine import Engine
@@ -79,6 +79,3 @@ def _verdict(outcome: Outcome, setting: Setting) -> str:
         return f"{name}: every needle that 16 bits find is found ({found} of {len(rows)}, 16 bits {full})"
     where = ", ".join(f"{c.length} tokens {c.depth:.0%}" for c in lost[:4]) + (", ..." if len(lost) > 4 else "")
     return f"{name}: {len(lost)} of the {full} needles that 16 bits find are lost ({where})"
-
-
-__all__ = ["at", "conditions", "name_of", "render", "shown"]
