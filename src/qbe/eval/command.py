@@ -90,6 +90,8 @@ def needle(
 
         draw(outcome, grid, engine.name, plot)
     out = Console()
+    if not out.is_terminal:  # a file need not fold its lines
+        out = Console(width=max(out.width, 130))
     out.print(render(outcome, grid, engine.name))
 
 
