@@ -31,7 +31,7 @@ types: setup
 
 bench: setup
 	$(BIN)/python benchmarks/analysis.py
-	for what in linears decode prefill switch batch; do $(BIN)/qbe bench $$what || exit 1; done
+	for what in linears decode prefill switch batch kv; do $(BIN)/qbe bench $$what || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -98,6 +98,18 @@ def test_activation_bits_are_an_option(nested: str, home: Path, tmp_path: Path) 
     assert "activations" not in plain.stderr.decode()
 
 
+def test_several_answers_are_a_list_or_follow_each_other(nested: str, home: Path) -> None:
+    at = ["generate", "hello there", "--model", nested, "--max-tokens", "3", "--seed", "1"]
+    found = json.loads(qbe(*at, "--n", "3", "--json", home=home).stdout)
+    assert len(found) == 3
+    assert found[0]["token_ids"] == json.loads(qbe(*at, "--json", home=home).stdout)["token_ids"]
+    done = qbe(*at, "--n", "2", home=home)
+    assert done.returncode == 0
+    assert done.stdout.decode().startswith(found[0]["text"] + "\n" + found[1]["text"])
+    assert done.stderr.count(b"tok/s") == 2
+    assert "--n is 0, but must be a whole number" in refused(*at, "--n", "0", home=home)
+
+
 def test_info_and_records(nested: str, home: Path, tmp_path: Path) -> None:
     described = json.loads(qbe("info", "--model", nested, "--verify", "--json", home=home).stdout)
     assert described["unknown"] == []
@@ -155,6 +167,7 @@ def test_pull_prints_where_a_folder_is(tiny_folder: Path, home: Path) -> None:
         (["chat", "--repetition-penalty", "0"], "qbe: --repetition-penalty is 0"),
         (["generate", "hi", "--seed", "-1"], "qbe: --seed is -1"),
         (["generate", "hi", "--kv-tokens", "0"], "qbe: --kv-tokens is 0"),
+        (["generate", "hi", "--n", "few"], "--n"),
         (["chat", "--kv-tokens", "many"], "--kv-tokens"),
         (["generate", "hi", "--policy", "nope"], "policy"),
         (["generate"], "argument"),

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from conftest import byte_tokenizer, tiny_llama
+from engine_models import NO_SITES, build, prompts, request
 from qbe import Engine
+from qbe.blueprint import Blueprint
+from qbe.engine.core import Core
 from qbe.kernels.reference.activations import word
 from qbe.kernels.tuning.compiling import Compilation, CompilePool, collecting
 from qbe.sites import Role
@@ -139,7 +142,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
     no_gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any number of rows, and for the dequantisation of a prompt that is alone."""
-    from qbe.engine.warmup import _launches
+    from qbe.engine.warmup import linear_launches
     from qbe.kernels.triton.nested_linear import nested_linear
 
     engine = Engine(tiny_llama().bfloat16(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False)
@@ -151,7 +154,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
         weight.packed = tiled
     monkeypatch.setattr("qbe.kernels.ops.nested_linear", nested_linear)
     with torch.inference_mode(), collecting() as found:
-        for launch in _launches(model, table, 300, 4):
+        for launch in linear_launches(model, table, 300, 4):
             launch()
     names = {c.name for c in found}
     assert names >= {"decode_kernel", "batch_kernel", "dequantise_kernel", "dense_kernel", "nested_linear_kernel"}
@@ -167,3 +170,37 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
                 torch.nn.functional.linear(torch.zeros(300, weight.in_features, dtype=torch.bfloat16), weight)
     assert {c.key for c in later} <= {c.key for c in found}
     assert len(found) < 50
+
+
+def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For prompts cut anywhere, beside any number of sequences that write, and for any number of pages to seal."""
+    from qbe.engine.warmup import attention_launches
+    from qbe.kernels.triton import kv_pages
+    from qbe.kernels.triton.paged_attention import paged_attention
+
+    core = Core(build("gemma2-softcap"), NO_SITES, max_batch_tokens=512, kv_tokens=4096)
+    core.runner.decode = None  # on a GPU its graphs are captured before the engine serves
+    monkeypatch.setattr("qbe.kernels.attention_ops.paged_attention", paged_attention)
+    monkeypatch.setattr("qbe.kvcache.prompt.reads_in_place", lambda query: True)
+    for name in ("seal_pages", "read_pages"):
+        monkeypatch.setattr(f"qbe.kvcache.pages.{name}", getattr(kv_pages, name))
+    with torch.inference_mode(), collecting() as found:
+        for call in attention_launches(core.runner.cache, 4):
+            call()
+    kernels = {"decode_attention_kernel", "combine_kernel", "prompt_attention_kernel", "seal_kernel", "read_kernel"}
+    assert {c.name for c in found} == kernels
+    with collecting() as later:
+        for step in range(60):
+            if step % 5 == 0 and step < 30:
+                length = (200, 64, 65, 130, 191, 3)[step // 5]
+                blueprint = Blueprint("kv", (), (), ((4, 16, 2, 8), (16,) * 4, (2,) * 4)[step // 5 % 3])
+                core.add(request(str(step), prompts(length)[0], blueprint, max_tokens=100))
+            work = core.scheduler.schedule()
+            core.runner.step(work)
+            core.scheduler.complete(work)
+            for w in work:
+                if w.samples:
+                    w.sequence.token_ids.append(0)
+    assert {c.name for c in later} == kernels
+    assert {c.key for c in later} <= {c.key for c in found}
+    assert len(found) < 20

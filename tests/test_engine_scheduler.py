@@ -195,25 +195,43 @@ def test_a_sequence_that_no_longer_fits_alone_ends_with_the_numbers() -> None:
     assert s.allocator.free == 3
 
 
-def test_a_fork_shares_until_one_of_the_two_writes() -> None:
+def test_a_twin_shares_the_open_page_until_one_of_the_two_writes() -> None:
     s = scheduler(tokens=256)
-    one, two = request("one", [5] * 100, max_tokens=60), request("two", [5] * 100, max_tokens=60)
+    one, two = (request(n, [5] * 100, max_tokens=60) for n in ("one", "two"))
+    two.twin = one
     s.add(one)
     advance(s)
-    with pytest.raises(QBEError, match="other tokens"):
-        s.fork(one, two)
-    two.token_ids = list(one.token_ids)
-    s.fork(one, two)
-    assert two.pages == one.pages
+    s.add(two)
     shared = one.pages[1]
-    advance(s)
+    assert shape(s.schedule()) == [("one", 100, 1), ("two", 99, 1)]
     assert two.pages[0] is one.pages[0]
-    assert one.pages[1] is not shared
-    assert two.pages[1] is shared
-    assert s.copies == [(shared, one.pages[1])], "copied once; the other one may then write"
+    assert one.pages[1] is shared
+    assert s.paging.copies == [(shared, two.pages[1])], "copied once; the other one may then write"
+    assert (two.cached, two.twin) == (99, None)
     while s.has_work():
         advance(s)
     assert s.allocator.free == s.allocator.num_pages
+
+
+@pytest.mark.parametrize(
+    ("length", "steps", "shares"), [(100, 1, True), (100, 27, True), (100, 28, False), (128, 1, False), (65, 1, False)]
+)
+def test_a_twin_shares_no_page_that_is_sealed_or_will_be(length: int, steps: int, shares: bool) -> None:
+    s = scheduler(tokens=256)
+    one, two = (request(n, [5] * length, max_tokens=60) for n in ("one", "two"))
+    two.twin = one
+    s.add(one)
+    for _ in range(steps):
+        advance(s)
+    s.add(two)
+    s.schedule()
+    assert bool(s.paging.copies) is shares
+    assert two.cached == (length - 1 if shares else 64)
+    other = request("other", [5] * (length - 1) + [6], max_tokens=60)
+    other.twin = one
+    s.add(other)
+    s.schedule()
+    assert other.cached == 64
 
 
 def test_max_sequences_run_at_the_same_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -140,22 +141,43 @@ def test_pages_follow_a_blueprint_that_is_exchanged() -> None:
     assert r.average_kv_bits == pytest.approx((64 * 4 + 64 * 2 + 41 * 16) / 169)
 
 
-def test_a_fork_goes_on_as_if_it_had_its_own_pages() -> None:
-    c = core()
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_twin_goes_on_as_if_it_had_its_own_pages(bits: int) -> None:
     prompt = prompts(100)[0]
-    first = request("first", prompt, kv(4), max_tokens=60)
-    c.add(first)
-    for _ in range(10):
-        c.step()
-    twin = request("twin", prompt, kv(4), max_tokens=60)
-    twin.token_ids = list(first.token_ids)
-    c.scheduler.fork(first, twin)
-    twin.token_ids[-1] = (twin.token_ids[-1] + 1) % 199  # from here on they differ
-    changed = list(twin.token_ids)
+    params = {"max_tokens": 60, "temperature": 1.0}
+    expected = [run(core(), request("alone", prompt, kv(bits), seed=i, **params))[0] for i in range(3)]
+    c = core()
+    requests = [request(str(i), prompt, kv(bits), seed=i, **params) for i in range(3)]
+    c.add(requests[0])
+    for twin in requests[1:]:
+        for _ in range(5):
+            c.step()
+        twin.twin = requests[0]
+        c.add(twin)
     while c.has_work():
         c.step()
-    assert first.output_ids == alone("llama", prompt, kv(4), 60)
-    assert twin.output_ids[10:] == alone("llama", changed, kv(4), 50)
+    assert [r.output_ids for r in requests] == expected
+    assert [r.cached for r in requests] == [0, 99, 99]
+
+
+def test_answers_to_one_prompt_share_its_pages_and_have_their_own_seeds() -> None:
+    engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False,
+                    max_sequences=3)  # fmt: skip
+    prompt, params = "Count the stars. " * 9, SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True, seed=7)
+    found = engine.answers(prompt, 5, params)
+    assert [r.prompt_tokens for r in found] == [153] * 5
+    assert [r.cached_tokens for r in found[:3]] == [0, 152, 152]
+    assert all(r.cached_tokens >= 128 for r in found[3:])
+    assert len({r.text for r in found}) > 1
+    assert [r.token_ids for r in found] == [
+        engine.generate(prompt, replace(params, seed=7 + i)).token_ids for i in range(5)
+    ]
+    assert len({r.text for r in engine.answers(prompt, 3, replace(params, seed=None))}) > 1
+    for n in (0, -1, True, 1.5):
+        with pytest.raises(QBEError, match=r"n is .*, but must be a whole number, 1 or more"):
+            engine.answers(prompt, n)
+    assert not engine.core.has_work()
+    engine.close()
 
 
 def test_what_is_not_a_number_in_a_sealed_page_ends_its_request() -> None:

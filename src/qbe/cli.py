@@ -18,6 +18,7 @@ from rich.console import Console
 
 from qbe.bench.command import app as bench
 from qbe.errors import QBEError
+from qbe.eval.command import app as evaluate
 from qbe.files import reason
 
 if TYPE_CHECKING:  # torch and transformers are imported when a command needs them: `qbe --help` stays quick
@@ -32,11 +33,13 @@ app = typer.Typer(
     help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(evaluate, name="eval")
 # What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
 USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 out = Console()
 err = Console(stderr=True)
 
+_TOGETHER = 8  # answers that are written in the same steps; more wait
 DEFAULT = "smollm2-135m-instruct"
 Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")]
 Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: tiered, uniform or a plug-in's name")]
@@ -62,6 +65,7 @@ TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that add up
 MinP = Annotated[float, typer.Option(help="keep tokens at least this likely relative to the likeliest")]
 Penalty = Annotated[float, typer.Option(help="above 1 discourages repetition")]
 Seed = Annotated[int | None, typer.Option(help="same seed, same answer")]
+Answers = Annotated[int, typer.Option("--n", help="answers to write, each with a seed of its own")]
 Stop = Annotated[list[str] | None, typer.Option(help="end the answer at this text (repeatable)")]
 Chat = Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
@@ -91,21 +95,28 @@ def generate(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
-    chat: Chat = False, compile: Compile = False, as_json: Json = False,
+    n: Answers = 1, chat: Chat = False, compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Answer one prompt at the precision chosen for it, streaming the text."""
+    """Answer one prompt at the precision chosen for it, streaming the text.
+
+    Several answers (--n) come one after the other when all are written; with --json as a list.
+    """
     text = _prompt(prompt)
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
     budget = _budget(bits, tier, activation_bits, kv_bits)
-    with _engine(model, policy, dtype, device, originals, kv_tokens, compile) as engine:
+    with _engine(model, policy, dtype, device, originals, kv_tokens, compile, answers=n) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
-        result = _stream(engine, asked, params, budget, quiet=as_json)
+        several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
+        results = several or [_stream(engine, asked, params, budget, quiet=as_json)]
     if as_json:
-        _print_json(result.describe())
-    if result.error is not None:
-        raise QBEError(result.error)
-    if not as_json:
-        _summary(result)
+        _print_json([r.describe() for r in results] if several else results[0].describe())
+    for result in results:
+        if result.error is not None:
+            raise QBEError(result.error)
+        if several and not as_json:
+            print(result.text, flush=True)
+        if not as_json:
+            _summary(result)
 
 
 @app.command("chat")
@@ -282,7 +293,7 @@ def _about(model: str, verify: bool = False) -> dict[str, Any]:
 
 def _engine(
     model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None,
-    compile: bool = False, tune: bool = False,
+    compile: bool = False, tune: bool = False, answers: int = 1,
 ) -> Engine:  # fmt: skip
     from transformers.utils import logging
 
@@ -290,8 +301,9 @@ def _engine(
 
     logging.set_verbosity_error()  # its advice on optional kernels would stand in the middle of an answer
     return Engine(
-        model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=1, kv_tokens=kv_tokens,
-        compile=compile, tune=tune, progress=err.is_terminal,
+        model, policy=policy, dtype=dtype, device=device, originals=originals,
+        max_sequences=max(1, min(answers, _TOGETHER)), kv_tokens=kv_tokens, compile=compile, tune=tune,
+        progress=err.is_terminal,
     )  # fmt: skip
 
 

@@ -75,16 +75,31 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes `text` as UTF-8, all of it or nothing.
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file, all of it or nothing.
 
     Raises:
         QBEError: the disk refuses (full, read-only, no such folder).
     """
     try:
         with replacing(path) as file:
-            file.write(text.encode("utf-8", "replace"))
+            file.write(data)
     except BrokenPipeError:
         raise  # `/dev/stdout`, and its reader has enough: the command line's business
     except OSError as error:
         raise QBEError(f"'{path}' cannot be written: {reason(error)}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_bytes` of `text` as UTF-8."""
+    write_bytes(path, text.encode("utf-8", "replace"))
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raises QBEError where a file of that name cannot be made: told before minutes of work, not after."""
+    if path is None:
+        return
+    if not path.name or path.is_dir():
+        raise QBEError(f"{option} '{path}' is a folder; give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise QBEError(f"{option} '{path}' cannot be written: there is no folder {path.absolute().parent}")

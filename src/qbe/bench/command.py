@@ -15,11 +15,12 @@ import typer
 from rich.console import Console
 
 from qbe.errors import QBEError
+from qbe.files import check_writable
 
 if TYPE_CHECKING:
     from qbe.bench.report import Report
 
-BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch")
+BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,8 +86,8 @@ def _plain(value: Any) -> Any:
 
 def _command(name: str, does: str) -> Callable[..., None]:
     def command(device: Device = "auto", json: Json = None, plot: Plot = None) -> None:
-        _writable("--json", json)
-        _writable("--plot", plot)
+        check_writable("--json", json)
+        check_writable("--plot", plot)
         if plot is not None:
             from qbe.bench.plot import check_plot
 
@@ -110,21 +111,12 @@ def _command(name: str, does: str) -> Callable[..., None]:
     return app.command(name)(command)
 
 
-def _writable(option: str, path: Path | None) -> None:
-    """Told before minutes of measuring, not after."""
-    if path is None:
-        return
-    if not path.name or path.is_dir():
-        raise QBEError(f"{option} '{path}' is a folder; give the name of a file")
-    if not path.absolute().parent.is_dir():
-        raise QBEError(f"{option} '{path}' cannot be written: there is no folder {path.absolute().parent}")
-
-
 for _name, _does in (
     ("linears", "All linear layers of a token against cuBLAS, tinygemm, torchao (GPU) or F.linear (CPU)."),
     ("decode", "Whole decode steps against the same engine at 16 bits, transformers and llama.cpp."),
     ("prefill", "Reading a prompt of 2 048 tokens at several bits against 16 bits and llama.cpp."),
     ("switch", "The time that a change of blueprint between two steps adds."),
     ("batch", "A batch of mixed precisions against all rows at the highest, and a launch per precision."),
+    ("kv", "Attention over KV pages of 16, 8, 4, 2 and mixed bits, sealing them, and their memory."),
 ):
     _command(_name, _does)

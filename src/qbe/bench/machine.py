@@ -82,6 +82,17 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        found = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    return int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def hardware(device: torch.device, limits: Limits) -> dict[str, Any]:
     """The machine as JSON; what is not there is None."""
     gpu = device.type == "cuda"

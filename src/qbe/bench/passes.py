@@ -61,18 +61,42 @@ def _replays(token: Token, call: Call) -> Sample:
     return sample
 
 
-@torch.inference_mode()
 def _captured(launches: list[tuple[Part, int]], call: Call) -> torch.cuda.CUDAGraph:
-    """The launches as a CUDA graph, after a first run that compiles what must be compiled."""
-    for part, i in launches:
-        call(part, i)
+    def run() -> None:
+        for part, i in launches:
+            call(part, i)
+
+    return captured(run)
+
+
+@torch.inference_mode()
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """What it launches as a CUDA graph, after a first run that compiles what must be compiled."""
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Of this thread only: elsewhere kernels may be compiling, which must not end the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for part, i in launches:
-            call(part, i)
+        run()
     return graph
+
+
+def whole(run: Callable[[], object], device: torch.device) -> Sample:
+    """A sample of `run` as one piece: `WHOLE` -> seconds, on a GPU of a replay of its graph."""
+    if device.type == "cuda":
+        graph = captured(run)
+
+        def replayed() -> dict[str, float]:
+            graph.replay()  # clocks and caches as in a running model
+            return {WHOLE: seconds(graph.replay, device)}
+
+        return replayed
+
+    def once() -> dict[str, float]:
+        with torch.inference_mode():
+            return {WHOLE: seconds(run, device)}
+
+    return once
 
 
 def pass_rows(

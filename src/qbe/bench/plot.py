@@ -9,7 +9,7 @@ from typing import Any
 
 from qbe.bench.report import COUNT, Report, Row
 from qbe.errors import QBEError
-from qbe.files import reason, replacing
+from qbe.files import write_bytes
 
 _BETTER, _WORSE, _LIMIT, _FAINT = "#2b6cb0", "#c05621", "#1a202c", "#718096"
 _ROW_INCHES = 0.25
@@ -72,11 +72,7 @@ def draw(report: Report, path: Path) -> None:
     figure.legend(handles=legend, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    try:
-        with replacing(path) as file:
-            file.write(picture.getvalue())
-    except OSError as error:
-        raise QBEError(f"'{path}' cannot be written: {reason(error)}") from error
+    write_bytes(path, picture.getvalue())
 
 
 def _panel(axes: Any, case: str, rows: list[Row], span: tuple[float, float], tallest: int) -> None:

@@ -14,7 +14,7 @@ from qbe.engine.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.sampler import sample
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
-from qbe.engine.warmup import compile_kernels
+from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches
 from qbe.errors import QBEError
 from qbe.kernels.cpu import native
 from qbe.kernels.cpu.paged_attention import compiled_for
@@ -118,13 +118,14 @@ class Core:
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
         rows = min(max_batch_tokens if packed else self.context or _LONGEST, _LONGEST)
         head_rows = max_sequences if Runner.keeps_logits(model) else rows
-        compile_kernels(model, table, self.device, rows, head_rows, progress)
+        compile_kernels(linear_launches(model, table, rows, head_rows), self.device, progress)
         self._try()
-        if self.runner.packed and paged:
-            longest = most_pages(shapes, dtype, pages)
-            longest = longest if self.context is None else min(longest, pages_for(self.context))
-            if self.device.type == "cuda" or compiled_for(dtype):
-                self.runner.prepare_decode(max_sequences, longest, compile, progress)
+        longest = most_pages(shapes, dtype, pages)
+        longest = longest if self.context is None else min(longest, pages_for(self.context))
+        if paged:
+            compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
+        if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
+            self.runner.prepare_decode(max_sequences, longest, compile, progress)
 
     def _try(self) -> None:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""
@@ -173,8 +174,8 @@ class Core:
         if not work:
             return stuck
         try:
-            self.pool.copy(self.scheduler.copies)
-            self.scheduler.copies.clear()
+            self.pool.copy(self.scheduler.paging.copies)
+            self.scheduler.paging.copies.clear()
             logits, best = self.runner.step(work)
             sequences = [w.sequence for w in work if w.samples]
             tokens = sample(logits, best, sequences) if sequences else []

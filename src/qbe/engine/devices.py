@@ -24,3 +24,9 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise QBEError(f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; choose cpu")
     return device
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on the CPU torch has no class of its own for that, nor for sizes beyond 2^63."""
+    words = ("allocate memory", "storage size")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(w in str(error).lower() for w in words)

@@ -10,12 +10,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-import torch
 from jinja2 import TemplateError
 from torch import nn
 
@@ -25,7 +24,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine import core
 from qbe.engine.detokenize import Detokenizer
-from qbe.engine.devices import pick_device
+from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.result import Prompt, Request, Result
 from qbe.engine.sequence import SamplingParams
 from qbe.engine.sequence import Sequence as Running
@@ -141,7 +140,7 @@ class Engine:
                 progress=progress, compile=compile,
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
-            if kv_tokens is None or not _is_memory(error):
+            if kv_tokens is None or not out_of_memory(error):
                 raise
             raise QBEError(f"kv_tokens is {kv_tokens}, but so many do not fit into the memory of {where}") from error
         self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
@@ -193,11 +192,50 @@ class Engine:
                 ids.append(self.submit(request))
             while not all(map(self.finished, ids)):
                 self.step()
-        finally:  # nothing is left running when a request is refused or the caller interrupts
-            for i in ids:
-                self.cancel(i)
-            results = [self.take_result(i) for i in ids]
+        finally:
+            results = self._end(ids)
         return results
+
+    def answers(
+        self,
+        prompt: Prompt,
+        n: int,
+        params: SamplingParams | None = None,
+        *,
+        budget: Budget | None = None,
+        policy: str | None = None,
+    ) -> list[Result]:
+        """Writes n answers to one prompt, which goes through the model once; they share its pages.
+
+        Args:
+            n: 1 or more; those beyond `max_sequences` wait for the others.
+            params: with a seed s the i-th answer, counted from 0, is that of seed s + i.
+
+        Raises:
+            QBEError: what `generate` raises, or n out of range.
+        """
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise QBEError(f"n is {n!r}, but must be a whole number, 1 or more")
+        params = params or SamplingParams()
+        request = Request(prompt, params, budget or Budget(), policy)
+        ids = [self.submit(request)]
+        try:
+            while not self.started(ids[0]):
+                self.step()
+            for i in range(1, n):
+                seed = None if params.seed is None else (params.seed + i) % 2**63
+                ids.append(self.submit(replace(request, params=replace(params, seed=seed)), twin=ids[0]))
+            while not all(map(self.finished, ids)):
+                self.step()
+        finally:
+            results = self._end(ids)
+        return results
+
+    def _end(self, ids: list[str]) -> list[Result]:
+        """Results of these requests; nothing is left running when one was refused or the caller interrupts."""
+        for i in ids:
+            self.cancel(i)
+        return [self.take_result(i) for i in ids]
 
     def stream(
         self,
@@ -216,13 +254,18 @@ class Engine:
         return self._choose(Request(prompt, budget=budget or Budget(), policy=policy))[1]
 
     @_locked
-    def submit(self, request: Request) -> str:
-        """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id."""
+    def submit(self, request: Request, twin: str | None = None) -> str:
+        """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id.
+
+        Args:
+            twin: id of a request of the same prompt that has `started`, to begin on its pages.
+        """
         if self._closed:
             raise QBEError("this engine is closed; make a new one")
         ids, chosen = self._choose(request)
         key = uuid.uuid4().hex
         running = Running(key, ids, request.params, chosen.blueprint)
+        running.twin = None if twin is None else self._live[twin].running
         self.core.add(running)
         text = Detokenizer(self.tokenizer, request.params.stop, self.eos_ids)
         self._live[key] = _Live(request, chosen, running, text, time.perf_counter())
@@ -264,6 +307,12 @@ class Engine:
         live = self._live[request_id]
         pieces, live.pieces = [p for p in live.pieces if p], []
         return pieces
+
+    @_locked
+    def started(self, request_id: str) -> bool:
+        """Whether the request has its first token, or its result."""
+        live = self._live[request_id]
+        return live.first_token is not None or live.result is not None
 
     @_locked
     def finished(self, request_id: str) -> bool:
@@ -399,12 +448,6 @@ class Engine:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
-
-
-def _is_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on the CPU torch has no class of its own for that, nor for sizes beyond 2^63."""
-    words = ("allocate memory", "storage size")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(w in str(error).lower() for w in words)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

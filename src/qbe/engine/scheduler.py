@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from qbe.engine.paging import Paging, average_bits
 from qbe.engine.sequence import Sequence, Status
 from qbe.errors import QBEError
-from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE
-from qbe.kvcache.allocator import Format, Page, PageAllocator
-from qbe.kvcache.prefix import page_key
+from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.kvcache.allocator import Format, PageAllocator
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Scheduler:
         format_of: the format of the pages that a sequence begins now; by default 16 bits.
 
     Attributes:
-        copies: pages that were shared and are written to next, each with its copy; to be copied before the step.
+        paging: gives the sequences their pages.
         stuck: sequences that ended because even alone they no longer fit.
 
     Raises:
@@ -70,11 +70,10 @@ class Scheduler:
             )
         self.allocator = allocator
         self.max_batch_tokens, self.max_sequences, self.context = max_batch_tokens, max_sequences, context
-        self.paged, self.chunked, self.reusable = paged, chunked, reusable and paged
-        self.format_of = format_of or (lambda _: allocator.full)
+        self.paged, self.chunked = paged, chunked
+        self.paging = Paging(allocator, chunked, reusable and paged, format_of or (lambda _: allocator.full))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
-        self.copies: list[tuple[Page, Page]] = []
         self.stuck: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._preempted = False  # in the step that is being scheduled
@@ -96,7 +95,7 @@ class Scheduler:
                 f"the prompt has {prompt} tokens, but the model's context is {self.context} with the answer: shorten it"
             )
         length = prompt + wanted if self.context is None else min(prompt + wanted, self.context)
-        if self.paged and (most := self._capacity(self.format_of(sequence))) < length:
+        if self.paged and (most := self.paging.capacity(sequence)) < length:
             raise QBEError(
                 f"{prompt} prompt tokens and up to {length - prompt} new ones do not fit in the KV cache of "
                 f"{most} tokens: lower max_tokens or raise kv_tokens"
@@ -105,26 +104,6 @@ class Scheduler:
         sequence.status = Status.WAITING
         self._by_id[sequence.request_id] = sequence
         self.waiting.append(sequence)
-
-    def fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Let `twin`, a sequence of the same tokens, run on from where `sequence` is, on the same pages.
-
-        A page that both have is copied when the first of them writes to it.
-
-        Raises:
-            QBEError: a name in use, different tokens, or no place for one sequence more.
-        """
-        if twin.request_id in self._by_id:
-            raise QBEError(f"a request '{twin.request_id}' is already running: give each request its own id")
-        if twin.token_ids != sequence.token_ids or sequence.status is not Status.RUNNING or sequence.recurrent:
-            raise QBEError(f"'{sequence.request_id}' cannot be forked: it does not run, has a state or other tokens")
-        if len(self.running) >= self.max_sequences:
-            raise QBEError(f"{self.max_sequences} sequences run already: raise max_sequences")
-        self.allocator.share(sequence.pages)
-        twin.pages, twin.page_keys, twin.keyed_by = list(sequence.pages), list(sequence.page_keys), sequence.keyed_by
-        twin.computed, twin.max_length, twin.status = sequence.computed, sequence.max_length, Status.RUNNING
-        self._by_id[twin.request_id] = twin
-        self.running.append(twin)
 
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
@@ -144,14 +123,14 @@ class Scheduler:
         if reason == "error":  # nobody else shall find what went wrong in it
             self.allocator.forget(sequence.pages)
         if sequence.pages:
-            sequence.average_kv_bits = _average_bits(sequence)
-        self._release(sequence)
+            sequence.average_kv_bits = average_bits(sequence)
+        self.paging.release(sequence)
         sequence.seen = None
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
 
     def restart(self, sequence: Sequence) -> None:
         """Free a sequence's pages; its tokens must be computed again."""
-        self._release(sequence)
+        self.paging.release(sequence)
         sequence.computed = 0
 
     def schedule(self) -> list[Work]:
@@ -183,16 +162,7 @@ class Scheduler:
     def complete(self, work: list[Work]) -> None:
         """The step has run: pages that it filled are sealed, and others may find them."""
         for w in work:
-            sequence = w.sequence
-            if sequence.keyed_by != sequence.blueprint.key:
-                sequence.keyed_by = None
-            for i in range(w.start // PAGE_SIZE, min(sequence.computed // PAGE_SIZE, len(sequence.pages))):
-                self.allocator.seal(sequence.pages[i])
-                sequence.version += 1
-                if self.reusable and sequence.keyed_by is not None and len(sequence.page_keys) == i:
-                    key = self._key(sequence, i)
-                    sequence.page_keys.append(key)
-                    self.allocator.publish(sequence.pages[i], key)
+            self.paging.complete(w.sequence, w.start)
 
     def _grow(self, sequence: Sequence, end: int) -> int:
         """Pages for the tokens `[computed, end)`; returns how many of them may run: 0 if the sequence was preempted."""
@@ -200,12 +170,11 @@ class Scheduler:
             return 0
         if not self.paged:
             return end - sequence.computed
-        format = self.format_of(sequence)
         while True:
-            if self._write(sequence, end, format):
+            if self.paging.write(sequence, end):
                 return end - sequence.computed
             room = len(sequence.pages) * PAGE_SIZE
-            if self.chunked and room > sequence.computed and self._write(sequence, room, format):
+            if self.chunked and room > sequence.computed and self.paging.write(sequence, room):
                 return room - sequence.computed
             if self.running == [sequence]:
                 # Alone it fits, if its pages do not lie scattered between those that have gone, or if its bits were not
@@ -228,34 +197,6 @@ class Scheduler:
             if victim is sequence:
                 return 0
 
-    def _write(self, sequence: Sequence, end: int, format: Format) -> bool:
-        """Whether `[computed, end)` can be written: there are pages, of this format and nobody else's."""
-        for i in range(sequence.computed // PAGE_SIZE, -(-end // PAGE_SIZE)):
-            if i == len(sequence.pages):
-                new = self.allocator.allocate(1, format)
-                if new is None:
-                    return False
-                sequence.pages += new
-            elif (page := sequence.pages[i]).owners > 1:
-                new = self.allocator.allocate(1, format)
-                if new is None:
-                    return False
-                self.copies.append((page, new[0]))
-                self.allocator.release([page])
-                sequence.pages[i] = new[0]
-            elif page.format != format:
-                if not self.allocator.reformat(page, format):
-                    return False
-            else:
-                continue
-            sequence.version += 1
-        return True
-
-    def _release(self, sequence: Sequence) -> None:
-        self.allocator.release(sequence.pages)
-        sequence.pages, sequence.page_keys, sequence.recurrent = [], [], None
-        sequence.version += 1
-
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.restart(sequence)
@@ -268,61 +209,16 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.max_sequences or self._preempted:
             return False
         sequence = self.waiting[0]
-        if self.paged and self.running:
-            needed = self._needs(self.format_of(sequence), len(sequence.token_ids))
-            if needed > self.allocator.free_bytes:
-                return False
+        if self.paged and self.running and self.paging.needs(sequence) > self.allocator.free_bytes:
+            return False
         self.waiting.popleft()
         sequence.status = Status.RUNNING
         self.running.append(sequence)
         prompts.append(sequence)
-        self._reuse(sequence)
+        self.paging.begin(sequence)
         return True
-
-    def _reuse(self, sequence: Sequence) -> None:
-        """Begin with the pages that are known already; the last token is always computed."""
-        sequence.keyed_by = sequence.blueprint.key
-        while self.reusable and (len(sequence.pages) + 1) * PAGE_SIZE < len(sequence.token_ids):
-            key = self._key(sequence, len(sequence.pages))
-            page = self.allocator.find(key)
-            if page is None:
-                break
-            sequence.pages.append(page)
-            sequence.page_keys.append(key)
-        sequence.computed = len(sequence.pages) * PAGE_SIZE
-        if not sequence.preemptions:
-            sequence.cached = sequence.computed
-
-    def _key(self, sequence: Sequence, i: int) -> bytes:
-        tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-        return page_key(sequence.page_keys[i - 1] if i else b"", sequence.blueprint.key, tokens)
-
-    def _needs(self, format: Format, tokens: int) -> int:
-        """Bytes for so many tokens when they are computed alone: sealed pages, and the frames of a step."""
-        pages = -(-tokens // PAGE_SIZE)
-        frames = 0 if format.full else 1 if self.chunked else pages
-        return pages * format.nbytes + frames * self.allocator.page_bytes
-
-    def _capacity(self, format: Format) -> int:
-        """Tokens of this format that the whole cache holds."""
-        total, page = self.allocator.num_pages * self.allocator.page_bytes, self.allocator.page_bytes
-        if format.full:
-            return self.allocator.num_pages * PAGE_SIZE
-        pages = (total - page) // format.nbytes if self.chunked else total // (format.nbytes + page)
-        return max(0, pages) * PAGE_SIZE
 
 
 def _running(work: list[Work]) -> list[Work]:
     """The work of those that were not preempted after they got it."""
     return [w for w in work if w.sequence.status is Status.RUNNING]
-
-
-def _average_bits(sequence: Sequence) -> float:
-    """Bits of a number in its pages: those of a sealed page, 16 in the one that is being filled."""
-    bits = total = 0.0
-    for i, page in enumerate(sequence.pages):
-        tokens = min(PAGE_SIZE, sequence.computed - i * PAGE_SIZE)
-        if tokens > 0:
-            bits += tokens * (page.format.average if page.frame is None else FULL_BITS)
-            total += tokens
-    return bits / total if total else float(FULL_BITS)

@@ -115,6 +115,7 @@ class Sequence:
         version: changes whenever an entry of `pages` does.
         page_keys: what its full pages are known by, as far as they are.
         keyed_by: key of the blueprint that all of its tokens had; None once it was exchanged.
+        twin: a sequence of the same prompt whose pages it may begin with; None once it has begun.
         cached: tokens of the prompt whose pages were there already when it was first admitted.
         average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
         preemptions: how often it gave its pages up and waited again.
@@ -136,6 +137,7 @@ class Sequence:
     version: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     keyed_by: str | None = None
+    twin: Sequence | None = field(default=None, repr=False)
     cached: int = 0
     average_kv_bits: float | None = None
     preemptions: int = 0

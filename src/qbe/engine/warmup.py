@@ -1,30 +1,33 @@
-"""Compiles, before an engine serves, every nested linear kernel that its steps can launch: no request waits for one."""
+"""Compiles, before an engine serves, every kernel of ours that its steps can launch: no request waits for one."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
+from qbe.kernels.kv_blocks import KV_BITS
 from qbe.kernels.reference.activations import word
+from qbe.kvcache.attention import DecodeLayout, attend_decode
+from qbe.kvcache.cache import PagedCache
+from qbe.kvcache.prompt import Prompt, attend_prompt
 from qbe.sites import ACTIVATION_GEARS, Role, SiteTable
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
 from qbe.store.prepare import bar
 
+Launch = Callable[[], object]
+
 
 @torch.inference_mode()
-def compile_kernels(
-    model: nn.Module, table: SiteTable, device: torch.device, rows: int, head_rows: int, progress: bool
-) -> None:
-    """Compile them in several processes, or find them in Triton's disk cache, and load them.
+def compile_kernels(launches: Iterable[Launch], device: torch.device, progress: bool) -> None:
+    """Compile what these calls launch in several processes, or find it in Triton's disk cache, and load it.
 
     Args:
-        model: on its device; nothing happens on a CPU or without Triton.
-        rows: of the longest step.
-        head_rows: of it that the output head sees at most.
+        device: theirs; nothing happens on a CPU or without Triton.
         progress: show a progress bar.
     """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
@@ -32,7 +35,7 @@ def compile_kernels(
     from qbe.kernels.tuning.compiling import CompilePool, collecting
     from qbe.kernels.tuning.tunable import recording
 
-    launches = list(_launches(model, table, rows, head_rows))
+    launches = list(launches)
     with recording():  # none of them is a step's
         with collecting() as found:
             for launch in launches:
@@ -54,8 +57,13 @@ def row_counts(most: int) -> list[int]:
     return sorted({min(n, most) for n in (1, *powers, 255)})
 
 
-def _launches(model: nn.Module, table: SiteTable, rows: int, head_rows: int) -> Iterator[Callable[[], object]]:
-    """Calls that together need every kernel, for each kind of nested layer once."""
+def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: int) -> Iterator[Launch]:
+    """Calls that together need every kernel of nested linear layers, for each kind of layer once.
+
+    Args:
+        rows: of the longest step.
+        head_rows: of it that the output head sees at most.
+    """
     seen: set[object] = set()
     for site in table.nested:
         layer = model.get_submodule(site.name)
@@ -87,3 +95,34 @@ def _multiply(layer: nn.Module, rows: int, uniform: int | None = None) -> torch.
     finally:
         weight.uniform = None
     return y
+
+
+def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
+    """Calls that together need every kernel of the KV cache, for each kind of attention layer once.
+
+    They read and write the spare page only.
+
+    Args:
+        cache: through which a step has run.
+        pages: that one sequence can have.
+    """
+    pool = cache.pool
+    spare = torch.tensor([pool.spare], device=pool.device)
+    formats = frozenset([pool.format((KV_BITS[0],) * len(pool.shapes), Counter())])
+    # How many parts the keys are cut into changes a kernel at powers of two only.
+    widths = sorted({min(pages, 1 << i) for i in range(pages.bit_length() + 1)})
+    seen: set[object] = set()
+    for layer, (shape, heads, call) in enumerate(zip(pool.shapes, cache.heads, cache.calls, strict=True)):
+        if shape is None or call is None or (shape, heads, call) in seen:
+            continue
+        seen.add((shape, heads, call))
+        yield functools.partial(pool.seal, torch.stack([spare, spare]), layer)
+        yield functools.partial(pool.read, layer, spare)
+        for n in (1, 2):
+            sizes = ((heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
+            q, k, v = (torch.zeros(1, h, n, d, dtype=pool.dtype, device=pool.device) for h, d in sizes)
+            yield functools.partial(attend_prompt, pool, layer, Prompt(0, n, 0, spare, spare, formats), q, k, v, *call)
+            for width in widths:
+                tables = torch.zeros(n, width, dtype=torch.long, device=pool.device)
+                layout = DecodeLayout(cache, spare.repeat(n), tables, torch.ones_like(tables[:, 0]), [])
+                yield functools.partial(attend_decode, layout, layer, q, k, v, *call)

@@ -158,9 +158,9 @@ def paged_attention(
     window = sliding_window if sliding_window is not None else cache.windows[layer]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, DecodeLayout):
-        return _attend_decode(layout, layer, query, key, value, scaling, window, softcap)[None], None
+        return attend_decode(layout, layer, query, key, value, scaling, window, softcap)[None], None
 
-    cache.heads[layer] = query.shape[1]
+    cache.heads[layer], cache.calls[layer] = query.shape[1], (scaling, window, softcap)
     parts = []
     for prompt in layout.prompts:
         q, k, v = (t.narrow(2, prompt.row, prompt.count) for t in (query, key, value))
@@ -173,11 +173,11 @@ def paged_attention(
     if layout.single is not None:
         rows, decode = layout.single
         q, k, v = (t.index_select(2, rows) for t in (query, key, value))
-        out[0, rows] = _attend_decode(decode, layer, q, k, v, scaling, window, softcap)
+        out[0, rows] = attend_decode(decode, layer, q, k, v, scaling, window, softcap)
     return out, None
 
 
-def _attend_decode(
+def attend_decode(
     layout: DecodeLayout,
     layer: int,
     query: torch.Tensor,

@@ -122,6 +122,7 @@ class PagedCache(Cache):
         pool: the pages.
         windows: per layer its sliding window in tokens, or None.
         heads: per layer its query heads, once a step has run.
+        calls: per layer scaling, window and soft cap of its attention, once a step has run.
         layout: what the rows of the step that runs now are (`qbe.kvcache.attention.step`), or None.
     """
 
@@ -136,6 +137,7 @@ class PagedCache(Cache):
             for i in range(len(pool.keys))
         ]
         self.heads = [0] * len(pool.keys)
+        self.calls: list[tuple[float, int | None, float | None] | None] = [None] * len(pool.keys)
         super().__init__(layers=[_PagedLayer(self) for _ in pool.keys])
 
     def attach(self, model: nn.Module) -> None:

@@ -62,7 +62,7 @@ def attend_prompt(
         window: a query at position p sees keys at p - window + 1 .. p.
     """
     if any(f.lowered(layer) for f in prompt.formats):
-        if query.is_cuda:
+        if reads_in_place(query):
             from qbe.kernels.triton.prompt_attention import prompt_attention
 
             shape, words = pool.shapes[layer], pool.words[layer]
@@ -81,6 +81,11 @@ def attend_prompt(
                     for t in pool.read(layer, prompt.entries[page:]))  # fmt: skip
     mask = _causal_mask(prompt.start, prompt.end, first, window, query.device)
     return attend(query, keys, values, mask, False, scaling, softcap)
+
+
+def reads_in_place(query: torch.Tensor) -> bool:
+    """Whether a kernel reads pages below 16 bits where they are."""
+    return query.is_cuda
 
 
 def attend_by_page(

@@ -81,7 +81,7 @@ def _seal(
     tl.store(row, packed.to(tl.uint8), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sources_ptr", "targets_ptr", "words_ptr", "layer_words"])
 def seal_kernel(
     memory_ptr, numbers_ptr, words_ptr, sources_ptr, targets_ptr, layer_words,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
@@ -140,7 +140,7 @@ def _store_read(
         tl.store(v_at, v.to(values_ptr.dtype.element_ty), mask=(dv < VALUE_DIM)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries_ptr", "pages"])
 def read_kernel(
     memory_ptr, numbers_ptr, words_ptr, entries_ptr, keys_ptr, values_ptr, pages,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,

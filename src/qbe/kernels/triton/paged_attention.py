@@ -57,15 +57,15 @@ def paged_attention(
         query.stride(0), query.stride(1), query.stride(2),
         key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),
-        tables.stride(0), entropy.stride(0), scaling, softcap,
+        tables.stride(0), entropy.stride(0), scaling, softcap, splits,
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(8, triton.next_power_of_2(repeat)), BK=max(16, triton.next_power_of_2(key_dim)),
-        BV=max(16, triton.next_power_of_2(value_dim)), SPLITS=splits, WINDOW=window, SOFTCAP=softcap != 0,
+        BV=max(16, triton.next_power_of_2(value_dim)), SPLIT=splits > 1, WINDOW=window, SOFTCAP=softcap != 0,
         STAGES=2, ASM=query.is_cuda, num_warps=2,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(batch * heads,)](
-            means, sums, logs, out, entropy, entropy.stride(0), heads, SPLITS=splits,
+            means, sums, logs, out, entropy, entropy.stride(0), heads, splits,
             BS=triton.next_power_of_2(splits), VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)),
             num_warps=4,
         )  # fmt: skip

@@ -16,7 +16,13 @@ from qbe.kernels.triton.kv_blocks import PAGE
 from qbe.kernels.triton.page_walk import LN2, LOG2E, attend_pages, capped, query_columns
 
 
-@triton.jit(do_not_specialize=["scaling", "softcap"])
+# What changes between steps must not make Triton compile once more: how many parts, and how a table lies in memory.
+@triton.jit(
+    do_not_specialize=[
+        "scaling", "softcap", "splits", "table_row", "entropy_row", "slots_ptr", "tables_ptr", "lengths_ptr",
+        "entropy_ptr", "sums_ptr", "logs_ptr",
+    ]
+)  # fmt: skip
 def decode_attention_kernel(
     q_ptr,
     k_ptr,
@@ -45,6 +51,7 @@ def decode_attention_kernel(
     entropy_row,
     scaling,
     softcap,
+    splits,
     KV_HEADS: tl.constexpr,
     REPEAT: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -53,7 +60,7 @@ def decode_attention_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -74,7 +81,7 @@ def decode_attention_kernel(
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     pages = tl.where(past > first, tl.cdiv(past, PAGE) - first // PAGE, 0)
-    each = tl.cdiv(pages, SPLITS)
+    each = tl.cdiv(pages, splits)
     low = first // PAGE + split * each
     high = tl.minimum(low + each, first // PAGE + pages)
     table_ptr = tables_ptr + sequence * table_row
@@ -109,21 +116,21 @@ def decode_attention_kernel(
     some = tl.where(total > 0, total, 1.0)
     mean = acc / some[None, :]
     ok_out = m_ok[None, :] & (dv < VALUE_DIM)[:, None]
-    if SPLITS == 1:
+    if not SPLIT:
         at_out = (sequence * KV_HEADS * REPEAT + heads[None, :]) * VALUE_DIM + dv[:, None]
         tl.store(out_ptr + at_out, mean.to(out_ptr.dtype.element_ty), mask=ok_out)
         entropy = (top + tl.log2(total) - weighted / some) * LN2
         tl.store(entropy_ptr + sequence * entropy_row + heads, entropy, mask=m_ok)
     else:
-        part = (sequence * SPLITS + split) * KV_HEADS * REPEAT + heads
+        part = (sequence * splits + split) * KV_HEADS * REPEAT + heads
         tl.store(means_ptr + part[None, :] * VALUE_DIM + dv[:, None], mean, mask=ok_out)
         tl.store(sums_ptr + part, top + tl.log2(total), mask=m_ok)
         tl.store(logs_ptr + part, weighted / some, mask=m_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entropy_row", "heads", "splits", "entropy_ptr", "sums_ptr", "logs_ptr"])
 def combine_kernel(
-    means_ptr, sums_ptr, logs_ptr, out_ptr, entropy_ptr, entropy_row, heads, SPLITS: tl.constexpr, BS: tl.constexpr,
+    means_ptr, sums_ptr, logs_ptr, out_ptr, entropy_ptr, entropy_row, heads, splits, BS: tl.constexpr,
     VALUE_DIM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """out[sequence, head] = mean of the parts' means, weighted by 2**sums; entropy likewise, of their mean scores"""
@@ -131,15 +138,15 @@ def combine_kernel(
     head = tl.program_id(0) % heads
     s = tl.arange(0, BS)
     dv = tl.arange(0, BV)
-    part = (sequence * SPLITS + s) * heads + head
-    sums = tl.load(sums_ptr + part, mask=s < SPLITS, other=float("-inf"))
-    logs = tl.load(logs_ptr + part, mask=s < SPLITS, other=0.0)
+    part = (sequence * splits + s) * heads + head
+    sums = tl.load(sums_ptr + part, mask=s < splits, other=float("-inf"))
+    logs = tl.load(logs_ptr + part, mask=s < splits, other=0.0)
     top = tl.max(sums, 0)
     weights = tl.exp2(sums - top)
     total = tl.sum(weights, 0)
     means = tl.load(
         means_ptr + part[:, None] * VALUE_DIM + dv[None, :],
-        mask=(s < SPLITS)[:, None] & (dv < VALUE_DIM)[None, :],
+        mask=(s < splits)[:, None] & (dv < VALUE_DIM)[None, :],
         other=0.0,
     )
     y = tl.sum(means * weights[:, None], 0) / total

@@ -17,7 +17,7 @@ from qbe.kernels.triton.kv_blocks import PAGE
 from qbe.kernels.triton.page_walk import attend_pages, attend_run
 
 
-@triton.jit(do_not_specialize=["start", "end", "scaling", "softcap"])
+@triton.jit(do_not_specialize=["start", "end", "scaling", "softcap", "table_ptr", "frames_ptr"])
 def prompt_attention_kernel(
     q_ptr, memory_ptr, numbers_ptr, words_ptr, table_ptr, frames_ptr, out_ptr, q_head, q_row, q_one, start,
     end, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,

@@ -1,0 +1,133 @@
+"""The pages of each sequence: which it begins with, which it writes, when they are sealed and found by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qbe.engine.sequence import Sequence, Status
+from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE
+from qbe.kvcache.allocator import Format, Page, PageAllocator
+from qbe.kvcache.prefix import page_key
+
+
+class Paging:
+    """Gives pages to sequences and takes them back.
+
+    Args:
+        allocator: the pages.
+        chunked: whether a prompt may be spread over steps.
+        reusable: whether a page's contents depend on the tokens before it alone, so that sequences may share it.
+        format_of: the format of the pages that a sequence begins now.
+
+    Attributes:
+        copies: pages that were shared and are written to next, each with its copy; to be copied before the step.
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, chunked: bool, reusable: bool, format_of: Callable[[Sequence], Format]
+    ) -> None:
+        self.allocator, self.chunked, self.reusable, self.format_of = allocator, chunked, reusable, format_of
+        self.copies: list[tuple[Page, Page]] = []
+
+    def capacity(self, sequence: Sequence) -> int:
+        """Tokens of this sequence that the whole cache holds."""
+        format, page = self.format_of(sequence), self.allocator.page_bytes
+        total = self.allocator.num_pages * page
+        if format.full:
+            return self.allocator.num_pages * PAGE_SIZE
+        pages = (total - page) // format.nbytes if self.chunked else total // (format.nbytes + page)
+        return max(0, pages) * PAGE_SIZE
+
+    def needs(self, sequence: Sequence) -> int:
+        """Bytes for its tokens when they are computed alone: sealed pages, and the frames of a step."""
+        format, pages = self.format_of(sequence), -(-len(sequence.token_ids) // PAGE_SIZE)
+        frames = 0 if format.full else 1 if self.chunked else pages
+        return pages * format.nbytes + frames * self.allocator.page_bytes
+
+    def begin(self, sequence: Sequence) -> None:
+        """Give it the pages that are known already; its last token is always computed.
+
+        Where its twin still writes the page in which the prompt ends, it begins with that one, too. The first of the
+        two that writes to it takes a copy.
+        """
+        sequence.keyed_by, tokens = sequence.blueprint.key, len(sequence.token_ids)
+        while self.reusable and (len(sequence.pages) + 1) * PAGE_SIZE < tokens:
+            key = self._key(sequence, len(sequence.pages))
+            page = self.allocator.find(key)
+            if page is None:
+                break
+            sequence.pages.append(page)
+            sequence.page_keys.append(key)
+        last, sequence.computed = len(sequence.pages), len(sequence.pages) * PAGE_SIZE
+        twin, sequence.twin = sequence.twin, None
+        if (
+            self.reusable
+            and twin is not None
+            and twin.status is Status.RUNNING
+            and twin.keyed_by == sequence.keyed_by
+            and twin.token_ids[:tokens] == sequence.token_ids
+            and last == (tokens - 1) // PAGE_SIZE == (twin.computed + 1) // PAGE_SIZE  # not full after this step either
+            and sequence.computed < tokens - 1 <= twin.computed
+        ):
+            self.allocator.share(twin.pages[last : last + 1])
+            sequence.pages.append(twin.pages[last])
+            sequence.computed = tokens - 1
+        if not sequence.preemptions:
+            sequence.cached = sequence.computed
+
+    def write(self, sequence: Sequence, end: int) -> bool:
+        """Whether `[computed, end)` can be written: there are pages, of its format and nobody else's."""
+        format = self.format_of(sequence)
+        for i in range(sequence.computed // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            if i == len(sequence.pages):
+                new = self.allocator.allocate(1, format)
+                if new is None:
+                    return False
+                sequence.pages += new
+            elif (page := sequence.pages[i]).owners > 1:
+                new = self.allocator.allocate(1, format)
+                if new is None:
+                    return False
+                self.copies.append((page, new[0]))
+                self.allocator.release([page])
+                sequence.pages[i] = new[0]
+            elif page.format != format:
+                if not self.allocator.reformat(page, format):
+                    return False
+            else:
+                continue
+            sequence.version += 1
+        return True
+
+    def complete(self, sequence: Sequence, start: int) -> None:
+        """Its tokens from `start` on have run: pages that they filled are sealed, and others may find them."""
+        if sequence.keyed_by != sequence.blueprint.key:
+            sequence.keyed_by = None
+        for i in range(start // PAGE_SIZE, min(sequence.computed // PAGE_SIZE, len(sequence.pages))):
+            self.allocator.seal(sequence.pages[i])
+            sequence.version += 1
+            if self.reusable and sequence.keyed_by is not None and len(sequence.page_keys) == i:
+                key = self._key(sequence, i)
+                sequence.page_keys.append(key)
+                self.allocator.publish(sequence.pages[i], key)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all of its pages back."""
+        self.allocator.release(sequence.pages)
+        sequence.pages, sequence.page_keys, sequence.recurrent = [], [], None
+        sequence.version += 1
+
+    def _key(self, sequence: Sequence, i: int) -> bytes:
+        tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+        return page_key(sequence.page_keys[i - 1] if i else b"", sequence.blueprint.key, tokens)
+
+
+def average_bits(sequence: Sequence) -> float:
+    """Bits of a number in its pages: those of a sealed page, 16 in the one that is being filled."""
+    bits = total = 0.0
+    for i, page in enumerate(sequence.pages):
+        tokens = min(PAGE_SIZE, sequence.computed - i * PAGE_SIZE)
+        if tokens > 0:
+            bits += tokens * (page.format.average if page.frame is None else FULL_BITS)
+            total += tokens
+    return bits / total if total else float(FULL_BITS)

@@ -1,0 +1,1 @@
+"""`qbe eval`: what a model still knows and finds at lower precision, measured on real text."""

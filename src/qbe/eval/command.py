@@ -1,0 +1,114 @@
+"""`qbe eval …`: measures, prints a table, writes JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from qbe.errors import QBEError
+from qbe.files import check_writable, write_text
+from qbe.sites import KV_BITS
+
+if TYPE_CHECKING:
+    from qbe.eval.needle import Setting
+
+app = typer.Typer(no_args_is_help=True, help="Measure what lower precision costs in answers.")
+
+
+@app.callback()
+def options() -> None:
+    """Measure what lower precision costs in answers."""  # with it a single command stays a command
+
+
+@app.command()
+def needle(
+    model: Annotated[
+        str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")
+    ] = "smollm2-135m-instruct",
+    data: Annotated[
+        Path | None, typer.Option(help="folder with 'paul_graham_essays'; left out, $QBE_DATA, else ../shared/data")
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="tokens of a prompt with its answer; left out, those of 1024,2048,4096 in the context")
+    ] = "",
+    depths: Annotated[str, typer.Option(help="percent of the text before the needle")] = "0,25,50,75,100",
+    kv_bits: Annotated[
+        str, typer.Option(help="settings to compare with 16 bits, of 8, 4, 2 and default (the policy's choice)")
+    ] = "8,4,2,default",
+    needles: Annotated[int, typer.Option(help="needles for each length and depth")] = 2,
+    limit: Annotated[int | None, typer.Option(help="needles in all, spread over the grid")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    as_json: Annotated[Path | None, typer.Option("--json", help="write the results to this file")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="draw them into this PNG (needs matplotlib)")] = None,
+) -> None:
+    """Hide numbers in essays and ask for them, at 16-bit keys and values first, then at fewer bits."""
+    settings = _settings(kv_bits)
+    shares = tuple(d / 100 for d in _numbers("--depths", depths, 0, 100))
+    wanted = tuple(int(n) for n in _numbers("--lengths", lengths, 1, 1 << 24)) if lengths else ()
+    for option, value in (("--needles", needles), ("--limit", limit)):
+        if value is not None and value < 1:
+            raise QBEError(f"{option} is {value}, but must be 1 or more")
+    check_writable("--json", as_json)
+    check_writable("--plot", plot)
+    if plot is not None:
+        from qbe.bench.plot import check_plot
+
+        check_plot(plot)
+    from qbe.eval.haystack import read_essays
+
+    text = read_essays(data)
+    from qbe.engine.engine import Engine
+    from qbe.eval.needle import ANSWER_TOKENS, Grid, run
+    from qbe.eval.report import conditions, render
+    from qbe.models.load import quiet
+    from qbe.store.prepare import bar
+
+    err = Console(stderr=True)
+    longest = max(wanted or Grid.lengths)
+    with (
+        quiet(),
+        # Room for a prompt and for the pages that the one before it has left.
+        Engine(model, device=device, max_sequences=1, kv_tokens=2 * (longest + ANSWER_TOKENS + 64), records=False,
+               progress=err.is_terminal) as engine,
+    ):  # fmt: skip
+        context = engine.core.context or longest
+        default = tuple(n for n in Grid.lengths if n <= context) or (context,)
+        grid = Grid(wanted or default, shares, needles, limit)
+        began = conditions(engine)
+        asked = len(grid.cells()) * len({16, *settings})
+        with bar("needles", asked, err.is_terminal) as tick:
+            outcome = run(engine, text, grid, settings, tick)
+    if as_json is not None:
+        described = {"eval": "needle", "conditions": began, **outcome.describe()}
+        write_text(as_json, json.dumps(described, indent=1, allow_nan=False) + "\n")
+    if plot is not None:
+        from qbe.eval.heat_map import draw
+
+        draw(outcome, grid, engine.name, plot)
+    out = Console()
+    if not out.is_terminal:  # a file need not fold its lines
+        out = Console(width=max(out.width, 130))
+    out.print(render(outcome, grid, engine.name))
+
+
+def _settings(text: str) -> tuple[Setting, ...]:
+    names = {str(b): b for b in KV_BITS} | {"default": None}
+    parts = [p.strip() for p in text.split(",")]
+    for part in parts:
+        if part not in names:
+            raise QBEError(f"--kv-bits has '{part}': give some of {', '.join(names)}, e.g. 8,4,default")
+    return tuple(dict.fromkeys(names[p] for p in parts))
+
+
+def _numbers(option: str, text: str, low: int, high: int) -> tuple[float, ...]:
+    try:
+        found = tuple(dict.fromkeys(float(p) for p in text.split(",")))
+    except ValueError:
+        raise QBEError(f"{option} '{text}' is not a list of numbers; give 0,50,100 for example") from None
+    if any(not low <= n <= high for n in found):
+        raise QBEError(f"{option} has a number out of range; give {low} to {high}")
+    return found

@@ -1,0 +1,81 @@
+"""A run of `qbe eval needle` on the terminal, and the conditions it holds under."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from qbe.eval.needle import Cell, Found, Grid, Outcome, Setting
+
+if TYPE_CHECKING:
+    from qbe.engine.engine import Engine
+
+
+def conditions(engine: Engine) -> dict[str, Any]:
+    """Model, machine and versions, as JSON."""
+    import transformers
+
+    from qbe import __version__
+
+    device = engine.core.device
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "model": engine.name,
+        "dtype": str(engine.core.pool.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "weights": "16 bits at every setting",
+        "answers": "greedy; found: the answer contains the number",
+        "versions": {"qbe": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def shown(setting: Setting) -> str:
+    """A setting in words."""
+    return "default" if setting is None else f"{setting} bits"
+
+
+def at(rows: dict[Cell, Found], length: int, depth: float) -> list[Found]:
+    """The needles of a place."""
+    return [r for c, r in rows.items() if (c.length, c.depth) == (length, depth)]
+
+
+def render(outcome: Outcome, grid: Grid, model: str) -> RenderableType:
+    """A line for each setting and length: needles found of those hidden at each depth; verdicts below."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in ("KV", "tokens", *(f"{d:.0%}" for d in sorted(grid.depths))):
+        table.add_column(column, justify="right")
+    for setting in outcome.settings:
+        rows = outcome.of(setting)
+        lost = set(outcome.lost(setting))
+        for i, length in enumerate(sorted(grid.lengths)):
+            cells = []
+            for depth in sorted(grid.depths):
+                here = at(rows, length, depth)
+                style = "red" if any(r.cell in lost for r in here) else ""
+                cells.append(Text(f"{sum(r.found for r in here)}/{len(here)}" if here else "", style=style))
+            table.add_row(shown(setting) if i == 0 else "", str(length), *cells)
+    return Group(
+        Text(f"qbe eval needle: {model}, weights at 16 bits, found/hidden by depth", style="bold"),
+        table,
+        *(Text(_verdict(outcome, s), style="red" if outcome.lost(s) else "") for s in outcome.settings[1:]),
+    )
+
+
+def _verdict(outcome: Outcome, setting: Setting) -> str:
+    rows = outcome.of(setting)
+    bits = sum(r.average_kv_bits for r in rows.values()) / len(rows)
+    name = f"{shown(setting)} (on average {bits:.1f} bits)"
+    lost, full = outcome.lost(setting), sum(r.found for r in outcome.of(outcome.settings[0]).values())
+    if not full:
+        return f"{name}: 16 bits find no needle, so nothing can be said"
+    found = sum(r.found for r in rows.values())
+    if not lost:
+        return f"{name}: every needle that 16 bits find is found ({found} of {len(rows)}, 16 bits {full})"
+    where = ", ".join(f"{c.length} tokens {c.depth:.0%}" for c in lost[:4]) + (", ..." if len(lost) > 4 else "")
+    return f"{name}: {len(lost)} of the {full} needles that 16 bits find are lost ({where})"
