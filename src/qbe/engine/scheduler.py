@@ -42,7 +42,7 @@ class Scheduler:
         paged: whether the model has attention layers and so needs pages.
         chunked: whether a prompt may be spread over steps. A prompt that may not can exceed `max_batch_tokens`.
         reusable: whether a page's contents depend on the tokens before it alone, so that sequences may share it.
-        format_of: the format of the pages that a sequence begins now; by default 16 bits.
+        format_of: the format of a sequence's page of this number; by default 16 bits.
 
     Attributes:
         copies: pages that were shared and are written to next, each with its copy; to be copied before the step.
@@ -62,7 +62,7 @@ class Scheduler:
         paged: bool = True,
         chunked: bool = True,
         reusable: bool = True,
-        format_of: Callable[[Sequence], Format] | None = None,
+        format_of: Callable[[Sequence, int], Format] | None = None,
     ) -> None:
         if not 1 <= max_sequences <= max_batch_tokens:
             raise QBEError(
@@ -71,7 +71,7 @@ class Scheduler:
         self.allocator = allocator
         self.max_batch_tokens, self.max_sequences, self.context = max_batch_tokens, max_sequences, context
         self.paged, self.chunked, self.reusable = paged, chunked, reusable and paged
-        self.format_of = format_of or (lambda _: allocator.full)
+        self.format_of = format_of or (lambda *_: allocator.full)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
         self.copies: list[tuple[Page, Page]] = []
@@ -96,7 +96,7 @@ class Scheduler:
                 f"the prompt has {prompt} tokens, but the model's context is {self.context} with the answer: shorten it"
             )
         length = prompt + wanted if self.context is None else min(prompt + wanted, self.context)
-        if self.paged and (most := self._capacity(self.format_of(sequence))) < length:
+        if self.paged and (most := self.capacity(sequence)) < length:
             raise QBEError(
                 f"{prompt} prompt tokens and up to {length - prompt} new ones do not fit in the KV cache of "
                 f"{most} tokens: lower max_tokens or raise kv_tokens"
@@ -122,6 +122,7 @@ class Scheduler:
             raise QBEError(f"{self.max_sequences} sequences run already: raise max_sequences")
         self.allocator.share(sequence.pages)
         twin.pages, twin.page_keys, twin.keyed_by = list(sequence.pages), list(sequence.page_keys), sequence.keyed_by
+        twin.sealed_bits = list(sequence.sealed_bits)
         twin.computed, twin.max_length, twin.status = sequence.computed, sequence.max_length, Status.RUNNING
         self._by_id[twin.request_id] = twin
         self.running.append(twin)
@@ -184,11 +185,13 @@ class Scheduler:
         """The step has run: pages that it filled are sealed, and others may find them."""
         for w in work:
             sequence = w.sequence
-            if sequence.keyed_by != sequence.blueprint.key:
+            if sequence.keyed_by != sequence.blueprint.linear_key:
                 sequence.keyed_by = None
             for i in range(w.start // PAGE_SIZE, min(sequence.computed // PAGE_SIZE, len(sequence.pages))):
                 self.allocator.seal(sequence.pages[i])
                 sequence.version += 1
+                if i == len(sequence.sealed_bits):
+                    sequence.sealed_bits.append(sequence.blueprint.kv_bits)
                 if self.reusable and sequence.keyed_by is not None and len(sequence.page_keys) == i:
                     key = self._key(sequence, i)
                     sequence.page_keys.append(key)
@@ -200,12 +203,11 @@ class Scheduler:
             return 0
         if not self.paged:
             return end - sequence.computed
-        format = self.format_of(sequence)
         while True:
-            if self._write(sequence, end, format):
+            if self._write(sequence, end):
                 return end - sequence.computed
             room = len(sequence.pages) * PAGE_SIZE
-            if self.chunked and room > sequence.computed and self._write(sequence, room, format):
+            if self.chunked and room > sequence.computed and self._write(sequence, room):
                 return room - sequence.computed
             if self.running == [sequence]:
                 # Alone it fits, if its pages do not lie scattered between those that have gone, or if its bits were not
@@ -228,9 +230,10 @@ class Scheduler:
             if victim is sequence:
                 return 0
 
-    def _write(self, sequence: Sequence, end: int, format: Format) -> bool:
-        """Whether `[computed, end)` can be written: there are pages, of this format and nobody else's."""
+    def _write(self, sequence: Sequence, end: int) -> bool:
+        """Whether `[computed, end)` can be written: there are pages, of the right formats and nobody else's."""
         for i in range(sequence.computed // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            format = self.format_of(sequence, i)
             if i == len(sequence.pages):
                 new = self.allocator.allocate(1, format)
                 if new is None:
@@ -269,7 +272,7 @@ class Scheduler:
             return False
         sequence = self.waiting[0]
         if self.paged and self.running:
-            needed = self._needs(self.format_of(sequence), len(sequence.token_ids))
+            needed = self._needs(self._next_format(sequence), len(sequence.token_ids))
             if needed > self.allocator.free_bytes:
                 return False
         self.waiting.popleft()
@@ -281,12 +284,14 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence) -> None:
         """Begin with the pages that are known already; the last token is always computed."""
-        sequence.keyed_by = sequence.blueprint.key
+        sequence.keyed_by = sequence.blueprint.linear_key
         while self.reusable and (len(sequence.pages) + 1) * PAGE_SIZE < len(sequence.token_ids):
             key = self._key(sequence, len(sequence.pages))
             page = self.allocator.find(key)
             if page is None:
                 break
+            if len(sequence.pages) == len(sequence.sealed_bits):
+                sequence.sealed_bits.append(sequence.blueprint.kv_bits)
             sequence.pages.append(page)
             sequence.page_keys.append(key)
         sequence.computed = len(sequence.pages) * PAGE_SIZE
@@ -295,7 +300,8 @@ class Scheduler:
 
     def _key(self, sequence: Sequence, i: int) -> bytes:
         tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-        return page_key(sequence.page_keys[i - 1] if i else b"", sequence.blueprint.key, tokens)
+        before = sequence.page_keys[i - 1] if i else b""
+        return page_key(before, sequence.blueprint.linear_key, sequence.kv_bits_of(i), tokens)
 
     def _needs(self, format: Format, tokens: int) -> int:
         """Bytes for so many tokens when they are computed alone: sealed pages, and the frames of a step."""
@@ -303,8 +309,13 @@ class Scheduler:
         frames = 0 if format.full else 1 if self.chunked else pages
         return pages * format.nbytes + frames * self.allocator.page_bytes
 
-    def _capacity(self, format: Format) -> int:
-        """Tokens of this format that the whole cache holds."""
+    def _next_format(self, sequence: Sequence) -> Format:
+        """Of the pages that it has not yet filled."""
+        return self.format_of(sequence, len(sequence.sealed_bits))
+
+    def capacity(self, sequence: Sequence) -> int:
+        """Tokens that the whole cache holds at the bits that a sequence has now."""
+        format = self._next_format(sequence)
         total, page = self.allocator.num_pages * self.allocator.page_bytes, self.allocator.page_bytes
         if format.full:
             return self.allocator.num_pages * PAGE_SIZE

@@ -1,0 +1,133 @@
+"""Bits of the KV cache: context length, tier and score give an average, what was measured the bits of every key head.
+
+The average is met by the same exact allocation as that of the weights. What a width costs a head is its measured
+sensitivity, which has the rest in it: how fragile its layer is, how many query heads read it and how diffuse they are.
+That diffuse heads need more bits, as is often said, is not so: where a head looks at many tokens their errors cancel.
+In SmolLM2 the rank correlation of entropy and sensitivity is -0.59 at 4 bits, -0.49 at 2 (`docs/quality.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+from qbe.analysis.profile import QueryProfile
+from qbe.budget import TIER_ALIASES, Budget
+from qbe.errors import QBEError
+from qbe.policies.allocate import TOLERANCE, solve
+from qbe.sites import FULL_BITS, KV_BITS, KVBits, KVSite, SiteTable
+
+# Average bits that each tier leaves to the score when the context is long. With heads of 64, whose scales take half a
+# bit at 4 bits, the cache is three times smaller than in bfloat16 up to an average of 4.8.
+TIER_KV_BITS: dict[str, tuple[float, float]] = {"flex": (4.0, 4.4), "default": (4.4, 4.8), "priority": (6.0, 8.0)}
+UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear fewer
+STEP = 0.2  # of the averages that the score chooses: requests that share a prefix share its pages at equal bits only
+
+# A context whose cache at 16 bits is a small part of what a token reads gains nothing from fewer bits. Small is a 16th
+# of the weights' bytes: 6 % of one request's traffic; in a batch of 16, the engine's default, which reads the weights
+# once, half of it. SmolLM2 at 5.5 bits reads 98 MB a token and keeps 23 kB for each of the context: 266 tokens; an 8B
+# Llama 5.7 GB and 131 kB: 2 700. From there on 8 bits, until the cache at 8 bits would cost as much again.
+SMALL_SHARE = 1 / 16
+
+# Where nothing was measured: damage grows with the step of the codes squared and with the query heads that read it, and
+# the first layer is by far the most fragile (SGLang's first 4-bit cache: GPQA .623 -> .473, with that layer at 16 bits
+# .601, PR #15285).
+FIRST_LAYER = 16.0
+
+# Attention whose entropy is this many deviations from what was measured is not what the sensitivities tell of.
+FAR = 3.0
+LEAST_DEVIATION = 0.02
+
+
+def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight_bytes: int) -> float:
+    """The average that a request's KV cache shall have.
+
+    Args:
+        weight_bytes: that its blueprint reads for a token.
+    """
+    if budget.kv_bits is not None:
+        return float(budget.kv_bits)
+    if not table.kv:
+        return float(FULL_BITS)
+    bytes_at_16 = profile.context * table.kv_numbers * FULL_BITS // 8
+    small = weight_bytes * SMALL_SHARE
+    if bytes_at_16 <= small:
+        return float(FULL_BITS)
+    if not table.kv_measured:
+        return UNMEASURED_BITS
+    low, high = TIER_KV_BITS[TIER_ALIASES.get(budget.tier, budget.tier)]
+    bits = low + round((high - low) * min(1.0, max(0.0, profile.score)) / STEP) * STEP
+    return round(max(bits, 8.0) if bytes_at_16 <= 2 * small else bits, 2)
+
+
+def allocate_kv(table: SiteTable, average: float) -> tuple[KVBits, ...]:
+    """For every layer the bits of its key heads, with the least total damage at an average of at most `average`.
+
+    Raises:
+        QBEError: the average is below the fewest bits that there are.
+    """
+    if average < KV_BITS[0]:
+        raise QBEError(f"a KV cache of {average:g} bits on average cannot be had: the fewest are {KV_BITS[0]}")
+    bits: list[list[int]] = [[] for _ in range(table.layers)]
+    if table.kv:
+        costs = [dict(_costs(s, table)) for s in table.kv]
+        sizes = [s.numbers for s in table.kv]
+        for least in (average - TOLERANCE, 0.0):  # a model of few heads may have no assignment that close
+            found = solve(costs, sizes, average, least)
+            if found is not None:
+                break
+        else:
+            raise QBEError(f"no KV bits were found for an average of {average:g}; try a higher one")
+        for site, b in zip(table.kv, found, strict=True):
+            bits[site.layer].append(b)
+    return tuple(tuple(b) or FULL_BITS for b in bits)
+
+
+def _costs(site: KVSite, table: SiteTable) -> dict[int, float]:
+    """Bits -> damage, measured or by rule; never more at more bits."""
+    if table.kv_measured:
+        costs, worst = {}, 0.0
+        for bits in sorted(KV_BITS, reverse=True):
+            costs[bits] = worst = max(worst, site.sensitivity[bits])
+        return costs
+    first = FIRST_LAYER if site.layer == table.kv[0].layer else 1.0
+    return {b: 0.0 if b == FULL_BITS else site.query_heads * first / (2**b - 1) ** 2 for b in KV_BITS}
+
+
+def raised(
+    chosen: Sequence[KVBits], now: Sequence[KVBits], table: SiteTable, entropies: Sequence[Sequence[float]]
+) -> tuple[KVBits, ...]:
+    """The bits of pages to come, after what a request's attention has been like.
+
+    A head that is far more diffuse or far more focused than in calibration, on average over the tokens seen, gets the
+    next width above the one that the blueprint chose, and keeps it.
+
+    Args:
+        chosen: at first. now: as raised before.
+        entropies: per token one for each key head (`qbe.sites.KVSite.entropy`).
+    """
+    means = [sum(e) / len(e) for e in zip(*entropies, strict=True)]
+    bits: list[KVBits] = list(now)
+    for layer, heads in groupby(zip(table.kv, means, strict=True), key=lambda pair: pair[0].layer):
+        bits[layer] = tuple(
+            max(_of(now, site), _next(_of(chosen, site))) if _is_far(site, mean) else _of(now, site)
+            for site, mean in heads
+        )
+    return tuple(bits)
+
+
+def _is_far(site: KVSite, mean: float) -> bool:
+    if site.entropy is None:
+        return False
+    usual, deviation = site.entropy
+    return math.isfinite(mean) and abs(mean - usual) > FAR * max(deviation, LEAST_DEVIATION)
+
+
+def _of(bits: Sequence[KVBits], site: KVSite) -> int:
+    of_layer = bits[site.layer]
+    return of_layer if isinstance(of_layer, int) else of_layer[site.head]
+
+
+def _next(bits: int) -> int:
+    return min(b for b in KV_BITS if b > bits or b == FULL_BITS)
