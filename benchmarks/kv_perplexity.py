@@ -3,9 +3,10 @@
     python benchmarks/kv_perplexity.py [--model NAME] [--data DIR] [--windows N] [--bits 16,8,4.8,u4] [--json FILE]
 
 Text: WikiText-2's test split from `--data` (default $QBE_DATA or ../shared/data), windows of 4096 tokens; weights and
-activations in float32. A token sees its own page of 64 tokens as it is and all earlier ones as they are sealed. A number
-is an average that the policy allocates from the measured sensitivities, `u4` every head at 4 bits. `excess` is over
-16 bits, `smaller` the memory of a whole window in bfloat16 over that of its pages, scales and the open page included.
+activations in float32. A token sees its own page of 64 tokens as it is and all earlier ones as they are sealed. A
+number is an average that the policy allocates from the measured sensitivities, `u4` every head at 4 bits. Printed are
+perplexity, how far it is over 16 bits, and how many times smaller than in bfloat16 the cache of a whole window is,
+scales and the open page included.
 """
 
 from __future__ import annotations

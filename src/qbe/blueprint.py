@@ -30,7 +30,7 @@ class Blueprint:
 
     def __post_init__(self) -> None:
         # Equal assignments have one form, so that they have one key.
-        object.__setattr__(self, "kv_bits", tuple(map(_shortest, self.kv_bits)))
+        object.__setattr__(self, "kv_bits", tuple(map(shortest, self.kv_bits)))
 
     @classmethod
     def of(
@@ -122,7 +122,7 @@ def _plain(bits: KVBits) -> int | list[int]:
     return list(bits) if isinstance(bits, tuple) else bits
 
 
-def _shortest(bits: KVBits) -> KVBits:
+def shortest(bits: KVBits) -> KVBits:
     """One number for heads that all have it."""
     return bits[0] if isinstance(bits, tuple) and len(set(bits)) == 1 else bits
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from qbe.analysis.profile import QueryProfile
+from qbe.blueprint import shortest
 from qbe.budget import TIER_ALIASES, Budget
 from qbe.errors import QBEError
 from qbe.policies.allocate import TOLERANCE, solve
@@ -65,23 +66,19 @@ def allocate_kv(table: SiteTable, average: float) -> tuple[KVBits, ...]:
     """For every layer the bits of its key heads, with the least total damage at an average of at most `average`.
 
     Raises:
-        QBEError: the average is below the fewest bits that there are.
+        QBEError: the solver found nothing in its time.
     """
-    if average < KV_BITS[0]:
-        raise QBEError(f"a KV cache of {average:g} bits on average cannot be had: the fewest are {KV_BITS[0]}")
-    bits: list[list[int]] = [[] for _ in range(table.layers)]
-    if table.kv:
-        costs = [dict(_costs(s, table)) for s in table.kv]
-        sizes = [s.numbers for s in table.kv]
-        for least in (average - TOLERANCE, 0.0):  # a model of few heads may have no assignment that close
-            found = solve(costs, sizes, average, least)
-            if found is not None:
-                break
-        else:
-            raise QBEError(f"no KV bits were found for an average of {average:g}; try a higher one")
-        for site, b in zip(table.kv, found, strict=True):
-            bits[site.layer].append(b)
-    return tuple(tuple(b) or FULL_BITS for b in bits)
+    if not table.kv:
+        return (FULL_BITS,) * table.layers
+    costs, sizes = [_costs(s, table) for s in table.kv], [s.numbers for s in table.kv]
+    # A model of few heads may have no assignment that close.
+    found = solve(costs, sizes, average, average - TOLERANCE) or solve(costs, sizes, average)
+    if found is None:
+        raise QBEError(f"no KV bits were found for an average of {average:g}; try a higher one")
+    bits: list[KVBits] = [FULL_BITS] * table.layers
+    for layer, heads in groupby(zip(table.kv, found, strict=True), key=lambda pair: pair[0].layer):
+        bits[layer] = shortest(tuple(b for _, b in heads))
+    return tuple(bits)
 
 
 def _costs(site: KVSite, table: SiteTable) -> dict[int, float]:
@@ -110,9 +107,11 @@ def raised(
     means = [sum(e) / len(e) for e in zip(*entropies, strict=True)]
     bits: list[KVBits] = list(now)
     for layer, heads in groupby(zip(table.kv, means, strict=True), key=lambda pair: pair[0].layer):
-        bits[layer] = tuple(
-            max(_of(now, site), _next(_of(chosen, site))) if _is_far(site, mean) else _of(now, site)
-            for site, mean in heads
+        bits[layer] = shortest(
+            tuple(
+                max(_of(now, site), _next(_of(chosen, site))) if _is_far(site, mean) else _of(now, site)
+                for site, mean in heads
+            )
         )
     return tuple(bits)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any
 
+from qbe.blueprint import shortest
 from qbe.errors import QBEError
 
 
@@ -122,7 +123,7 @@ _DECODE: dict[str, Callable[[Any], Any]] = {
     "tokens_by_bits": lambda d: {int(k): v for k, v in d.items()},
     "weight_bits": tuple,
     "activation_bits": tuple,
-    "kv_bits": lambda x: tuple(tuple(b) if isinstance(b, Sequence) else b for b in x),
+    "kv_bits": lambda x: tuple(shortest(tuple(b)) if isinstance(b, Sequence) else b for b in x),
     "entropies": lambda x: None if x is None else tuple(x),
 }
 
