@@ -55,7 +55,8 @@ def test_an_average_is_met_within_a_twentieth_of_a_bit_from_below(bits: float, s
 def test_allocation_is_optimal_on_models_small_enough_to_enumerate(seed: int, bits: float) -> None:
     rng = random.Random(seed)
     sites = [
-        KVSite(layer, head, 2, rng.choice((64, 128)), {2: (k := rng.random()), 4: k / rng.uniform(2, 40), 8: k / 999, 16: 0})
+        KVSite(layer, head, 2, rng.choice((64, 128)),
+               {2: (k := rng.random()), 4: k / rng.uniform(2, 40), 8: k / 999, 16: 0})
         for layer, head in ((0, 0), (0, 1), (2, 0), (2, 1), (3, 0))
     ]  # fmt: skip
     table = SiteTable((), "small", 4, tuple(sites))
@@ -145,7 +146,7 @@ def test_a_blueprint_has_one_form_for_equal_bits() -> None:
 
 
 def test_a_head_whose_attention_is_unlike_calibrations_gets_the_next_width_and_keeps_it() -> None:
-    table = SiteTable((), "m", 3, tuple(heads(2, 2)) + (KVSite(2, 0, 1, 64, {}, None),))
+    table = SiteTable((), "m", 3, (*heads(2, 2), KVSite(2, 0, 1, 64)))
     chosen: tuple[KVBits, ...] = (4, (2, 8), 4)
     usual = [0.4, 0.4, 0.4, 0.4, 0.9]
     assert kv.raised(chosen, chosen, table, [usual]) == chosen

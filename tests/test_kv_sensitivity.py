@@ -10,8 +10,10 @@ import torch
 
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import build
+from explain_samples import plain, printed
 from qbe import Engine
 from qbe.errors import QBEError
+from qbe.explain.terminal import render
 from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.kernels.reference import kv_pages as reference
 from qbe.sites import KV_BITS, KVSite, SiteTable
@@ -112,7 +114,10 @@ def test_a_text_of_one_page_measures_nothing() -> None:
     assert sensitivity.calibration_tokens(byte_tokenizer(), kv_sensitivity.TOKENS, whole=True).shape == (1, 448)
 
 
-SITES = (KVSite(0, 0, 3, 128, {2: 0.1, 4: 0.01, 8: 1e-5, 16: 0.0}, (0.4, 0.05)), KVSite(2, 0, 1, 64, {2: 0.2, 4: 0.1, 8: 0.0, 16: 0.0}))  # fmt: skip # noqa: E501
+SITES = (
+    KVSite(0, 0, 3, 128, {2: 0.1, 4: 0.01, 8: 1e-5, 16: 0.0}, (0.4, 0.05)),
+    KVSite(2, 0, 1, 64, {2: 0.2, 4: 0.1, 8: 0.0, 16: 0.0}),
+)
 
 
 def test_what_is_stored_is_read_back(tmp_path: Path) -> None:
@@ -139,9 +144,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_store_without_them_goes_by_plain_rules_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from explain_samples import plain, printed
-    from qbe.explain.terminal import render
-
     folder = tmp_path / "model"
     tiny_llama().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -28,8 +28,8 @@ from qbe.sites import KVSite, SiteTable
 from qbe.store.sensitivity import decoder_layers, divergence, full_bits, logits_of, recorded_outputs, replay
 
 VERSION = 1  # of what is measured; to be raised when pages of the same bits come to hold other numbers
-# Measured widths; others below 16 follow from the damage being proportional to the step of the codes squared. So small a
-# damage as that of 8 bits (a 289th of that of 4 by this rule, a 253rd measured, median of SmolLM2's heads) is at the
+# Measured widths; others below 16 follow from the damage being proportional to the step of the codes squared. So small
+# a damage as that of 8 bits (a 289th of that of 4 by this rule, a 253rd measured, median of SmolLM2's heads) is at the
 # limit of what a float32 pass resolves, and a third of the passes.
 MEASURED = (4, 2)
 DERIVED = tuple(b for b in KV_BITS[:-1] if b not in MEASURED)
