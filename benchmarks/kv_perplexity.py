@@ -28,7 +28,7 @@ from qbe.kvcache.pages import PagePool
 from qbe.models import load_model, pull
 from qbe.policies.kv import allocate_kv
 from qbe.sites import SiteTable
-from qbe.store import checkpoint, kv_sensitivity
+from qbe.store import kv_table
 from qbe.store.prepare import prepare, store_folder
 
 WINDOW = 4096
@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
 
     prepare(args.model, device=torch.device("cpu"))  # measures what is not measured yet
-    heads = checkpoint.read_kv_sensitivity(store_folder(args.model, progress=False), kv_sensitivity.VERSION)
+    heads = kv_table.read(store_folder(args.model, progress=False))
     loaded = load_model(pull(args.model), dtype="float32")
     table = SiteTable((), args.model, loaded.model.config.num_hidden_layers, heads)
     ids = loaded.tokenizer((args.data / "wikitext2_test.txt").read_text()[: 8 * args.windows * WINDOW])["input_ids"]

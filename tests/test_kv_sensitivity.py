@@ -17,7 +17,7 @@ from qbe.explain.terminal import render
 from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.kernels.reference import kv_pages as reference
 from qbe.sites import KV_BITS, KVSite, SiteTable
-from qbe.store import checkpoint, kv_sensitivity, sensitivity
+from qbe.store import kv_sensitivity, kv_table, sensitivity
 from test_sensitivity import nested_model
 
 TOKENS = (torch.arange(200) * 7 % 256)[None]
@@ -107,10 +107,11 @@ def test_a_model_without_the_common_attention_has_none(name: str) -> None:
     assert kv_sensitivity.measure(build(name), SiteTable((), name, 4), TOKENS % 199) == ()
 
 
-def test_a_text_of_one_page_measures_nothing() -> None:
+def test_what_fills_no_page_measures_nothing() -> None:
     model, table = nested_model(torch.device("cpu"))
-    with pytest.raises(QBEError, match="more than 64 tokens, but the text has 64"):
-        kv_sensitivity.measure(model, table, TOKENS[:, :64])
+    assert kv_sensitivity.measure(model, table, TOKENS[:, :64]) == ()
+    model.config.max_position_embeddings = 64
+    assert kv_sensitivity.measure(model, table, TOKENS) == ()
     assert sensitivity.calibration_tokens(byte_tokenizer(), kv_sensitivity.TOKENS, whole=True).shape == (1, 448)
 
 
@@ -120,19 +121,20 @@ SITES = (
 )
 
 
-def test_what_is_stored_is_read_back(tmp_path: Path) -> None:
-    assert checkpoint.read_kv_sensitivity(tmp_path, 1) == ()
-    checkpoint.write_kv_sensitivity(tmp_path, SITES, 1, {"text": "this"})
-    assert checkpoint.read_kv_sensitivity(tmp_path, 1) == SITES
-    assert checkpoint.read_kv_sensitivity(tmp_path, 2) == (), "what another version measured says nothing"
+def test_what_is_stored_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kv_table.read(tmp_path) == ()
+    kv_table.write(tmp_path, SITES, {"text": "this"})
+    assert kv_table.read(tmp_path) == SITES
+    monkeypatch.setattr(kv_table, "VERSION", kv_table.VERSION + 1)
+    assert kv_table.read(tmp_path) == (), "what another version measured says nothing"
 
 
 @pytest.mark.parametrize(
     "damage", ["", "[]", '{"version": 1}', '{"version": 1, "heads": [{"layer": 0}]}', "nan", "lacks"]
 )
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
-    checkpoint.write_kv_sensitivity(tmp_path, SITES, 1, {})
-    path = tmp_path / checkpoint.KV_SENSITIVITY
+    kv_table.write(tmp_path, SITES, {})
+    path = tmp_path / kv_table.NAME
     raw = json.loads(path.read_text())
     if damage == "nan":
         raw["heads"][0]["kl"]["4"] = float("nan")
@@ -140,7 +142,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         del raw["heads"][1]["kl"]["2"]
     path.write_text(json.dumps(raw) if damage in ("nan", "lacks") else damage)
     with pytest.raises(QBEError, match=r"kv_sensitivity\.json is damaged .* delete it, and KV bits follow plain rules"):
-        checkpoint.read_kv_sensitivity(tmp_path, 1)
+        kv_table.read(tmp_path)
 
 
 def test_a_store_without_them_goes_by_plain_rules_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,5 +158,5 @@ def test_a_store_without_them_goes_by_plain_rules_and_says_so(tmp_path: Path, mo
             assert ("not measured: by plain rules" in plain(printed(render(explained), 200))) is not measured
             found = explained.blueprint.average_kv_bits(engine.table)
             assert found < 5 if measured else found == 8
-        for file in (tmp_path / "cache").rglob(checkpoint.KV_SENSITIVITY):
+        for file in (tmp_path / "cache").rglob(kv_table.NAME):
             file.unlink()

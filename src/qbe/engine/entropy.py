@@ -25,7 +25,7 @@ def note(work: Many[Work], entropy: Many[torch.Tensor | None], cache: PagedCache
     layers = [(e, i) for i, e in enumerate(entropy) if e is not None]
     if not rows or not layers:
         return
-    numbers = torch.cat([e[rows] for e, _ in layers], 1).tolist()
+    numbers = torch.cat([e[: len(work)] for e, _ in layers], 1)[rows].tolist()
     for row, line in zip(rows, numbers, strict=True):
         found, at = [], 0
         for e, layer in layers:

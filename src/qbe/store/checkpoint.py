@@ -4,7 +4,7 @@
     nested-00001-of-0000N.safetensors                   `<site>.packed` and `<site>.meta` of every nested site
     qbe.json                                            format version, slices, group size, sites, sizes, checksums
     sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity`)
-    kv_sensitivity.json                                 the same per key head and bits (`qbe.store.kv_sensitivity`)
+    kv_sensitivity.json                                 the same per key head and bits (`qbe.store.kv_table`)
 
 A folder is written under a temporary name beside its target and renamed when complete. Loading maps the files.
 """
@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.files import reason, write_text
-from qbe.sites import FULL_BITS, KV_BITS, KVSite
+from qbe.sites import FULL_BITS
 from qbe.store.layout import SliceLayout, check_group_size, padded
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
@@ -39,7 +39,6 @@ FORMAT = "qbe-nested"
 FORMAT_VERSION = 1
 MANIFEST = "qbe.json"
 SENSITIVITY = "sensitivity.json"
-KV_SENSITIVITY = "kv_sensitivity.json"
 AGAIN = "run 'qbe quantize' again"  # what to do about a folder that it wrote
 SHARD_BYTES = 5_000_000_000
 
@@ -280,46 +279,3 @@ def read_sensitivity(folder: Path) -> dict[str, dict[int, float]] | None:
         return table
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); delete it, and it is measured again") from error
-
-
-def write_kv_sensitivity(folder: Path, sites: Sequence[KVSite], version: int, about: Mapping[str, Any]) -> None:
-    """Writes what is known of the key heads beside the store, atomically. Raises QBEError when the disk refuses."""
-    heads = [
-        {
-            "layer": s.layer, "head": s.head, "query_heads": s.query_heads, "numbers": s.numbers,
-            "kl": {str(b): float(f"{kl:.6g}") for b, kl in s.sensitivity.items()},
-            "entropy": None if s.entropy is None else [round(x, 6) for x in s.entropy],
-        }
-        for s in sites
-    ]  # fmt: skip
-    described = {"version": version, "about": dict(about), "heads": heads}
-    write_text(folder / KV_SENSITIVITY, json.dumps(described, indent=1) + "\n")
-
-
-def read_kv_sensitivity(folder: Path, version: int) -> tuple[KVSite, ...]:
-    """The key heads of a checkpoint; none where they were not measured, or in another version.
-
-    Raises:
-        QBEError: the file is damaged.
-    """
-    path = folder / KV_SENSITIVITY
-    if not path.is_file():
-        return ()
-    try:
-        raw = json.loads(path.read_text())
-        if raw["version"] != version:
-            return ()
-        sites = tuple(
-            KVSite(
-                int(h["layer"]), int(h["head"]), int(h["query_heads"]), int(h["numbers"]),
-                {int(b): float(kl) for b, kl in h["kl"].items()},
-                None if h["entropy"] is None else (float(h["entropy"][0]), float(h["entropy"][1])),
-            )
-            for h in raw["heads"]
-        )  # fmt: skip
-        for s in sites:
-            if set(s.sensitivity) != set(KV_BITS) or not all(map(math.isfinite, s.sensitivity.values())):
-                raise ValueError(f"layer {s.layer}, head {s.head} lacks a finite number for each of {KV_BITS} bits")
-        return sites
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise QBEError(f"{path} is damaged ({error!r}); delete it, and KV bits follow plain rules") from error

@@ -21,13 +21,11 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
 from qbe.kernels.kv_pages import read_pages, seal_pages
 from qbe.sites import KVSite, SiteTable
 from qbe.store.sensitivity import decoder_layers, divergence, full_bits, logits_of, recorded_outputs, replay
 
-VERSION = 1  # of what is measured; to be raised when pages of the same bits come to hold other numbers
 # Measured widths; others below 16 follow from the damage being proportional to the step of the codes squared. So small
 # a damage as that of 8 bits (a 289th of that of 4 by this rule, a 253rd measured, median of SmolLM2's heads) is at the
 # limit of what a float32 pass resolves, and a third of the passes.
@@ -88,7 +86,7 @@ class _Probe:
         window: int | None, softcap: float | None,
     ) -> torch.Tensor:  # fmt: skip
         """Causal attention `[n, T, heads, value_dim]` of whole sequences, written out; takes `[n, heads, T, dim]`."""
-        n, kv_heads, tokens, _ = key.shape
+        kv_heads, tokens = key.shape[1:3]
         bits = self.bits.get(layer)
         earlier = (key, value)
         if bits is not None:
@@ -100,7 +98,7 @@ class _Probe:
             seen &= at > at[:, None] - window
         own = at // PAGE_SIZE == at[:, None] // PAGE_SIZE
         # A key head's query heads as rows of it.
-        q = query.view(n, kv_heads, -1, tokens, query.shape[3])
+        q = query.unflatten(1, (kv_heads, -1))
         scores = torch.where(own, q @ key[:, :, None].mT, q @ earlier[0][:, :, None].mT).float() * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -120,13 +118,19 @@ def _entropy(weights: torch.Tensor, seen: torch.Tensor) -> list[tuple[float, flo
     return [(float(h.mean()), float(h.std(correction=0))) for h in mean.transpose(0, 1)]
 
 
+class _OtherAttention(Exception):
+    """The model's attention is not what is written out here."""
+
+
 def _probe_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
     softcap: float | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function of transformers."""
-    probe: _Probe = getattr(module, _PROBE)
+    probe: _Probe | None = getattr(module, _PROBE, None)
+    if probe is None or attention_mask is not None:
+        raise _OtherAttention
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return probe.attend(int(module.layer_idx), query, key, value, scaling, sliding_window, softcap), None  # type: ignore[arg-type]
 
@@ -141,8 +145,8 @@ def _probing(model: nn.Module) -> Iterator[_Probe]:
     owners = [m for m in model.modules() if hasattr(m, "layer_idx")]
     for module in owners:
         setattr(module, _PROBE, probe)
-    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     try:
+        model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         yield probe
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
@@ -154,24 +158,25 @@ def _probing(model: nn.Module) -> Iterator[_Probe]:
 def measure(
     model: nn.Module, table: SiteTable, tokens: torch.Tensor, on_layer: Callable[[], None] | None = None
 ) -> tuple[KVSite, ...]:
-    """Measures every key head; none for a model whose attention is not the common one.
+    """Measures every key head; none for a model whose attention is not the common one, or too short to fill a page.
 
     Args:
         model: a transformers causal LM whose nested sites hold NestedTensors with their originals.
-        tokens: int64 [segments, tokens], of more than a page each.
+        tokens: int64 [segments, tokens]; those beyond the model's context are left out.
         on_layer: called when a layer is done (a progress bar).
 
     Returns:
         by layer and head.
     """
-    tokens = tokens.to(next(model.parameters()).device)
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
+    tokens = tokens[:, :context].to(next(model.parameters()).device)
     if tokens.shape[1] <= PAGE_SIZE:
-        raise QBEError(f"KV sensitivities need more than {PAGE_SIZE} tokens, but the text has {tokens.shape[1]}")
+        return ()
     with full_bits(model, table):
         native = logits_of(model, tokens)
         try:
             return _measure(model, table, tokens, native, on_layer)
-        except (AttributeError, TypeError, KeyError):  # attention code of the model's own
+        except _OtherAttention:
             return ()
 
 
@@ -184,7 +189,7 @@ def _measure(
     with _probing(model) as probe:
         outputs, logits = recorded_outputs(model, layers, tokens)
         if float((logits - native.float()).abs().max()) > 0.02 * float(native.abs().max()):
-            return ()  # it asks something of attention that is not written out here
+            raise _OtherAttention  # it asks for something that the probe ignores, such as attention sinks
         reference = logits[rows]
         probabilities = reference.softmax(-1)
         for layer, (heads, kv_heads, key_dim, value_dim) in sorted(probe.shapes.items()):

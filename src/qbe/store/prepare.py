@@ -26,7 +26,7 @@ from qbe.models import cache_dir, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
 from qbe.sites import FULL_BITS, NESTABLE_ROLES, KVSite, SiteTable
-from qbe.store import checkpoint, kv_sensitivity, sensitivity, superseded
+from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, superseded
 from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.placement import place
@@ -123,7 +123,7 @@ def _from_store(
         for site in table.nested:
             if not set(site.gears) <= set(measured.get(site.name, {})):
                 raise QBEError(f"the sensitivities in {folder} lack {site.name}; delete sensitivity.json there")
-        table = table.with_sensitivity(measured).with_kv(checkpoint.read_kv_sensitivity(folder, kv_sensitivity.VERSION))
+        table = table.with_sensitivity(measured).with_kv(kv_table.read(folder))
     place(loaded.model, device, originals)
     return PreparedModel(loaded.model, loaded.tokenizer, table, name)
 
@@ -220,7 +220,7 @@ def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, p
     place(loaded.model, device, "device")
     about = {"text": "built-in calibration text", "dtype": str(loaded.dtype)}
     kv = measure_kv(loaded.model, loaded.tokenizer, table, progress=progress)
-    checkpoint.write_kv_sensitivity(folder, kv, kv_sensitivity.VERSION, about)
+    kv_table.write(folder, kv, about)
     measured = measure_model(loaded.model, loaded.tokenizer, table, progress=progress)
     checkpoint.write_sensitivity(folder, measured, about)  # last: where it is, both are
     return measured
