@@ -9,7 +9,9 @@ In SmolLM2 the rank correlation of entropy and sensitivity is -0.59 at 4 bits, -
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 
 from qbe.analysis.profile import QueryProfile
@@ -19,11 +21,17 @@ from qbe.errors import QBEError
 from qbe.policies.allocate import TOLERANCE, solve
 from qbe.sites import FULL_BITS, KV_BITS, KVBits, KVSite, SiteTable
 
-# Average bits that each tier leaves to the score when the context is long. With heads of 64, whose scales take half a
-# bit at 4 bits, the cache is three times smaller than in bfloat16 up to an average of 4.8.
-TIER_KV_BITS: dict[str, tuple[float, float]] = {"flex": (4.0, 4.4), "default": (4.4, 4.8), "priority": (6.0, 8.0)}
+# What the cache may cost in a long context, nats per token by the sum of the measured sensitivities: at a score of 0,
+# and at 1. A perplexity of 4096 tokens changes by about 1.5 times that (SmolLM2 at 4 bits: 0.0082 and 1.22 %), so that
+# the default tier is meant to stay below 0.1 %.
+TIER_DAMAGE: dict[str, tuple[float, float]] = {
+    "flex": (1e-2, 3e-3),
+    "default": (6e-4, 3e-4),
+    "priority": (2e-4, 5e-5),
+}
+FEWEST, MOST = 4.0, 8.0  # below 4 bits damages no longer add up; 8 bits are all but exact
+STEP = 0.2  # of the averages in between: requests share pages at equal bits only
 UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear fewer
-STEP = 0.2  # of the averages that the score chooses: requests that share a prefix share its pages at equal bits only
 
 # A context whose cache at 16 bits is a small part of what a token reads gains nothing from fewer bits. Small is a 16th
 # of the weights' bytes: 6 % of one request's traffic; in a batch of 16, the engine's default, which reads the weights
@@ -49,17 +57,30 @@ def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight
     """
     if budget.kv_bits is not None:
         return float(budget.kv_bits)
-    if not table.kv:
-        return float(FULL_BITS)
     bytes_at_16 = profile.context * table.kv_numbers * FULL_BITS // 8
     small = weight_bytes * SMALL_SHARE
     if bytes_at_16 <= small:
         return float(FULL_BITS)
     if not table.kv_measured:
         return UNMEASURED_BITS
-    low, high = TIER_KV_BITS[TIER_ALIASES.get(budget.tier, budget.tier)]
-    bits = low + round((high - low) * min(1.0, max(0.0, profile.score)) / STEP) * STEP
-    return round(max(bits, 8.0) if bytes_at_16 <= 2 * small else bits, 2)
+    at_0, at_1 = TIER_DAMAGE[TIER_ALIASES.get(budget.tier, budget.tier)]
+    # In ten steps, so that what was found for one score serves others.
+    bits = fewest_bits(table, at_0 * (at_1 / at_0) ** (round(10 * min(1.0, max(0.0, profile.score))) / 10))
+    return max(bits, MOST) if bytes_at_16 <= 2 * small else bits
+
+
+@lru_cache(maxsize=256)
+def fewest_bits(table: SiteTable, damage: float) -> float:
+    """The lowest average from 4 to 8 bits, in steps, whose allocation does no more damage than that; else 16."""
+    steps = round((MOST - FEWEST) / STEP)
+    found = bisect_left(range(steps + 1), True, key=lambda i: damage_at(table, FEWEST + i * STEP) <= damage)
+    return round(FEWEST + found * STEP, 2) if found <= steps else float(FULL_BITS)
+
+
+def damage_at(table: SiteTable, average: float) -> float:
+    """Nats per token that the allocation at this average costs, by the sum of its sensitivities."""
+    bits = allocate_kv(table, average)
+    return sum(_costs(s, table)[_of(bits, s)] for s in table.kv)
 
 
 def allocate_kv(table: SiteTable, average: float) -> tuple[KVBits, ...]:
