@@ -9,7 +9,6 @@ In SmolLM2 the rank correlation of entropy and sensitivity is -0.59 at 4 bits, -
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -71,16 +70,25 @@ def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight
 
 @lru_cache(maxsize=256)
 def fewest_bits(table: SiteTable, damage: float) -> float:
-    """The lowest average from 4 to 8 bits, in steps, whose allocation does no more damage than that; else 16."""
-    steps = round((MOST - FEWEST) / STEP)
-    found = bisect_left(range(steps + 1), True, key=lambda i: damage_at(table, FEWEST + i * STEP) <= damage)
-    return round(FEWEST + found * STEP, 2) if found <= steps else float(FULL_BITS)
+    """An average from 4 to 8 bits, in steps, whose allocation does no more damage than that; 16 if none does.
 
-
-def damage_at(table: SiteTable, average: float) -> float:
-    """Nats per token that the allocation at this average costs, by the sum of its sensitivities."""
-    bits = allocate_kv(table, average)
-    return sum(_costs(s, table)[_of(bits, s)] for s in table.kv)
+    Heads are raised from the fewest bits, always where a bit saves most, until the sum is small enough. The exact
+    allocation at the average that this takes is no worse.
+    """
+    costs = [_costs(s, table) for s in table.kv]
+    bits = [KV_BITS[0]] * len(costs)
+    while sum(cost[b] for cost, b in zip(costs, bits, strict=True)) > damage:
+        steps = (
+            ((cost[b] - cost[more]) / (more - b) / site.numbers, i, more)
+            for i, (site, cost, b) in enumerate(zip(table.kv, costs, bits, strict=True))
+            for more in KV_BITS
+            if more > b
+        )
+        _, i, more = max(steps)
+        bits[i] = more
+    average = sum(s.numbers * b for s, b in zip(table.kv, bits, strict=True)) / table.kv_numbers
+    average = max(FEWEST, math.ceil(round(average / STEP, 6)) * STEP)
+    return round(average, 2) if average <= MOST + 1e-9 else float(FULL_BITS)
 
 
 def allocate_kv(table: SiteTable, average: float) -> tuple[KVBits, ...]:
