@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -11,7 +12,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.explain import Explanation
-from qbe.sites import Role, Site, SiteTable
+from qbe.sites import KVBits, KVSite, Role, Site, SiteTable
 
 GEARS = (4, 6, 8, 16)
 
@@ -56,6 +57,12 @@ def hybrid() -> SiteTable:
     return SiteTable(tuple(sites), "hybrid-moe-tiny", 10)
 
 
+def with_kv(table: SiteTable, layers: Sequence[int], heads: int = 3) -> SiteTable:
+    """The table with measured key heads in these layers."""
+    costs = {2: 1e-2, 4: 1e-3, 8: 1e-5, 16: 0.0}
+    return table.with_kv([KVSite(i, h, 3, 128, costs, (0.4, 0.1)) for i in layers for h in range(heads)])
+
+
 def blueprint(table: SiteTable) -> Blueprint:
     """Ends of the model and the down projections higher, the middle lower, some of every gear."""
     bits = []
@@ -83,10 +90,10 @@ FEATURES = {
 }
 
 
-def explanation(table: SiteTable, budget: Budget | None = None) -> Explanation:
-    b = blueprint(table)
+def explanation(table: SiteTable, budget: Budget | None = None, kv_bits: Sequence[KVBits] | None = None) -> Explanation:
+    b = blueprint(table) if kv_bits is None else blueprint(table).with_kv_bits(kv_bits)
     full = Blueprint.of("uniform", table, (16,) * len(table.nested))
-    profile = QueryProfile(0.62, "mathematics", 2, FEATURES)
+    profile = QueryProfile(0.62, "mathematics", 2, FEATURES, context=0 if kv_bits is None else 4096)
     budget = budget or Budget()
     return Explanation(
         prompt_tokens=55,

@@ -29,7 +29,7 @@ def record(**changes: object) -> Record:
         average_weight_bits=5.31,
         weight_bits=(4, 6, 8, 16),
         activation_bits=(16, 16, 16, 16),
-        kv_bits=(16, 16),
+        kv_bits=((4, 8), 16),
         bytes_per_token=98_000_000,
         bytes_moved=51 * 98_000_000,
         tokens_by_bits={4: 10, 8: 42},

@@ -38,6 +38,7 @@ def nested(tiny_folder: Path, home: Path) -> str:
     assert described["store"]["bits_per_weight"] <= 9.5
     assert described["store"]["gears"] == [4, 6, 8, 16]
     assert described["store"]["sensitivity_measured"]
+    assert described["store"]["kv_sensitivity_measured"]
     return str(out)
 
 

@@ -151,7 +151,7 @@ def test_a_blueprint_that_changes_ends_sharing() -> None:
 
 def test_pages_take_the_format_that_a_sequence_has_when_they_are_filled() -> None:
     chosen = {"r": LOW}
-    s = scheduler(pages=8, tokens=512, format_of=lambda r: chosen[r.request_id])
+    s = scheduler(pages=8, tokens=512, format_of=lambda r, _: chosen[r.request_id])
     r = request("r", [5] * 100, max_tokens=100)
     s.add(r)
     advance(s)
@@ -169,7 +169,7 @@ def test_pages_take_the_format_that_a_sequence_has_when_they_are_filled() -> Non
 
 
 def test_low_bits_admit_more_and_their_refusal_states_the_numbers() -> None:
-    s = scheduler(pages=3, context=None, tokens=64, format_of=lambda _: LOW)
+    s = scheduler(pages=3, context=None, tokens=64, format_of=lambda *_: LOW)
     with pytest.raises(QBEError, match=r"10 prompt tokens and up to 375 new ones .* cache of 384 tokens"):
         s.add(request("r", [5] * 10, max_tokens=375))
     r = request("r", [5] * 10, max_tokens=374)
@@ -182,7 +182,7 @@ def test_low_bits_admit_more_and_their_refusal_states_the_numbers() -> None:
 
 def test_a_sequence_that_no_longer_fits_alone_ends_with_the_numbers() -> None:
     chosen = [LOW]
-    s = scheduler(pages=3, context=None, tokens=64, format_of=lambda _: chosen[0])
+    s = scheduler(pages=3, context=None, tokens=64, format_of=lambda *_: chosen[0])
     r = request("r", [5] * 10, max_tokens=374)
     s.add(r)
     for _ in range(220):
@@ -277,7 +277,7 @@ def test_any_traffic_is_served_to_the_end(
     arrivals: list[tuple[int, int, int, int]], cancels: set[int], chunked: bool, lowered: set[int]
 ) -> None:
     """Also with far too few pages, with pages of two formats and prompts that begin alike."""
-    s = scheduler(pages=8, chunked=chunked, format_of=lambda r: LOW if int(r.request_id) in lowered else FULL)
+    s = scheduler(pages=8, chunked=chunked, format_of=lambda r, _: LOW if int(r.request_id) in lowered else FULL)
     pending: list[tuple[int, Sequence]] = []
     at = 0
     for i, (prompt, tokens, gap, kind) in enumerate(arrivals):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from explain_samples import blueprint, dense, explanation, hybrid, linear
+from explain_samples import blueprint, dense, digits, explanation, hybrid, linear, plain, printed, with_kv
 from qbe.blueprint import Blueprint
-from qbe.explain import palette
+from qbe.explain import html, palette, terminal
 from qbe.explain.heatmap import HeatMap, size
 from qbe.sites import Role, SiteTable
 
@@ -76,10 +76,12 @@ def test_describe_is_json_with_the_promised_keys() -> None:
     d = json.loads(json.dumps(e.describe()))
     assert set(d) == {
         "prompt_tokens",
+        "context",
         "profile",
         "policy",
         "budget",
         "blueprint",
+        "kv_measured",
         "bytes_per_token",
         "bytes_per_token_16bit",
         "ratio",
@@ -104,3 +106,24 @@ SIZES = {
 @pytest.mark.parametrize(("n", "text"), SIZES.items())
 def test_sizes(n: float, text: str) -> None:
     assert size(n) == text
+
+
+def test_the_kv_cache_has_a_row_of_its_own_everywhere() -> None:
+    """Layers 2, 5 and 8 of the hybrid have one; heads of a layer may differ."""
+    table = with_kv(hybrid(), (2, 5, 8))
+    e = explanation(table, kv_bits=[(4, 8, 4) if i == 2 else 8 if i == 5 else 2 for i in range(10)])
+    heat = HeatMap.of(e.blueprint, table)
+    assert [None if c is None else c.bits for c in heat.kv if c] == [pytest.approx(16 / 3), 8, 2]
+    assert [i for i, c in enumerate(heat.kv) if c] == [2, 5, 8]
+    text = plain(printed(terminal.render(e), 120))
+    assert digits(text, "kv") == [-1, -1, 5, -1, -1, 8, -1, -1, 2, -1]
+    assert "KV cache 2 to 8 bits, 5.11 on average for up to 4,096 tokens" in " ".join(text.split())
+    page = html.render(e)
+    assert "layer 2, key head 1: KV 8 bits, read by 3 query heads, KL 1e-05 nats, entropy 40%" in page
+    assert page.count("key head") == 9
+    d = json.loads(json.dumps(e.describe()))
+    assert d["blueprint"]["kv_bits"][2:6] == [[4, 8, 4], 2, 2, 8]
+    assert d["blueprint"]["average_kv_bits"] == 5.1111
+    assert next(s for s in d["blueprint"]["sites"] if s["role"] == "attention_qkv")["kv_bits"] == [4, 8, 4]
+    assert d["context"] == 4096
+    assert d["kv_measured"]

@@ -148,11 +148,12 @@ def test_known_pages_are_found_until_their_bytes_are_needed() -> None:
 
 
 def test_a_page_is_known_by_all_that_made_it() -> None:
-    first = page_key(b"", "blueprint", [1, 2, 3])
-    assert page_key(b"", "blueprint", [1, 2, 3]) == first
+    first = page_key(b"", "computed", (4, (8, 2)), [1, 2, 3])
+    assert page_key(b"", "computed", (4, (8, 2)), [1, 2, 3]) == first
     others = [
-        page_key(b"", "other", [1, 2, 3]),
-        page_key(b"", "blueprint", [1, 2, 4]),
-        page_key(first, "blueprint", [1, 2, 3]),
+        page_key(b"", "other", (4, (8, 2)), [1, 2, 3]),
+        page_key(b"", "computed", (4, (2, 8)), [1, 2, 3]),
+        page_key(b"", "computed", (4, (8, 2)), [1, 2, 4]),
+        page_key(first, "computed", (4, (8, 2)), [1, 2, 3]),
     ]
-    assert len({first, *others}) == 4
+    assert len({first, *others}) == 5

@@ -59,6 +59,7 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
             "nested_bytes": nested_bytes,
             "bits_per_weight": round(8 * nested_bytes / table.nested_parameters, 4),
             "sensitivity_measured": table.measured,
+            "kv_sensitivity_measured": table.kv_measured,
             "checksums_verified": verify,
         },
         "hardware": hardware(table.gears()),
@@ -137,6 +138,10 @@ def render(described: dict[str, Any]) -> RenderableType:
         gears = " ".join(map(str, row["gears"]))
         roles.add_row(row["role"], str(row["sites"]), str(row["nested"]), f"{row['parameters']:,}", gears)
     unknown = described["unknown"]
+    measured = [
+        f"sensitivity of {of} {'' if store[key] else 'not '}measured"
+        for of, key in (("weights", "sensitivity_measured"), ("KV cache", "kv_sensitivity_measured"))
+    ]
     parts: list[RenderableType] = [
         Text(
             f"{described['model']}  ({described['type']}, {described['parameters'] / 1e6:.1f} M parameters, "
@@ -150,7 +155,7 @@ def render(described: dict[str, Any]) -> RenderableType:
             f"{store['nested_sites']} sites, {store['nested_bytes'] / 1e6:.1f} MB, "
             f"{store['bits_per_weight']:.3f} bits a weight"
         ),
-        Text(f"  in {store['folder']}; sensitivity {'' if store['sensitivity_measured'] else 'not '}measured"),
+        Text(f"  in {store['folder']}; {', '.join(measured)}"),
         Text(
             f"machine: {machine['cpu']}, {machine['threads']} threads, CPU kernel {machine['cpu_kernel']}, "
             f"GPUs: {', '.join(machine['gpus']) or 'none'}"

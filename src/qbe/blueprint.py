@@ -8,34 +8,41 @@ from functools import cached_property
 from typing import Any
 
 from qbe.errors import QBEError
-from qbe.sites import ATTENTION_ROLES, FULL_BITS, SiteTable
+from qbe.sites import ATTENTION_ROLES, FULL_BITS, KVBits, SiteTable
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Precision of every nested site and of every layer's KV cache, for one request.
+    """Precision of every nested site and of every key head's KV cache, for one request.
 
     Attributes:
         policy: name of the policy that chose it.
         weight_bits: one gear per nested site, in the table's order.
         activation_bits: one per nested site: of its inputs.
-        kv_bits: one per decoder layer.
+        kv_bits: one per decoder layer: a number for all of its key heads, or a tuple with one for each (which becomes a
+            number where they are equal).
     """
 
     policy: str
     weight_bits: tuple[int, ...]
     activation_bits: tuple[int, ...]
-    kv_bits: tuple[int, ...]
+    kv_bits: tuple[KVBits, ...]
+
+    def __post_init__(self) -> None:
+        # Equal assignments have one form, so that they have one key.
+        object.__setattr__(self, "kv_bits", tuple(map(shortest, self.kv_bits)))
 
     @classmethod
     def of(
-        cls, policy: str, table: SiteTable, weight_bits: Sequence[int], activation_bits: Sequence[int] | None = None
-    ) -> Blueprint:
-        """A blueprint with these gears and a 16-bit KV cache.
+        cls, policy: str, table: SiteTable, weight_bits: Sequence[int], activation_bits: Sequence[int] | None = None,
+        kv_bits: Sequence[KVBits] | None = None,
+    ) -> Blueprint:  # fmt: skip
+        """A blueprint with these gears.
 
         Args:
             weight_bits: one per nested site.
             activation_bits: one per nested site (`SiteTable.activations` makes them from one number); None is 16.
+            kv_bits: one per decoder layer (`qbe.policies.kv` chooses them); None is 16.
 
         Raises:
             QBEError: a gear that its site does not have, or the wrong number of gears.
@@ -51,19 +58,22 @@ class Blueprint:
             if activation not in site.activation_gears:
                 have = ", ".join(map(str, site.activation_gears))
                 raise QBEError(f"{activation} bits are no width of {site.name}'s activations (they have {have})")
-        return cls(policy, tuple(weight_bits), tuple(activation_bits), (FULL_BITS,) * table.layers)
+        kv_bits = (FULL_BITS,) * table.layers if kv_bits is None else kv_bits
+        return cls(policy, tuple(weight_bits), tuple(activation_bits), tuple(kv_bits))
 
-    def with_kv_bits(self, bits: int) -> Blueprint:
-        """The same with these bits for the KV cache of every layer."""
-        return replace(self, kv_bits=(bits,) * len(self.kv_bits))
+    def with_kv_bits(self, kv_bits: Sequence[KVBits]) -> Blueprint:
+        """The same with another KV cache."""
+        return replace(self, kv_bits=tuple(kv_bits))
 
     @cached_property
     def key(self) -> str:
         """A short name that equal assignments share, e.g. for records."""
-        import hashlib
+        return _digest(self.weight_bits, self.activation_bits, self.kv_bits)
 
-        raw = bytes(self.weight_bits) + bytes(self.activation_bits) + bytes(self.kv_bits)
-        return hashlib.blake2b(raw, digest_size=8).hexdigest()
+    @cached_property
+    def linear_key(self) -> str:
+        """The same of the nested sites alone: what is computed at equal ones differs in the KV cache at most."""
+        return _digest(self.weight_bits, self.activation_bits)
 
     def average_weight_bits(self, table: SiteTable) -> float:
         """Mean gear over the weights of the nested sites, bits per weight."""
@@ -71,9 +81,14 @@ class Blueprint:
         return total / max(1, table.nested_parameters)
 
     def average_kv_bits(self, table: SiteTable) -> float:
-        """Mean bits of the KV cache over the layers that have one (scales not counted); 16 without any."""
-        layers = {s.layer for s in table if s.role in ATTENTION_ROLES and s.layer is not None}
-        return sum(self.kv_bits[i] for i in layers) / len(layers) if layers else float(FULL_BITS)
+        """Mean bits of a number in the KV cache (scales not counted); 16 for a model without one."""
+        total = sum(s.numbers * self.kv_bits_at(s.layer, s.head) for s in table.kv)
+        return total / table.kv_numbers if table.kv_numbers else float(FULL_BITS)
+
+    def kv_bits_at(self, layer: int, head: int) -> int:
+        """Bits of a key head of a layer; layers past the end have 16."""
+        bits = self.kv_bits[layer] if layer < len(self.kv_bits) else FULL_BITS
+        return bits if isinstance(bits, int) else bits[head]
 
     def bytes_per_token(self, table: SiteTable) -> int:
         """Bytes of weights and scales that decoding one token reads at batch 1; the KV cache is not counted."""
@@ -85,10 +100,10 @@ class Blueprint:
         return total
 
     def describe(self, table: SiteTable) -> dict[str, Any]:
-        """The blueprint as JSON: policy, average bits and one entry per nested site."""
+        """The blueprint as JSON: policy, average bits, one entry per nested site and the KV bits of every layer."""
         rows = []
         for site, w, a in zip(table.nested, self.weight_bits, self.activation_bits, strict=True):
-            kv = self.kv_bits[site.layer] if site.role in ATTENTION_ROLES and site.layer is not None else None
+            kv = _plain(self.kv_bits[site.layer]) if site.role in ATTENTION_ROLES and site.layer is not None else None
             rows.append(
                 {"name": site.name, "role": str(site.role), "weight_bits": w, "activation_bits": a, "kv_bits": kv}
             )
@@ -98,4 +113,21 @@ class Blueprint:
             "average_weight_bits": round(self.average_weight_bits(table), 4),
             "average_kv_bits": round(self.average_kv_bits(table), 4),
             "sites": rows,
+            "kv_bits": [_plain(b) for b in self.kv_bits],
         }
+
+
+def _plain(bits: KVBits) -> int | list[int]:
+    """As JSON has it."""
+    return list(bits) if isinstance(bits, tuple) else bits
+
+
+def shortest(bits: KVBits) -> KVBits:
+    """One number for heads that all have it."""
+    return bits[0] if isinstance(bits, tuple) and len(set(bits)) == 1 else bits
+
+
+def _digest(*parts: object) -> str:
+    import hashlib
+
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

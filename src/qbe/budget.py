@@ -28,7 +28,8 @@ class Budget:
         tier: `flex`, `default` or `priority` (`auto` and `fast` are other names of the last two).
         activation_bits: of the inputs of nested sites, 8 or 16. 8 makes prompts faster where the hardware multiplies
             8-bit numbers; the output head keeps 16.
-        kv_bits: of the KV cache at every layer, 2, 4, 8 or 16; None leaves the choice to the policy.
+        kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
+            0.05 bits where the model has enough key heads for it. None leaves the choice to the policy.
 
     Raises:
         QBEError: an unknown tier, bits outside 1 to 16, or activation or KV bits that there are not.
@@ -37,7 +38,7 @@ class Budget:
     bits: float | None = None
     tier: str = "default"
     activation_bits: int = FULL_BITS
-    kv_bits: int | None = None
+    kv_bits: float | None = None
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -45,8 +46,9 @@ class Budget:
         if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
             have = " or ".join(map(str, ACTIVATION_GEARS))
             raise QBEError(f"activation_bits is {self.activation_bits!r}, but must be {have}")
-        if self.kv_bits is not None and (isinstance(self.kv_bits, bool) or self.kv_bits not in KV_BITS):
-            raise QBEError(f"kv_bits is {self.kv_bits!r}, but must be one of {', '.join(map(str, KV_BITS))}")
+        kv, (least, *_) = self.kv_bits, KV_BITS
+        if kv is not None and (not isinstance(kv, int | float) or isinstance(kv, bool) or not least <= kv <= FULL_BITS):
+            raise QBEError(f"kv_bits is {kv!r}, but must be an average between {least} and {FULL_BITS}")
         if self.bits is None:
             return
         if not isinstance(self.bits, int | float) or isinstance(self.bits, bool) or not 1 <= self.bits <= 16:

@@ -45,7 +45,7 @@ Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file
 Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: tiered, uniform or a plug-in's name")]
 Bits = Annotated[float | None, typer.Option(help="budget: average bits over the weights of nested sites")]
 ActivationBits = Annotated[int, typer.Option(help="budget: bits of the inputs of nested sites, 8 or 16")]
-KVBits = Annotated[int | None, typer.Option(help="budget: bits of the KV cache: 2, 4, 8 or 16")]
+KVBits = Annotated[float | None, typer.Option(help="budget: average bits of the KV cache, 2 to 16")]
 Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -173,15 +173,16 @@ def chat_command(
 @app.command()
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, kv_bits: KVBits = None, tier: Tier = "default", chat: Chat = False,
-    as_json: Json = False,
+    activation_bits: ActivationBits = 16, kv_bits: KVBits = None, max_tokens: MaxTokens = 128, tier: Tier = "default",
+    chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
     budget = _budget(bits, tier, activation_bits, kv_bits)
     with _engine(model, policy, "auto", "cpu", "device") as engine:
-        found = engine.explain([{"role": "user", "content": text}] if chat else text, budget=budget)
+        asked: Any = [{"role": "user", "content": text}] if chat else text
+        found = engine.explain(asked, _params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None), budget=budget)
     if html is not None:
         from qbe.explain.html import render as page
         from qbe.files import write_text
@@ -307,7 +308,7 @@ def _engine(
     )  # fmt: skip
 
 
-def _budget(bits: float | None, tier: str, activation_bits: int, kv_bits: int | None) -> Budget:
+def _budget(bits: float | None, tier: str, activation_bits: int, kv_bits: float | None) -> Budget:
     from qbe.budget import Budget
 
     return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv_bits)
@@ -366,7 +367,7 @@ def _summary(result: Result) -> None:
 
     line = strip(result.blueprint, result.table)
     eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
-    kv = f"  KV {result.average_kv_bits:.1f} bits" if min(result.blueprint.kv_bits, default=16) < 16 else ""
+    kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
     line.append(
         f"  {result.average_weight_bits:.2f} bits{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"
         f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s",

@@ -6,7 +6,7 @@ The table is what a policy sees of a model (DESIGN decision 6). `qbe.tagger` mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -54,6 +54,7 @@ ACTIVATION_GEARS = (8, FULL_BITS)
 # together (docs/quality.md), and gain nothing: of a prompt the head sees one row.
 KEEPS_ACTIVATIONS = frozenset({Role.OUTPUT_HEAD})
 KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
+KVBits = int | tuple[int, ...]  # of a layer: one for all of its key heads, or one for each
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,44 @@ class Site:
         return ACTIVATION_GEARS if self.nested and self.role not in KEEPS_ACTIVATIONS else (FULL_BITS,)
 
 
+@dataclass(frozen=True)
+class KVSite:
+    """One key head of one layer: a place where the precision of the KV cache can be set.
+
+    Attributes:
+        layer: index of the decoder layer.
+        head: of its key heads.
+        query_heads: how many of the layer's query heads read it.
+        numbers: that it stores for a token, keys and values.
+        sensitivity: bits -> KL divergence (nats per token) of the logits when the full pages of this head alone have
+            these bits; empty when not measured.
+        entropy: of its attention weights over the most that there can be, the logarithm of the tokens seen: 0 for a
+            head that looks at one token, 1 for one that looks at all alike. Mean over calibration tokens and query
+            heads, and standard deviation of that of one token; None when not measured.
+    """
+
+    layer: int
+    head: int
+    query_heads: int
+    numbers: int
+    sensitivity: Mapping[int, float] = field(default_factory=dict)
+    entropy: tuple[float, float] | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class SiteTable:
     """Every site of a model in module order; immutable, equal only to itself.
 
     The position of a site among the nested ones is its row in the plan and its place in a blueprint.
+
+    Attributes:
+        kv: by layer and head; empty as long as nobody has run the model.
     """
 
     sites: tuple[Site, ...]
     model_name: str = ""
     layers: int = 0
+    kv: tuple[KVSite, ...] = ()
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -137,6 +166,16 @@ class SiteTable:
         """Whether every nested site has a measured sensitivity."""
         return bool(self.nested) and all(s.sensitivity for s in self.nested)
 
+    @cached_property
+    def kv_numbers(self) -> int:
+        """Numbers that the KV cache holds for a token."""
+        return sum(s.numbers for s in self.kv)
+
+    @cached_property
+    def kv_measured(self) -> bool:
+        """Whether every key head has a measured sensitivity."""
+        return bool(self.kv) and all(s.sensitivity for s in self.kv)
+
     def gears(self) -> tuple[int, ...]:
         """Precisions available at every nested site, ascending."""
         common: set[int] | None = None
@@ -152,3 +191,7 @@ class SiteTable:
         """A copy whose sites carry `measured[site name][gear]`."""
         sites = tuple(replace(s, sensitivity=dict(measured[s.name])) if s.name in measured else s for s in self.sites)
         return replace(self, sites=sites)
+
+    def with_kv(self, kv: Sequence[KVSite]) -> SiteTable:
+        """A copy with these key heads."""
+        return replace(self, kv=tuple(kv))

@@ -24,12 +24,14 @@ class QueryProfile:
         prompt_class: one of `CLASSES`.
         tier: which analysis made it: 1 thresholds, 2 trained classifier.
         features: name -> value; what the score was computed from.
+        context: tokens that the request may come to have, prompt and answer; 0 when that is not known.
     """
 
     score: float
     prompt_class: str
     tier: int
     features: dict[str, float] = field(default_factory=dict)
+    context: int = 0
 
     def describe(self) -> dict[str, Any]:
         """The profile as JSON."""

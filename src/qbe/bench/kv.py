@@ -18,7 +18,7 @@ from qbe.bench.report import Row, rows_beside
 from qbe.engine.devices import out_of_memory
 from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import FULL_BITS, KV_BITS, PAGE_SIZE
-from qbe.kvcache.pages import Bits, KVShape, PagePool, pages_for
+from qbe.kvcache.pages import KVBits, KVShape, PagePool, pages_for
 from qbe.models import DEFAULT_MODEL
 from qbe.store.prepare import bar
 
@@ -164,7 +164,7 @@ def memory(model: str | Path, context: int, progress: bool) -> list[Row]:
         context = min(context, engine.core.context or context)
         chosen = engine.explain(TEXT * (context // engine.explain(TEXT).prompt_tokens)).blueprint
         held: dict[int | str, float] = {
-            b: _held(engine.core.pool, chosen.with_kv_bits(b).kv_bits, context) for b in sorted(KV_BITS, reverse=True)
+            b: _held(engine.core.pool, (b,) * len(chosen.kv_bits), context) for b in sorted(KV_BITS, reverse=True)
         }
         held["default"] = _held(engine.core.pool, chosen.kv_bits, context)
         average = chosen.average_kv_bits(engine.table)
@@ -177,7 +177,7 @@ def memory(model: str | Path, context: int, progress: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-def _held(pool: PagePool, kv_bits: Sequence[Bits], tokens: int) -> float:
+def _held(pool: PagePool, kv_bits: Sequence[KVBits], tokens: int) -> float:
     """Bytes per token: all pages of a sequence, the last one in its frame."""
     format, pages = pool.format(kv_bits, Counter()), pages_for(tokens)
     return (pages * format.nbytes + (0 if format.full else pool.page_bytes)) / tokens

@@ -17,7 +17,7 @@ import torch
 from qbe.bench.machine import free_bytes
 from qbe.kernels.kv_blocks import FULL_BITS, KV_BITS
 from qbe.kvcache.allocator import Page, PageAllocator
-from qbe.kvcache.pages import Bits, KVShape, PagePool, page_bytes, pages_for
+from qbe.kvcache.pages import KVBits, KVShape, PagePool, page_bytes, pages_for
 
 AT_ONCE = 64  # pages that have frames at the same time while a case is made
 FULL = str(FULL_BITS)
@@ -39,9 +39,9 @@ def mixture(average: int, places: int) -> list[int] | None:
     return None if best is None else best[1]
 
 
-def choices(batch: int, kv_heads: int, pages: int, averages: Sequence[int]) -> dict[str, list[list[Bits]]]:
+def choices(batch: int, kv_heads: int, pages: int, averages: Sequence[int]) -> dict[str, list[list[KVBits]]]:
     """Name of a case -> bits of each sequence's pages: the uniform ones, `16` first, and `pages, 8` and its like."""
-    found: dict[str, list[list[Bits]]] = {str(b): [[b] * pages] * batch for b in sorted(KV_BITS, reverse=True)}
+    found: dict[str, list[list[KVBits]]] = {str(b): [[b] * pages] * batch for b in sorted(KV_BITS, reverse=True)}
     order = random.Random(0)
     for average in averages:
         if mixed := mixture(average, pages):
@@ -119,7 +119,7 @@ class Cases:
         for page in (p for row in rows for p in row):
             frames[page.address // size : (page.address + page.format.nbytes) // size].normal_()
 
-    def _sealed(self, bits: list[Bits], row: list[Page]) -> list[Page]:
+    def _sealed(self, bits: list[KVBits], row: list[Page]) -> list[Page]:
         """The full pages of a sequence at these bits."""
         found: list[Page] = []
         for i in range(0, len(bits), AT_ONCE):
@@ -136,7 +136,7 @@ class Cases:
         return found
 
 
-def _frames(layers: int, shape: KVShape, dtype: torch.dtype, rows: list[list[Bits]]) -> int:
+def _frames(layers: int, shape: KVShape, dtype: torch.dtype, rows: list[list[KVBits]]) -> int:
     """Pages of 16 bits that hold as many bytes as pages of these bits."""
     probe = PagePool([shape] * layers, 0, dtype, torch.device("cpu"))
     uses: Counter[int] = Counter()

@@ -18,10 +18,10 @@ from qbe.engine.warmup import attention_launches, compile_kernels, linear_launch
 from qbe.errors import QBEError
 from qbe.kernels.cpu import native
 from qbe.kernels.cpu.paged_attention import compiled_for
-from qbe.kvcache.allocator import PageAllocator
+from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
-from qbe.sites import SiteTable
+from qbe.sites import KVBits, SiteTable
 
 _DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
 _CPU_KV_TOKENS = 16384
@@ -49,7 +49,8 @@ class Core:
     Args:
         model: causal language model of transformers, already on its device. From here on its attention reads pages,
             so it answers through this core only.
-        table: the model's sites; its nested sites' weights are bound to the plan.
+        table: the model's sites; its nested sites' weights are bound to the plan. Where it lacks the key heads of the
+            KV cache they are added to it.
         eos_ids: tokens that end an answer; they stay in `output_ids`, as with transformers.
         max_batch_tokens: tokens of one step; longer prompts are spread over steps. By default 512 on the CPU, where a
             step is long, and 2048 on a GPU, where a short one leaves it idle.
@@ -113,13 +114,14 @@ class Core:
             paged=paged,
             chunked=packed,
             reusable=packed,
-            format_of=lambda sequence: self.pool.format(sequence.blueprint.kv_bits, allocator.uses),
+            format_of=lambda sequence, page: self._format(sequence.kv_bits_of(page)),
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
         rows = min(max_batch_tokens if packed else self.context or _LONGEST, _LONGEST)
         head_rows = max_sequences if Runner.keeps_logits(model) else rows
         compile_kernels(linear_launches(model, table, rows, head_rows), self.device, progress)
         self._try()
+        self.table = _with_kv(table, self.runner.cache)
         longest = most_pages(shapes, dtype, pages)
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:
@@ -134,6 +136,22 @@ class Core:
         trial.pages = self.scheduler.allocator.allocate(min(1, self.pool.num_pages)) or []
         self.runner.step([Work(trial, 0, 1)])
         self.scheduler.allocator.release(trial.pages)
+
+    def _format(self, kv_bits: tuple[KVBits, ...]) -> Format:
+        """The pool's format with these bits; pages that nobody owns go if it takes one of their numbers."""
+        allocator = self.scheduler.allocator
+        while not self.pool.has_number(kv_bits, allocator.uses) and allocator.drop_idle():
+            pass
+        return self.pool.format(kv_bits, allocator.uses)
+
+    def raise_kv(self, sequence: Sequence, kv_bits: tuple[KVBits, ...]) -> None:
+        """Give a running request's pages to come these KV bits, if what it may still write then fits in the cache."""
+        before = sequence.blueprint
+        sequence.blueprint = before.with_kv_bits(kv_bits)
+        if not self.pool.has_number(kv_bits, self.scheduler.allocator.uses) or (
+            self.scheduler.paging.capacity(sequence) < sequence.max_length
+        ):
+            sequence.blueprint = before
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -217,3 +235,17 @@ class Core:
         free, _ = torch.cuda.mem_get_info(self.device)
         fits = int(free * _CUDA_KV_SHARE) // max(1, page_bytes(shapes, dtype)) * PAGE_SIZE
         return max(PAGE_SIZE, min(wanted, fits))
+
+
+def _with_kv(table: SiteTable, cache: PagedCache) -> SiteTable:
+    """The table with the model's key heads, which it may know already from measuring them."""
+    found = cache.sites()
+    if not table.kv:
+        return table.with_kv(found)
+    known = [(s.layer, s.head, s.query_heads, s.numbers) for s in table.kv]
+    if known != [(s.layer, s.head, s.query_heads, s.numbers) for s in found]:
+        raise QBEError(
+            f"the KV sensitivities of {table.model_name} are of other key heads than the model has: delete "
+            "kv_sensitivity.json in its store and run 'qbe quantize' again"
+        )
+    return table

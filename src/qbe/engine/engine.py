@@ -35,8 +35,9 @@ from qbe.explain import Explanation
 from qbe.kernels.tuning.tunable import KernelCache, kernel_cache
 from qbe.kernels.tuning.tuner import Tuner
 from qbe.models import DEFAULT_MODEL
+from qbe.policies import kv
 from qbe.records import Record, RecordStore
-from qbe.sites import SiteTable
+from qbe.sites import FULL_BITS, SiteTable
 from qbe.store.prepare import prepare, prepare_in_memory
 
 __all__ = ["Engine", "Request", "Result"]
@@ -57,6 +58,7 @@ class _Live:
     pieces: list[str] = field(default_factory=list)
     first_token: float | None = None
     result: Result | None = None
+    entropies: int = 0  # of `running`, how many have been looked at
 
 
 def _locked(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
@@ -131,11 +133,10 @@ class Engine:
                 need_sensitivity=self.policy.needs_sensitivity, progress=progress,
             )  # fmt: skip
         self.name, self.tokenizer, self.model = prepared.name, prepared.tokenizer, prepared.model
-        self._table = prepared.table
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         try:
             self.core = core.Core(
-                self.model, self._table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
+                self.model, prepared.table, eos_ids=self.eos_ids, max_batch_tokens=max_batch_tokens,
                 max_sequences=min(max_sequences, max_batch_tokens or max_sequences), kv_tokens=kv_tokens, device=where,
                 progress=progress, compile=compile,
             )  # fmt: skip
@@ -143,6 +144,7 @@ class Engine:
             if kv_tokens is None or not out_of_memory(error):
                 raise
             raise QBEError(f"kv_tokens is {kv_tokens}, but so many do not fit into the memory of {where}") from error
+        self._table = self.core.table
         self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
         self.analyzer.analyze("warm up", [0], tier=2)  # the first analysis of a process takes milliseconds
         where_to = Path(records) if isinstance(records, str | Path) else None
@@ -249,9 +251,16 @@ class Engine:
         request_id = self.submit(Request(prompt, params or SamplingParams(), budget or Budget(), policy))
         return Stream(self, request_id)
 
-    def explain(self, prompt: Prompt, *, budget: Budget | None = None, policy: str | None = None) -> Explanation:
+    def explain(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        budget: Budget | None = None,
+        policy: str | None = None,
+    ) -> Explanation:
         """What `generate` would run this prompt at, and why; nothing is generated."""
-        return self._choose(Request(prompt, budget=budget or Budget(), policy=policy))[1]
+        return self._choose(Request(prompt, params or SamplingParams(), budget or Budget(), policy))[1]
 
     @_locked
     def submit(self, request: Request, twin: str | None = None) -> str:
@@ -266,6 +275,8 @@ class Engine:
         key = uuid.uuid4().hex
         running = Running(key, ids, request.params, chosen.blueprint)
         running.twin = None if twin is None else self._live[twin].running
+        # An average that was asked for is kept; one that was chosen may turn out too low for what comes.
+        running.watched = request.budget.kv_bits is None and chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
         self.core.add(running)
         text = Detokenizer(self.tokenizer, request.params.stop, self.eos_ids)
         self._live[key] = _Live(request, chosen, running, text, time.perf_counter())
@@ -284,6 +295,7 @@ class Engine:
         now = time.perf_counter()
         for output in outputs:
             live = self._live[output.sequence.request_id]
+            self._raise_kv(live)
             if output.new_token is not None:
                 live.first_token = live.first_token or now
                 live.pieces.append(live.detokenizer.push(output.new_token))
@@ -352,9 +364,9 @@ class Engine:
         start = time.perf_counter()
         profile: QueryProfile = self.analyzer.analyze(text, words)
         analysed = time.perf_counter()
+        context = len(ids) + request.params.max_tokens
+        profile = replace(profile, context=context if self.core.context is None else min(context, self.core.context))
         blueprint = policy.blueprint(profile, request.budget, self._table)
-        if request.budget.kv_bits is not None:
-            blueprint = blueprint.with_kv_bits(request.budget.kv_bits)
         done = time.perf_counter()
         chosen = Explanation(
             prompt_tokens=len(ids),
@@ -406,6 +418,17 @@ class Engine:
         if self._policies[name].needs_sensitivity and not self._table.measured:
             raise QBEError(f"this engine was started without a sensitivity table; start it with policy='{name}'")
         return self._policies[name]
+
+    def _raise_kv(self, live: _Live) -> None:
+        """More KV bits for pages to come, where a request's attention has turned out unlike calibration's."""
+        running = live.running
+        if len(running.entropies) == live.entropies or running.finish_reason is not None:
+            return
+        live.entropies = len(running.entropies)
+        now = running.blueprint.kv_bits
+        bits = kv.raised(live.chosen.blueprint.kv_bits, now, self._table, running.entropies)
+        if bits != now:
+            self.core.raise_kv(running, bits)
 
     def _finish(self, live: _Live, now: float | None = None) -> None:
         """Makes the result and its record."""

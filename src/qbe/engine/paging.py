@@ -17,21 +17,21 @@ class Paging:
         allocator: the pages.
         chunked: whether a prompt may be spread over steps.
         reusable: whether a page's contents depend on the tokens before it alone, so that sequences may share it.
-        format_of: the format of the pages that a sequence begins now.
+        format_of: the format of a sequence's page of this number.
 
     Attributes:
         copies: pages that were shared and are written to next, each with its copy; to be copied before the step.
     """
 
     def __init__(
-        self, allocator: PageAllocator, chunked: bool, reusable: bool, format_of: Callable[[Sequence], Format]
+        self, allocator: PageAllocator, chunked: bool, reusable: bool, format_of: Callable[[Sequence, int], Format]
     ) -> None:
         self.allocator, self.chunked, self.reusable, self.format_of = allocator, chunked, reusable, format_of
         self.copies: list[tuple[Page, Page]] = []
 
     def capacity(self, sequence: Sequence) -> int:
-        """Tokens of this sequence that the whole cache holds."""
-        format, page = self.format_of(sequence), self.allocator.page_bytes
+        """Tokens that the whole cache holds at the bits that a sequence has now."""
+        format, page = self._next_format(sequence), self.allocator.page_bytes
         total = self.allocator.num_pages * page
         if format.full:
             return self.allocator.num_pages * PAGE_SIZE
@@ -40,7 +40,7 @@ class Paging:
 
     def needs(self, sequence: Sequence) -> int:
         """Bytes for its tokens when they are computed alone: sealed pages, and the frames of a step."""
-        format, pages = self.format_of(sequence), -(-len(sequence.token_ids) // PAGE_SIZE)
+        format, pages = self._next_format(sequence), -(-len(sequence.token_ids) // PAGE_SIZE)
         frames = 0 if format.full else 1 if self.chunked else pages
         return pages * format.nbytes + frames * self.allocator.page_bytes
 
@@ -50,12 +50,14 @@ class Paging:
         Where its twin still writes the page in which the prompt ends, it begins with that one, too. The first of the
         two that writes to it takes a copy.
         """
-        sequence.keyed_by, tokens = sequence.blueprint.key, len(sequence.token_ids)
+        sequence.keyed_by, tokens = sequence.blueprint.linear_key, len(sequence.token_ids)
         while self.reusable and (len(sequence.pages) + 1) * PAGE_SIZE < tokens:
             key = self._key(sequence, len(sequence.pages))
             page = self.allocator.find(key)
             if page is None:
                 break
+            if len(sequence.pages) == len(sequence.sealed_bits):
+                sequence.sealed_bits.append(sequence.blueprint.kv_bits)
             sequence.pages.append(page)
             sequence.page_keys.append(key)
         last, sequence.computed = len(sequence.pages), len(sequence.pages) * PAGE_SIZE
@@ -76,9 +78,9 @@ class Paging:
             sequence.cached = sequence.computed
 
     def write(self, sequence: Sequence, end: int) -> bool:
-        """Whether `[computed, end)` can be written: there are pages, of its format and nobody else's."""
-        format = self.format_of(sequence)
+        """Whether `[computed, end)` can be written: there are pages, of the right formats and nobody else's."""
         for i in range(sequence.computed // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            format = self.format_of(sequence, i)
             if i == len(sequence.pages):
                 new = self.allocator.allocate(1, format)
                 if new is None:
@@ -101,11 +103,13 @@ class Paging:
 
     def complete(self, sequence: Sequence, start: int) -> None:
         """Its tokens from `start` on have run: pages that they filled are sealed, and others may find them."""
-        if sequence.keyed_by != sequence.blueprint.key:
+        if sequence.keyed_by != sequence.blueprint.linear_key:
             sequence.keyed_by = None
         for i in range(start // PAGE_SIZE, min(sequence.computed // PAGE_SIZE, len(sequence.pages))):
             self.allocator.seal(sequence.pages[i])
             sequence.version += 1
+            if i == len(sequence.sealed_bits):
+                sequence.sealed_bits.append(sequence.blueprint.kv_bits)
             if self.reusable and sequence.keyed_by is not None and len(sequence.page_keys) == i:
                 key = self._key(sequence, i)
                 sequence.page_keys.append(key)
@@ -119,7 +123,12 @@ class Paging:
 
     def _key(self, sequence: Sequence, i: int) -> bytes:
         tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-        return page_key(sequence.page_keys[i - 1] if i else b"", sequence.blueprint.key, tokens)
+        before = sequence.page_keys[i - 1] if i else b""
+        return page_key(before, sequence.blueprint.linear_key, sequence.kv_bits_of(i), tokens)
+
+    def _next_format(self, sequence: Sequence) -> Format:
+        """Of the pages that it has not yet filled."""
+        return self.format_of(sequence, len(sequence.sealed_bits))
 
 
 def average_bits(sequence: Sequence) -> float:

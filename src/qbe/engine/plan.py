@@ -72,7 +72,7 @@ class Plan:
             return
         tokens = rows
         if self.max_rows == 1:
-            if len({b.key for b, _ in rows}) > 1:
+            if len({b.linear_key for b, _ in rows}) > 1:
                 raise ValueError("a plan of one row cannot hold two blueprints")
             rows, kept = [(rows[0][0], 1)], []
         owners = tuple(c for blueprint, n in rows for c in [self._column(blueprint)] * n)
@@ -113,14 +113,14 @@ class Plan:
         if tokens < UNIFORM_ROWS and not self._told:
             return
         self._told = tokens >= UNIFORM_ROWS
-        columns = {b.key: _words(b) for b in blueprints}.values() if self._told else ()
+        columns = {b.linear_key: _words(b) for b in blueprints}.values() if self._told else ()
         for i, weight in enumerate(self._weights):
             words = {column[i] for column in columns}
             weight.uniform = words.pop() if len(words) == 1 else None
 
     def _column(self, blueprint: Blueprint) -> int:
         """Where the blueprint's column is on the device; it is copied there when it is new."""
-        key = blueprint.key
+        key = blueprint.linear_key
         if key in self._column_of:
             self._column_of.move_to_end(key)
             return self._column_of[key]

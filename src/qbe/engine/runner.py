@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from qbe.engine import entropy
 from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
@@ -95,6 +96,7 @@ class Runner:
         """
         if self.decode is not None and self.decode.serves(work):
             logits, best = self.decode.run(work)
+            entropy.note(work, self.decode.entropy, self.cache)
         else:
             logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
             best = likeliest(logits)
@@ -165,8 +167,11 @@ class Runner:
             if sequence.recurrent is None:
                 sequence.recurrent = new_state(self.config)
             self.cache.use_state(sequence.recurrent)
-        with step(StepLayout(self.cache, spans, slot_ids)):
+        layout = StepLayout(self.cache, spans, slot_ids)
+        with step(layout):
             logits = self.model(**arguments).logits[0]
+        if layout.single is not None:
+            entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)
         if not self._takes_keep:
             logits = logits.index_select(0, keep)
         return logits[: len(kept)].float()

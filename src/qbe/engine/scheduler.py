@@ -42,7 +42,7 @@ class Scheduler:
         paged: whether the model has attention layers and so needs pages.
         chunked: whether a prompt may be spread over steps. A prompt that may not can exceed `max_batch_tokens`.
         reusable: whether a page's contents depend on the tokens before it alone, so that sequences may share it.
-        format_of: the format of the pages that a sequence begins now; by default 16 bits.
+        format_of: the format of a sequence's page of this number; by default 16 bits.
 
     Attributes:
         paging: gives the sequences their pages.
@@ -62,7 +62,7 @@ class Scheduler:
         paged: bool = True,
         chunked: bool = True,
         reusable: bool = True,
-        format_of: Callable[[Sequence], Format] | None = None,
+        format_of: Callable[[Sequence, int], Format] | None = None,
     ) -> None:
         if not 1 <= max_sequences <= max_batch_tokens:
             raise QBEError(
@@ -71,7 +71,7 @@ class Scheduler:
         self.allocator = allocator
         self.max_batch_tokens, self.max_sequences, self.context = max_batch_tokens, max_sequences, context
         self.paged, self.chunked = paged, chunked
-        self.paging = Paging(allocator, chunked, reusable and paged, format_of or (lambda _: allocator.full))
+        self.paging = Paging(allocator, chunked, reusable and paged, format_of or (lambda *_: allocator.full))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
         self.stuck: list[Sequence] = []

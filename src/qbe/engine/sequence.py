@@ -12,6 +12,7 @@ import torch
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
 from qbe.kvcache.allocator import Page
+from qbe.sites import KVBits
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,12 @@ class Sequence:
         pages: for the tokens computed and those of the step that comes.
         version: changes whenever an entry of `pages` does.
         page_keys: what its full pages are known by, as far as they are.
-        keyed_by: key of the blueprint that all of its tokens had; None once it was exchanged.
+        sealed_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
+        keyed_by: `Blueprint.linear_key` that all of its tokens had; None once it was exchanged.
         twin: a sequence of the same prompt whose pages it may begin with; None once it has begun.
+        watched: whether to gather `entropies`.
+        entropies: of the attention in the steps of one token that filled a page, one list each: per key head the mean
+            of its query heads, as in `qbe.sites.KVSite.entropy`.
         cached: tokens of the prompt whose pages were there already when it was first admitted.
         average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
         preemptions: how often it gave its pages up and waited again.
@@ -136,8 +141,11 @@ class Sequence:
     pages: list[Page] = field(default_factory=list)
     version: int = 0
     page_keys: list[bytes] = field(default_factory=list)
+    sealed_bits: list[tuple[KVBits, ...]] = field(default_factory=list)
     keyed_by: str | None = None
     twin: Sequence | None = field(default=None, repr=False)
+    watched: bool = False
+    entropies: list[list[float]] = field(default_factory=list)
     cached: int = 0
     average_kv_bits: float | None = None
     preemptions: int = 0
@@ -160,6 +168,10 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """Token ids of the answer so far."""
         return self.token_ids[len(self.prompt_ids) :]
+
+    def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
+        """KV bits of its page of this number: what it was sealed at, or will be."""
+        return self.sealed_bits[page] if page < len(self.sealed_bits) else self.blueprint.kv_bits
 
     @property
     def remaining(self) -> int:

@@ -44,6 +44,11 @@ class Explanation:
         return self.bytes_per_token / max(1, self.bytes_per_token_16bit)
 
     @property
+    def context(self) -> int:
+        """Tokens that the request may come to have; 0 when that is not known."""
+        return self.profile.context
+
+    @property
     def average_bits(self) -> float:
         """Mean gear over the weights of the nested sites."""
         return self.blueprint.average_weight_bits(self.table)
@@ -52,6 +57,7 @@ class Explanation:
         """The explanation as JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
+            "context": self.context,
             "profile": self.profile.describe(),
             "policy": self.blueprint.policy,
             "budget": {
@@ -62,6 +68,7 @@ class Explanation:
                 "kv_bits": self.budget.kv_bits,
             },
             "blueprint": self.blueprint.describe(self.table),
+            "kv_measured": self.table.kv_measured,
             "bytes_per_token": self.bytes_per_token,
             "bytes_per_token_16bit": self.bytes_per_token_16bit,
             "ratio": round(self.ratio, 4),

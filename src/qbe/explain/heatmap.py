@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qbe.blueprint import Blueprint
-from qbe.sites import Role, Site, SiteTable
+from qbe.explain.explanation import Explanation
+from qbe.sites import FULL_BITS, KVSite, Role, Site, SiteTable
 
 # In the order in which a token meets them.
 LABELS: dict[Role, str] = {
@@ -43,6 +44,22 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class KVCell:
+    """The key heads of a layer.
+
+    Attributes:
+        heads: each with its KV bits.
+    """
+
+    heads: tuple[tuple[KVSite, int], ...]
+
+    @property
+    def bits(self) -> float:
+        """Mean bits over the numbers of the layer's KV cache."""
+        return sum(s.numbers * b for s, b in self.heads) / max(1, sum(s.numbers for s, _ in self.heads))
+
+
+@dataclass(frozen=True)
 class HeatMap:
     """A blueprint laid out by role and layer.
 
@@ -50,6 +67,7 @@ class HeatMap:
         layers: number of decoder layers, the columns.
         rows: label -> one cell per layer; None where the layer has no such site.
         mean: one cell per layer over all its sites; None where the layer has no nested site.
+        kv: one cell per layer of its KV cache; None where the layer has none. Empty when the key heads are not known.
         outside: label -> the cell of nested sites outside the layers, such as the output head.
         gears: precisions that occur in the model's store, ascending; the legend.
         fixed: role -> number of sites that always run at 16 bits.
@@ -58,6 +76,7 @@ class HeatMap:
     layers: int
     rows: dict[str, tuple[Cell | None, ...]]
     mean: tuple[Cell | None, ...]
+    kv: tuple[KVCell | None, ...]
     outside: dict[str, Cell]
     gears: tuple[int, ...]
     fixed: dict[str, int]
@@ -72,6 +91,9 @@ class HeatMap:
             groups[site.role, site.layer].append(pair)
             if site.layer is not None:
                 by_layer[site.layer].append(pair)
+        kv: dict[int, list[tuple[KVSite, int]]] = defaultdict(list)
+        for head in table.kv:
+            kv[head.layer].append((head, blueprint.kv_bits_at(head.layer, head.head)))
         layers = max([table.layers, *(i + 1 for i in by_layer)])
 
         def line(role: Role) -> tuple[Cell | None, ...]:
@@ -82,6 +104,7 @@ class HeatMap:
             layers=layers,
             rows={label(r): line(r) for r in roles if any(cell for cell in line(r))},
             mean=tuple(_cell(by_layer.get(i, ())) for i in range(layers)),
+            kv=tuple(KVCell(tuple(kv[i])) if i in kv else None for i in range(layers)) if kv else (),
             outside={label(r): Cell(tuple(groups[r, None])) for r in roles if (r, None) in groups},
             gears=tuple(sorted({g for s in table.nested for g in s.gears})),
             fixed=dict(Counter(str(s.role) for s in table if not s.nested)),
@@ -99,6 +122,17 @@ def label(role: Role) -> str:
 def bits_text(bits: float) -> str:
     """Bits for a cell, whole: sites of one cell that differ are shown by their rounded mean."""
     return str(round(bits))
+
+
+def kv_note(e: Explanation) -> str:
+    """Bits of the KV cache in a sentence: average, range, for which context, and by what they were chosen."""
+    bits = [b for of_layer in e.blueprint.kv_bits for b in (of_layer if isinstance(of_layer, tuple) else (of_layer,))]
+    note = f"KV cache {span(bits)} bits"
+    if len(set(bits)) > 1:
+        note += f", {e.blueprint.average_kv_bits(e.table):.2f} on average"
+    if e.context:
+        note += f" for up to {e.context:,} tokens"
+    return note if e.table.kv_measured or set(bits) == {FULL_BITS} else f"{note}, not measured: by plain rules"
 
 
 def span(bits: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, bits_text, label, number, shares, size, span
+from qbe.explain.heatmap import Cell, HeatMap, KVCell, bits_text, kv_note, label, number, shares, size
 from qbe.explain.palette import colour, ink
 
 BAND = 40  # most layers side by side; deeper models get several bands
@@ -28,7 +28,7 @@ def render(explanation: Explanation, prompt: str | None = None) -> str:
         prompt=prompt,
         sites=list(zip(e.table.nested, e.blueprint.weight_bits, e.blueprint.activation_bits, strict=True)),
         activations=shares(e.blueprint.activation_bits),
-        kv=span(e.blueprint.kv_bits),
+        kv=kv_note(e),
     )
 
 
@@ -36,7 +36,7 @@ def render(explanation: Explanation, prompt: str | None = None) -> str:
 def _template() -> Template:
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters: dict[str, Any] = {"colour": colour, "ink": ink, "size": size, "number": number, "bits_text": bits_text}
-    env.filters.update(filters, tip=_tip, label=label)
+    env.filters.update(filters, tip=_tip, kv_tip=_kv_tip, label=label)
     return env.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 
@@ -49,5 +49,18 @@ def _tip(cell: Cell) -> str:
             line += f", {size(site.bytes_at[bits])} per token"
         if bits in site.sensitivity:
             line += f", KL {site.sensitivity[bits]:.2g} nats"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _kv_tip(cell: KVCell) -> str:
+    """The same of a layer's KV cache: one line per key head."""
+    lines = []
+    for head, bits in cell.heads:
+        line = f"layer {head.layer}, key head {head.head}: KV {bits} bits, read by {head.query_heads} query heads"
+        if bits in head.sensitivity:
+            line += f", KL {head.sensitivity[bits]:.2g} nats"
+        if head.entropy is not None:
+            line += f", entropy {head.entropy[0]:.0%}"
         lines.append(line)
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, bits_text, number, shares, size, span
+from qbe.explain.heatmap import Cell, HeatMap, KVCell, bits_text, kv_note, number, shares, size
 from qbe.explain.palette import colour, ink
 from qbe.sites import SiteTable
 
@@ -43,7 +43,7 @@ def render(explanation: Explanation) -> RenderableType:
             "",
             _indent(_Heat(heat)),
             "",
-            _indent(Text(_rest(e.blueprint, heat), "dim")),
+            _indent(Text(_rest(e, heat), "dim")),
             "",
             _heading("Bytes per token", _saving(e)),
             _indent(
@@ -95,8 +95,8 @@ def _saving(e: Explanation) -> str:
     return f"{1 / e.ratio:.1f} times fewer than at 16 bits" if 0 < e.ratio < 0.995 else "as many as at 16 bits"
 
 
-def _rest(blueprint: Blueprint, heat: HeatMap) -> str:
-    line = f"activations {shares(blueprint.activation_bits)}, KV cache {span(blueprint.kv_bits)} bits"
+def _rest(e: Explanation, heat: HeatMap) -> str:
+    line = f"activations {shares(e.blueprint.activation_bits)}, {kv_note(e)}"
     if heat.fixed:
         kept = ", ".join(f"{n} {role.replace('_', ' ')}" for role, n in heat.fixed.items())
         line += f"; always at 16 bits: {kept}"
@@ -175,7 +175,10 @@ class _Heat:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         heat, plain = self.heat, console.no_color or console.color_system is None
-        labels = [*heat.rows, *heat.outside, "layer", "mean"]
+        rows: dict[str, Sequence[Cell | KVCell | None]] = {**heat.rows, "mean": heat.mean}
+        if heat.kv:
+            rows["kv"] = heat.kv
+        labels = [*rows, *heat.outside, "layer"]
         margin = max(map(len, labels)) + 1
         room = max(4, options.max_width - margin)
         # Without colour two digits need a blank between the cells, or `16` runs into its neighbour.
@@ -186,7 +189,7 @@ class _Heat:
         for start in range(0, heat.layers, band):
             stop = min(start + band, heat.layers)
             yield Text("layer".ljust(margin) + _ruler(start, stop, cell), "dim", no_wrap=True)
-            for name, cells in [*heat.rows.items(), ("mean", heat.mean)]:
+            for name, cells in rows.items():
                 dim = "dim" if name == "mean" else ""
                 yield Text.assemble((name.ljust(margin), dim), *_cells(cells[start:stop], cell, plain), no_wrap=True)
             if stop < heat.layers:
@@ -200,7 +203,7 @@ class _Heat:
             yield Text.assemble("\n", *last)
 
 
-def _cells(cells: Iterable[Cell | None], width: int, plain: bool) -> Iterator[tuple[str, Style]]:
+def _cells(cells: Iterable[Cell | KVCell | None], width: int, plain: bool) -> Iterator[tuple[str, Style]]:
     for cell in cells:
         if cell is None:
             yield "·".rjust(2).ljust(width), Style(dim=True)

@@ -100,7 +100,10 @@ class StepLayout:
             numbers = [[*t, *[0] * (width - len(t)), s.end, s.row] for t, s in zip(tables, alone, strict=True)]
             on_device = torch.tensor(numbers).to(device)
             rows = on_device[:, -1]
-            layout = DecodeLayout(self.cache, self.slots[rows], on_device[:, :-2], on_device[:, -2].contiguous(), [])
+            entropy = [torch.empty(len(alone), heads, device=device) if heads else None for heads in self.cache.heads]
+            layout = DecodeLayout(
+                self.cache, self.slots[rows], on_device[:, :-2], on_device[:, -2].contiguous(), entropy
+            )
             self.single = rows, layout
 
 
@@ -191,8 +194,8 @@ def attend_decode(
     pool = layout.cache.pool
     words = pool.words[layer]
     assert words is not None
-    entropy = layout.entropy[layer] if layout.entropy else None
-    if entropy is None:
+    entropy = layout.entropy[layer]
+    if entropy is None:  # the first step of all
         entropy = torch.empty(query.shape[2], query.shape[1], dtype=torch.float32, device=query.device)
     return attention_ops.paged_attention(
         query[0].transpose(0, 1),

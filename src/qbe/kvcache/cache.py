@@ -14,6 +14,7 @@ from qbe.errors import QBEError
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.attention import CACHE, DecodeLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
+from qbe.sites import KVSite
 
 State = dict[int, Any]  # layer -> transformers' own cache layer with one sequence's recurrent and convolution state
 
@@ -139,6 +140,15 @@ class PagedCache(Cache):
         self.heads = [0] * len(pool.keys)
         self.calls: list[tuple[float, int | None, float | None] | None] = [None] * len(pool.keys)
         super().__init__(layers=[_PagedLayer(self) for _ in pool.keys])
+
+    def sites(self) -> tuple[KVSite, ...]:
+        """Every key head, by layer; once a step has run."""
+        return tuple(
+            KVSite(layer, head, heads // shape.kv_heads, shape.key_dim + shape.value_dim)
+            for layer, (shape, heads) in enumerate(zip(self.pool.shapes, self.heads, strict=True))
+            if shape is not None
+            for head in range(shape.kv_heads)
+        )
 
     def attach(self, model: nn.Module) -> None:
         """Let the attention of `model` find this cache."""

@@ -12,8 +12,7 @@ from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
 from qbe.kernels.kv_pages import read_pages, seal_pages
 from qbe.kvcache.allocator import Format, Page
-
-Bits = int | tuple[int, ...]  # of a layer: one for all of its key heads, or one for each
+from qbe.sites import KVBits
 
 
 def pages_for(tokens: int) -> int:
@@ -83,12 +82,17 @@ class PagePool:
         }
         self.words = [None if s is None else self._words[s][self._alike[s].index(i)] for i, s in enumerate(self.shapes)]
         self._numbers: dict[tuple[tuple[int, ...], ...], Format] = {}
-        self._asked: dict[tuple[Bits, ...], Format] = {}  # the same, by what was asked for
+        self._asked: dict[tuple[KVBits, ...], Format] = {}  # the same, by what was asked for
         self.full = self.format((), Counter())
         parts = [self._full_parts(layer) for layer in range(len(self.shapes))]
         self.keys, self.values = [p[0] for p in parts], [p[1] for p in parts]
 
-    def format(self, kv_bits: Sequence[Bits], uses: Counter[int]) -> Format:
+    def has_number(self, kv_bits: Sequence[KVBits], uses: Counter[int]) -> bool:
+        """Whether `format` would find or make the one with these bits."""
+        known = tuple(kv_bits) in self._asked or len(self._numbers) < FORMATS
+        return known or any(f.number and not uses[f.number] for f in self._numbers.values())
+
+    def format(self, kv_bits: Sequence[KVBits], uses: Counter[int]) -> Format:
         """The format with these bits, known to the device from now on.
 
         Args:
@@ -159,7 +163,7 @@ class PagePool:
         keys, values = read_pages(self.memory, words, entries, shape.sizes, self.dtype)
         return keys[None], values[None]
 
-    def _heads_bits(self, layer: int, kv_bits: Sequence[Bits]) -> tuple[int, ...]:
+    def _heads_bits(self, layer: int, kv_bits: Sequence[KVBits]) -> tuple[int, ...]:
         shape = self.shapes[layer]
         if shape is None:
             return ()
@@ -192,7 +196,7 @@ class PagePool:
         return keys, numbers.as_strided((*sizes, shape.value_dim), (*strides, shape.value_dim, 1), values_at)
 
 
-def average_bits(shapes: Sequence[KVShape | None], kv_bits: Sequence[Bits]) -> float:
+def average_bits(shapes: Sequence[KVShape | None], kv_bits: Sequence[KVBits]) -> float:
     """Mean bits of a number in the cache, scales not counted; 16 for a model without attention."""
     total = count = 0.0
     for layer, shape in enumerate(shapes):

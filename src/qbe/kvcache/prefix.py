@@ -6,16 +6,20 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from qbe.sites import KVBits
 
-def page_key(before: bytes, blueprint: str, tokens: Sequence[int]) -> bytes:
+
+def page_key(before: bytes, computed: str, kv_bits: Sequence[KVBits], tokens: Sequence[int]) -> bytes:
     """A name for the keys and values of a full page.
 
-    They depend on the tokens of the page and of all pages before it, and on the bits at which they were computed and
-    stored: weights, activations and KV cache.
+    They depend on the tokens of the page and of all pages before it, on the bits of weights and activations at which
+    they were computed, and on those at which this page and the ones before it were sealed.
 
     Args:
         before: key of the page before it; empty for the first one.
-        blueprint: `Blueprint.key`.
+        computed: `Blueprint.linear_key`.
+        kv_bits: of the page, as in `Blueprint.kv_bits`.
         tokens: of the page.
     """
-    return hashlib.blake2b(before + blueprint.encode() + array("q", tokens).tobytes(), digest_size=16).digest()
+    what = before + computed.encode() + repr(tuple(kv_bits)).encode() + array("q", tokens).tobytes()
+    return hashlib.blake2b(what, digest_size=16).digest()

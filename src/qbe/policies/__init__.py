@@ -34,7 +34,8 @@ class Policy(Protocol):
         """The blueprint for one query. Raises QBEError when the budget cannot be met.
 
         A policy gives the sites their weights' bits as it likes and, unless it has reasons of its own, the activation
-        bits that the budget asks for: `table.activations(budget.activation_bits)`.
+        bits that the budget asks for, `table.activations(budget.activation_bits)`, and the KV bits that
+        `qbe.policies.kv` finds.
         """
         ...
 

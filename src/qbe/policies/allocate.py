@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -42,9 +42,10 @@ def allocate(table: SiteTable, average_bits: float, floors: Mapping[Role, int]) 
             f"a budget of {average_bits:g} bits cannot be met: this store's lowest average is {lowest:.2f}; "
             "raise --bits or quantise the model with narrower slices"
         )
+    sizes = [s.parameters for s in table.nested]
     for rules in (floors, {}):
         for least in (average_bits - TOLERANCE, 0.0):  # a model with few sites may have no assignment that close
-            gears = _solve(table, average_bits, least, rules)
+            gears = solve(_costs(table, rules), sizes, average_bits, least)
             if gears is not None:
                 return gears
     raise QBEError(f"no assignment was found for a budget of {average_bits:g} bits; try a higher one")
@@ -75,30 +76,29 @@ def _average(table: SiteTable, gears: list[int]) -> float:
     return sum(s.parameters * g for s, g in zip(table.nested, gears, strict=True)) / table.nested_parameters
 
 
-def _solve(table: SiteTable, most: float, least: float, floors: Mapping[Role, int]) -> tuple[int, ...] | None:
-    choices: list[tuple[int, int]] = []  # (site, gear), one binary variable each
-    cost: list[float] = []
-    weight: list[float] = []
-    for i, site in enumerate(table.nested):
-        floor = min(floors.get(site.role, 0), site.gears[-1])
-        for gear in site.gears:
-            if gear >= floor:
-                choices.append((i, gear))
-                cost.append(max(0.0, site.sensitivity.get(gear, 0.0)))
-                weight.append(site.parameters * gear / table.nested_parameters)
+def solve(
+    costs: Sequence[Mapping[int, float]], sizes: Sequence[int], most: float, least: float = 0.0
+) -> tuple[int, ...] | None:
+    """The gear of every site with the least total cost at an average of `least` to `most` bits; None if there is none.
+
+    Args:
+        costs: per site gear -> cost; the gears it can have.
+        sizes: per site its weight in the average.
+    """
+    choices = [(i, gear) for i, site in enumerate(costs) for gear in site]  # one binary variable each
+    cost = np.asarray([max(0.0, costs[i][gear]) for i, gear in choices])
+    weight = np.asarray([sizes[i] * gear / sum(sizes) for i, gear in choices])
     columns = np.arange(len(choices))
-    one_each = coo_array(
-        (np.ones(len(choices)), ([i for i, _ in choices], columns)), shape=(len(table.nested), len(choices))
-    )
+    one_each = coo_array((np.ones(len(choices)), ([i for i, _ in choices], columns)), shape=(len(costs), len(choices)))
     # Costs span many decades and the solver's tolerances are absolute, so they are scaled to at most 1.
-    scaled = np.asarray(cost) / max(max(cost), 1e-30)
+    scaled = cost / max(cost.max(), 1e-30)
     # Of two assignments that cost the same, the one with fewer bits.
     with _silent_stdout():
         result = milp(
-            scaled + 1e-7 * np.asarray(weight),
+            scaled + 1e-7 * weight,
             constraints=[
                 LinearConstraint(one_each.tocsr(), 1, 1),
-                LinearConstraint(np.asarray(weight)[None, :], least, most + 1e-9),
+                LinearConstraint(weight[None, :], least, most + 1e-9),
             ],
             integrality=np.ones(len(choices)),
             bounds=Bounds(0, 1),
@@ -106,8 +106,16 @@ def _solve(table: SiteTable, most: float, least: float, floors: Mapping[Role, in
         )
     if result.x is None:
         return None
-    gears = [0] * len(table.nested)
+    gears = [0] * len(costs)
     for (i, gear), x in zip(choices, result.x, strict=True):
         if x > 0.5:
             gears[i] = gear
     return tuple(gears)
+
+
+def _costs(table: SiteTable, floors: Mapping[Role, int]) -> list[dict[int, float]]:
+    """Per nested site the sensitivity of each gear from its role's floor on."""
+    return [
+        {g: s.sensitivity.get(g, 0.0) for g in s.gears if g >= min(floors.get(s.role, 0), s.gears[-1])}
+        for s in table.nested
+    ]

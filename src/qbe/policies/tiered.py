@@ -1,13 +1,16 @@
-"""The default policy: score and budget give an average, an exact allocation gives each site its bits."""
+"""The default policy: score and budget give averages, exact allocations give each site its bits."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.policies import kv
 from qbe.policies.allocate import allocate
 from qbe.sites import Role, SiteTable
 
@@ -15,17 +18,19 @@ from qbe.sites import Role, SiteTable
 # one in an SSM projection is carried on by the state (specification, section 12).
 ROLE_FLOORS = {Role.OUTPUT_HEAD: 6, Role.SSM_IN: 6, Role.SSM_OUT: 6}
 STEP = 0.05  # average bits are rounded to this when the score chose them, so that similar queries share a blueprint
-CACHE_SIZE = 512
+CACHE_SIZE = 1024
 
 
 class TieredPolicy:
-    """Average bits from score and budget; bits per site by `qbe.policies.allocate`, remembered per average."""
+    """Average bits from score and budget; bits per site by `qbe.policies.allocate`, of the KV cache by
+    `qbe.policies.kv`, both remembered per average.
+    """
 
     name = "tiered"
     needs_sensitivity = True
 
     def __init__(self) -> None:
-        self._solved: OrderedDict[tuple[SiteTable, float, int], Blueprint] = OrderedDict()
+        self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
@@ -33,15 +38,27 @@ class TieredPolicy:
         bits = budget.bits_for(profile.score)
         if budget.bits is None:
             bits = max(table.gears()[0], round(round(bits / STEP) * STEP, 2))
-        key = (table, bits, budget.activation_bits)
+
+        def weights() -> tuple[Blueprint, int]:
+            found = Blueprint.of(
+                self.name, table, allocate(table, bits, ROLE_FLOORS), table.activations(budget.activation_bits)
+            )
+            return found, found.bytes_per_token(table)
+
+        full_kv, weight_bytes = self._once((table, bits, budget.activation_bits), weights)
+        average = kv.average_bits(profile, budget, table, weight_bytes)
+        kv_bits = self._once((table, average), lambda: kv.allocate_kv(table, average))
+        return self._once((full_kv, kv_bits), lambda: full_kv.with_kv_bits(kv_bits))
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What `make` gave for this key the first time."""
         with self._lock:
-            if key in self._solved:
-                self._solved.move_to_end(key)
-                return self._solved[key]
-        weight_bits = allocate(table, bits, ROLE_FLOORS)
-        found = Blueprint.of(self.name, table, weight_bits, table.activations(budget.activation_bits))
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        found = make()
         with self._lock:
-            self._solved[key] = found
-            while len(self._solved) > CACHE_SIZE:
-                self._solved.popitem(last=False)
+            self._known[key] = found
+            while len(self._known) > CACHE_SIZE:
+                self._known.popitem(last=False)
         return found

@@ -6,11 +6,13 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
-from qbe.sites import SiteTable
+from qbe.sites import FULL_BITS, KV_BITS, SiteTable
 
 
 class UniformPolicy:
-    """Every nested site at the budget's bits, else at the widest gear its tier allows; blind to the query."""
+    """Every nested site at the budget's bits, else at the widest gear its tier allows; the KV cache at the budget's,
+    else at 16. Blind to the query.
+    """
 
     name = "uniform"
     needs_sensitivity = False
@@ -27,5 +29,12 @@ class UniformPolicy:
                 f"the uniform policy cannot run at {wanted:g} bits: the store has {have}; "
                 "choose one of those, or --policy tiered for an average in between"
             )
+        kv_bits = FULL_BITS if budget.kv_bits is None else budget.kv_bits
+        if kv_bits not in KV_BITS:
+            raise QBEError(
+                f"the uniform policy cannot keep the KV cache at {kv_bits:g} bits: it has "
+                f"{', '.join(map(str, KV_BITS))}; choose one of those, or --policy tiered for an average in between"
+            )
         weight_bits = (int(wanted),) * len(table.nested)
-        return Blueprint.of(self.name, table, weight_bits, table.activations(budget.activation_bits))
+        activation_bits = table.activations(budget.activation_bits)
+        return Blueprint.of(self.name, table, weight_bits, activation_bits, (int(kv_bits),) * table.layers)

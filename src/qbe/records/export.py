@@ -23,7 +23,8 @@ def export(store: RecordStore, path: Path | None = None, format: str = "jsonl") 
     Args:
         store: where they are.
         path: the file to make or replace; None writes to standard output (JSON lines only).
-        format: `jsonl` (one JSON object a line) or `parquet` (mappings as Parquet maps, bits as lists).
+        format: `jsonl` (one JSON object a line) or `parquet` (mappings as Parquet maps, bits as lists, KV
+            bits as a list per layer).
 
     Raises:
         QBEError: an unknown format, Parquet without pyarrow or without a path, or a file that can't be written. The
@@ -67,7 +68,8 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
         **dict.fromkeys(("prompt_tokens", "completion_tokens", "bytes_per_token", "bytes_moved"), pa.int64()),
         **dict.fromkeys(("budget_bits", "score", "average_weight_bits"), pa.float64()),
         **dict.fromkeys(("analysis_ms", "policy_ms", "prefill_ms", "decode_ms"), pa.float64()),
-        **dict.fromkeys(("weight_bits", "activation_bits", "kv_bits"), bits),
+        **dict.fromkeys(("weight_bits", "activation_bits"), bits),
+        "kv_bits": pa.list_(bits),
         "analysis_tier": pa.int16(),
         "features": pa.map_(pa.string(), pa.float64()),
         "tokens_by_bits": pa.map_(pa.int16(), pa.int64()),
@@ -86,6 +88,7 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
 def _parquet_row(described: dict[str, Any]) -> dict[str, Any]:
     for name in ("features", "tokens_by_bits"):
         described[name] = list(described[name].items())  # Arrow's maps are lists of pairs
+    described["kv_bits"] = [b if isinstance(b, list) else [b] for b in described["kv_bits"]]  # and have one type
     return described
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any
 
+from qbe.blueprint import shortest
 from qbe.errors import QBEError
 
 
@@ -40,7 +41,8 @@ class Record:
         blueprint_key: `Blueprint.key` of the blueprint it began with.
         average_weight_bits: mean gear over the weights of the nested sites, bits per weight.
         weight_bits, activation_bits: one per nested site, in plan order.
-        kv_bits: one per decoder layer.
+        kv_bits: one per decoder layer: of all its key heads, or a list with one for each. Those of the blueprint it
+            began with; pages written later may have more.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         bytes_moved: bytes of weights and scales over all steps of the request.
         tokens_by_bits: gear -> tokens computed at it.
@@ -66,7 +68,7 @@ class Record:
     average_weight_bits: float | None = None
     weight_bits: Sequence[int] = ()
     activation_bits: Sequence[int] = ()
-    kv_bits: Sequence[int] = ()
+    kv_bits: Sequence[int | Sequence[int]] = ()
     bytes_per_token: int = 0
     bytes_moved: int = 0
     tokens_by_bits: Mapping[int, int] = field(default_factory=dict)
@@ -109,7 +111,7 @@ def _plain(value: Any) -> Any:
     """Mappings and sequences of any kind as the two that JSON knows."""
     if isinstance(value, Mapping):
         return dict(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return [_plain(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _same(value: Any) -> Any:
@@ -121,7 +123,7 @@ _DECODE: dict[str, Callable[[Any], Any]] = {
     "tokens_by_bits": lambda d: {int(k): v for k, v in d.items()},
     "weight_bits": tuple,
     "activation_bits": tuple,
-    "kv_bits": tuple,
+    "kv_bits": lambda x: tuple(shortest(tuple(b)) if isinstance(b, Sequence) else b for b in x),
     "entropies": lambda x: None if x is None else tuple(x),
 }
 

@@ -4,6 +4,7 @@
     nested-00001-of-0000N.safetensors                   `<site>.packed` and `<site>.meta` of every nested site
     qbe.json                                            format version, slices, group size, sites, sizes, checksums
     sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity`)
+    kv_sensitivity.json                                 the same per key head and bits (`qbe.store.kv_table`)
 
 A folder is written under a temporary name beside its target and renamed when complete. Loading maps the files.
 """

@@ -25,8 +25,8 @@ from qbe.errors import QBEError
 from qbe.models import cache_dir, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
-from qbe.sites import FULL_BITS, NESTABLE_ROLES, SiteTable
-from qbe.store import checkpoint, sensitivity, superseded
+from qbe.sites import FULL_BITS, NESTABLE_ROLES, KVSite, SiteTable
+from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, superseded
 from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.placement import place
@@ -123,7 +123,7 @@ def _from_store(
         for site in table.nested:
             if not set(site.gears) <= set(measured.get(site.name, {})):
                 raise QBEError(f"the sensitivities in {folder} lack {site.name}; delete sensitivity.json there")
-        table = table.with_sensitivity(measured)
+        table = table.with_sensitivity(measured).with_kv(kv_table.read(folder))
     place(loaded.model, device, originals)
     return PreparedModel(loaded.model, loaded.tokenizer, table, name)
 
@@ -152,7 +152,8 @@ def prepare_in_memory(
     table = nest_model(model.eval().requires_grad_(False), name, NestedWeightConfig(), progress=progress)
     place(model, device, "device")
     if need_sensitivity:  # before originals leave the device: the measurement reads all of them again and again
-        table = table.with_sensitivity(measure_model(model, tokenizer, table, progress=progress))
+        measured = measure_model(model, tokenizer, table, progress=progress)
+        table = table.with_sensitivity(measured).with_kv(measure_kv(model, tokenizer, table, progress=progress))
     if originals != "device":
         place(model, device, originals)
     return PreparedModel(model, tokenizer, table, name)
@@ -217,8 +218,11 @@ def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, p
     checkpoint.attach(loaded.model, folder)
     table = with_store(table, loaded.model)
     place(loaded.model, device, "device")
+    about = {"text": "built-in calibration text", "dtype": str(loaded.dtype)}
+    kv = measure_kv(loaded.model, loaded.tokenizer, table, progress=progress)
+    kv_table.write(folder, kv, about)
     measured = measure_model(loaded.model, loaded.tokenizer, table, progress=progress)
-    checkpoint.write_sensitivity(folder, measured, {"text": "built-in calibration text", "dtype": str(loaded.dtype)})
+    checkpoint.write_sensitivity(folder, measured, about)  # last: where it is, both are
     return measured
 
 
@@ -226,6 +230,13 @@ def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progres
     """`qbe.store.sensitivity.measure` on the built-in text, with a progress bar."""
     with bar("measuring sensitivity", len(table.nested), progress) as step:
         return sensitivity.measure(model, table, sensitivity.calibration_tokens(tokenizer), lambda _: step())
+
+
+def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> tuple[KVSite, ...]:
+    """`qbe.store.kv_sensitivity.measure` on the built-in text, with a progress bar."""
+    tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True)
+    with bar("measuring KV sensitivity", table.layers, progress) as step:
+        return kv_sensitivity.measure(model, table, tokens, step)
 
 
 def _fits_in_float32(path: Path, device: torch.device) -> bool:

@@ -19,14 +19,16 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.sites import FULL_BITS, SiteTable
+from qbe.store.nested_tensor import NestedTensor
 
 BROKEN = 1e4  # nats per token, recorded when the lowered model gives no numbers at all
 SEGMENT_TOKENS = 32  # per segment of the text; four segments give 128 tokens a pass
 
 
-def calibration_tokens(tokenizer: Any, tokens: int = SEGMENT_TOKENS) -> torch.Tensor:
-    """The built-in text as int64 [segments, tokens]."""
+def calibration_tokens(tokenizer: Any, tokens: int = SEGMENT_TOKENS, whole: bool = False) -> torch.Tensor:
+    """The built-in text as int64 [segments, tokens]; as one segment if it is wanted whole."""
     segments = (files("qbe.store") / "calibration.txt").read_text().split("===\n")
+    segments = ["\n".join(segments)] if whole else segments
     rows = [tokenizer(s.strip(), add_special_tokens=False)["input_ids"][:tokens] for s in segments]
     shortest = min(len(r) for r in rows)
     if shortest < 2:
@@ -51,32 +53,44 @@ def measure(
     Raises:
         QBEError: a nested site lost its 16-bit original.
     """
-    modules = dict(model.named_modules())
-    weights = {s.name: modules[s.name].weight for s in table.nested}
-    before = {name: w.bits for name, w in weights.items()}
     tokens = tokens.to(next(model.parameters()).device)
-    for name, weight in weights.items():
-        if weight.original is None:
-            raise QBEError(f"{name} was stored without its 16-bit weight, so its sensitivity cannot be measured")
-        weight.bits = _one(FULL_BITS, weight.device)
-    try:
-        layers = _decoder_layers(model, table)
-        outputs, reference = _reference_pass(model, layers, tokens)
+    with full_bits(model, table) as weights:
+        layers = decoder_layers(model, table)
+        outputs, reference = recorded_outputs(model, layers, tokens)
         probabilities = reference.softmax(-1)
         measured: dict[str, dict[int, float]] = {}
         for site in table.nested:
             # An output head comes after every layer: all of them can be replayed.
             replayed = len(layers) if site.layer is None else site.layer
             measured[site.name] = {FULL_BITS: 0.0}
-            with _replay(layers[:replayed], outputs):
+            with replay(layers[:replayed], outputs):
                 for gear in site.gears[:-1]:
                     weights[site.name].bits = _one(gear, tokens.device)
-                    logits = _logits(model, tokens)
-                    measured[site.name][gear] = _divergence(reference, probabilities, logits)
+                    logits = logits_of(model, tokens)
+                    measured[site.name][gear] = divergence(reference, probabilities, logits)
             weights[site.name].bits = _one(FULL_BITS, tokens.device)
             if on_site is not None:
                 on_site(site.name)
         return measured
+
+
+@contextmanager
+def full_bits(model: nn.Module, table: SiteTable) -> Iterator[dict[str, NestedTensor]]:
+    """Inside, every nested site runs at 16 bits; yields their weights by name.
+
+    Raises:
+        QBEError: a nested site lost its 16-bit original.
+    """
+    modules = dict(model.named_modules())
+    weights: dict[str, NestedTensor] = {s.name: modules[s.name].weight for s in table.nested}
+    before = {name: w.bits for name, w in weights.items()}
+    for name, weight in weights.items():
+        if weight.original is None:
+            raise QBEError(f"{name} was stored without its 16-bit weight, so its sensitivity cannot be measured")
+    try:
+        for weight in weights.values():
+            weight.bits = _one(FULL_BITS, weight.device)
+        yield weights
     finally:
         for name, weight in weights.items():
             weight.bits = before[name]
@@ -86,11 +100,12 @@ def _one(bits: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([bits], dtype=torch.int32, device=device)
 
 
-def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits `[segments * tokens, V]` of whole sequences."""
     return model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
 
 
-def _divergence(reference: torch.Tensor, probabilities: torch.Tensor, logits: torch.Tensor, rows: int = 32) -> float:
+def divergence(reference: torch.Tensor, probabilities: torch.Tensor, logits: torch.Tensor, rows: int = 32) -> float:
     """Mean KL over the rows, from logits and softmax of the reference and the logits of the lowered model.
 
     With d = logits - reference it is log(sum p exp(d)) - sum p d. Written with expm1 nothing large cancels, so float32
@@ -106,7 +121,7 @@ def _divergence(reference: torch.Tensor, probabilities: torch.Tensor, logits: to
     return max(0.0, total / len(logits)) if math.isfinite(total) else BROKEN
 
 
-def _decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:
+def decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:
     """The modules that the sites' layer indices count, found from the sites' own names; empty if there are none."""
     found: dict[int, nn.Module] = {}
     modules = dict(model.named_modules())
@@ -122,7 +137,7 @@ def _decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:
     return [found[i] for i in range(len(found))] if sorted(found) == list(range(len(found))) else []
 
 
-def _reference_pass(model: nn.Module, layers: list[nn.Module], tokens: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
+def recorded_outputs(model: nn.Module, layers: list[nn.Module], tokens: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
     """What every layer returned and the logits [rows, V], all at 16 bits."""
     outputs: list[Any] = [None] * len(layers)
 
@@ -134,14 +149,14 @@ def _reference_pass(model: nn.Module, layers: list[nn.Module], tokens: torch.Ten
 
     hooks = [layer.register_forward_hook(keep(i)) for i, layer in enumerate(layers)]
     try:
-        return outputs, _logits(model, tokens).float()
+        return outputs, logits_of(model, tokens).float()
     finally:
         for h in hooks:
             h.remove()
 
 
 @contextmanager
-def _replay(layers: list[nn.Module], outputs: list[Any]) -> Iterator[None]:
+def replay(layers: list[nn.Module], outputs: list[Any]) -> Iterator[None]:
     """Inside, each of `layers` returns what it returned in the reference pass."""
 
     def fixed(output: Any) -> Callable[..., Any]:
