@@ -142,6 +142,15 @@ def test_a_peer_without_memory_is_a_row_with_its_reason(monkeypatch: pytest.Monk
     assert all(r["peer_value"] is None and "allocate memory" in r["note"] for r in gone)
 
 
+def test_a_model_that_cannot_be_had_does_not_cost_what_was_measured(tmp_path: Path) -> None:
+    sizes = replace(SIZES, context=2 * PAGE_SIZE, batches=(1,), rounds=1, model=tmp_path / "none")
+    rows = kv.run(CPU, LIMITS, sizes)
+    assert [r.what for r in rows].count("KV memory") == 1
+    assert rows[-1].ours is None
+    assert "none" in rows[-1].describe()["note"]
+    assert any(r.ours is not None for r in rows)
+
+
 def test_memory_of_a_models_pages(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QBE_CACHE", str(tmp_path / "cache"))
     rows = described(kv.memory(tiny_folder, 256, False), CPU)

@@ -12,7 +12,7 @@ import torch
 from qbe.bench.kv_attention import Decode, Prefill, Seal
 from qbe.bench.kv_cases import FULL, Case, Cases
 from qbe.bench.machine import Limits
-from qbe.bench.measure import Measured, Outcome, take_turns
+from qbe.bench.measure import Failed, Measured, Outcome, take_turns
 from qbe.bench.passes import WHOLE
 from qbe.bench.report import Row, rows_beside
 from qbe.engine.devices import out_of_memory
@@ -79,7 +79,13 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
                 found += _prefill(cases, sizes, limits, note, tick)
                 found += _seal(cases, sizes, limits, note, tick)
             del cases
-    return found + ([] if sizes.model is None else memory(sizes.model, sizes.context, progress))
+    if sizes.model is None:
+        return found
+    try:
+        return found + memory(sizes.model, sizes.context, progress)
+    except QBEError as error:  # a model that cannot be had must not cost what was measured
+        peer = Failed.because(error)
+        return [*found, Row("KV memory", "", f"{sizes.context} tokens", FULL_BITS, None, SIXTEEN, peer, "bytes/token")]
 
 
 def fitting(sizes: Sizes, batch: int, device: torch.device) -> tuple[Cases, str]:
@@ -157,6 +163,9 @@ def memory(model: str | Path, context: int, progress: bool) -> list[Row]:
     """Bytes of pages per token that a sequence of so many tokens holds while it fills its last page.
 
     The last row is what the default policy chooses for a prompt of that length.
+
+    Raises:
+        QBEError: the model cannot be had or run.
     """
     from qbe.engine.engine import Engine
 
