@@ -33,6 +33,7 @@ def record(**changes: object) -> Record:
         bytes_per_token=98_000_000,
         bytes_moved=51 * 98_000_000,
         tokens_by_bits={4: 10, 8: 42},
+        tokens_by_activation_bits={8: 40, 16: 12},
         entropies=(1.5, 0.25),
         analysis_ms=0.4,
         policy_ms=0.2,

@@ -16,7 +16,7 @@ from qbe.errors import QBEError
 from qbe.models import load_model
 from qbe.store import checkpoint
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig
-from qbe.store.prepare import nest_model, prepare, quantise_to
+from qbe.store.prepare import nest_model, prepare, quantise_to, smooth_model
 from qbe.tagger import tag
 
 CPU = torch.device("cpu")
@@ -35,6 +35,7 @@ def copy(written: Path, tmp_path: Path) -> Path:
 
 def test_round_trip_is_exact(device: torch.device, written: Path, tiny_folder: Path) -> None:
     fresh = load_model(tiny_folder, progress=False)
+    assert smooth_model(fresh.model, fresh.tokenizer, NestedWeightConfig(), progress=False)
     nest_model(fresh.model, "x", NestedWeightConfig(), progress=False)
     read = prepare(written, device=device, progress=False)
     assert len(read.table.nested) == 15
@@ -47,7 +48,12 @@ def test_round_trip_is_exact(device: torch.device, written: Path, tiny_folder: P
         assert torch.equal(a.meta, b.meta.cpu())
         assert (a.exponent, a.slices, a.group_size, a.gears) == (b.exponent, b.slices, b.group_size, b.gears)
         assert torch.equal(a.original, b.original.cpu())
+    for name, parameter in fresh.model.named_parameters():  # norms, too
+        if "norm" in name:
+            assert torch.equal(parameter, read.model.get_parameter(name).cpu())
     assert read.table.measured
+    assert all(set(s.activation_sensitivity) == {8, 16} for s in read.table.nested if s.name != "lm_head")
+    assert read.table.difficult_entropy is not None
     checkpoint.verify(written)
 
 

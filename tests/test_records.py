@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ def test_a_request_that_failed_early_needs_only_what_it_reached(store: RecordSto
     assert back.score is None
     assert back.entropies is None
     assert back.time.endswith("+00:00")
+
+
+def test_a_file_of_an_older_version_gets_the_new_columns(store: RecordStore) -> None:
+    old, new = record(tokens_by_activation_bits={}), record(tokens_by_activation_bits={8: 30, 16: 22})
+    store.append(old)
+    store.close()
+    with sqlite3.connect(store.path) as db:
+        db.execute("ALTER TABLE records DROP COLUMN tokens_by_activation_bits")
+        db.execute("PRAGMA user_version = 1")
+    assert RecordStore(store.path).list() == [old]
+    again = RecordStore(store.path)
+    again.append(new)
+    assert again.list() == [new, old]
 
 
 def test_the_prompt_has_no_place_in_a_record() -> None:

@@ -38,9 +38,8 @@ def test_parquet_round_trip(three: RecordStore, tmp_path: Path, monkeypatch: pyt
     table = pq.read_table(path)
     assert str(table.schema.field("bytes_moved").type) == "int64"
     assert str(table.schema.field("weight_bits").type).startswith("list<")
-    rows = [
-        {**r, "features": dict(r["features"]), "tokens_by_bits": dict(r["tokens_by_bits"])} for r in table.to_pylist()
-    ]
+    maps = ("features", "tokens_by_bits", "tokens_by_activation_bits")
+    rows = [{**r, **{name: dict(r[name]) for name in maps}} for r in table.to_pylist()]
     assert [Record.of(r) for r in rows] == list(three)
 
 

@@ -66,6 +66,12 @@ class Blueprint:
         return replace(self, kv_bits=tuple(kv_bits))
 
     @cached_property
+    def careful(self) -> Blueprint:
+        """The same with 16-bit activations, for tokens that are hard to predict; itself if it has no other."""
+        full = (FULL_BITS,) * len(self.activation_bits)
+        return self if self.activation_bits == full else replace(self, activation_bits=full)
+
+    @cached_property
     def key(self) -> str:
         """A short name that equal assignments share, e.g. for records."""
         return _digest(self.weight_bits, self.activation_bits, self.kv_bits)

@@ -27,7 +27,8 @@ class Budget:
             choice to the tier and the query's score.
         tier: `flex`, `default` or `priority` (`auto` and `fast` are other names of the last two).
         activation_bits: of the inputs of nested sites, 8 or 16. 8 makes prompts faster where the hardware multiplies
-            8-bit numbers; the output head keeps 16.
+            8-bit numbers; the output head and the few sites that would cost most keep 16.
+        careful_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with 16.
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
             0.05 bits where the model has enough key heads for it. None leaves the choice to the policy.
 
@@ -39,6 +40,7 @@ class Budget:
     tier: str = "default"
     activation_bits: int = FULL_BITS
     kv_bits: float | None = None
+    careful_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:

@@ -367,6 +367,7 @@ def _summary(result: Result) -> None:
 
     line = strip(result.blueprint, result.table)
     eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
+    eight += f" ({result.careful_tokens} tokens 16)" if result.careful_tokens else ""
     kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
     line.append(
         f"  {result.average_weight_bits:.2f} bits{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
 
 
 class Role(StrEnum):
@@ -53,6 +54,8 @@ ACTIVATION_GEARS = (8, FULL_BITS)
 # Roles whose inputs keep 16 bits. 8 bits at the output head alone cost a quarter of what they cost at all sites
 # together (docs/quality.md), and gain nothing: of a prompt the head sees one row.
 KEEPS_ACTIVATIONS = frozenset({Role.OUTPUT_HEAD})
+# Nats per token that 8-bit activations may cost by the measured sensitivities; a perplexity grows by about that share.
+ACTIVATION_LOSS = 1e-3
 KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
 KVBits = int | tuple[int, ...]  # of a layer: one for all of its key heads, or one for each
 
@@ -71,6 +74,7 @@ class Site:
         bytes_at: gear -> bytes read from memory to use this site for one token (scales included).
         sensitivity: gear -> KL divergence (nats per token) of the logits when this site alone runs at that gear;
             empty when not measured.
+        activation_sensitivity: the same for the precision of its inputs, at 16-bit weights.
     """
 
     name: str
@@ -81,6 +85,7 @@ class Site:
     gears: tuple[int, ...] = (FULL_BITS,)
     bytes_at: Mapping[int, int] = field(default_factory=dict)
     sensitivity: Mapping[int, float] = field(default_factory=dict)
+    activation_sensitivity: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -129,6 +134,9 @@ class KVSite:
 class SiteTable:
     """Every site of a model in module order; immutable, equal only to itself.
 
+    `difficult_entropy` is the entropy of a token's distribution, nats, above which requests with 8-bit activations read
+    the token with 16; None when it was not measured.
+
     The position of a site among the nested ones is its row in the plan and its place in a blueprint.
 
     Attributes:
@@ -139,6 +147,7 @@ class SiteTable:
     model_name: str = ""
     layers: int = 0
     kv: tuple[KVSite, ...] = ()
+    difficult_entropy: float | None = None
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -184,13 +193,34 @@ class SiteTable:
         return tuple(sorted(common or {FULL_BITS}))
 
     def activations(self, bits: int) -> tuple[int, ...]:
-        """For every nested site the lowest activation gear that is not below `bits` (8 or 16)."""
-        return tuple(min(g for g in s.activation_gears if g >= bits) for s in self.nested)
+        """For every nested site an activation gear that is not below `bits` (8 or 16).
 
-    def with_sensitivity(self, measured: Mapping[str, Mapping[int, float]]) -> SiteTable:
-        """A copy whose sites carry `measured[site name][gear]`."""
-        sites = tuple(replace(s, sensitivity=dict(measured[s.name])) if s.name in measured else s for s in self.sites)
-        return replace(self, sites=sites)
+        It is the lowest one, but for the fewest sites that must keep 16 bits so that the measured divergences of the
+        others add up to `ACTIVATION_LOSS` at most.
+        """
+        gears = [min(g for g in s.activation_gears if g >= bits) for s in self.nested]
+        losses = [s.activation_sensitivity.get(g, 0.0) for s, g in zip(self.nested, gears, strict=True)]
+        total = sum(losses)
+        for i in sorted(range(len(gears)), key=lambda i: -losses[i]):
+            if total <= ACTIVATION_LOSS:
+                break
+            gears[i], total = FULL_BITS, total - losses[i]
+        return tuple(gears)
+
+    def with_sensitivity(
+        self,
+        measured: Mapping[str, Mapping[int, float]],
+        activations: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
+    ) -> SiteTable:
+        """A copy whose sites carry `measured[site name][gear]`, and the same of their activations."""
+        sites = []
+        for site in self.sites:
+            if site.name in measured:
+                site = replace(site, sensitivity=dict(measured[site.name]))
+            if site.name in activations:
+                site = replace(site, activation_sensitivity=dict(activations[site.name]))
+            sites.append(site)
+        return replace(self, sites=tuple(sites))
 
     def with_kv(self, kv: Sequence[KVSite]) -> SiteTable:
         """A copy with these key heads."""

@@ -168,6 +168,9 @@ class Core:
                 f"the blueprint is for {len(sequence.blueprint.weight_bits)} sites, but the model has "
                 f"{len(self.table.nested)}: make it for this model"
             )
+        # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
+        if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
+            sequence.difficult = None
         self.scheduler.add(sequence)
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> Sequence | None:
@@ -215,7 +218,7 @@ class Core:
             )
             reason: str | None = "error"
         else:
-            sequence.token_ids.append(token)
+            sequence.append(token)
             if token in self.eos_ids and not sequence.params.ignore_eos:
                 reason = "stop"
             elif len(sequence.token_ids) >= sequence.max_length:

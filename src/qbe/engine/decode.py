@@ -227,7 +227,7 @@ class DecodeStep:
         """Bring the step's numbers to the device: one small copy, and a row of pages for each that changed hands."""
         sequences = [w.sequence for w in work]
         pad = size - len(work)
-        columns = self.plan.columns([s.blueprint for s in sequences])
+        columns = self.plan.columns([w.sequence.blueprint_at(w.start) for w in work])
         numbers = [s.token_ids[w.start] for s, w in zip(sequences, work, strict=True)] + [0] * pad
         numbers += [w.start for w in work] + [0] * pad
         numbers += [slot_of(w.sequence.pages, w.start) for w in work] + [self.cache.pool.spare] * pad

@@ -277,6 +277,8 @@ class Engine:
         running.twin = None if twin is None else self._live[twin].running
         # An average that was asked for is kept; one that was chosen may turn out too low for what comes.
         running.watched = request.budget.kv_bits is None and chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
+        if request.budget.careful_tokens:
+            running.difficult = self._table.difficult_entropy
         self.core.add(running)
         text = Detokenizer(self.tokenizer, request.params.stop, self.eos_ids)
         self._live[key] = _Live(request, chosen, running, text, time.perf_counter())
@@ -442,7 +444,7 @@ class Engine:
             prompt_tokens=len(running.prompt_ids), profile=chosen.profile, blueprint=chosen.blueprint,
             table=self._table, bytes_per_token=chosen.bytes_per_token, analysis_ms=chosen.analysis_ms,
             policy_ms=chosen.policy_ms, prefill_ms=(first - live.started) * 1e3, decode_ms=(now - first) * 1e3,
-            error=running.error, cached_tokens=running.cached,
+            error=running.error, cached_tokens=running.cached, careful_tokens=running.careful_computed,
             average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(self._table),
         )  # fmt: skip
         if self._records is not None:
@@ -457,6 +459,8 @@ class Engine:
             share[gear] = share.get(gear, 0) + site.parameters
         computed = live.running.computed - live.running.cached
         by_bits = {g: round(computed * n / self._table.nested_parameters) for g, n in share.items()}
+        low = sum(s.parameters for s, a in zip(self._table.nested, b.activation_bits, strict=True) if a < FULL_BITS)
+        eight = round((computed - result.careful_tokens) * low / self._table.nested_parameters)
         return Record(
             id=result.id, model=self.name, policy=b.policy, tier=budget.tier, budget_bits=budget.bits,
             prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
@@ -464,7 +468,9 @@ class Engine:
             analysis_tier=result.profile.tier, features=result.profile.features, blueprint_key=b.key,
             average_weight_bits=result.average_weight_bits, weight_bits=b.weight_bits,
             activation_bits=b.activation_bits, kv_bits=b.kv_bits, bytes_per_token=result.bytes_per_token,
-            bytes_moved=result.bytes_per_token * steps, tokens_by_bits=by_bits, analysis_ms=result.analysis_ms,
+            bytes_moved=result.bytes_per_token * steps, tokens_by_bits=by_bits,
+            tokens_by_activation_bits={g: n for g, n in ((8, eight), (FULL_BITS, computed - eight)) if n},
+            entropies=tuple(live.running.token_entropies) or None, analysis_ms=result.analysis_ms,
             policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
         )  # fmt: skip
 

@@ -51,7 +51,8 @@ class Paging:
         two that writes to it takes a copy.
         """
         sequence.keyed_by, tokens = sequence.blueprint.linear_key, len(sequence.token_ids)
-        while self.reusable and (len(sequence.pages) + 1) * PAGE_SIZE < tokens:
+        # Pages that hold tokens of a precision of their own are nobody else's.
+        while self.reusable and (end := (len(sequence.pages) + 1) * PAGE_SIZE) < tokens and end <= sequence.alike:
             key = self._key(sequence, len(sequence.pages))
             page = self.allocator.find(key)
             if page is None:
@@ -69,7 +70,7 @@ class Paging:
             and twin.keyed_by == sequence.keyed_by
             and twin.token_ids[:tokens] == sequence.token_ids
             and last == (tokens - 1) // PAGE_SIZE == (twin.computed + 1) // PAGE_SIZE  # not full after this step either
-            and sequence.computed < tokens - 1 <= twin.computed
+            and sequence.computed < tokens - 1 <= min(twin.computed, twin.alike, sequence.alike)
         ):
             self.allocator.share(twin.pages[last : last + 1])
             sequence.pages.append(twin.pages[last])
@@ -110,7 +111,8 @@ class Paging:
             sequence.version += 1
             if i == len(sequence.sealed_bits):
                 sequence.sealed_bits.append(sequence.blueprint.kv_bits)
-            if self.reusable and sequence.keyed_by is not None and len(sequence.page_keys) == i:
+            alike = (i + 1) * PAGE_SIZE <= sequence.alike
+            if self.reusable and alike and sequence.keyed_by is not None and len(sequence.page_keys) == i:
                 key = self._key(sequence, i)
                 sequence.page_keys.append(key)
                 self.allocator.publish(sequence.pages[i], key)

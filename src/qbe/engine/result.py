@@ -43,6 +43,8 @@ class Result:
         error: one line when the reason is `error`.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         cached_tokens: of the prompt, whose keys and values another request had left.
+        careful_tokens: of the answer, that went through the model with 16-bit activations although the blueprint has 8,
+            because they had been hard to predict.
         average_kv_bits: of the keys and values this request had at its end, scales not counted; the last tokens, which
             fill no page, are kept at 16 bits.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
@@ -63,6 +65,7 @@ class Result:
     decode_ms: float
     error: str | None = None
     cached_tokens: int = 0
+    careful_tokens: int = 0
     average_kv_bits: float = float(FULL_BITS)
 
     @property
@@ -88,6 +91,7 @@ class Result:
                 "completion_tokens": len(self.token_ids),
                 "total_tokens": self.prompt_tokens + len(self.token_ids),
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+                "completion_tokens_details": {"careful_tokens": self.careful_tokens},
                 "average_kv_bits": round(self.average_kv_bits, 4),
             },
             "profile": self.profile.describe(),

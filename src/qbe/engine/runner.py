@@ -151,8 +151,9 @@ class Runner:
                 kept.append(len(ids) - 1)
         # The head must see a row even when no sequence samples.
         rows = kept or [len(ids) - 1]
-        owners = [w.sequence.blueprint for w in work if w.samples] or [work[-1].sequence.blueprint]
-        self.plan.write([(w.sequence.blueprint, w.count) for w in work], owners)
+        runs = [w.sequence.rows(w.start, w.count) for w in work]
+        owners = [r[-1][0] for r, w in zip(runs, work, strict=True) if w.samples] or [runs[-1][-1][0]]
+        self.plan.write([run for r in runs for run in r], owners)
         # One small copy to the device for all indices.
         both = torch.tensor(ids + positions + slots + rows).to(self.device, non_blocking=True)
         t = len(ids)

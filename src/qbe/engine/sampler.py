@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import torch
+from torch.distributions import Categorical
 
 from qbe.engine.sequence import Sequence
 
@@ -36,7 +37,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:  # no inference_mode: AOTAu
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
-    """The next token of each sequence.
+    """The next token of each sequence; sequences that ask for it also get the entropy of the model's distribution.
 
     Args:
         logits: float32 `[n, vocabulary]`; may be overwritten.
@@ -46,6 +47,11 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
     Returns:
         n token ids; None where the logits are not numbers (NaN, infinite, or nothing but -inf).
     """
+    asked = [i for i, s in enumerate(sequences) if s.difficult is not None]
+    measured = None
+    if asked:  # before the logits are overwritten
+        rows = logits if len(asked) == len(sequences) else logits[asked]
+        measured = Categorical(logits=rows, validate_args=False).entropy()
     plain = [i for i, s in enumerate(sequences) if s.params.greedy and not _adjusts(s)]
     found = best
     if len(plain) < len(sequences):
@@ -60,7 +66,12 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
             scores = torch.where(valid[rows, None], logits[rows], torch.zeros_like(logits[rows]))
             tokens[rows] = draw(filtered(scores, chosen), chosen)
         found = torch.where(valid, tokens, -1)
-    return [t if t >= 0 else None for t in found.tolist()]  # the step's one wait for the device
+    if measured is None:
+        return [t if t >= 0 else None for t in found.tolist()]  # the step's one wait for the device
+    numbers = torch.cat([found.double(), measured.double()]).tolist()  # or this one
+    for i, value in zip(asked, numbers[len(sequences) :], strict=True):
+        sequences[i].token_entropies.append(value)
+    return [int(t) if t >= 0 else None for t in numbers[: len(sequences)]]
 
 
 def _adjusts(sequence: Sequence) -> bool:

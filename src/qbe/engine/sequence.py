@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -125,6 +126,10 @@ class Sequence:
         average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
         preemptions: how often it gave its pages up and waited again.
         alone_at: length at which it did so although no other sequence ran.
+        difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
+            activations; None where nobody asked for that or its blueprint has no others.
+        token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` asks.
+        careful: positions of the tokens that do so.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
         error: one line that says what went wrong, when the reason is "error".
@@ -150,6 +155,9 @@ class Sequence:
     average_kv_bits: float | None = None
     preemptions: int = 0
     alone_at: int = 0
+    difficult: float | None = None
+    token_entropies: list[float] = field(default_factory=list)
+    careful: set[int] = field(default_factory=set)
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
     error: str | None = None
@@ -168,6 +176,33 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """Token ids of the answer so far."""
         return self.token_ids[len(self.prompt_ids) :]
+
+    def append(self, token: int) -> None:
+        """Add a token of the answer; its precision follows from the entropy that the sampler has left."""
+        if self.difficult is not None and self.token_entropies and self.token_entropies[-1] > self.difficult:
+            self.careful.add(len(self.token_ids))
+        self.token_ids.append(token)
+
+    def blueprint_at(self, position: int) -> Blueprint:
+        """What the token at this position goes through the model with."""
+        return self.blueprint.careful if position in self.careful else self.blueprint
+
+    def rows(self, start: int, count: int) -> list[tuple[Blueprint, int]]:
+        """The same of the tokens `[start, start + count)`: runs of equal blueprints and their lengths."""
+        if not self.careful:
+            return [(self.blueprint, count)]
+        runs = groupby(range(start, start + count), lambda position: position in self.careful)
+        return [(self.blueprint.careful if careful else self.blueprint, len(list(run))) for careful, run in runs]
+
+    @property
+    def careful_computed(self) -> int:
+        """How many tokens went through the model with 16-bit activations because they were hard to predict."""
+        return sum(position < self.computed for position in self.careful)
+
+    @property
+    def alike(self) -> int:
+        """How many tokens, from the first on, have the blueprint's own precision, as in any other request."""
+        return min(self.careful, default=len(self.token_ids))
 
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
         """KV bits of its page of this number: what it was sealed at, or will be."""

@@ -63,6 +63,7 @@ class Explanation:
             "budget": {
                 "bits": self.budget.bits,
                 "activation_bits": self.budget.activation_bits,
+                "careful_tokens": self.budget.careful_tokens,
                 "tier": self.budget.tier,
                 "target_bits": round(self.target_bits, 4),
                 "kv_bits": self.budget.kv_bits,

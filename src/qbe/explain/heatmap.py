@@ -150,6 +150,14 @@ def shares(bits: Sequence[int]) -> str:
     return f"{first} bits at {most} sites and " + ", ".join(f"{b} at {n}" for b, n in rest)
 
 
+def activations(e: Explanation) -> str:
+    """Bits of the activations, and which tokens have more: `8 bits (16 for answer tokens of more than 2.1 nats)`."""
+    text, above = shares(e.blueprint.activation_bits), e.table.difficult_entropy
+    if above is None or not e.budget.careful_tokens or e.blueprint.careful is e.blueprint:
+        return text
+    return f"{text} (16 for answer tokens of more than {above:.1f} nats)"
+
+
 def size(n: float) -> str:
     """Bytes for people, decimal units: `98.2 MB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, KVCell, bits_text, kv_note, label, number, shares, size
+from qbe.explain.heatmap import Cell, HeatMap, KVCell, activations, bits_text, kv_note, label, number, size
 from qbe.explain.palette import colour, ink
 
 BAND = 40  # most layers side by side; deeper models get several bands
@@ -27,7 +27,7 @@ def render(explanation: Explanation, prompt: str | None = None) -> str:
         bands=[range(i, min(i + step, heat.layers)) for i in range(0, heat.layers, step)],
         prompt=prompt,
         sites=list(zip(e.table.nested, e.blueprint.weight_bits, e.blueprint.activation_bits, strict=True)),
-        activations=shares(e.blueprint.activation_bits),
+        activations=activations(e),
         kv=kv_note(e),
     )
 

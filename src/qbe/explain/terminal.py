@@ -19,7 +19,7 @@ from rich.text import Text
 
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, KVCell, bits_text, kv_note, number, shares, size
+from qbe.explain.heatmap import Cell, HeatMap, KVCell, activations, bits_text, kv_note, number, size
 from qbe.explain.palette import colour, ink
 from qbe.sites import SiteTable
 
@@ -96,7 +96,7 @@ def _saving(e: Explanation) -> str:
 
 
 def _rest(e: Explanation, heat: HeatMap) -> str:
-    line = f"activations {shares(e.blueprint.activation_bits)}, {kv_note(e)}"
+    line = f"activations {activations(e)}, {kv_note(e)}"
     if heat.fixed:
         kept = ", ".join(f"{n} {role.replace('_', ' ')}" for role, n in heat.fixed.items())
         line += f"; always at 16 bits: {kept}"

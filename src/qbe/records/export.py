@@ -72,7 +72,7 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
         "kv_bits": pa.list_(bits),
         "analysis_tier": pa.int16(),
         "features": pa.map_(pa.string(), pa.float64()),
-        "tokens_by_bits": pa.map_(pa.int16(), pa.int64()),
+        **dict.fromkeys(("tokens_by_bits", "tokens_by_activation_bits"), pa.map_(pa.int16(), pa.int64())),
         "entropies": pa.list_(pa.float64()),
     }
     schema = pa.schema(list(kinds.items()))
@@ -86,7 +86,7 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
 
 
 def _parquet_row(described: dict[str, Any]) -> dict[str, Any]:
-    for name in ("features", "tokens_by_bits"):
+    for name in ("features", "tokens_by_bits", "tokens_by_activation_bits"):
         described[name] = list(described[name].items())  # Arrow's maps are lists of pairs
     described["kv_bits"] = [b if isinstance(b, list) else [b] for b in described["kv_bits"]]  # and have one type
     return described

@@ -46,6 +46,7 @@ class Record:
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         bytes_moved: bytes of weights and scales over all steps of the request.
         tokens_by_bits: gear -> tokens computed at it.
+        tokens_by_activation_bits: bits of the activations -> tokens computed at them; empty in records of older files.
         entropies: of the output distribution, nats per token; None when not measured.
         analysis_ms, policy_ms, prefill_ms, decode_ms: time spent in each part, milliseconds.
         error: what went wrong, one line; None when nothing did.
@@ -72,6 +73,7 @@ class Record:
     bytes_per_token: int = 0
     bytes_moved: int = 0
     tokens_by_bits: Mapping[int, int] = field(default_factory=dict)
+    tokens_by_activation_bits: Mapping[int, int] = field(default_factory=dict)
     entropies: Sequence[float] | None = None
     analysis_ms: float = 0.0
     policy_ms: float = 0.0
@@ -104,7 +106,12 @@ class Record:
 
 
 FIELDS = tuple(f.name for f in fields(Record))
-JSON_FIELDS = frozenset({"features", "weight_bits", "activation_bits", "kv_bits", "tokens_by_bits", "entropies"})
+JSON_FIELDS = frozenset(
+    {
+        "features", "weight_bits", "activation_bits", "kv_bits", "tokens_by_bits", "tokens_by_activation_bits",
+        "entropies",
+    }
+)  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
@@ -121,6 +128,7 @@ def _same(value: Any) -> Any:
 # What JSON loses: integer keys become strings, tuples become lists.
 _DECODE: dict[str, Callable[[Any], Any]] = {
     "tokens_by_bits": lambda d: {int(k): v for k, v in d.items()},
+    "tokens_by_activation_bits": lambda d: {int(k): v for k, v in (d or {}).items()},
     "weight_bits": tuple,
     "activation_bits": tuple,
     "kv_bits": lambda x: tuple(shortest(tuple(b)) if isinstance(b, Sequence) else b for b in x),

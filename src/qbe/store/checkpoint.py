@@ -2,11 +2,13 @@
 
     config.json, tokenizer files, model*.safetensors    the 16-bit model; transformers alone loads the folder as that
     nested-00001-of-0000N.safetensors                   `<site>.packed` and `<site>.meta` of every nested site
-    qbe.json                                            format version, slices, group size, sites, sizes, checksums
+    smoothing.safetensors                               exponents of the folds that the codes were made with
+    qbe.json                                            format version, slices, group size, sites, folds, checksums
     sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity`)
     kv_sensitivity.json                                 the same per key head and bits (`qbe.store.kv_table`)
 
-A folder is written under a temporary name beside its target and renamed when complete. Loading maps the files.
+A folder is written under a temporary name beside its target and renamed when complete. Loading maps the files. The
+16-bit weights are the checkpoint's own; folds (`qbe.store.folding`) are applied when they have been loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +34,17 @@ from torch import nn
 from qbe.errors import QBEError
 from qbe.files import reason, write_text
 from qbe.sites import FULL_BITS
+from qbe.store.folding import AGAIN, Fold, apply, load_folds, save_folds
 from qbe.store.layout import SliceLayout, check_group_size, padded
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
+from qbe.store.sensitivity import Measured, Sensitivity
 
 FORMAT = "qbe-nested"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE = (1, 2)  # 1 has no folds
 MANIFEST = "qbe.json"
 SENSITIVITY = "sensitivity.json"
-AGAIN = "run 'qbe quantize' again"  # what to do about a folder that it wrote
+SMOOTHING = "smoothing.safetensors"
 SHARD_BYTES = 5_000_000_000
 
 
@@ -61,6 +66,7 @@ class Manifest:
     slices: tuple[int, ...]
     sites: dict[str, NestedSite]
     files: dict[str, dict[str, Any]]
+    folds: dict[str, tuple[str, ...]]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -99,10 +105,17 @@ def _reason(error: Exception) -> str:
     return reason(OSError(int(number[1]), "")) if number else " ".join(str(error).split())
 
 
-def write_nested(folder: Path, model: nn.Module, model_name: str, source: Mapping[str, Any] | None = None) -> None:
+def write_nested(
+    folder: Path,
+    model: nn.Module,
+    model_name: str,
+    source: Mapping[str, Any] | None = None,
+    folds: Sequence[Fold] = (),
+) -> None:
     """Writes the nested tensors of `model` and the manifest into a folder that already holds the 16-bit model.
 
     Args:
+        folds: what the weights were scaled by before they were nested; the folder's own model is not.
         source: of a store in the cache, what it was made from (`qbe.store.superseded`).
     """
     nested = {name: weight for name, _, weight in nested_linears(model)}
@@ -128,6 +141,9 @@ def write_nested(folder: Path, model: nn.Module, model_name: str, source: Mappin
             sites[name] = {"file": file, "shape": list(nested[name].shape), "exponent": nested[name].exponent}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         files[file] = {"bytes": (folder / file).stat().st_size, "sha256": sha256(folder / file)}
+    if folds:
+        save_folds(folder / SMOOTHING, folds)
+        files[SMOOTHING] = {"bytes": (folder / SMOOTHING).stat().st_size, "sha256": sha256(folder / SMOOTHING)}
     first = next(iter(nested.values()))
     manifest = {
         "format": FORMAT,
@@ -138,6 +154,7 @@ def write_nested(folder: Path, model: nn.Module, model_name: str, source: Mappin
         **({"source": dict(source)} if source is not None else {}),
         "files": files,
         "sites": sites,
+        "folds": {f.source: list(f.consumers) for f in folds},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
@@ -160,9 +177,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise QBEError(f"{path} cannot be read ({error}); {AGAIN}") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise QBEError(f"{path} does not describe a QBE checkpoint; {AGAIN}")
-    if raw.get("format_version") != FORMAT_VERSION:
+    if raw.get("format_version") not in READABLE:
         raise QBEError(
-            f"{folder} was written in format version {raw.get('format_version')}, this QBE reads version "
+            f"{folder} was written in format version {raw.get('format_version')}, this QBE reads up to version "
             f"{FORMAT_VERSION}; {AGAIN} or install a matching qbe"
         )
     try:
@@ -176,6 +193,7 @@ def read_manifest(folder: Path) -> Manifest:
             tuple(map(int, _list(raw["slices"]))),
             sites,
             dict(raw["files"]),
+            {str(source): tuple(map(str, _list(names))) for source, names in raw.get("folds", {}).items()},
         )
         check_group_size(manifest.group_size)
         SliceLayout.of(manifest.slices)
@@ -191,6 +209,8 @@ def read_manifest(folder: Path) -> Manifest:
                 raise QBEError(f"{folder / file} is damaged: it has {have} bytes instead of {facts['bytes']}; {AGAIN}")
         if not {s.file for s in sites.values()} <= set(manifest.files):
             raise ValueError("a site lies in a file that is not listed")
+        if manifest.folds and SMOOTHING not in manifest.files:
+            raise ValueError(f"it has folds, but no {SMOOTHING}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); {AGAIN}") from error
     return manifest
@@ -212,6 +232,8 @@ def verify(folder: Path) -> None:
 def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Manifest:
     """Replaces the weights of the sites that a checkpoint nests by mapped NestedTensors.
 
+    The model's own weights are scaled in place by the folds of the checkpoint; it still computes the same.
+
     Args:
         model: the 16-bit model of the same folder, on the CPU.
         keep_original: keep the 16-bit weights as gear 16.
@@ -222,6 +244,7 @@ def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Man
     manifest = read_manifest(folder)
     layout = SliceLayout.of(manifest.slices)
     modules = dict(model.named_modules())
+    apply(model, load_folds(folder / SMOOTHING, manifest.folds, model) if manifest.folds else [])
     by_file: dict[str, list[str]] = {}
     for name, site in manifest.sites.items():
         by_file.setdefault(site.file, []).append(name)
@@ -255,15 +278,23 @@ def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Man
     return manifest
 
 
-def write_sensitivity(folder: Path, measured: Mapping[str, Mapping[int, float]], about: Mapping[str, Any]) -> None:
-    """Writes the sensitivity table beside the store, atomically. Raises QBEError when the disk refuses."""
-    table = {name: {str(g): float(f"{kl:.6g}") for g, kl in gears.items()} for name, gears in measured.items()}
-    target = folder / SENSITIVITY
-    write_text(target, json.dumps({"about": dict(about), "kl": table}, indent=1) + "\n")
+def write_sensitivity(folder: Path, measured: Sensitivity, about: Mapping[str, Any]) -> None:
+    """Writes what was measured beside the store, atomically. Raises QBEError when the disk refuses."""
+    tables = {
+        "about": dict(about),
+        "kl": _rounded(measured.weights),
+        "activations": _rounded(measured.activations),
+        "difficult_entropy": measured.difficult_entropy,
+    }
+    write_text(folder / SENSITIVITY, json.dumps(tables, indent=1) + "\n")
 
 
-def read_sensitivity(folder: Path) -> dict[str, dict[int, float]] | None:
-    """The sensitivity table of a checkpoint; None when there is none.
+def _rounded(measured: Measured) -> dict[str, dict[str, float]]:
+    return {name: {str(g): float(f"{kl:.6g}") for g, kl in gears.items()} for name, gears in measured.items()}
+
+
+def read_sensitivity(folder: Path) -> Sensitivity | None:
+    """What was measured of a checkpoint; None when nothing was. Older folders have the weights' part only.
 
     Raises:
         QBEError: the file is damaged.
@@ -272,10 +303,16 @@ def read_sensitivity(folder: Path) -> dict[str, dict[int, float]] | None:
     if not path.is_file():
         return None
     try:
-        raw = json.loads(path.read_text())["kl"]
-        table = {str(n): {int(g): float(kl) for g, kl in gears.items()} for n, gears in raw.items()}
-        if not all(math.isfinite(kl) for gears in table.values() for kl in gears.values()):
+        raw = json.loads(path.read_text())
+        weights, activations = (
+            {str(n): {int(g): float(kl) for g, kl in gears.items()} for n, gears in table.items()}
+            for table in (raw["kl"], raw.get("activations", {}))
+        )
+        entropy = raw.get("difficult_entropy")
+        entropy = None if entropy is None else float(entropy)
+        numbers = [kl for table in (weights, activations) for gears in table.values() for kl in gears.values()]
+        if not all(map(math.isfinite, [*numbers, entropy or 0.0])):
             raise ValueError("a value is not a finite number")
-        return table
+        return Sensitivity(weights, activations, entropy)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); delete it, and it is measured again") from error

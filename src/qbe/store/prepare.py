@@ -25,11 +25,14 @@ from qbe.errors import QBEError
 from qbe.models import cache_dir, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
-from qbe.sites import FULL_BITS, NESTABLE_ROLES, KVSite, SiteTable
-from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, superseded
+from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, KVSite, SiteTable
+from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, smoothing, superseded
+from qbe.store.folding import Fold, edges
+from qbe.store.layout import SliceLayout
 from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.placement import place
+from qbe.store.sensitivity import Sensitivity
 from qbe.tagger import tag
 
 
@@ -121,9 +124,9 @@ def _from_store(
         measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
         for site in table.nested:
-            if not set(site.gears) <= set(measured.get(site.name, {})):
+            if not set(site.gears) <= set(measured.weights.get(site.name, {})):
                 raise QBEError(f"the sensitivities in {folder} lack {site.name}; delete sensitivity.json there")
-        table = table.with_sensitivity(measured).with_kv(kv_table.read(folder))
+        table = with_measured(table, measured).with_kv(kv_table.read(folder))
     place(loaded.model, device, originals)
     return PreparedModel(loaded.model, loaded.tokenizer, table, name)
 
@@ -149,11 +152,13 @@ def prepare_in_memory(
         raise QBEError(f"{name} is nested already; one model serves one engine, load it again for another")
     if isinstance(config := getattr(model, "config", None), PreTrainedConfig):
         check_limits(config, name)
-    table = nest_model(model.eval().requires_grad_(False), name, NestedWeightConfig(), progress=progress)
+    nesting = NestedWeightConfig()
+    smooth_model(model.eval().requires_grad_(False), tokenizer, nesting, progress=progress)
+    table = nest_model(model, name, nesting, progress=progress)
     place(model, device, "device")
     if need_sensitivity:  # before originals leave the device: the measurement reads all of them again and again
         measured = measure_model(model, tokenizer, table, progress=progress)
-        table = table.with_sensitivity(measured).with_kv(measure_kv(model, tokenizer, table, progress=progress))
+        table = with_measured(table, measured).with_kv(measure_kv(model, tokenizer, table, progress=progress))
     if originals != "device":
         place(model, device, originals)
     return PreparedModel(model, tokenizer, table, name)
@@ -171,10 +176,11 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
     folder = cache_dir() / "nested" / fingerprint(path, config)
     if not checkpoint.is_checkpoint(folder):
         loaded = load_model(path, progress=progress)
+        folds = smooth_model(loaded.model, loaded.tokenizer, config, progress=progress)
         nest_model(loaded.model, name, config, progress=progress)
         try:
             with checkpoint.writing(folder) as partial:
-                checkpoint.write_nested(partial, loaded.model, name, superseded.source_of(path))
+                checkpoint.write_nested(partial, loaded.model, name, superseded.source_of(path), folds)
         except QBEError:
             if not checkpoint.is_checkpoint(folder):  # else another process finished the same store first
                 raise
@@ -189,6 +195,20 @@ def fingerprint(path: Path, config: NestedWeightConfig) -> str:
     facts = [str(path.resolve()), config.slices, config.group_size, checkpoint.FORMAT_VERSION, qbe.__version__]
     facts += [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return f"{path.name}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
+
+
+def smooth_model(model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, progress: bool) -> list[Fold]:
+    """`qbe.store.smoothing.smooth` of a model that is about to be nested, on the built-in text, with a progress bar.
+
+    The model is changed in place and computes what it computed. Returns the folds that were made.
+    """
+    table = tag(model)
+    wanted = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES - KEEPS_ACTIVATIONS]
+    names = [n for n in wanted if not is_native(model.get_submodule(n).weight)]
+    tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS).to(next(model.parameters()).device)
+    places = edges(model, table, names, tokens)
+    with bar("smoothing activations", len(places), progress) as step:
+        return smoothing.smooth(model, places, tokens, SliceLayout.of(config.slices), config.group_size, step)
 
 
 def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
@@ -208,7 +228,7 @@ def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progr
     return with_store(table, model)
 
 
-def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> dict[str, Any]:
+def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> Sensitivity:
     """Measures the sensitivities of the model at `path` with the store in `folder`, and writes them there.
 
     In float32 when that fits into memory: the rounding of a bfloat16 pass is larger than what 8 bits do to one site.
@@ -226,10 +246,22 @@ def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, p
     return measured
 
 
-def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> dict[str, Any]:
-    """`qbe.store.sensitivity.measure` on the built-in text, with a progress bar."""
-    with bar("measuring sensitivity", len(table.nested), progress) as step:
-        return sensitivity.measure(model, table, sensitivity.calibration_tokens(tokenizer), lambda _: step())
+def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> Sensitivity:
+    """What `qbe.store.sensitivity` measures, on the built-in text, with a progress bar."""
+    tokens = sensitivity.calibration_tokens(tokenizer)
+    passes = len(table.nested) + sum(len(s.activation_gears) > 1 for s in table.nested)
+    with bar("measuring sensitivity", passes, progress) as step:
+        return Sensitivity(
+            sensitivity.measure(model, table, tokens, lambda _: step()),
+            sensitivity.measure_activations(model, table, tokens, lambda _: step()),
+            sensitivity.difficult_entropy(model, table, tokens),
+        )
+
+
+def with_measured(table: SiteTable, measured: Sensitivity) -> SiteTable:
+    """The table with what was measured."""
+    table = table.with_sensitivity(measured.weights, measured.activations)
+    return replace(table, difficult_entropy=measured.difficult_entropy)
 
 
 def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> tuple[KVSite, ...]:
@@ -270,8 +302,9 @@ def quantise_to(
         with quiet():
             loaded.model.save_pretrained(partial)
             loaded.tokenizer.save_pretrained(partial)
+        folds = smooth_model(loaded.model, loaded.tokenizer, config, progress=progress)
         nest_model(loaded.model, name, config, progress=progress)
-        checkpoint.write_nested(partial, loaded.model, name)
+        checkpoint.write_nested(partial, loaded.model, name, folds=folds)
         del loaded
         if measure:
             measure_into(partial, path, name, device, progress=progress)

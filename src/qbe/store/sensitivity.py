@@ -11,18 +11,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Categorical
 
 from qbe.errors import QBEError
+from qbe.kernels.reference.activations import word
 from qbe.sites import FULL_BITS, SiteTable
 from qbe.store.nested_tensor import NestedTensor
 
+Measured = dict[str, dict[int, float]]  # site name -> gear -> KL, nats per token
+
 BROKEN = 1e4  # nats per token, recorded when the lowered model gives no numbers at all
+DIFFICULT = 0.25  # share of the tokens that keep 16-bit activations when a request has 8 (docs/quality.md)
 SEGMENT_TOKENS = 32  # per segment of the text; four segments give 128 tokens a pass
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What is measured of a model.
+
+    Attributes:
+        weights: KL of every nested site at every gear of its weight.
+        activations: KL of every site whose inputs may have fewer bits, at those; empty when not measured.
+        difficult_entropy: see `difficult_entropy`; None when not measured.
+    """
+
+    weights: Measured
+    activations: Measured = field(default_factory=dict)
+    difficult_entropy: float | None = None
 
 
 def calibration_tokens(tokenizer: Any, tokens: int = SEGMENT_TOKENS, whole: bool = False) -> torch.Tensor:
@@ -36,11 +57,10 @@ def calibration_tokens(tokenizer: Any, tokens: int = SEGMENT_TOKENS, whole: bool
     return torch.tensor([r[:shortest] for r in rows])
 
 
-@torch.inference_mode()
 def measure(
     model: nn.Module, table: SiteTable, tokens: torch.Tensor, on_site: Callable[[str], None] | None = None
-) -> dict[str, dict[int, float]]:
-    """Measures every nested site at every gear below 16.
+) -> Measured:
+    """Measures every nested site's weight at every gear below 16.
 
     Args:
         model: a transformers causal LM whose nested sites hold NestedTensors with their originals.
@@ -53,25 +73,61 @@ def measure(
     Raises:
         QBEError: a nested site lost its 16-bit original.
     """
+    words = {site.name: {gear: gear for gear in site.gears[:-1]} for site in table.nested}
+    return _measure(model, table, tokens, words, on_site)
+
+
+def measure_activations(
+    model: nn.Module, table: SiteTable, tokens: torch.Tensor, on_site: Callable[[str], None] | None = None
+) -> Measured:
+    """The same for the inputs of every nested site that may have fewer bits, at 16-bit weights."""
+    words = {
+        site.name: {gear: word(FULL_BITS, gear) for gear in site.activation_gears[:-1]}
+        for site in table.nested
+        if len(site.activation_gears) > 1
+    }
+    return _measure(model, table, tokens, words, on_site)
+
+
+@torch.inference_mode()
+def _measure(
+    model: nn.Module,
+    table: SiteTable,
+    tokens: torch.Tensor,
+    words: dict[str, dict[int, int]],
+    on_site: Callable[[str], None] | None,
+) -> Measured:
+    """KL for every site and gear of `words`, which says what precision that gear is."""
     tokens = tokens.to(next(model.parameters()).device)
     with full_bits(model, table) as weights:
         layers = decoder_layers(model, table)
         outputs, reference = recorded_outputs(model, layers, tokens)
         probabilities = reference.softmax(-1)
-        measured: dict[str, dict[int, float]] = {}
+        measured: Measured = {}
         for site in table.nested:
+            if site.name not in words:
+                continue
             # An output head comes after every layer: all of them can be replayed.
             replayed = len(layers) if site.layer is None else site.layer
             measured[site.name] = {FULL_BITS: 0.0}
             with replay(layers[:replayed], outputs):
-                for gear in site.gears[:-1]:
-                    weights[site.name].bits = _one(gear, tokens.device)
+                for gear, precision in words[site.name].items():
+                    weights[site.name].bits = _one(precision, tokens.device)
                     logits = logits_of(model, tokens)
                     measured[site.name][gear] = divergence(reference, probabilities, logits)
             weights[site.name].bits = _one(FULL_BITS, tokens.device)
             if on_site is not None:
                 on_site(site.name)
         return measured
+
+
+@torch.inference_mode()
+def difficult_entropy(model: nn.Module, table: SiteTable, tokens: torch.Tensor) -> float:
+    """The entropy, nats, that the share `DIFFICULT` of the 16-bit model's distributions on the text exceeds."""
+    with full_bits(model, table):
+        logits = logits_of(model, tokens.to(next(model.parameters()).device))
+    parts = [Categorical(logits=rows.float(), validate_args=False).entropy() for rows in logits.split(32)]
+    return float(torch.cat(parts).quantile(1 - DIFFICULT))
 
 
 @contextmanager

@@ -1,0 +1,208 @@
+"""Tokens that were hard to predict go through the model with 16-bit activations, wherever and whenever they do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import qbe
+from conftest import byte_tokenizer, tiny_llama
+from engine_models import DEVICE, build, prompts, run
+from engine_models import request as plain_request
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.engine.core import Core
+from qbe.engine.sampler import likeliest, sample
+from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.records import RecordStore
+from qbe.sites import NESTABLE_ROLES, SiteTable
+from qbe.store.nested_tensor import nest
+from qbe.store.prepare import with_store
+from qbe.tagger import tag
+
+EIGHT = 8 << 8
+TOKENS = 80
+
+
+def core_with(threshold: float | None, model: str = "llama", **sizes: int) -> Core:
+    plain = build(model)
+    table = tag(plain)
+    nest(plain, [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES])
+    return Core(plain, replace(with_store(table, plain), difficult_entropy=threshold), **sizes)
+
+
+def request(core: Core, name: str, prompt: list[int], blueprint: Blueprint, tokens: int = TOKENS) -> Sequence:
+    """A request whose difficult tokens are read with 16-bit activations, as an engine makes it."""
+    made = plain_request(name, prompt, blueprint, max_tokens=tokens)
+    made.difficult = core.table.difficult_entropy
+    return made
+
+
+def low(table: SiteTable) -> Blueprint:
+    return Blueprint.of("low", table, (6,) * len(table.nested), table.activations(8))
+
+
+@pytest.fixture(scope="module")
+def threshold() -> float:
+    """One that about half of the tokens exceed."""
+    core = core_with(0.0)
+    asked = request(core, "r", prompts(20)[0], low(core.table))
+    run(core, asked)
+    assert len(asked.token_entropies) == TOKENS
+    below, above = sorted(asked.token_entropies)[TOKENS // 2 - 1 : TOKENS // 2 + 1]
+    return (below + above) / 2
+
+
+def test_the_sampler_leaves_the_entropy_of_the_models_own_distribution() -> None:
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)) * 3
+    logits[1, 7:] = -torch.inf
+    logits[3] = torch.nan
+    expected = [float(-(p * p.clamp_min(1e-30).log()).sum()) for p in logits[:3].double().softmax(-1)]
+    parameters = SamplingParams(temperature=0.7, top_k=5, repetition_penalty=1.3, seed=1)
+    asked = [Sequence(str(i), [1, 2], parameters, Blueprint("b", (), (), ())) for i in range(4)]
+    for i in (0, 1, 3):
+        asked[i].difficult = 1.0
+    alone = [Sequence(str(i), [1, 2], parameters, Blueprint("b", (), (), ())) for i in range(4)]
+    tokens = sample(logits.clone(), likeliest(logits), asked)
+    assert tokens == sample(logits.clone(), likeliest(logits), alone)
+    assert tokens[3] is None
+    assert asked[0].token_entropies == pytest.approx(expected[:1], rel=1e-5)
+    assert asked[1].token_entropies == pytest.approx(expected[1:2], rel=1e-5)
+    assert asked[2].token_entropies == [] == alone[0].token_entropies
+
+
+def test_rows_are_runs_of_one_precision() -> None:
+    b = Blueprint("b", (4, 4), (8, 16), (16,))
+    assert b.careful.activation_bits == (16, 16)
+    assert b.careful.weight_bits == b.weight_bits
+    assert b.careful.careful is b.careful
+    s = Sequence("s", list(range(10)), SamplingParams(), b, difficult=1.0)
+    for entropy in (0.5, 2.0, 3.0, 0.1, 1.5):
+        s.token_entropies.append(entropy)
+        s.append(7)
+    assert s.careful == {11, 12, 14}
+    assert s.rows(0, 15) == [(b, 11), (b.careful, 2), (b, 1), (b.careful, 1)]
+    assert s.rows(12, 1) == [(b.careful, 1)]
+    assert s.alike == 11
+    s.computed = 12
+    assert s.careful_computed == 1
+
+
+def test_the_row_of_a_difficult_token_alone_has_16_bit_activations(threshold: float) -> None:
+    core = core_with(threshold)
+    first, second = prompts(20, 33)
+    watched = request(core, "a", first, low(core.table))
+    full = request(core, "b", second, low(core.table).careful)
+    core.add(watched)
+    core.add(full)
+    assert full.difficult is None
+    seen = []
+    while core.has_work():
+        core.step()
+        position = watched.computed - 1
+        if position >= len(first):
+            words = core.plan.words[0, :2].tolist()
+            seen.append(words[0] & EIGHT == 0)
+            assert (position in watched.careful) == seen[-1]
+            assert watched.token_entropies[position - len(first)] > threshold or not seen[-1]
+            if core.scheduler.get("b"):
+                assert words[1] & EIGHT == 0
+    assert len(seen) == TOKENS - 1
+    assert 0.2 < sum(seen) / len(seen) < 0.8
+    assert full.token_entropies == []
+
+
+def test_every_token_difficult_is_a_blueprint_exchanged_after_the_prompt() -> None:
+    core = core_with(-1.0)
+    prompt = prompts(40)[0]
+    watched = request(core, "a", prompt, low(core.table))
+    (ids,) = run(core, watched)
+    assert len(watched.careful) == TOKENS
+    plain = core_with(None)
+    exchanged = request(plain, "b", prompt, low(plain.table))
+    plain.add(exchanged)
+    plain.step()
+    exchanged.blueprint = exchanged.blueprint.careful
+    while plain.has_work():
+        plain.step()
+    assert exchanged.output_ids == ids
+    assert exchanged.token_entropies == []
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_batch_tokens": 16, "max_sequences": 4}])
+def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int]) -> None:
+    """After a preemption the whole sequence is a prompt; its rows keep the precision they had."""
+    prompt = prompts(70)[0]
+    undisturbed = core_with(threshold)
+    expected = request(undisturbed, "a", prompt, low(undisturbed.table))
+    run(undisturbed, expected)
+    core = core_with(threshold, **sizes)
+    asked = request(core, "a", prompt, low(core.table))
+    core.add(asked)
+    while core.has_work():
+        if len(asked.output_ids) in (30, 65) and asked.remaining == 1:
+            core.scheduler.restart(asked)
+        core.step()
+    assert asked.output_ids == expected.output_ids
+    assert asked.careful == expected.careful
+    assert 0 < len(asked.careful) < TOKENS
+
+
+def test_decode_steps_of_fixed_shape_and_packed_ones_agree(threshold: float) -> None:
+    core, packed = core_with(threshold), core_with(threshold)
+    if core.runner.decode is None:
+        pytest.skip("decode steps run packed here")
+    packed.runner.decode = None
+    texts = prompts(20, 50, 9)
+    pairs = [[request(c, str(i), t, low(c.table)) for i, t in enumerate(texts)] for c in (core, packed)]
+    assert run(core, *pairs[0]) == run(packed, *pairs[1])
+    assert [r.careful for r in pairs[0]] == [r.careful for r in pairs[1]]
+
+
+def test_pages_with_such_tokens_are_nobody_elses(threshold: float) -> None:
+    core = core_with(threshold)
+    prompt = prompts(70)[0]
+    first = request(core, "a", prompt, low(core.table))
+    run(core, first)
+    assert min(first.careful) < 128
+    again = request(core, "b", first.token_ids[:-1], low(core.table), 1)
+    run(core, again)
+    assert again.cached == 64  # the prompt's first page; the second one holds tokens that were computed in another way
+    same = request(core, "c", prompt, low(core.table))
+    run(core, same)
+    assert same.cached == 64
+    assert same.output_ids == first.output_ids
+
+
+def test_models_that_cannot_pack_are_left_alone() -> None:
+    core = core_with(0.0, "granite-moe-hybrid")
+    asked = request(core, "a", prompts(12)[0], low(core.table), 6)
+    run(core, asked)
+    assert asked.difficult is None
+    assert not asked.careful
+
+
+def test_results_and_records_tell_the_shares(tmp_path: Path) -> None:
+    engine = qbe.Engine(tiny_llama(vocabulary=320), tokenizer=byte_tokenizer(), device=DEVICE, records=tmp_path / "r")
+    assert engine.table.difficult_entropy is not None
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    eight = engine.generate("a first prompt", params, budget=Budget(bits=6, activation_bits=8, careful_tokens=True))
+    full = engine.generate("a first prompt", params, budget=Budget(bits=6))
+    engine.close()
+    records = RecordStore(tmp_path / "r").list()
+    assert len(records) == 2
+    entropies = records[1].entropies
+    assert entropies is not None
+    assert len(entropies) == 24
+    hard = sum(e > engine.table.difficult_entropy for e in entropies[:-1])  # the last token is not computed
+    assert eight.careful_tokens == hard
+    assert eight.describe()["usage"]["completion_tokens_details"] == {"careful_tokens": hard}
+    shares = records[1].tokens_by_activation_bits
+    assert sum(shares.values()) == sum(records[0].tokens_by_activation_bits.values()) == 14 + 23
+    assert shares.get(16, 0) >= hard
+    assert full.careful_tokens == 0
+    assert records[0].tokens_by_activation_bits == {16: 14 + 23}
+    assert records[0].entropies is None
