@@ -20,21 +20,15 @@ from typing import Any
 from qbe.errors import QBEError
 from qbe.records.record import FIELDS, Record
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x51424531  # "QBE1": tells our file from another program's
 BUSY_TIMEOUT_S = 5.0
 PAUSE_S = 5.0  # after a failed `try_append`: a stuck disk or lock may cost the engine one wait in this time
 PAGE = 500  # rows read at once
 
 # No type affinity is declared for the columns: a value comes back as it was given.
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS records (seq INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(FIELDS)});
-CREATE UNIQUE INDEX IF NOT EXISTS records_id ON records (id);
-PRAGMA application_id = {APPLICATION_ID};
-PRAGMA user_version = {SCHEMA_VERSION};
-COMMIT;
-"""
+_TABLE = f"CREATE TABLE IF NOT EXISTS records (seq INTEGER PRIMARY KEY AUTOINCREMENT, {', '.join(FIELDS)})"
+_INDEX = "CREATE UNIQUE INDEX IF NOT EXISTS records_id ON records (id)"
 _COLUMNS = ", ".join(FIELDS)
 _INSERT = f"INSERT INTO records ({_COLUMNS}) VALUES ({', '.join('?' * len(FIELDS))})"
 
@@ -198,7 +192,16 @@ class RecordStore:
             )
         if found < SCHEMA_VERSION:
             db.execute("PRAGMA journal_mode = WAL")
-            db.executescript(_SCHEMA)
+            db.execute("BEGIN IMMEDIATE")
+            db.execute(_TABLE)
+            db.execute(_INDEX)
+            there = {row[1] for row in db.execute("PRAGMA table_info(records)")}
+            for name in FIELDS:  # an earlier version, or another process just now, made a table without these
+                if name not in there:
+                    db.execute(f"ALTER TABLE records ADD COLUMN {name}")
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            db.execute("COMMIT")
         # In WAL mode NORMAL survives the death of the process; only a power cut may lose the last records.
         db.execute("PRAGMA synchronous = NORMAL")
 
