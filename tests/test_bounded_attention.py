@@ -24,7 +24,12 @@ BY_ROW = ("query", "key", "value", "slots", "tables", "lengths", "entropy", "ori
 
 
 def bounded_case(
-    shape: str, lengths: list[int], limits: list[float], dtype: torch.dtype = torch.float32, flat: float = 0.05, **more: Any
+    shape: str,
+    lengths: list[int],
+    limits: list[float],
+    dtype: torch.dtype = torch.float32,
+    flat: float = 0.05,
+    **more: Any,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Arguments with the sealed pages' originals in host memory, and that memory; queries are scaled by `flat`, which
     makes bounds small enough that some pages pass."""
@@ -50,7 +55,9 @@ _ORDER = ("query", "key", "value", "memory", "blocks", "slots", "tables", "lengt
           "counts", "scaling", "window", "softcap")  # fmt: skip
 
 
-on_cpu = pytest.mark.skipif(CUDA, reason="the samples are on the GPU, where the kernels' tests compare with the reference")
+on_cpu = pytest.mark.skipif(
+    CUDA, reason="the samples are on the GPU, where the kernels' tests compare with the reference"
+)
 
 
 def at_16_bits(arguments: dict[str, Any]) -> dict[str, Any]:

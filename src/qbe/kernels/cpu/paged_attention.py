@@ -96,7 +96,11 @@ def bounded_attention(
             window, softcap,
         )  # fmt: skip
     batch = query.shape[0]
-    tensors = (originals, torch.int64, tables.shape), (limits, torch.float32, (batch,)), (counts, torch.int64, (batch, 3))
+    tensors = (
+        (originals, torch.int64, tables.shape),
+        (limits, torch.float32, (batch,)),
+        (counts, torch.int64, (batch, 3)),
+    )
     if any(t.dtype is not dtype or t.shape != shape or t.stride(-1) != 1 for t, dtype, shape in tensors) or (
         originals.stride(0) != tables.stride(0) or not counts.is_contiguous()
     ):

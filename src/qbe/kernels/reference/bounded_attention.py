@@ -8,7 +8,7 @@ nothing. Sealed, they are k', v', s' with weights w' = softmax(s'), and nothing 
     h = mean over its w' of |v' - v|  <= sqrt(dim) eps_t
     a = mean over its w' of |v|       <= |v'| + sqrt(dim) eps_t
 
-with Euclidean norms; e = h = 0 at 16 bits. Then u = w' exp(s - s') are the true weights up to a factor, so that the true
+with Euclidean norms; e = h = 0 at 16 bits. Then u = w' exp(s - s') are the true weights up to a factor, and the true
 output is o = sum u v / Z, Z = sum u. Read any set of pages again, and let b be u on those, w' on the rest: the answer
 is o" = (sum_again u v + sum_rest w' v') / N, N = sum b. Both Z and N are at least L = sum_pages W exp(-e). With
 m = sum b v / N, whose norm is at most R = sum_pages W exp(e) a / L:
@@ -165,5 +165,6 @@ def _errors(
             layout = block(bits, key_dim, value_dim, dtype.itemsize)
             scales = memory[at + layout.key_scales : at + layout.value_scales + 4 * PAGE_SIZE].view(torch.float16)
             keys[head] = number_error(scales[:key_dim], scales[key_dim : 2 * key_dim], bits)
-            values[head] = number_error(*scales[2 * key_dim :].view(2, PAGE_SIZE), bits)
+            scale, low = scales[2 * key_dim :].view(2, PAGE_SIZE)
+            values[head] = number_error(scale, low, bits)
     return keys, values

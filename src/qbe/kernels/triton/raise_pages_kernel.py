@@ -1,4 +1,4 @@
-"""Which pages bounded attention reads again: `page_bounds` and `pages_to_raise` of its reference, on the notes of a walk.
+"""Which pages bounded attention reads again: `page_bounds` and `pages_to_raise` of its reference, on a walk's notes.
 
 A program serves one key head of one sequence. It writes the table of the second walk, whether there is anything in it,
 and counts.
@@ -13,7 +13,6 @@ import triton.language as tl
 
 from qbe.kernels.triton.kv_blocks import PAGE
 from qbe.kernels.triton.page_notes import NOTES
-from qbe.kernels.triton.page_walk import LN2
 
 SLACK = tl.constexpr(1.001)  # for the rounding of the bound itself
 NO_ORIGINAL = tl.constexpr(-1)
@@ -26,8 +25,8 @@ NO_ORIGINAL = tl.constexpr(-1)
     ]
 )  # fmt: skip
 def raise_pages_kernel(
-    notes_ptr, note_row, out_ptr, words_ptr, tables_ptr, table_row, originals_ptr, original_row, lengths_ptr, limits_ptr,
-    counts_ptr, again_ptr, raised_ptr, full_bytes,
+    notes_ptr, note_row, out_ptr, words_ptr, tables_ptr, table_row, originals_ptr, original_row, lengths_ptr,
+    limits_ptr, counts_ptr, again_ptr, raised_ptr, full_bytes,
     KV_HEADS: tl.constexpr, REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
