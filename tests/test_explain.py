@@ -87,7 +87,8 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "ratio",
         "timings",
     }
-    assert d["budget"] == {"bits": None, "activation_bits": 16, "tier": "default", "target_bits": 6.24, "kv_bits": None}
+    assert d["budget"] == {"bits": None, "activation_bits": 16, "tier": "default", "target_bits": 6.24, "kv_bits": None,
+                           "kv_error": None}  # fmt: skip
     assert d["ratio"] == pytest.approx(e.bytes_per_token / e.bytes_per_token_16bit, abs=1e-4)
     assert len(d["blueprint"]["sites"]) == 211
 
