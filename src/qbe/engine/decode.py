@@ -274,11 +274,12 @@ class DecodeStep:
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
         for row, sequence in enumerate(sequences):
-            owner = sequence, sequence.version, sequence.kv_limit
-            if self._owners[row] != owner:
+            before, owner = self._owners[row], (sequence, sequence.version, sequence.kv_limit)
+            if before != owner:
                 entries = torch.tensor([p.entry for p in sequence.pages])
                 self._tables[row, : len(entries)].copy_(entries, non_blocking=True)
-                self._limits[row] = owner[2]
+                if before is None or before[2] != owner[2]:
+                    self._limits[row] = owner[2]
                 if owner[2] < math.inf:
                     kept = torch.tensor([NO_ORIGINAL if p.original is None else p.original for p in sequence.pages])
                     self._originals[row, : len(kept)].copy_(kept, non_blocking=True)
