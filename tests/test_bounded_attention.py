@@ -17,7 +17,7 @@ from qbe.kernels.reference.bounded_attention import bounded_attention as referen
 from qbe.kernels.reference.bounded_attention import number_error, page_bounds, pages_to_raise
 from qbe.kernels.reference.kv_pages import quantise
 from qbe.kernels.reference.paged_attention import paged_attention as plain
-from test_paged_attention import MIXED, SHAPES, TOLERANCE, case, copied
+from test_paged_attention import MIXED, SHAPES, TOLERANCE, case, copied, on_gpu_order
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
 BY_ROW = ("query", "key", "value", "slots", "tables", "lengths", "entropy", "originals", "limits", "counts")
@@ -170,12 +170,19 @@ def test_pages_without_an_original_are_left_alone() -> None:
 LENGTHS, LIMITS = [1, 64, 65, 300, 399, 300], [0.1, 0.0, 0.0, 3.0, 0.5, float("inf")]
 
 
-def same(arguments: dict[str, Any], dtype: torch.dtype, kernel: Callable[..., torch.Tensor]) -> list[list[int]]:
-    """The kernel gives what the reference gives, pages read again included; their counts."""
+def same(
+    arguments: dict[str, Any], dtype: torch.dtype, kernel: Callable[..., torch.Tensor] | None = None
+) -> list[list[int]]:
+    """The kernel (else the Triton ones) gives what the reference gives, pages read again included; their counts."""
     expected_in, found_in = copied(arguments), copied(arguments)
     for own in (expected_in, found_in):  # addresses count from it
         own["memory"] = arguments["memory"]
-    expected, found = reference(**expected_in), kernel(**found_in)
+    expected, before = reference(**expected_in), arguments["memory"].clone()
+    if kernel is None:
+        kernel = bounded_ops.bounded_attention if CUDA else _launch
+        arguments["memory"].copy_(on_gpu_order(arguments))
+    found = kernel(**found_in)
+    arguments["memory"].copy_(before)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found_in["entropy"], expected_in["entropy"], rtol=max(tolerance, 2e-5),
@@ -226,19 +233,19 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("shape", ["smollm", "llama"] if CUDA else SHAPES)
 def test_the_triton_kernels_are_the_reference(shape: str, dtype: torch.dtype) -> None:
     arguments, _host = bounded_case(shape, LENGTHS, LIMITS, dtype)
-    same(arguments, dtype, bounded_ops.bounded_attention if CUDA else _launch)
+    same(arguments, dtype)
 
 
 @on_device
 def test_the_triton_kernels_with_windows_and_soft_caps() -> None:
     arguments, _host = bounded_case("smollm", LENGTHS, LIMITS)
-    same(arguments | {"window": 100, "softcap": 2.0}, torch.float32, bounded_ops.bounded_attention if CUDA else _launch)
+    same(arguments | {"window": 100, "softcap": 2.0}, torch.float32)
 
 
 @on_device
 def test_the_triton_kernels_over_many_parts() -> None:
     arguments, _host = bounded_case("multi-query", [5000], [0.3], formats=[16, 4, 8, 4], room=5000, flat=0.02)
-    same(arguments, torch.float32, bounded_ops.bounded_attention if CUDA else _launch)
+    same(arguments, torch.float32)
 
 
 def _launch(*args: Any, **arguments: Any) -> torch.Tensor:
