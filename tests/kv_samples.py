@@ -34,6 +34,7 @@ class Memory:
         self.words, self.sizes = words_of(formats, shape, dtype)
         self.data = torch.full((pages * self.sizes[0],), 255, dtype=torch.uint8)
         self.used = 0
+        self.sources: dict[int, int] = {}  # entry of a sealed page -> the page of 16 bits that it was made from
 
     def page(self, number: int = 0) -> int:
         """The entry of a new page of this format."""
@@ -58,6 +59,7 @@ class Memory:
         if number == 0 or len(keys) < PAGE_SIZE:
             return source
         target = self.page(number)
+        self.sources[target] = source
         ids = torch.tensor([source]), torch.tensor([target])
         reference.seal_pages(self.data, self.words[None], *ids, self.shape, self.dtype)
         return target

@@ -111,6 +111,15 @@ def test_several_answers_are_a_list_or_follow_each_other(nested: str, home: Path
     assert "--n is 0, but must be a whole number" in refused(*at, "--n", "0", home=home)
 
 
+def test_a_bound_on_kv_errors_is_an_option(nested: str, home: Path) -> None:
+    at = ("--model", nested, "--max-tokens", "3", "--greedy", "--json", "--kv-error", "0")
+    usage = json.loads(qbe("generate", "count " * 30, *at, "--kv-bits", "4", home=home).stdout)["usage"]
+    assert usage["kv_error"] == 0
+    assert usage["kv_pages_raised"] == usage["kv_pages_read"] > 0
+    assert usage["kv_host_bytes"] > 0
+    assert "--kv-error is -1.0" in refused("generate", "hi", "--model", nested, "--kv-error", "-1", home=home)
+
+
 def test_info_and_records(nested: str, home: Path, tmp_path: Path) -> None:
     described = json.loads(qbe("info", "--model", nested, "--verify", "--json", home=home).stdout)
     assert described["unknown"] == []
@@ -233,7 +242,7 @@ def test_the_size_of_the_kv_cache_is_an_option(nested: str, home: Path) -> None:
     assert qbe("generate", "hello there", *at, "--kv-tokens", "128", home=home).returncode == 0
     said = qbe("chat", *at, "--kv-tokens", "64", stdin=b"hello\n", home=home)
     assert "raise --kv-tokens" in said.stderr.decode()
-    assert "do not fit into the memory" in refused("generate", "hi", *at, "--kv-tokens", str(10**11), home=home)
+    assert "free on cpu hold at most" in refused("generate", "hi", *at, "--kv-tokens", str(10**11), home=home)
 
 
 @pytest.mark.parametrize(

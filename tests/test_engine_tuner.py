@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import byte_tokenizer, tiny_llama
-from qbe import Engine, Request, SamplingParams
+from qbe import Budget, Engine, Request, SamplingParams
 from qbe.engine import decode as module
 from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.runner import Runner
@@ -46,9 +46,9 @@ class Graph:
 def engine(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose decode steps have graphs that launch the made-up kernel twice; their capture is no real one."""
 
-    def capture(self: DecodeStep, size: int, forward: module.Forward) -> module._Captured:
+    def capture(self: DecodeStep, kind: tuple[int, bool], forward: module.Forward) -> module._Captured:
         launches = [(choice, choice.config), (choice, choice.config)]
-        numbers = torch.zeros(size, 320)
+        numbers = torch.zeros(kind[0], 320)
         return module._Captured(Graph(), numbers, numbers.argmax(-1), forward, module._counted(launches))  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecodeStep, "_capture", capture)
@@ -58,7 +58,7 @@ def engine(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Engine:
     if runner.decode is None:
         pytest.skip("no compiled CPU kernel")
     for size in batch_sizes(4):
-        runner.decode._graphs[size] = runner.decode._capture(size, runner.decode._run_model)
+        runner.decode._graphs[size, False] = runner.decode._capture((size, False), runner.decode._run_model)
     return made
 
 
@@ -67,9 +67,9 @@ def decode_of(engine: Engine) -> DecodeStep:
     return engine.core.runner.decode
 
 
-def in_use(engine: Engine) -> dict[int, Config]:
-    """Size -> the configuration in its graph."""
-    return {size: captured.launches[0][1] for size, captured in decode_of(engine)._graphs.items()}
+def in_use(engine: Engine) -> dict[tuple[int, bool], Config]:
+    """Size, and whether it is bounded -> the configuration in its graph."""
+    return {kind: captured.launches[0][1] for kind, captured in decode_of(engine)._graphs.items()}
 
 
 def test_replays_are_counted(engine: Engine, choice: Choice) -> None:
@@ -83,6 +83,28 @@ def test_replays_are_counted(engine: Engine, choice: Choice) -> None:
         pass
     engine.generate("text", params)
     assert (choice.hits, choice.misses) == (5 * 2, 10 * 2)
+
+
+def test_bounded_steps_have_graphs_of_their_own_when_they_are_needed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, params = decode_of(engine), SamplingParams(max_tokens=5, ignore_eos=True)
+    bounded = Budget(kv_bits=4, kv_error=0.1)
+    engine.generate("text", params)
+    engine.generate("text", params, budget=Budget(kv_error=0.1))  # at 16 bits there is nothing to bound
+    assert decode.captures == 0
+    for _ in range(2):
+        engine.generate("text", params, budget=bounded)
+        assert decode.captures == 1
+    assert (1, True) in decode._graphs
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no memory\nmore lines")
+
+    monkeypatch.setattr(decode, "_capture", refuse)
+    results = engine.generate_batch([Request("text", params, bounded), Request("more", params)])
+    assert [len(r.token_ids) for r in results] == [5, 5], "they run without a graph"
+    assert decode.captures == 1
 
 
 def test_graphs_are_renewed_one_at_a_time_and_only_when_idle(engine: Engine, choice: Choice) -> None:

@@ -87,7 +87,14 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "ratio",
         "timings",
     }
-    asked = {"bits": None, "activation_bits": 16, "careful_tokens": False, "tier": "default", "kv_bits": None}
+    asked = {
+        "bits": None,
+        "activation_bits": 16,
+        "careful_tokens": False,
+        "tier": "default",
+        "kv_bits": None,
+        "kv_error": None,
+    }
     assert d["budget"] == asked | {"target_bits": 6.24}
     assert d["ratio"] == pytest.approx(e.bytes_per_token / e.bytes_per_token_16bit, abs=1e-4)
     assert len(d["blueprint"]["sites"]) == 211

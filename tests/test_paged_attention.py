@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def case(
     formats: list[object] = MIXED[:1],
     room: int = 400,
     seed: int = 0,
-) -> dict[str, object]:
+    with_memory: bool = False,
+) -> Any:
     """Random arguments; the pages of a sequence have one format after the other and lie in random order, memory that
     nobody owns holds NaN, and table entries past a length lead out of memory."""
     heads, kv_heads, key_dim, value_dim = SHAPES[shape]
@@ -56,12 +58,13 @@ def case(
     new = [torch.randn(h, batch, d, generator=g).transpose(0, 1) for h, d in
            ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))]  # fmt: skip
     q, k, v = (t.to(DEVICE, dtype) for t in new)
-    return {
+    arguments = {
         "query": q, "key": k, "value": v, "memory": memory.data.to(DEVICE), "blocks": memory.words.to(DEVICE),
         "slots": slots.to(DEVICE), "tables": tables.to(DEVICE), "lengths": torch.tensor(lengths, device=DEVICE),
         "entropy": torch.full((batch, heads), -1.0, device=DEVICE), "scaling": key_dim**-0.5, "window": 0,
         "softcap": 0.0,
     }  # fmt: skip
+    return (arguments, memory) if with_memory else arguments
 
 
 def copied(arguments: dict[str, object]) -> dict[str, object]:

@@ -21,12 +21,14 @@ class Blueprint:
         activation_bits: one per nested site: of its inputs.
         kv_bits: one per decoder layer: a number for all of its key heads, or a tuple with one for each (which becomes a
             number where they are equal).
+        kv_error: what reading the KV cache at these bits may change (`Budget.kv_error`); None has no bound.
     """
 
     policy: str
     weight_bits: tuple[int, ...]
     activation_bits: tuple[int, ...]
     kv_bits: tuple[KVBits, ...]
+    kv_error: float | None = None
 
     def __post_init__(self) -> None:
         # Equal assignments have one form, so that they have one key.
@@ -74,12 +76,21 @@ class Blueprint:
     @cached_property
     def key(self) -> str:
         """A short name that equal assignments share, e.g. for records."""
-        return _digest(self.weight_bits, self.activation_bits, self.kv_bits)
+        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *self._error)
 
     @cached_property
     def linear_key(self) -> str:
         """The same of the nested sites alone: what is computed at equal ones differs in the KV cache at most."""
         return _digest(self.weight_bits, self.activation_bits)
+
+    @cached_property
+    def computed_key(self) -> str:
+        """The same of all that keys and values depend on beside their own bits."""
+        return _digest(self.weight_bits, self.activation_bits, *self._error)
+
+    @property
+    def _error(self) -> tuple[float, ...]:
+        return () if self.kv_error is None else (self.kv_error,)
 
     def average_weight_bits(self, table: SiteTable) -> float:
         """Mean gear over the weights of the nested sites, bits per weight."""
@@ -118,6 +129,7 @@ class Blueprint:
             "key": self.key,
             "average_weight_bits": round(self.average_weight_bits(table), 4),
             "average_kv_bits": round(self.average_kv_bits(table), 4),
+            "kv_error": self.kv_error,
             "sites": rows,
             "kv_bits": [_plain(b) for b in self.kv_bits],
         }

@@ -31,9 +31,13 @@ class Budget:
         careful_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with 16.
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
             0.05 bits where the model has enough key heads for it. None leaves the choice to the policy.
+        kv_error: bounded mode, where the KV cache has less than 16 bits: by how much the output of an attention head
+            may differ from what 16 bits give, as a part of its norm (0.05: 5 %); 0 reads everything at 16 bits. Pages
+            for which that cannot be guaranteed are read again from 16-bit originals in host memory. None: no bound.
 
     Raises:
-        QBEError: an unknown tier, bits outside 1 to 16, or activation or KV bits that there are not.
+        QBEError: an unknown tier, bits outside 1 to 16, or activation or KV bits that there are not, or
+            a KV error that is no number of at least 0.
     """
 
     bits: float | None = None
@@ -41,6 +45,7 @@ class Budget:
     activation_bits: int = FULL_BITS
     kv_bits: float | None = None
     careful_tokens: bool = False
+    kv_error: float | None = None
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -51,6 +56,11 @@ class Budget:
         kv, (least, *_) = self.kv_bits, KV_BITS
         if kv is not None and (not isinstance(kv, int | float) or isinstance(kv, bool) or not least <= kv <= FULL_BITS):
             raise QBEError(f"kv_bits is {kv!r}, but must be an average between {least} and {FULL_BITS}")
+        error = self.kv_error
+        if error is not None and (
+            isinstance(error, bool) or not isinstance(error, int | float) or not 0 <= error < float("inf")
+        ):
+            raise QBEError(f"kv_error is {error!r}, but must be a number of at least 0, such as 0.05 for 5 %")
         if self.bits is None:
             return
         if not isinstance(self.bits, int | float) or isinstance(self.bits, bool) or not 1 <= self.bits <= 16:

@@ -46,6 +46,9 @@ Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: t
 Bits = Annotated[float | None, typer.Option(help="budget: average bits over the weights of nested sites")]
 ActivationBits = Annotated[int, typer.Option(help="budget: bits of the inputs of nested sites, 8 or 16")]
 KVBits = Annotated[float | None, typer.Option(help="budget: average bits of the KV cache, 2 to 16")]
+KVError = Annotated[
+    float | None, typer.Option(help="budget: what KV bits may change of attention's outputs, as a part of their norm")
+]
 Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -92,8 +95,8 @@ def options(version: Version = False) -> None:
 def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto",
-    originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_tokens: KVTokens = None,
-    max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
+    originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
+    kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
     n: Answers = 1, chat: Chat = False, compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -103,7 +106,7 @@ def generate(
     """
     text = _prompt(prompt)
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-    budget = _budget(bits, tier, activation_bits, kv_bits)
+    budget = _budget(bits, tier, activation_bits, kv_bits, kv_error)
     with _engine(model, policy, dtype, device, originals, kv_tokens, compile, answers=n) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
@@ -123,8 +126,8 @@ def generate(
 def chat_command(
     model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None, activation_bits: ActivationBits = 16,
     tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
-    greedy: Greedy = False, kv_bits: KVBits = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
+    greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
+    max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None, compile: Compile = False, tune: Tune = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -133,7 +136,7 @@ def chat_command(
     With --json every answer is one line of JSON.
     """
     params = _params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
-    budget = _budget(bits, tier, activation_bits, kv_bits)
+    budget = _budget(bits, tier, activation_bits, kv_bits, kv_error)
     with _engine(model, policy, dtype, device, originals, kv_tokens, compile, tune) as engine:
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
@@ -173,13 +176,13 @@ def chat_command(
 @app.command()
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, kv_bits: KVBits = None, max_tokens: MaxTokens = 128, tier: Tier = "default",
-    chat: Chat = False, as_json: Json = False,
+    activation_bits: ActivationBits = 16, kv_bits: KVBits = None, kv_error: KVError = None,
+    max_tokens: MaxTokens = 128, tier: Tier = "default", chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
-    budget = _budget(bits, tier, activation_bits, kv_bits)
+    budget = _budget(bits, tier, activation_bits, kv_bits, kv_error)
     with _engine(model, policy, "auto", "cpu", "device") as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         found = engine.explain(asked, _params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None), budget=budget)
@@ -308,10 +311,12 @@ def _engine(
     )  # fmt: skip
 
 
-def _budget(bits: float | None, tier: str, activation_bits: int, kv_bits: float | None) -> Budget:
+def _budget(
+    bits: float | None, tier: str, activation_bits: int, kv_bits: float | None, kv_error: float | None
+) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
-    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv_bits)
+    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv_bits, kv_error=kv_error)
 
 
 def _params(
@@ -369,6 +374,8 @@ def _summary(result: Result) -> None:
     eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
     eight += f" ({result.careful_tokens} tokens 16)" if result.careful_tokens else ""
     kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
+    if result.pages_read:
+        kv += f" ({result.pages_raised / result.pages_read:.1%} read again at 16)"
     line.append(
         f"  {result.average_weight_bits:.2f} bits{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"
         f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s",

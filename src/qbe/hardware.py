@@ -149,6 +149,19 @@ def extensions_of(flags: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name, any_of in _EXTENSIONS.items() if any_of & set(flags))
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on a device now: of a GPU those nobody has, of a host those that can be made free."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux: what nothing at all is using
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def detect(device: str | torch.device) -> HardwareProfile:
     """The profile of a device of this machine.
 

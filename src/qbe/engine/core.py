@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,10 +17,12 @@ from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
 from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches
 from qbe.errors import QBEError
+from qbe.hardware import free_memory
 from qbe.kernels.cpu import native
 from qbe.kernels.cpu.paged_attention import compiled_for
 from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
+from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
 from qbe.sites import KVBits, SiteTable
 
@@ -104,8 +107,15 @@ class Core:
             use_paged_attention(model)
         tokens = kv_tokens if kv_tokens is not None else self._default_kv_tokens(shapes, dtype)
         pages = pages_for(tokens) if paged else 0
+        free, each = free_memory(self.device), page_bytes(shapes, dtype)
+        if kv_tokens is not None and pages * each > free - each:  # there is one more than asked for
+            raise QBEError(
+                f"kv_tokens is {tokens}, but {free / 1e9:.1f} GB free on {self.device} hold at most "
+                f"{max(0, free // each - 1) * PAGE_SIZE}: ask for fewer"
+            )
         self.pool = PagePool(shapes, pages, dtype, self.device)
-        allocator = PageAllocator(pages, self.pool.full)
+        self.originals = Originals(self.pool)
+        allocator = PageAllocator(pages, self.pool.full, self.originals.drop)
         self.scheduler = Scheduler(
             allocator,
             max_batch_tokens=max_batch_tokens,
@@ -171,6 +181,8 @@ class Core:
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
         if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
             sequence.difficult = None
+        if self.originals.refused:
+            sequence.blueprint = replace(sequence.blueprint, kv_error=None)
         self.scheduler.add(sequence)
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> Sequence | None:
@@ -198,6 +210,7 @@ class Core:
             self.pool.copy(self.scheduler.paging.copies)
             self.scheduler.paging.copies.clear()
             logits, best = self.runner.step(work)
+            self._keep_originals(work)
             sequences = [w.sequence for w in work if w.samples]
             tokens = sample(logits, best, sequences) if sequences else []
         except BaseException:
@@ -209,11 +222,30 @@ class Core:
         self.scheduler.complete(work)
         return stuck + [self._advance(s, t) for s, t in zip(sequences, tokens, strict=True)]
 
+    def _keep_originals(self, work: list[Work]) -> None:
+        """Copies of the pages that the step has filled in bounded requests, while their frames still hold them."""
+        for w in work:
+            if w.sequence.kv_limit == math.inf:
+                continue
+            for page in w.sequence.pages[w.start // PAGE_SIZE : w.sequence.computed // PAGE_SIZE]:
+                while page.frame is not None and page.original is None:
+                    page.original = self.originals.keep(page.frame)
+                    if page.original is None and not self.scheduler.allocator.drop_idle():
+                        self._refuse_originals()
+                        return
+
+    def _refuse_originals(self) -> None:
+        """The host has no memory: every request goes on without a bound."""
+        self.originals.refuse()
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            sequence.blueprint = replace(sequence.blueprint, kv_error=None)
+
     def _advance(self, sequence: Sequence, token: int | None) -> StepOutput:
         """Give a sequence its token and end it when that was the last."""
         if token is None:
+            where = self.pool.not_numbers(sequence.pages, sequence.computed) or "the model's logits"
             sequence.error = (
-                f"the model's logits were not numbers after {len(sequence.token_ids)} tokens: "
+                f"{where} were not numbers (NaN or infinity) after {len(sequence.token_ids)} tokens: "
                 "use a wider dtype (bfloat16 or float32) or more bits"
             )
             reason: str | None = "error"
@@ -235,8 +267,7 @@ class Core:
         wanted = _DEFAULT_SEQUENCES * self.context if self.context is not None else _CPU_KV_TOKENS
         if self.device.type != "cuda":
             return min(wanted, _CPU_KV_TOKENS)
-        free, _ = torch.cuda.mem_get_info(self.device)
-        fits = int(free * _CUDA_KV_SHARE) // max(1, page_bytes(shapes, dtype)) * PAGE_SIZE
+        fits = int(free_memory(self.device) * _CUDA_KV_SHARE) // max(1, page_bytes(shapes, dtype)) * PAGE_SIZE
         return max(PAGE_SIZE, min(wanted, fits))
 
 

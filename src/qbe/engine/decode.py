@@ -4,12 +4,16 @@ There is one graph for each batch size of a short list; a batch in between is pa
 of a size is in tensors that the graph reads: tokens, positions, pages, lengths and, for each row, the number of its
 blueprint's column. The graph's first kernel spreads those columns over the plan. So one graph serves every blueprint
 (DESIGN section 3.4), and a change of precision costs nothing but another number in a copy that is made anyway.
+
+Steps with a bounded sequence among them have graphs of their own, so that others do not pay for bounds. They are
+captured when the first such step of a size runs.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -25,13 +29,15 @@ from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
+from qbe.kernels.kv_blocks import NO_ORIGINAL
 from qbe.kernels.tuning.tunable import Choice, Config, recording
-from qbe.kvcache.attention import DecodeLayout, step
+from qbe.kvcache.attention import Bounds, DecodeLayout, step
 from qbe.kvcache.cache import PagedCache, slot_of
 
 log = logging.getLogger(__name__)
 
 Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+_Kind = tuple[int, bool]  # of a step: its size, and whether any sequence is bounded
 _INPUTS = 5  # numbers per row: token, position, slot, length, column
 
 
@@ -82,7 +88,7 @@ class DecodeStep:
         pages: pages that one sequence can have.
 
     Attributes:
-        captures: how often a graph was captured. It does not grow once the engine serves.
+        captures: how often a graph was captured. Once the engine serves, it grows by those of bounded steps only.
         renewals: how often one was captured again in an idle moment, because a kernel had been tuned.
         entropy: per layer float32 `[largest, heads]`, or None: the entropy of each head's attention weights, in nats,
             in the last step; row i is that of its i-th sequence.
@@ -95,7 +101,8 @@ class DecodeStep:
         self.device = plan.device
         self.captures = self.renewals = 0
         self._cache_name = cache_name
-        self._graphs: dict[int, _Captured] = {}
+        self._graphs: dict[_Kind, _Captured] = {}
+        self._refused: set[_Kind] = set()  # could not be captured
         self._memory: Any = None  # of the graphs
         self._compiled: dict[int, Step] = {}
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
@@ -104,9 +111,12 @@ class DecodeStep:
         self.entropy: list[torch.Tensor | None] = [
             torch.zeros(largest, heads, device=self.device) if heads else None for heads in cache.heads
         ]
-        self._layouts: dict[int, DecodeLayout] = {}
-        # Whose pages are in a row of `_tables`, and at which version of them.
-        self._owners: list[tuple[Sequence, int] | None] = [None] * largest
+        self._originals = torch.full_like(self._tables, NO_ORIGINAL)
+        self._limits = torch.full((largest,), math.inf, device=self.device)
+        self._counts = torch.zeros(largest, 3, dtype=torch.long, device=self.device)
+        self._layouts: dict[_Kind, DecodeLayout] = {}
+        # Whose pages are in a row of `_tables`, at which version of them, and the row's limit.
+        self._owners: list[tuple[Sequence, int, float] | None] = [None] * largest
         self._copied: torch.cuda.Event | None = None
 
     def capture(self, on_size: Callable[[], None] | None = None) -> bool:
@@ -120,7 +130,7 @@ class DecodeStep:
         self._memory = torch.cuda.graph_pool_handle()
         try:
             for size in reversed(batch_sizes(self.largest)):
-                self._graphs[size] = self._capture(size, self._run_model)
+                self._graphs[size, False] = self._capture((size, False), self._run_model)
                 self.captures += 1
                 if on_size is not None:
                     on_size()
@@ -132,11 +142,12 @@ class DecodeStep:
         return True
 
     @torch.inference_mode()
-    def _capture(self, size: int, forward: Forward) -> _Captured:
+    def _capture(self, kind: _Kind, forward: Forward) -> _Captured:
+        size, _ = kind
         self._stage([], size)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with step(self._layout(size)), torch.cuda.stream(stream), recording() as launches:
+        with step(self._layout(kind)), torch.cuda.stream(stream), recording() as launches:
             for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
                 forward(size)
             stream.synchronize()
@@ -147,20 +158,20 @@ class DecodeStep:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return _Captured(graph, logits, tokens, forward, _counted(launches))
 
-    def outdated(self) -> int | None:
-        """A size whose graph should be captured again, if any."""
-        return next((size for size, captured in self._graphs.items() if captured.outdated()), None)
+    def outdated(self) -> _Kind | None:
+        """A graph that should be captured again, if any."""
+        return next((kind for kind, captured in self._graphs.items() if captured.outdated()), None)
 
-    def recapture(self, size: int) -> None:
-        """Capture the graph of a size anew. No request may run: it takes as long as some steps, and uses the inputs."""
-        old = self._graphs[size]
+    def recapture(self, kind: _Kind) -> None:
+        """Capture a graph anew. No request may run: it takes as long as some steps, and uses the inputs."""
+        old = self._graphs[kind]
         self._synchronize()  # the thread that tunes has a stream of its own
         try:
-            self._graphs[size] = self._capture(size, old.forward)
+            self._graphs[kind] = self._capture(kind, old.forward)
             self.renewals += 1
         except RuntimeError as error:
             old.final = True
-            log.warning("decode steps of %d keep their graph: %s", size, str(error).splitlines()[0])
+            log.warning("decode steps of %d keep their graph: %s", kind[0], str(error).splitlines()[0])
         self._synchronize()
         self.plan.forget()  # the capture has set the plan's rows
 
@@ -182,17 +193,26 @@ class DecodeStep:
         """
         n = len(work)
         size = next(s for s in batch_sizes(self.largest) if s >= n) if self._graphs else n
+        kind = size, any(w.sequence.kv_limit < math.inf for w in work)
+        captured = self._graph(kind)
         self._stage(work, size)
         self.plan.forget()
-        if self._graphs:
-            captured = self._graphs[size]
+        if kind[1]:
+            self._counts.zero_()
+        if captured is not None:
             captured.replay()
-            return captured.logits[:n], captured.tokens[:n]
-        with step(self._layout(size)):
-            if size in self._compiled:
-                self.plan.gather(self._rows(size)[-1])
-                return self._compiled[size]()
-            return self._run_model(size)
+            logits, tokens = captured.logits[:n], captured.tokens[:n]
+        else:
+            with step(self._layout(kind)):
+                if size in self._compiled and not kind[1]:
+                    self.plan.gather(self._rows(size)[-1])
+                    logits, tokens = self._compiled[size]()
+                else:
+                    logits, tokens = self._run_model(size)
+        if kind[1]:
+            for w, counts in zip(work, self._counts[:n].tolist(), strict=True):
+                w.sequence.count(*counts)
+        return logits, tokens
 
     @torch.inference_mode()
     def compile(self, size: int) -> bool:
@@ -202,26 +222,39 @@ class DecodeStep:
         try:
             if self._graphs:
                 compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
-                self._graphs[size] = self._capture(size, compiled)
+                self._graphs[size, False] = self._capture((size, False), compiled)
                 self.captures += 1
             else:
-                with step(self._layout(size)):
+                with step(self._layout((size, False))):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
         except RuntimeError as error:  # what dynamo and Inductor raise
             log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
             return False
         return True
 
+    def _graph(self, kind: _Kind) -> _Captured | None:
+        """The graph of such steps, captured now if they are bounded and these are the first; None: run them eagerly."""
+        if self._graphs and kind not in self._graphs and kind not in self._refused:
+            try:
+                self._graphs[kind] = self._capture(kind, self._run_model)
+                self.captures += 1
+            except RuntimeError as error:
+                self._refused.add(kind)
+                log.warning("bounded steps of %d run without a CUDA graph: %s", kind[0], str(error).splitlines()[0])
+        return self._graphs.get(kind)
+
     def _rows(self, size: int) -> torch.Tensor:
         """tokens, positions, slots, lengths and columns, int64 [5, size]"""
         return self._inputs[: _INPUTS * size].view(_INPUTS, size)
 
-    def _layout(self, size: int) -> DecodeLayout:
-        if size not in self._layouts:
+    def _layout(self, kind: _Kind) -> DecodeLayout:
+        if kind not in self._layouts:
+            size, bounded = kind
             _, _, slots, lengths, _ = self._rows(size)
             entropy = [None if e is None else e[:size] for e in self.entropy]
-            self._layouts[size] = DecodeLayout(self.cache, slots, self._tables[:size], lengths, entropy)
-        return self._layouts[size]
+            bounds = Bounds(self._originals[:size], self._limits[:size], self._counts[:size]) if bounded else None
+            self._layouts[kind] = DecodeLayout(self.cache, slots, self._tables[:size], lengths, entropy, bounds)
+        return self._layouts[kind]
 
     def _stage(self, work: Many[Work], size: int) -> None:
         """Bring the step's numbers to the device: one small copy, and a row of pages for each that changed hands."""
@@ -241,10 +274,16 @@ class DecodeStep:
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
         for row, sequence in enumerate(sequences):
-            if self._owners[row] != (sequence, sequence.version):
+            before, owner = self._owners[row], (sequence, sequence.version, sequence.kv_limit)
+            if before != owner:
                 entries = torch.tensor([p.entry for p in sequence.pages])
                 self._tables[row, : len(entries)].copy_(entries, non_blocking=True)
-                self._owners[row] = (sequence, sequence.version)
+                if before is None or before[2] != owner[2]:
+                    self._limits[row] = owner[2]
+                if owner[2] < math.inf:
+                    kept = torch.tensor([NO_ORIGINAL if p.original is None else p.original for p in sequence.pages])
+                    self._originals[row, : len(kept)].copy_(kept, non_blocking=True)
+                self._owners[row] = owner
 
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step on the inputs as they are on the device now, inside its layout."""

@@ -143,7 +143,9 @@ class Engine:
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not out_of_memory(error):
                 raise
-            raise QBEError(f"kv_tokens is {kv_tokens}, but so many do not fit into the memory of {where}") from error
+            raise QBEError(
+                f"kv_tokens is {kv_tokens}, but they leave too little memory on {where}: lower it"
+            ) from error
         self._table = self.core.table
         self.analyzer = Analyzer(self.model.get_input_embeddings().weight)
         self.analyzer.analyze("warm up", [0], tier=2)  # the first analysis of a process takes milliseconds
@@ -369,6 +371,8 @@ class Engine:
         context = len(ids) + request.params.max_tokens
         profile = replace(profile, context=context if self.core.context is None else min(context, self.core.context))
         blueprint = policy.blueprint(profile, request.budget, self._table)
+        if request.budget.kv_error is not None:
+            blueprint = replace(blueprint, kv_error=float(request.budget.kv_error))
         done = time.perf_counter()
         chosen = Explanation(
             prompt_tokens=len(ids),
@@ -446,6 +450,8 @@ class Engine:
             policy_ms=chosen.policy_ms, prefill_ms=(first - live.started) * 1e3, decode_ms=(now - first) * 1e3,
             error=running.error, cached_tokens=running.cached, careful_tokens=running.careful_computed,
             average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(self._table),
+            kv_error=running.blueprint.kv_error, pages_read=running.pages_read, pages_raised=running.pages_raised,
+            host_bytes=running.host_bytes,
         )  # fmt: skip
         if self._records is not None:
             self._records.try_append(self._record(live, live.result))
@@ -472,6 +478,8 @@ class Engine:
             tokens_by_activation_bits={g: n for g, n in ((8, eight), (FULL_BITS, computed - eight)) if n},
             entropies=tuple(live.running.token_entropies) or None, analysis_ms=result.analysis_ms,
             policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
+            kv_error=result.kv_error, pages_read=result.pages_read, pages_raised=result.pages_raised,
+            host_bytes=result.host_bytes,
         )  # fmt: skip
 
 

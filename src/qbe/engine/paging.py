@@ -50,7 +50,7 @@ class Paging:
         Where its twin still writes the page in which the prompt ends, it begins with that one, too. The first of the
         two that writes to it takes a copy.
         """
-        sequence.keyed_by, tokens = sequence.blueprint.linear_key, len(sequence.token_ids)
+        sequence.keyed_by, tokens = sequence.blueprint.computed_key, len(sequence.token_ids)
         # Pages that hold tokens of a precision of their own are nobody else's.
         while self.reusable and (end := (len(sequence.pages) + 1) * PAGE_SIZE) < tokens and end <= sequence.alike:
             key = self._key(sequence, len(sequence.pages))
@@ -104,7 +104,7 @@ class Paging:
 
     def complete(self, sequence: Sequence, start: int) -> None:
         """Its tokens from `start` on have run: pages that they filled are sealed, and others may find them."""
-        if sequence.keyed_by != sequence.blueprint.linear_key:
+        if sequence.keyed_by != sequence.blueprint.computed_key:
             sequence.keyed_by = None
         for i in range(start // PAGE_SIZE, min(sequence.computed // PAGE_SIZE, len(sequence.pages))):
             self.allocator.seal(sequence.pages[i])
@@ -126,7 +126,7 @@ class Paging:
     def _key(self, sequence: Sequence, i: int) -> bytes:
         tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
         before = sequence.page_keys[i - 1] if i else b""
-        return page_key(before, sequence.blueprint.linear_key, sequence.kv_bits_of(i), tokens)
+        return page_key(before, sequence.blueprint.computed_key, sequence.kv_bits_of(i), tokens)
 
     def _next_format(self, sequence: Sequence) -> Format:
         """Of the pages that it has not yet filled."""

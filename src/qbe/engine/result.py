@@ -47,6 +47,10 @@ class Result:
             because they had been hard to predict.
         average_kv_bits: of the keys and values this request had at its end, scales not counted; the last tokens, which
             fill no page, are kept at 16 bits.
+        kv_error: of bounded mode; None where nothing was bounded, also when the host had no memory for it.
+        pages_read: pages below 16 bits that its tokens read in bounded mode, once for each token, layer and key head.
+        pages_raised: those of them that were read again at 16 bits.
+        host_bytes: bytes of these, most of them in host memory.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
     """
 
@@ -67,6 +71,10 @@ class Result:
     cached_tokens: int = 0
     careful_tokens: int = 0
     average_kv_bits: float = float(FULL_BITS)
+    kv_error: float | None = None
+    pages_read: int = 0
+    pages_raised: int = 0
+    host_bytes: int = 0
 
     @property
     def average_weight_bits(self) -> float:
@@ -93,6 +101,10 @@ class Result:
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
                 "completion_tokens_details": {"careful_tokens": self.careful_tokens},
                 "average_kv_bits": round(self.average_kv_bits, 4),
+                "kv_error": self.kv_error,
+                "kv_pages_read": self.pages_read,
+                "kv_pages_raised": self.pages_raised,
+                "kv_host_bytes": self.host_bytes,
             },
             "profile": self.profile.describe(),
             "blueprint": self.blueprint.describe(self.table),

@@ -142,7 +142,7 @@ class Runner:
         spans: list[Span] = []
         for w in work:
             s = w.sequence
-            spans.append(Span(len(ids), w.count, w.start, s.pages))
+            spans.append(Span(len(ids), w.count, w.start, s.pages, s.kv_limit))
             ids += s.token_ids[w.start : w.start + w.count]
             positions += range(w.start, w.start + w.count)
             if s.pages:
@@ -173,6 +173,9 @@ class Runner:
             logits = self.model(**arguments).logits[0]
         if layout.single is not None:
             entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)
+        if layout.bounded:
+            for w, counts in zip(work, layout.counted(), strict=True):
+                w.sequence.count(*counts)
         if not self._takes_keep:
             logits = logits.index_select(0, keep)
         return logits[: len(kept)].float()

@@ -13,7 +13,7 @@ import torch
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
 from qbe.kvcache.allocator import Page
-from qbe.sites import KVBits
+from qbe.sites import FULL_BITS, KVBits
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,15 @@ class Sequence:
         version: changes whenever an entry of `pages` does.
         page_keys: what its full pages are known by, as far as they are.
         sealed_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
-        keyed_by: `Blueprint.linear_key` that all of its tokens had; None once it was exchanged.
+        keyed_by: `Blueprint.computed_key` that all of its tokens had; None once it was exchanged.
         twin: a sequence of the same prompt whose pages it may begin with; None once it has begun.
         watched: whether to gather `entropies`.
         entropies: of the attention in the steps of one token that filled a page, one list each: per key head the mean
             of its query heads, as in `qbe.sites.KVSite.entropy`.
         cached: tokens of the prompt whose pages were there already when it was first admitted.
         average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
+        pages_read: below 16 bits, by its tokens, once for each layer and key head. Bounded mode counts these.
+        pages_raised, host_bytes: those of them that were read again from their originals, and the bytes of that.
         preemptions: how often it gave its pages up and waited again.
         alone_at: length at which it did so although no other sequence ran.
         difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
@@ -153,6 +155,9 @@ class Sequence:
     entropies: list[list[float]] = field(default_factory=list)
     cached: int = 0
     average_kv_bits: float | None = None
+    pages_read: int = 0
+    pages_raised: int = 0
+    host_bytes: int = 0
     preemptions: int = 0
     alone_at: int = 0
     difficult: float | None = None
@@ -171,6 +176,11 @@ class Sequence:
             self.generator.seed()
         else:
             self.generator.manual_seed(self.params.seed)
+
+    def count(self, read: int, raised: int, nbytes: int) -> None:
+        """Add what bounded attention counted in a step (`qbe.kernels.bounded_ops`)."""
+        self.pages_read, self.pages_raised = self.pages_read + read, self.pages_raised + raised
+        self.host_bytes += nbytes
 
     @property
     def output_ids(self) -> list[int]:
@@ -207,6 +217,15 @@ class Sequence:
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
         """KV bits of its page of this number: what it was sealed at, or will be."""
         return self.sealed_bits[page] if page < len(self.sealed_bits) else self.blueprint.kv_bits
+
+    @property
+    def kv_limit(self) -> float:
+        """`kv_error` of its blueprint; infinity where there is none, or nothing below 16 bits that it could bound."""
+        error = self.blueprint.kv_error
+        if error is None:
+            return math.inf
+        every = (bits for layers in (self.blueprint.kv_bits, *self.sealed_bits) for bits in layers)
+        return error if any(bits != FULL_BITS for bits in every) else math.inf
 
     @property
     def remaining(self) -> int:

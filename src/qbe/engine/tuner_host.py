@@ -33,13 +33,13 @@ class TunerHost:
             whether there is still something to renew.
         """
         decode = self._core.runner.decode
-        size = None if decode is None else decode.outdated()
-        if decode is None or size is None:
+        kind = None if decode is None else decode.outdated()
+        if decode is None or kind is None:
             return False
         if self._lock.acquire(timeout=LOCK_LIMIT_S):
             try:
                 if not self._core.has_work():
-                    decode.recapture(size)
+                    decode.recapture(kind)
             finally:
                 self._lock.release()
         return decode.outdated() is not None

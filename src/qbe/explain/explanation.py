@@ -67,6 +67,7 @@ class Explanation:
                 "tier": self.budget.tier,
                 "target_bits": round(self.target_bits, 4),
                 "kv_bits": self.budget.kv_bits,
+                "kv_error": self.budget.kv_error,
             },
             "blueprint": self.blueprint.describe(self.table),
             "kv_measured": self.table.kv_measured,

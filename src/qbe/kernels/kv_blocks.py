@@ -25,11 +25,12 @@ from functools import cache
 
 from qbe.sites import FULL_BITS, KV_BITS
 
-__all__ = ["ALIGN", "FORMATS", "FULL_BITS", "KV_BITS", "PAGE_SIZE", "Block", "aligned", "block"]
+__all__ = ["ALIGN", "FORMATS", "FULL_BITS", "KV_BITS", "NO_ORIGINAL", "PAGE_SIZE", "Block", "aligned", "block"]
 
 PAGE_SIZE = 64
 ALIGN = 256
 FORMATS = ALIGN  # numbers that an entry has room for
+NO_ORIGINAL = -1  # in a table of originals (`qbe.kernels.bounded_ops`), a page that has none
 
 
 def aligned(size: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from qbe.kernels.kv_blocks import ALIGN, FULL_BITS
@@ -55,6 +55,7 @@ class Page:
         frame: address of the 16 bits it is written at; None when it is sealed.
         owners: sequences that have it.
         key: what its contents are known by, or None.
+        original: entry of its 16 bits in host memory (`qbe.kvcache.originals`), or None.
     """
 
     format: Format
@@ -62,6 +63,7 @@ class Page:
     frame: int | None
     owners: int = 1
     key: bytes | None = None
+    original: int | None = None
 
     @property
     def entry(self) -> int:
@@ -80,9 +82,13 @@ class PageAllocator:
     Args:
         num_pages: frames.
         full: the format of 16 bits everywhere; a frame has its size.
+        drop: called with the original of a page that is gone.
     """
 
-    def __init__(self, num_pages: int, full: Format = Format(0, ALIGN)) -> None:
+    def __init__(
+        self, num_pages: int, full: Format = Format(0, ALIGN), drop: Callable[[int], None] | None = None
+    ) -> None:
+        self._drop = drop
         self.num_pages, self.full, self.page_bytes = num_pages, full, full.nbytes
         self._holes = [(0, num_pages * self.page_bytes)] if num_pages else []  # [begin, end), ascending, never touching
         self._known: dict[bytes, Page] = {}
@@ -217,6 +223,8 @@ class PageAllocator:
         if page.frame is not None:
             self._give(page.frame, self.page_bytes)
         self._give(page.address, page.format.nbytes)
+        if page.original is not None and self._drop is not None:
+            self._drop(page.original)
 
     def _take_frame(self) -> int | None:
         """The highest free frame."""

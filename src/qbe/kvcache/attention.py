@@ -6,10 +6,14 @@ sequence attend to its own pages only. What belongs to whom is in the layout tha
 
 A token sees its own page at 16 bits and every page before it at the precision that page is sealed at. What it sees
 depends on its position alone: not on how a prompt was cut into steps, on who shares its pages, or on preemption.
+
+In bounded mode that holds for every token by itself: its attention says which pages it reads again at 16 bits. The
+tokens of a bounded prompt therefore run as those of decode steps do, each as a row with pages of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +24,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from qbe.errors import QBEError
-from qbe.kernels import attention_ops
-from qbe.kernels.kv_blocks import ALIGN
+from qbe.kernels import attention_ops, bounded_ops
+from qbe.kernels.kv_blocks import ALIGN, NO_ORIGINAL
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.pages import PAGE_SIZE, pages_for
 from qbe.kvcache.prompt import Prompt, attend_prompt
@@ -38,12 +42,16 @@ _NOT_HONOURED = ("s_aux", "position_bias", "sinks", "head_mask")
 
 @dataclass
 class Span:
-    """One sequence's part of a step: rows `[row, row + count)` hold its tokens `[start, start + count)`."""
+    """One sequence's part of a step: rows `[row, row + count)` hold its tokens `[start, start + count)`.
+
+    limit: of bounded attention (`Sequence.kv_limit`); infinity for none.
+    """
 
     row: int
     count: int
     start: int
     pages: list[Page]
+    limit: float = math.inf
 
     @property
     def end(self) -> int:
@@ -52,11 +60,21 @@ class Span:
 
 
 @dataclass
+class Bounds:
+    """What bounded attention has more than the plain one: see `qbe.kernels.bounded_ops`."""
+
+    originals: torch.Tensor
+    limits: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass
 class DecodeLayout:
     """A step of one new token for each sequence, in tensors whose shapes do not change from step to step.
 
     slots, tables, lengths: see `qbe.kernels.attention_ops.paged_attention`.
     entropy: per layer what that op writes there; None for a layer without attention.
+    bounds: None when no sequence of the step is bounded.
     """
 
     cache: PagedCache
@@ -64,6 +82,7 @@ class DecodeLayout:
     tables: torch.Tensor
     lengths: torch.Tensor
     entropy: list[torch.Tensor | None]
+    bounds: Bounds | None = None
 
 
 @dataclass
@@ -73,7 +92,8 @@ class StepLayout:
     slots: int64 `[T]` on the device, where each row's key and value go: address of a frame | offset in it.
     frames, offsets: int64 `[T]`, the same as numbers of frames and places in them.
     filled: what `PagePool.seal` takes: the pages that prompts fill in this step.
-    prompts: spans of several tokens. single: rows int64 `[n]` of those of one, and their layout as of a decode step.
+    prompts: spans of several tokens. single: rows int64 `[n]` of those of one, then of those of several that are
+        bounded, and their layout as of a decode step.
     """
 
     cache: PagedCache
@@ -92,19 +112,52 @@ class StepLayout:
         several = [s for s in self.spans if s.count > 1 and s.pages]
         full = [p for s in several for p in s.pages[s.start // PAGE_SIZE : s.end // PAGE_SIZE]]
         self.filled = pool.to_seal(full)
-        self.prompts = [Prompt.of(s.row, s.count, s.start, s.pages, device) for s in several]
-        alone = [s for s in self.spans if s.count == 1 and s.pages]
+        self.prompts = [Prompt.of(s.row, s.count, s.start, s.pages, device) for s in several if s.limit == math.inf]
+        alone = [s for s in self.spans if s.count == 1 and s.pages] + [s for s in several if s.limit < math.inf]
         if alone:
             width = max(pages_for(s.end) for s in alone)
-            tables = [[p.entry for p in s.pages[: pages_for(s.end)]] for s in alone]
-            numbers = [[*t, *[0] * (width - len(t)), s.end, s.row] for t, s in zip(tables, alone, strict=True)]
-            on_device = torch.tensor(numbers).to(device)
-            rows = on_device[:, -1]
-            entropy = [torch.empty(len(alone), heads, device=device) if heads else None for heads in self.cache.heads]
-            layout = DecodeLayout(
-                self.cache, self.slots[rows], on_device[:, :-2], on_device[:, -2].contiguous(), entropy
-            )
-            self.single = rows, layout
+            numbers = torch.cat([_rows(s, width) for s in alone]).to(device)
+            tables, originals, lengths, rows = numbers.split([width, width, 1, 1], 1)
+            entropy = [torch.empty(len(rows), heads, device=device) if heads else None for heads in self.cache.heads]
+            bounds = None
+            if self.bounded:
+                limits = torch.tensor([s.limit for s in alone for _ in range(s.count)]).to(device)
+                bounds = Bounds(originals, limits, torch.zeros(len(rows), 3, dtype=torch.long, device=device))
+            slots, lengths = self.slots[rows[:, 0]], lengths[:, 0].contiguous()
+            self.single = rows[:, 0], DecodeLayout(self.cache, slots, tables, lengths, entropy, bounds)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether any span is."""
+        return any(s.limit < math.inf for s in self.spans)
+
+    def counted(self) -> list[list[int]]:
+        """After the step, for each span what `bounded_ops` counted for its tokens; zeros where nothing is bounded."""
+        if self.single is None or self.single[1].bounds is None:
+            return [[0, 0, 0] for _ in self.spans]
+        rows, layout = self.single
+        assert layout.bounds is not None
+        counts = torch.zeros(len(self.slots), 3, dtype=torch.long, device=rows.device)
+        counts[rows] = layout.bounds.counts
+        return [counts[s.row : s.row + s.count].sum(0).tolist() for s in self.spans]
+
+
+def _rows(span: Span, width: int) -> torch.Tensor:
+    """For each token of a span its table and its table of originals, `width` entries each, its length and its row.
+
+    int64 `[count, 2 * width + 2]`. Pages before a token's own are sealed, or will be before its attention.
+    """
+    pages, full = span.pages[: pages_for(span.end)], [0] * (width - pages_for(span.end))
+    kept = [p.original if p.original is not None else NO_ORIGINAL if p.frame is None else p.frame for p in pages]
+    sealed, own, originals = torch.tensor([[p.sealed_entry for p in pages] + full, [p.entry for p in pages] + full,
+                                           kept + full])  # fmt: skip
+    at = torch.arange(span.start, span.end)
+    page = torch.arange(width)
+    own_page = (at // PAGE_SIZE)[:, None]
+    tables = torch.where(page == own_page, own, sealed)
+    originals = torch.where(page < own_page, originals, NO_ORIGINAL)
+    rows = torch.arange(span.row, span.row + span.count)
+    return torch.cat([tables, originals, at[:, None] + 1, rows[:, None]], 1)
 
 
 @contextmanager
@@ -194,23 +247,16 @@ def attend_decode(
     pool = layout.cache.pool
     words = pool.words[layer]
     assert words is not None
-    entropy = layout.entropy[layer]
+    entropy = layout.entropy[layer] if layout.entropy else None
     if entropy is None:  # the first step of all
         entropy = torch.empty(query.shape[2], query.shape[1], dtype=torch.float32, device=query.device)
-    return attention_ops.paged_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        pool.memory,
-        words,
-        layout.slots,
-        layout.tables,
-        layout.lengths,
-        entropy,
-        scaling,
-        window or 0,
-        softcap or 0.0,
-    )
+    new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    where = pool.memory, words, layout.slots, layout.tables, layout.lengths, entropy
+    numbers = scaling, window or 0, softcap or 0.0
+    if layout.bounds is None:
+        return attention_ops.paged_attention(*new, *where, *numbers)
+    bounds = layout.bounds
+    return bounded_ops.bounded_attention(*new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers)
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

@@ -166,13 +166,15 @@ class PagedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this step's keys and values `[1, kv_heads, T, dim]` to their pages and hand them back.
 
-        Pages that a prompt fills are sealed here: its own later tokens see them as any other sequence would.
+        Pages that a prompt fills are sealed here: its own later tokens see them as any other sequence would. Infinite
+        numbers of keys become NaN, so that they cannot hide behind a score that is low.
         """
         layout, keys, values = self.layout, self.pool.keys[layer_idx], self.pool.values[layer_idx]
         if layout is None or keys is None or values is None:
             raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
         if isinstance(layout, DecodeLayout):
             return key_states, value_states  # the attention of a decode step writes them
+        key_states = key_states + key_states * 0
         keys[layout.frames, :, layout.offsets] = key_states[0].transpose(0, 1)
         values[layout.frames, :, layout.offsets] = value_states[0].transpose(0, 1)
         self.pool.seal(layout.filled, layer_idx)

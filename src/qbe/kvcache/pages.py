@@ -163,6 +163,26 @@ class PagePool:
         keys, values = read_pages(self.memory, words, entries, shape.sizes, self.dtype)
         return keys[None], values[None]
 
+    def not_numbers(self, pages: Sequence[Page], tokens: int) -> str | None:
+        """Where a sequence's keys or values first are NaN or infinite, in words, if anywhere. It waits for the device.
+
+        Args:
+            pages: of the sequence.
+            tokens: how many are in them.
+        """
+        entries = torch.tensor([p.entry for p in pages[: pages_for(tokens)]], device=self.device)
+        for layer, shape in enumerate(self.shapes):
+            if shape is None or not len(entries):
+                continue
+            for name, numbers in zip(("keys", "values"), self.read(layer, entries), strict=True):
+                bad = ~numbers[0, :, :tokens].isfinite().all(-1)  # [kv_heads, tokens]
+                if bad.any():
+                    head = int(bad.any(1).nonzero()[0])
+                    first = int(bad[head].nonzero()[0]) // PAGE_SIZE * PAGE_SIZE
+                    last = min(first + PAGE_SIZE, tokens) - 1
+                    return f"the {name} of layer {layer}, key head {head} in the page of tokens {first} to {last}"
+        return None
+
     def _heads_bits(self, layer: int, kv_bits: Sequence[KVBits]) -> tuple[int, ...]:
         shape = self.shapes[layer]
         if shape is None:

@@ -17,7 +17,7 @@ def page_key(before: bytes, computed: str, kv_bits: Sequence[KVBits], tokens: Se
 
     Args:
         before: key of the page before it; empty for the first one.
-        computed: `Blueprint.linear_key`.
+        computed: `Blueprint.computed_key`.
         kv_bits: of the page, as in `Blueprint.kv_bits`.
         tokens: of the page.
     """

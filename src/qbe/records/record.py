@@ -50,6 +50,8 @@ class Record:
         entropies: of the output distribution, nats per token; None when not measured.
         analysis_ms, policy_ms, prefill_ms, decode_ms: time spent in each part, milliseconds.
         error: what went wrong, one line; None when nothing did.
+        kv_error: what attention was bounded to; None when it was not.
+        pages_read, pages_raised, host_bytes: see `qbe.engine.result.Result`; None in a file of version 1.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -80,6 +82,10 @@ class Record:
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     error: str | None = None
+    kv_error: float | None = None
+    pages_read: int | None = None
+    pages_raised: int | None = None
+    host_bytes: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """The record as JSON, in the order of the fields."""

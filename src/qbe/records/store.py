@@ -20,7 +20,7 @@ from typing import Any
 from qbe.errors import QBEError
 from qbe.records.record import FIELDS, Record
 
-SCHEMA_VERSION = 2  # 1 lacks tokens_by_activation_bits
+SCHEMA_VERSION = 2  # 1 lacks tokens_by_activation_bits and what bounded mode did
 APPLICATION_ID = 0x51424531  # "QBE1": tells our file from another program's
 BUSY_TIMEOUT_S = 5.0
 PAUSE_S = 5.0  # after a failed `try_append`: a stuck disk or lock may cost the engine one wait in this time
@@ -194,11 +194,11 @@ class RecordStore:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("BEGIN IMMEDIATE")
             db.execute(_TABLE)
-            have = {row[1] for row in db.execute("PRAGMA table_info(records)")}
-            for name in FIELDS:
-                if name not in have:  # a file of an older version
-                    db.execute(f"ALTER TABLE records ADD COLUMN {name}")
             db.execute(_INDEX)
+            there = {row[1] for row in db.execute("PRAGMA table_info(records)")}
+            for name in FIELDS:  # an earlier version, or another process just now, made a table without these
+                if name not in there:
+                    db.execute(f"ALTER TABLE records ADD COLUMN {name}")
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             db.execute("COMMIT")

@@ -7,7 +7,6 @@ weights keep being read from where they are.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from transformers import PreTrainedConfig
 
 import qbe
 from qbe.errors import QBEError
+from qbe.hardware import free_memory
 from qbe.models import cache_dir, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
@@ -275,9 +275,7 @@ def _fits_in_float32(path: Path, device: torch.device) -> bool:
     files = path.iterdir() if path.is_dir() else [path]
     stored = sum(f.stat().st_size for f in files if f.suffix in (".safetensors", ".gguf"))
     needed = stored * (8 if path.suffix == ".gguf" else 2.5)  # a 4-bit file grows eightfold, a 16-bit one doubles
-    if device.type == "cuda":
-        return needed < torch.cuda.mem_get_info(device)[0] * 0.8
-    return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.8
+    return needed < free_memory(device) * 0.8
 
 
 def quantise_to(

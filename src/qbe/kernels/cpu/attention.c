@@ -1,4 +1,5 @@
-/* Attention of one new token per sequence over its pages: qbe::paged_attention. Included by nested.c.
+/* Attention of one new token per sequence over its pages: qbe::paged_attention and, with bounds, qbe::bounded_attention.
+   Included by nested.c.
 
    Query rows that share a key head are served by one reading of it, page by page at each page's own precision. Sums are
    float32 in an order that depends on the sequence alone. */
@@ -17,15 +18,18 @@ typedef struct {
     int32_t dtype;
 } AttentionShape;
 
+typedef struct Bounds Bounds;
+
 typedef struct {
     const AttentionShape *s;
+    const Bounds *bounds; /* or NULL */
     const char *query;
     const uint8_t *memory;
     const int32_t *words;
     const int64_t *tables, *lengths;
     char *out, *scratch;
     float *entropy;
-    int64_t scratch_bytes; /* of a thread */
+    int64_t again_at, scratch_bytes; /* of a thread: where `Again` has its part, and all of it */
     atomic_llong next;
     atomic_int slot;
     int backend;
@@ -183,11 +187,13 @@ INLINE float softmax(float *scores, int64_t count, float softcap) {
     return log_of(sum) - sum_lanes(weighted) * scale;
 }
 
-/* M query heads from `first` on, which share the key head `head`, of sequence b. */
-INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, int64_t first, char *scratch,
-                   const int M, const int DTYPE) {
+#include "bounds.c"
+
+/* M query heads from `first` on, which share the key head `head`, of sequence b, whose pages are `table`. `again` takes
+   note of the pages that should be read again, unless it is NULL. */
+INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, int64_t first, const int64_t *table,
+                   Again *again, char *scratch, const int M, const int DTYPE) {
     const AttentionShape *s = a->s;
-    const int64_t *table = a->tables + b * s->table_row;
     const int64_t number = DTYPE == FLOAT32 ? 4 : 2, to = a->lengths[b];
     const int64_t from = s->window && to > s->window ? to - s->window : 0, room = (to - from + LANES - 1) / LANES * LANES;
     const int64_t key_wide = (s->key_dim + LANES - 1) / LANES * LANES, wide = (s->value_dim + LANES - 1) / LANES * LANES;
@@ -205,6 +211,7 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
     for (; i + 4 * LANES <= wide; i += 4 * LANES)
         attention_values(a, sealed, table, head, from, to, scores, room, i, out, wide, M, 4, DTYPE);
     for (; i < wide; i += LANES) attention_values(a, sealed, table, head, from, to, scores, room, i, out, wide, M, 1, DTYPE);
+    if (again) flag_pages(a, sealed, b, head, table, query, key_wide, scores, room, out, wide, M, again);
     for (int m = 0; m < M; m++) {
         char *y = a->out + (b * s->heads + first + m) * s->value_dim * number;
         if (DTYPE == FLOAT32) memcpy(y, out + m * wide, (size_t)s->value_dim * 4);
@@ -213,8 +220,8 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
 }
 
 #define ATTEND(SEALED, M)                                                                                     \
-    (s->dtype == FLOAT32 ? attend(a, SEALED, b, head, first, scratch, M, FLOAT32)                             \
-                         : attend(a, SEALED, b, head, first, scratch, M, BFLOAT16))
+    (s->dtype == FLOAT32 ? attend(a, SEALED, b, head, first, table, again, scratch, M, FLOAT32)               \
+                         : attend(a, SEALED, b, head, first, table, again, scratch, M, BFLOAT16))
 #define ADD_ROWS(M)                                                                                           \
     (N == 4 ? add_floats(rows, count, weights, room, sum, M, 4) : add_floats(rows, count, weights, room, sum, M, 1))
 
@@ -242,13 +249,19 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
             const int64_t task = atomic_fetch_add(&a->next, 1), b = task / s->kv_heads;                       \
             if (b >= s->batch) return;                                                                        \
             const int64_t head = task % s->kv_heads, end = (head + 1) * repeat;                               \
-            for (int64_t first = head * repeat; first < end; first += MAX_QUERIES)                            \
-                switch (end - first) {                                                                        \
-                case 1: ATTEND(NAME##_sealed, 1); break;                                                                     \
-                case 2: ATTEND(NAME##_sealed, 2); break;                                                                     \
-                case 3: ATTEND(NAME##_sealed, 3); break;                                                                     \
-                default: ATTEND(NAME##_sealed, 4);                                                                           \
-                }                                                                                             \
+            const int64_t *table = a->tables + b * s->table_row;                                              \
+            Again both, *again = begin_again(a, b, head, scratch, &both);                                     \
+            for (;;) { /* twice where pages are read again */                                                 \
+                for (int64_t first = head * repeat; first < end; first += MAX_QUERIES)                        \
+                    switch (end - first) {                                                                    \
+                    case 1: ATTEND(NAME##_sealed, 1); break;                                                  \
+                    case 2: ATTEND(NAME##_sealed, 2); break;                                                  \
+                    case 3: ATTEND(NAME##_sealed, 3); break;                                                  \
+                    default: ATTEND(NAME##_sealed, 4);                                                        \
+                    }                                                                                         \
+                if (!again || !(table = raise_pages(a, b, table, again))) break;                              \
+                again = NULL;                                                                                 \
+            }                                                                                                 \
         }                                                                                                     \
     }
 
@@ -272,12 +285,26 @@ static int page_fits(const AttentionShape *s, const int32_t *words, int64_t entr
     return 1;
 }
 
+/* Infinite numbers of a key become NaN, so that they cannot hide behind a score that is low. */
+static void mark_infinite(uint8_t *key, int64_t count, int dtype) {
+    for (int64_t i = 0; i < count; i++) {
+        if (dtype == FLOAT32) {
+            uint32_t *u = (uint32_t *)key + i;
+            *u |= (uint32_t)((*u & 0x7f800000) == 0x7f800000) << 22;
+        } else {
+            uint16_t *u = (uint16_t *)key + i;
+            *u = (uint16_t)(*u | ((*u & 0x7f80) == 0x7f80) << 6);
+        }
+    }
+}
+
 /* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.attention_ops says, words
-   contiguous, out [batch, heads, value_dim] contiguous. Returns 0; -1: a slot, length or page outside of the memory
-   (nothing was done); -2: out of memory. */
-int64_t qbe_paged_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *words,
-                            const int64_t *slots, const int64_t *tables, const int64_t *lengths, float *entropy,
-                            void *out, const AttentionShape *s, int32_t threads, int32_t backend) {
+   contiguous, out [batch, heads, value_dim] contiguous; bounds NULL or as qbe.kernels.bounded_ops says. Returns 0; -1: a
+   slot, length or page outside of the memory (nothing was done); -2: out of memory. */
+int64_t qbe_bounded_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *words,
+                              const int64_t *slots, const int64_t *tables, const int64_t *lengths, float *entropy,
+                              void *out, const AttentionShape *s, const Bounds *bounds, int32_t threads,
+                              int32_t backend) {
     int64_t longest = 0, tokens = 0;
     for (int64_t b = 0; b < s->batch; b++) {
         const int64_t from = s->window && lengths[b] > s->window ? lengths[b] - s->window : 0, count = lengths[b] - from;
@@ -291,9 +318,10 @@ int64_t qbe_paged_attention(const void *query, const void *key, const void *valu
     const int64_t number = s->dtype == FLOAT32 ? 4 : 2;
     /* Reading these many numbers takes longer than waking a thread. */
     if (threads < 1 || tokens * s->heads * (s->key_dim + s->value_dim) < 65536) threads = 1;
-    Attention a = {.s = s, .query = query, .memory = memory, .words = words, .tables = tables, .lengths = lengths,
+    Attention a = {.s = s, .bounds = bounds, .query = query, .memory = memory, .words = words, .tables = tables, .lengths = lengths,
                    .entropy = entropy, .out = out, .backend = backend};
-    a.scratch_bytes = (int64_t)aligned((size_t)(4 * MAX_QUERIES * (s->key_dim + s->value_dim + longest + 3 * LANES)));
+    a.again_at = (int64_t)aligned((size_t)(4 * MAX_QUERIES * (s->key_dim + s->value_dim + longest + 3 * LANES)));
+    a.scratch_bytes = a.again_at + (bounds ? (int64_t)aligned((size_t)(s->table_width * AGAIN_BYTES)) : 0);
     a.scratch = aligned_alloc(64, (size_t)(threads * a.scratch_bytes));
     if (!a.scratch) return -2;
     const Block full = block_layout(FULL_BITS, s->key_dim, s->value_dim, number);
@@ -304,6 +332,7 @@ int64_t qbe_paged_attention(const void *query, const void *key, const void *valu
             uint8_t *to = (uint8_t *)memory + find_block(words, s->kv_heads, slots[b] - offset, h, &bits);
             memcpy(to + offset * full.key_row, (const char *)key + (b * s->key_row + h * s->key_head) * number,
                    (size_t)full.key_row);
+            mark_infinite(to + offset * full.key_row, s->key_dim, s->dtype);
             memcpy(to + full.values + offset * full.value_row,
                    (const char *)value + (b * s->value_row + h * s->value_head) * number, (size_t)full.value_row);
         }
@@ -314,4 +343,11 @@ int64_t qbe_paged_attention(const void *query, const void *key, const void *valu
 #endif
     free(a.scratch);
     return 0;
+}
+
+int64_t qbe_paged_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *words,
+                            const int64_t *slots, const int64_t *tables, const int64_t *lengths, float *entropy,
+                            void *out, const AttentionShape *s, int32_t threads, int32_t backend) {
+    return qbe_bounded_attention(query, key, value, memory, words, slots, tables, lengths, entropy, out, s, NULL,
+                                 threads, backend);
 }

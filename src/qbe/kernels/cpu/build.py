@@ -150,6 +150,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_dequantise.restype = long
     lib.qbe_paged_attention.argtypes = [pointer] * 11 + [integer] * 2
     lib.qbe_paged_attention.restype = long
+    lib.qbe_bounded_attention.argtypes = [pointer] * 12 + [integer] * 2
+    lib.qbe_bounded_attention.restype = long
     lib.qbe_seal_pages.argtypes = [pointer] * 4 + [long] * 5 + [integer]
     lib.qbe_seal_pages.restype = long
     lib.qbe_read_pages.argtypes = [pointer] * 3 + [long] * 4 + [integer] + [pointer] * 2

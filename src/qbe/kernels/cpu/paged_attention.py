@@ -1,4 +1,6 @@
-"""`qbe::paged_attention` on the CPU: the compiled kernel where there is one, else the reference."""
+"""`qbe::paged_attention` and `qbe::bounded_attention` on the CPU: the compiled kernel where there is one, else the
+references.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import torch
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES
 from qbe.kernels.kv_blocks import FORMATS
+from qbe.kernels.reference.bounded_attention import bounded_attention as bounded_reference
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 
 _threads = torch.get_num_threads
@@ -18,6 +21,12 @@ _threads = torch.get_num_threads
 def compiled_for(dtype: torch.dtype) -> bool:
     """Whether the compiled kernel serves queries and pages of this dtype here; else it is the slow reference."""
     return build.backend() != "torch" and dtype in DTYPES
+
+
+class _Bounds(ctypes.Structure):
+    """`Bounds` of bounds.c."""
+
+    _fields_ = (("originals", ctypes.c_void_p), ("limits", ctypes.c_void_p), ("counts", ctypes.c_void_p))
 
 
 class _Shape(ctypes.Structure):
@@ -54,11 +63,74 @@ def paged_attention(
         RuntimeError: shapes or dtypes that do not belong together, or a slot, length or page outside of the memory.
         QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
     """
-    dtype = query.dtype
-    if not compiled_for(dtype) or key.dtype is not dtype or value.dtype is not dtype:
+    if not _compiled_for(query, key, value):
         return reference(
             query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap
         )  # fmt: skip
+    return _attend(
+        query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, None
+    )  # fmt: skip
+
+
+def bounded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    originals: torch.Tensor,
+    limits: torch.Tensor,
+    counts: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Arguments and result as those of `qbe.kernels.bounded_ops.bounded_attention`; errors as of `paged_attention`."""
+    if not _compiled_for(query, key, value):
+        return bounded_reference(
+            query, key, value, memory, blocks, slots, tables, lengths, entropy, originals, limits, counts, scaling,
+            window, softcap,
+        )  # fmt: skip
+    batch = query.shape[0]
+    tensors = (
+        (originals, torch.int64, tables.shape),
+        (limits, torch.float32, (batch,)),
+        (counts, torch.int64, (batch, 3)),
+    )
+    if any(t.dtype is not dtype or t.shape != shape or t.stride(-1) != 1 for t, dtype, shape in tensors) or (
+        originals.stride(0) != tables.stride(0) or not counts.is_contiguous()
+    ):
+        raise RuntimeError("originals, limits and counts do not belong to these tables")
+    bounds = _Bounds(originals.data_ptr(), limits.data_ptr(), counts.data_ptr())
+    return _attend(
+        query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, bounds
+    )  # fmt: skip
+
+
+def _compiled_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    return compiled_for(query.dtype) and key.dtype is query.dtype and value.dtype is query.dtype
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+    bounds: _Bounds | None,
+) -> torch.Tensor:
+    dtype = query.dtype
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     slots, lengths, blocks = slots.contiguous(), lengths.contiguous(), blocks.contiguous()
     shape = _shape(
@@ -75,7 +147,7 @@ def paged_attention(
     if slots.shape != query.shape[:1] or lengths.shape != query.shape[:1]:
         raise RuntimeError(f"{list(slots.shape)} slots and {list(lengths.shape)} lengths for {query.shape[0]} queries")
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=dtype)
-    failed = build.loaded().qbe_paged_attention(
+    failed = build.loaded().qbe_bounded_attention(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
@@ -87,6 +159,7 @@ def paged_attention(
         entropy.data_ptr(),
         out.data_ptr(),
         ctypes.addressof(shape),
+        None if bounds is None else ctypes.addressof(bounds),
         _threads(),
         build.number(),
     )

@@ -8,6 +8,8 @@ make their channel's (or token's) scale NaN, so that they are found downstream i
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from qbe.kernels.kv_blocks import ALIGN, FULL_BITS, PAGE_SIZE, block
@@ -112,11 +114,19 @@ def find(blocks: torch.Tensor, entry: int, head: int) -> tuple[int, int]:
     return word % ALIGN, entry - entry % ALIGN + word - word % ALIGN
 
 
+def _bytes_at(memory: torch.Tensor, at: int, count: int) -> torch.Tensor:
+    """uint8 `[count]` on the memory's device; addresses outside of it are those of host memory, counted from it."""
+    if 0 <= at < len(memory):
+        return memory[at : at + count]
+    raw = (ctypes.c_uint8 * count).from_address(memory.data_ptr() + at)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(memory.device)
+
+
 def _read(
     memory: torch.Tensor, at: int, bits: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layout = block(bits, key_dim, value_dim, dtype.itemsize)
-    raw = memory[at : at + layout.nbytes]
+    raw = _bytes_at(memory, at, layout.nbytes)
     if bits == FULL_BITS:
         keys = raw[: layout.values].view(dtype).view(PAGE_SIZE, key_dim)
         return keys, raw[layout.values : layout.key_scales].view(dtype).view(PAGE_SIZE, value_dim)

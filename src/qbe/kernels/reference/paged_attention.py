@@ -23,7 +23,7 @@ def paged_attention(
     softcap: float,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.attention_ops.paged_attention`. It waits for the device."""
-    _write(key, value, memory, blocks, slots)
+    write_new(key, value, memory, blocks, slots)
     heads, shape = query.shape[1], (key.shape[1], key.shape[2], value.shape[2])
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = []
@@ -43,10 +43,11 @@ def paged_attention(
     return torch.stack(out).to(query.dtype)
 
 
-def _write(
+def write_new(
     key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """The new tokens into their open pages."""
+    """The new tokens into their open pages; an infinite number of a key becomes NaN, so that it cannot hide."""
+    key = key + key * 0
     full = block(FULL_BITS, key.shape[2], value.shape[2], key.element_size())
     for row, slot in enumerate(slots.tolist()):
         offset = slot % ALIGN

@@ -26,6 +26,7 @@ from qbe.kernels.triton.kv_blocks import (
     sealed_values,
     value_scales,
 )
+from qbe.kernels.triton.page_notes import note_full, note_sealed, number_errors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -79,7 +80,7 @@ def _softmax_step(scores, top, total, weighted, MASKED: tl.constexpr):
 def _full_run(
     q_rows, q_ok, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, lows, highs, written,
     scaling, softcap, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ITEM: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    ITEM: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     t = tl.arange(0, PAGE)
     d = tl.arange(0, BK)
@@ -94,6 +95,8 @@ def _full_run(
         weights, factor, top, total, weighted = _softmax_step(scores, top, total, weighted, True)
         v = full_values(numbers_ptr, block, at < written, KEY_DIM, VALUE_DIM, BV, ITEM)
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * factor[None, :], input_precision="ieee")
+        if NOTED:
+            note_full(notes_ptr, note_row, page, NOTED, weights, top, v)
     return top, total, weighted, acc
 
 
@@ -102,6 +105,7 @@ def _sealed_run(
     q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows, highs,
     scaling, softcap, BITS: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """A number is scale * (what `numbers_of` gives - ORIGIN) + low.
 
@@ -122,10 +126,13 @@ def _sealed_run(
         packed = sealed_keys(memory_ptr, block, BITS, KEY_DIM)
         scores = tl.zeros((PAGE, top.shape[0]), tl.float32)
         moved = tl.zeros((block_of(ROW), top.shape[0]), tl.float32)
+        errors = moved
         for i in tl.static_range(FIELDS):
             scale, low = key_scales(memory_ptr, block, i, BITS, KEY_DIM, VALUE_DIM)
             scaled = (q[i].to(tl.float32) * scale[:, None]).to(DTYPE)
             moved += q[i].to(tl.float32) * low[:, None] - scaled.to(tl.float32) * ORIGIN
+            if NOTED:
+                errors += tl.abs(q[i].to(tl.float32)) * number_errors(scale, low, BITS)[:, None]
             k = numbers_of(packed, i, BITS, DTYPE, ASM)
             scores = tl.dot(k, scaled, scores, input_precision="ieee")
         scores = _scaled(scores + tl.sum(moved, 0)[None, :], scaling, softcap, SOFTCAP)
@@ -141,6 +148,12 @@ def _sealed_run(
         parts = fields_of(scaled, FIELDS)
         for i in tl.static_range(FIELDS):
             acc = tl.dot(numbers_of(packed, i, BITS, DTYPE, ASM), parts[i], acc, input_precision="ieee")
+        if NOTED:
+            e = tl.sum(errors, 0) * tl.abs(scaling)
+            note_sealed(
+                notes_ptr, note_row, page, NOTED, weights, top, e, packed, memory_ptr, block, BITS, DTYPE, KEY_DIM,
+                VALUE_DIM, ASM,
+            )  # fmt: skip
     return top, total, weighted, acc
 
 
@@ -149,19 +162,19 @@ def attend_run(
     q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr, offset, begin, end,
     lows, highs, written, scaling, softcap, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """`attend_pages` for pages [begin, end) whose blocks lie `offset` bytes into them and have BITS bits."""
     if BITS == 16:
         top, total, weighted, acc = _full_run(
             q_rows, q_ok, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, lows, highs,
-            written, scaling, softcap, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES,
+            written, scaling, softcap, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES, notes_ptr, note_row, NOTED,
         )  # fmt: skip
     else:
         top, total, weighted, acc = _sealed_run(
             q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows,
             highs, scaling, softcap, BITS, numbers_ptr.dtype.element_ty, KEY_DIM, VALUE_DIM, BV, WINDOW,
-            SOFTCAP, STAGES, ASM,
+            SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
         )  # fmt: skip
     return top, total, weighted, acc
 
@@ -171,14 +184,14 @@ def attend_pages(
     q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
     begin, end, lows, highs, written, scaling, softcap, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """Goes on with an online softmax over the pages [begin, end) of a sequence.
 
     q_rows [BM]: addresses of the queries, whose numbers lie q_one apart; query m sees the keys [lows[m], highs[m]), and
     no key from `written` on is there. top, total [BM]: the highest score so far (times log2 e) and the sum of weights;
     weighted [BM]: sum of weight * score; acc [BV, BM]: sum of weight * value. memory and numbers are the same bytes as
-    uint8 and as the model's dtype.
+    uint8 and as the model's dtype. NOTED query heads, if not 0, have notes taken of each page (`page_notes`).
     """
     page = begin
     while page < end:
@@ -193,25 +206,25 @@ def attend_pages(
             top, total, weighted, acc = attend_run(
                 q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - bits, page, stop, lows, highs, written, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM,
+                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif bits == 8:
             top, total, weighted, acc = attend_run(
                 q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - bits, page, stop, lows, highs, written, scaling, softcap, 8, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM,
+                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif bits == 4:
             top, total, weighted, acc = attend_run(
                 q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - bits, page, stop, lows, highs, written, scaling, softcap, 4, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM,
+                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         else:
             top, total, weighted, acc = attend_run(
                 q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - bits, page, stop, lows, highs, written, scaling, softcap, 2, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM,
+                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         page = stop
     return top, total, weighted, acc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -27,6 +28,18 @@ def splits_for(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
     return max(1, min(MOST_SPLITS, -(-tokens // PAGE_SIZE), -(-PROGRAMS * processors // (batch * kv_heads))))
 
 
+@dataclass(frozen=True)
+class Noted:
+    """What a walk of bounded attention has more than a plain one.
+
+    notes: float32 `[B, heads, 4, P + 1]`, written (`qbe.kernels.triton.page_notes`).
+    raised: int32 `[B, kv_heads]`: heads with 0 there are left as they are.
+    """
+
+    notes: torch.Tensor | None = None
+    raised: torch.Tensor | None = None
+
+
 def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -42,31 +55,52 @@ def paged_attention(
     softcap: float,
 ) -> torch.Tensor:
     """See `qbe.kernels.attention_ops.paged_attention`. Any head sizes, any ratio of query to key heads up to 64."""
+    out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
+    walk(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, out, Noted())
+    return out
+
+
+def walk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+    out: torch.Tensor,
+    noted: Noted,
+) -> None:
+    """The attention of `paged_attention` into `out`; tables may be `[B, kv_heads, P]`, a table for each key head."""
     batch, heads, key_dim = query.shape
     kv_heads, value_dim = value.shape[1:]
     repeat = heads // kv_heads
-    splits = splits_for(batch, kv_heads, tables.shape[1] * PAGE_SIZE, _processors(query.device))
-    out = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
+    splits = splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, _processors(query.device))
     # Per (sequence, split, head): the weighted mean of the values, the logarithm of the weights' sum and the weighted
     # mean of the scores.
     means = torch.empty(batch, splits, heads, value_dim, dtype=torch.float32, device=query.device)
     sums, logs = torch.empty(2, batch, splits, heads, dtype=torch.float32, device=query.device)
     decode_attention_kernel[(batch * kv_heads, splits)](
         query, key, value, memory, memory.view(key.dtype), blocks, slots, tables, lengths,
-        out, entropy, means, sums, logs,
+        out, entropy, means, sums, logs, noted.notes, noted.raised,
         query.stride(0), query.stride(1), query.stride(2),
         key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),
-        tables.stride(0), entropy.stride(0), scaling, softcap, splits,
+        tables.stride(0), tables.stride(1) if tables.dim() == 3 else 0, tables.shape[-1] + 1, entropy.stride(0),
+        scaling, softcap, splits,
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(8, triton.next_power_of_2(repeat)), BK=max(16, triton.next_power_of_2(key_dim)),
         BV=max(16, triton.next_power_of_2(value_dim)), SPLIT=splits > 1, WINDOW=window, SOFTCAP=softcap != 0,
-        STAGES=2, ASM=query.is_cuda, num_warps=2,
+        STAGES=2, ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(batch * heads,)](
-            means, sums, logs, out, entropy, entropy.stride(0), heads, splits,
-            BS=triton.next_power_of_2(splits), VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)),
-            num_warps=4,
+            means, sums, logs, out, entropy, noted.raised, entropy.stride(0), heads, splits,
+            BS=triton.next_power_of_2(splits), REPEAT=repeat, VALUE_DIM=value_dim,
+            BV=max(16, triton.next_power_of_2(value_dim)), num_warps=4,
         )  # fmt: skip
-    return out

@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.triton.kv_blocks import PAGE
+from qbe.kernels.triton.page_notes import NOTES, store_notes
 from qbe.kernels.triton.page_walk import LN2, LOG2E, attend_pages, capped, query_columns
 
 
 # What changes between steps must not make Triton compile once more: how many parts, and how a table lies in memory.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "splits", "table_row", "entropy_row", "slots_ptr", "tables_ptr", "lengths_ptr",
-        "entropy_ptr", "sums_ptr", "logs_ptr",
+        "scaling", "softcap", "splits", "table_row", "table_head", "note_row", "entropy_row", "slots_ptr", "tables_ptr",
+        "lengths_ptr", "entropy_ptr", "sums_ptr", "logs_ptr",
     ]
 )  # fmt: skip
 def decode_attention_kernel(
@@ -38,6 +39,8 @@ def decode_attention_kernel(
     means_ptr,
     sums_ptr,
     logs_ptr,
+    notes_ptr,
+    raised_ptr,
     q_row,
     q_head,
     q_one,
@@ -48,6 +51,8 @@ def decode_attention_kernel(
     v_head,
     v_one,
     table_row,
+    table_head,
+    note_row,
     entropy_row,
     scaling,
     softcap,
@@ -66,7 +71,14 @@ def decode_attention_kernel(
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """memory and numbers are the same bytes as uint8 and as the model's dtype."""
+    """memory and numbers are the same bytes as uint8 and as the model's dtype.
+
+    notes and raised are for bounded attention, else None: what to note of each page (`page_notes`), and how many pages
+    of this head are read again, in a walk that is made for these alone.
+    """
+    if raised_ptr is not None:  # noqa: SIM102 (the compiler takes no pointer that is None)
+        if tl.load(raised_ptr + tl.program_id(0)) == 0:
+            return
     sequence = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
@@ -84,7 +96,10 @@ def decode_attention_kernel(
     each = tl.cdiv(pages, splits)
     low = first // PAGE + split * each
     high = tl.minimum(low + each, first // PAGE + pages)
-    table_ptr = tables_ptr + sequence * table_row
+    table_ptr = tables_ptr + sequence * table_row + head * table_head
+    NOTED: tl.constexpr = REPEAT if notes_ptr is not None else 0
+    if NOTED:
+        notes_ptr += (sequence * KV_HEADS + head) * REPEAT * NOTES * note_row
 
     q_rows = q_ptr + sequence * q_row + heads * q_head
     top = tl.full((BM,), float("-inf"), tl.float32)
@@ -93,6 +108,7 @@ def decode_attention_kernel(
     acc = tl.zeros((BV, BM), tl.float32)
     if split == 0:
         k_new = tl.load(k_ptr + sequence * k_row + head * k_head + dk * k_one, mask=dk < KEY_DIM, other=0.0)
+        k_new += k_new * 0  # infinity becomes NaN, so that it cannot hide behind a score that is low
         v_new = tl.load(v_ptr + sequence * v_row + head * v_head + dv * v_one, mask=dv < VALUE_DIM, other=0.0)
         slot = tl.load(slots_ptr + sequence)
         open_word = tl.load(words_ptr + head)  # of format 0
@@ -105,11 +121,14 @@ def decode_attention_kernel(
         total += 1.0
         weighted += top
         acc += v_new.to(tl.float32)[:, None]
+        if NOTED:
+            norm = tl.sqrt(tl.sum(v_new.to(tl.float32) * v_new.to(tl.float32), 0))
+            store_notes(notes_ptr, note_row, note_row - 1, NOTED, top, total * 0, total * 0, total * norm)
 
     top, total, weighted, acc = attend_pages(
         q_rows, m_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
         head, low, high, tl.zeros((BM,), tl.int32) + first, tl.zeros((BM,), tl.int32) + past, past, scaling, softcap,
-        KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW, SOFTCAP, STAGES, ASM,
+        KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
     )  # fmt: skip
 
     # A part without keys has total 0: its mean is 0 and its logarithm -inf, which weighs nothing.
@@ -130,10 +149,13 @@ def decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["entropy_row", "heads", "splits", "entropy_ptr", "sums_ptr", "logs_ptr"])
 def combine_kernel(
-    means_ptr, sums_ptr, logs_ptr, out_ptr, entropy_ptr, entropy_row, heads, splits, BS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BV: tl.constexpr,
+    means_ptr, sums_ptr, logs_ptr, out_ptr, entropy_ptr, raised_ptr, entropy_row, heads, splits, BS: tl.constexpr,
+    REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """out[sequence, head] = mean of the parts' means, weighted by 2**sums; entropy likewise, of their mean scores"""
+    if raised_ptr is not None:  # noqa: SIM102 (the compiler takes no pointer that is None)
+        if tl.load(raised_ptr + tl.program_id(0) // REPEAT) == 0:
+            return
     sequence = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     s = tl.arange(0, BS)

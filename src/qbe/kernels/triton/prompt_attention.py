@@ -44,13 +44,13 @@ def prompt_attention_kernel(
     top, total, weighted, acc = attend_pages(
         q_rows, ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
         kv_head, first // PAGE, own, lows, at + 1, end, scaling, softcap, KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-        WINDOW, SOFTCAP, STAGES, ASM,
+        WINDOW, SOFTCAP, STAGES, ASM, None, 0, 0,
     )  # fmt: skip
     open_word = tl.load(words_ptr + kv_head)  # of format 0
     top, total, weighted, acc = attend_run(
         q_rows, ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, frames_ptr - start // PAGE,
         open_word - open_word % 256, own, own + 1, lows, at + 1, end, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV,
-        ITEM, WINDOW, SOFTCAP, STAGES, ASM,
+        ITEM, WINDOW, SOFTCAP, STAGES, ASM, None, 0, 0,
     )  # fmt: skip
     mean = acc / tl.where(total > 0, total, 1.0)[None, :]
     to = out_ptr + (row[None, :] * HEADS + head) * VALUE_DIM + dv[:, None]

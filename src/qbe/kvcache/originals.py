@@ -1,0 +1,77 @@
+"""16-bit originals of sealed pages, in host memory: what bounded attention reads again (`qbe.kernels.bounded_ops`).
+
+An original is a copy of a page's frame, made when the page is sealed and kept as long as the page is. Memory is taken
+in slabs as it is needed, pinned where the device is a GPU, whose kernels then read it in place.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from qbe.hardware import free_memory
+from qbe.kernels.kv_blocks import ALIGN
+from qbe.kvcache.pages import PagePool
+
+SLAB_BYTES = 1 << 26
+MOST_OF_FREE = 0.5  # of the host memory that is free when a slab is taken
+
+
+class Originals:
+    """The originals of a pool's pages.
+
+    Attributes:
+        refused: whether the host had no memory for one. It stays so: bounded mode is off from then on.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool, self.refused = pool, False
+        self._frames = pool.memory.view(-1, pool.page_bytes) if pool.page_bytes else pool.memory[:0]
+        self._at: dict[int, torch.Tensor] = {}  # entry -> its bytes, uint8 [page_bytes]
+        self._free: list[int] = []
+
+    def keep(self, frame: int) -> int | None:
+        """Copies a frame, without waiting for the device; the entry of the copy, or None where there is no memory.
+
+        Args:
+            frame: its address in the pool's memory; whatever is written there later comes after the copy.
+        """
+        if not self._free and not self._grow():
+            return None
+        entry = self._free.pop()
+        self._at[entry].copy_(self._frames[frame // self.pool.page_bytes], non_blocking=True)
+        return entry
+
+    def drop(self, entry: int) -> None:
+        """The page of this original is gone."""
+        self._free.append(entry)
+
+    def refuse(self) -> None:
+        """Bounded mode is off from now on; one warning says so."""
+        if not self.refused:
+            self.refused = True
+            warnings.warn(
+                f"the host has no memory left for 16-bit originals of KV pages ({len(self._at)} are kept): bounded "
+                "mode is off, requests go on without kv_error",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+
+    def _grow(self) -> bool:
+        """Whether there is one slab more."""
+        pages = max(1, (SLAB_BYTES - ALIGN) // self.pool.page_bytes)
+        size = pages * self.pool.page_bytes + ALIGN
+        if self.refused or size > MOST_OF_FREE * free_memory(torch.device("cpu")):
+            return False
+        try:
+            slab = torch.empty(size, dtype=torch.uint8, pin_memory=self.pool.device.type == "cuda")
+        except (RuntimeError, MemoryError):  # what torch raises for memory it cannot have or cannot pin
+            return False
+        # Addresses count from the pool's memory, in multiples of ALIGN.
+        base = slab.data_ptr() - self.pool.memory.data_ptr()
+        begin = -base % ALIGN
+        for i in reversed(range(pages)):
+            at = begin + i * self.pool.page_bytes
+            self._at[base + at] = slab[at : at + self.pool.page_bytes]
+            self._free.append(base + at)
+        return True
