@@ -25,7 +25,7 @@ def splits_for(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
 
     It depends on shapes alone (`tokens` is what a table has room for), never on how long the sequences are now.
     """
-    return max(1, min(MOST_SPLITS, -(-tokens // PAGE_SIZE), -(-PROGRAMS * processors // (batch * kv_heads))))
+    return max(1, min(MOST_SPLITS, -(-tokens // PAGE_SIZE), PROGRAMS * processors // (batch * kv_heads)))
 
 
 @dataclass(frozen=True)
