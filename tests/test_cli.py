@@ -82,7 +82,7 @@ def test_explain_json_text_and_page(nested: str, home: Path, tmp_path: Path) -> 
 
 
 def test_activation_bits_are_an_option(nested: str, home: Path, tmp_path: Path) -> None:
-    at = ["--model", nested, "--activation-bits", "8"]
+    at = ["--model", nested, "--activation-bits", "8", "--kv-bits", "16"]
     page = tmp_path / "why.html"
     described = json.loads(qbe("explain", "hello", *at, "--json", "--html", str(page), home=home).stdout)
     assert described["budget"]["activation_bits"] == 8

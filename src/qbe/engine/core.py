@@ -24,7 +24,7 @@ from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
-from qbe.sites import KVBits, SiteTable
+from qbe.sites import FULL_BITS, KVBits, SiteTable
 
 _DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
 _CPU_KV_TOKENS = 16384
@@ -183,6 +183,11 @@ class Core:
             sequence.difficult = None
         if self.originals.refused:
             sequence.blueprint = replace(sequence.blueprint, kv_error=None)
+        if sequence.watched and self.scheduler.paging.capacity(sequence) < self.scheduler.length(sequence):
+            # Pages of fewer bits need a frame beside them. A cache so small that this is most of it holds more at 16
+            # bits, and nobody asked for fewer.
+            sequence.blueprint = sequence.blueprint.with_kv_bits((FULL_BITS,) * len(sequence.blueprint.kv_bits))
+            sequence.watched = False
         self.scheduler.add(sequence)
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> Sequence | None:

@@ -85,7 +85,7 @@ class Scheduler:
             QBEError: a name in use, an empty prompt, a prompt longer than the context, or more tokens than the cache
                 can ever hold.
         """
-        prompt, wanted = len(sequence.prompt_ids), sequence.params.max_tokens
+        prompt = len(sequence.prompt_ids)
         if sequence.request_id in self._by_id:
             raise QBEError(f"a request '{sequence.request_id}' is already running: give each request its own id")
         if not prompt:
@@ -94,7 +94,7 @@ class Scheduler:
             raise QBEError(
                 f"the prompt has {prompt} tokens, but the model's context is {self.context} with the answer: shorten it"
             )
-        length = prompt + wanted if self.context is None else min(prompt + wanted, self.context)
+        length = self.length(sequence)
         if self.paged and (most := self.paging.capacity(sequence)) < length:
             raise QBEError(
                 f"{prompt} prompt tokens and up to {length - prompt} new ones do not fit in the KV cache of "
@@ -104,6 +104,11 @@ class Scheduler:
         sequence.status = Status.WAITING
         self._by_id[sequence.request_id] = sequence
         self.waiting.append(sequence)
+
+    def length(self, sequence: Sequence) -> int:
+        """Tokens that a sequence can come to have."""
+        length = len(sequence.prompt_ids) + sequence.params.max_tokens
+        return length if self.context is None else min(length, self.context)
 
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
