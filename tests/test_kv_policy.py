@@ -42,9 +42,10 @@ def average(bits: tuple[KVBits, ...], table: SiteTable) -> float:
 
 
 @settings(max_examples=30, deadline=None)
-@given(bits=st.floats(2.0, 16.0), seed=st.integers(0, 50), measured=st.booleans())
+@given(bits=st.floats(2.0, 15.95) | st.just(16.0), seed=st.integers(0, 50), measured=st.booleans())
 def test_an_average_is_met_within_a_twentieth_of_a_bit_from_below(bits: float, seed: int, measured: bool) -> None:
     table = TABLE.with_kv(heads(seed=seed, measured=measured))
+    assert 8 / len(table.kv) < 0.1, "above 15.95 one head at 8 bits may be too many"
     found = kv.allocate_kv(table, bits)
     assert len(found) == table.layers
     assert bits - 0.05 <= average(found, table) <= bits + 1e-6
