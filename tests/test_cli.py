@@ -292,7 +292,7 @@ def test_a_terminated_quantize_leaves_nothing(tiny_folder: Path, tmp_path: Path)
         "import os, signal, sys\n"
         "from qbe.cli import main\n"
         "from qbe.store import checkpoint\n"
-        "checkpoint.write_nested = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "checkpoint.write_nested = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n"
         "main(['quantize', sys.argv[1], '-o', sys.argv[2]])\n"
     )
     command = [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out")]

@@ -166,7 +166,9 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
     for row in found["rows"]:
         assert row["length"] - 80 < row["prompt_tokens"] <= row["length"] - ANSWER_TOKENS
         assert row["found"] == (row["expected"] in row["answer"])
-        assert row["average_kv_bits"] < 12 if row["kv_bits"] == 4 else row["average_kv_bits"] == 16
+        most = {16: 16.0, 4: 12.0, "default": 16.0}[row["kv_bits"]]  # the policy's choice lies anywhere below
+        assert row["average_kv_bits"] <= most
+        assert row["kv_bits"] != 16 or row["average_kv_bits"] == 16
         assert row["error"] is None
     assert any(row["cached_tokens"] >= 64 for row in found["rows"]), "prompts of one haystack share pages"
     assert [v["kv_bits"] for v in found["verdicts"]] == [16, 4, "default"]
