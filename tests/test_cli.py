@@ -240,6 +240,11 @@ def test_the_size_of_the_kv_cache_is_an_option(nested: str, home: Path) -> None:
     assert "KV cache of 64 tokens" in message
     assert "lower --max-tokens or raise --kv-tokens" in message
     assert qbe("generate", "hello there", *at, "--kv-tokens", "128", home=home).returncode == 0
+    done = qbe("generate", "hi", "--model", nested, "--max-tokens", "50", "--kv-tokens", "64", "--json", home=home)
+    usage = json.loads(done.stdout)["usage"]
+    assert usage["average_kv_bits"] == 16, "so small a cache holds no frame beside pages of fewer bits"
+    (row,) = json.loads(qbe("records", "--limit", "1", "--json", home=home).stdout)
+    assert set(row["kv_bits"]) == {16}
     said = qbe("chat", *at, "--kv-tokens", "64", stdin=b"hello\n", home=home)
     assert "raise --kv-tokens" in said.stderr.decode()
     assert "free on cpu hold at most" in refused("generate", "hi", *at, "--kv-tokens", str(10**11), home=home)

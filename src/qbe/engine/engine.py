@@ -282,6 +282,7 @@ class Engine:
         if request.budget.careful_tokens:
             running.difficult = self._table.difficult_entropy
         self.core.add(running)
+        chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
         text = Detokenizer(self.tokenizer, request.params.stop, self.eos_ids)
         self._live[key] = _Live(request, chosen, running, text, time.perf_counter())
         return key
