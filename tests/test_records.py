@@ -33,12 +33,18 @@ def test_a_request_that_failed_early_needs_only_what_it_reached(store: RecordSto
 
 
 def test_a_file_of_an_older_version_gets_the_new_columns(store: RecordStore) -> None:
-    old, new = record(tokens_by_activation_bits={}), record(tokens_by_activation_bits={8: 30, 16: 22})
+    since = {
+        "tokens_by_activation_bits": {8: 30, 16: 22}, "kv_error": 0.1, "pages_read": 9, "pages_raised": 3,
+        "host_bytes": 77,
+    }  # fmt: skip
+    old, new = record(tokens_by_activation_bits={}), record(**since)
     store.append(old)
     store.close()
     with sqlite3.connect(store.path) as db:
-        db.execute("ALTER TABLE records DROP COLUMN tokens_by_activation_bits")
+        for column in since:
+            db.execute(f"ALTER TABLE records DROP COLUMN {column}")
         db.execute("PRAGMA user_version = 1")
+    db.close()
     assert RecordStore(store.path).list() == [old]
     again = RecordStore(store.path)
     again.append(new)

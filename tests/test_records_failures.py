@@ -8,15 +8,13 @@ import sqlite3
 import threading
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qbe.errors import QBEError
 from qbe.records import RecordStore
-from qbe.records.record import FIELDS
-from qbe.records.store import APPLICATION_ID, SCHEMA_VERSION
+from qbe.records.store import SCHEMA_VERSION
 from records_samples import APPEND, record, run
 
 
@@ -87,26 +85,6 @@ def test_kill_9_leaves_a_valid_file_with_every_finished_append(store: RecordStor
         assert sqlite3.connect(store.path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert set(done) <= {r.id for r in store}
         store.append(record())
-
-
-def test_a_file_of_version_1_gets_the_new_columns(store: RecordStore) -> None:
-    new = ("kv_error", "pages_read", "pages_raised", "host_bytes")
-    old = [name for name in FIELDS if name not in new]
-    store.path.parent.mkdir(parents=True)
-    first = record()
-    with sqlite3.connect(store.path) as db:
-        db.execute(f"CREATE TABLE records (seq INTEGER PRIMARY KEY AUTOINCREMENT, {', '.join(old)})")
-        row = dict(zip(FIELDS, first.to_row(), strict=True))
-        db.execute(
-            f"INSERT INTO records ({', '.join(old)}) VALUES ({', '.join('?' * len(old))})", [row[n] for n in old]
-        )
-        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        db.execute("PRAGMA user_version = 1")
-    db.close()
-    store.append(record(kv_error=0.1, pages_read=9, pages_raised=3, host_bytes=77))
-    second, found = store.list(2)
-    assert found == replace(first, kv_error=None, pages_read=None, pages_raised=None, host_bytes=None)
-    assert (second.kv_error, second.pages_read, second.pages_raised, second.host_bytes) == (0.1, 9, 3, 77)
 
 
 def test_a_newer_format_is_refused_and_left_alone(store: RecordStore) -> None:
