@@ -249,9 +249,8 @@ def _materialise(
     model, info = loaded
     for problem in ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
         if found := info.get(problem):
-            raise QBEError(
-                f"{path} is incomplete: {problem.replace('_', ' ')} {str(sorted(found))[:160]}; download again"
-            )
+            named = f"{problem.replace('_', ' ')} {str(sorted(found))[:160]}"
+            raise QBEError(f"{path} is incomplete: {named}; download again")
     model.config.name_or_path = str(path)
     return model
 
