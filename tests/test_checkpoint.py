@@ -16,7 +16,8 @@ from qbe.errors import QBEError
 from qbe.models import load_model
 from qbe.store import checkpoint
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig
-from qbe.store.prepare import nest_model, prepare, quantise_to, smooth_model
+from qbe.store.nesting import nest_model, smooth_model
+from qbe.store.prepare import prepare, quantise_to
 from qbe.tagger import tag
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from qbe.errors import QBEError
 from qbe.sites import SiteTable
 from qbe.store import sensitivity
 from qbe.store.nested_tensor import NestedWeightConfig, nest
+from qbe.store.nesting import nestable, with_store
 from qbe.store.placement import place
-from qbe.store.prepare import nestable, with_store
 from qbe.tagger import tag
 
 TOKENS = torch.arange(60).view(2, 30) % 256

@@ -20,7 +20,7 @@ from qbe.engine.sequence import SamplingParams, Sequence
 from qbe.records import RecordStore
 from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store.nested_tensor import nest
-from qbe.store.prepare import with_store
+from qbe.store.nesting import with_store
 from qbe.tagger import tag
 
 EIGHT = 8 << 8

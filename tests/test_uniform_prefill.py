@@ -12,7 +12,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine.plan import Plan
 from qbe.kernels.reference.activations import word
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedWeightConfig, nest, nested_linears
-from qbe.store.prepare import nestable, with_store
+from qbe.store.nesting import nestable, with_store
 from qbe.tagger import tag
 
 

@@ -13,7 +13,7 @@ from qbe.bench.measure import Failed, Sample, attempt, take_turns
 from qbe.bench.passes import one_pass, pass_rows
 from qbe.bench.report import Row
 from qbe.bench.weights import Part, Token, Weights, call, random_weights, token_for
-from qbe.store.prepare import bar
+from qbe.progress import bar
 
 MIXED = "in turn"
 ONE_HIGH = "one high"

@@ -14,7 +14,7 @@ from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Outcome, take_turns
 from qbe.bench.report import Row, rows_beside
 from qbe.models import DEFAULT_MODEL
-from qbe.store.prepare import bar
+from qbe.progress import bar
 
 SAME = "QBE at 16 bits"
 LLAMA_8B: dict[str, Any] = {

@@ -16,8 +16,10 @@ from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.sequence import SamplingParams, Sequence
 from qbe.models import load_model, pull
+from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nesting import nest_model
 from qbe.store.placement import place
-from qbe.store.prepare import NestedWeightConfig, nest_model, prepare
+from qbe.store.prepare import prepare
 
 PREFILL, STEP = "prefill", "step"
 

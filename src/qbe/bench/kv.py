@@ -20,7 +20,7 @@ from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import FULL_BITS, KV_BITS, PAGE_SIZE
 from qbe.kvcache.pages import KVBits, KVShape, PagePool, pages_for
 from qbe.models import DEFAULT_MODEL
-from qbe.store.prepare import bar
+from qbe.progress import bar
 
 SIXTEEN = "16-bit pages"
 TEXT = "The library keeps letters, maps and logbooks of ships that sailed to the northern islands. "

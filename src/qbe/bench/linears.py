@@ -18,8 +18,8 @@ from qbe.bench.passes import check, one_pass, pass_rows
 from qbe.bench.report import Row
 from qbe.bench.weights import Part, Token, Weights, call, random_weights, token_for
 from qbe.kernels.reference.activations import word
+from qbe.progress import bar
 from qbe.store.nested_tensor import UNIFORM_ROWS
-from qbe.store.prepare import bar
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -15,7 +15,7 @@ from qbe.bench.measure import Failed, take_turns
 from qbe.bench.report import Row, rows_beside
 from qbe.bench.weights import LLAMA_8B
 from qbe.models import DEFAULT_MODEL
-from qbe.store.prepare import bar
+from qbe.progress import bar
 
 
 @dataclass(frozen=True)

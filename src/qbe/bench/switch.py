@@ -26,8 +26,8 @@ from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.plan import Plan
 from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.progress import bar
 from qbe.sites import SiteTable
-from qbe.store.prepare import bar
 
 CHANGED, UNCHANGED, ADDED = "change", "no change", "added"
 THIN: dict[str, Any] = {

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from qbe.store.nested_tensor import NestedTensor, set_weight
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
 from qbe.store.placement import place
-from qbe.store.prepare import NestedWeightConfig
 
 
 @dataclass(frozen=True)

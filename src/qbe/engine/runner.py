@@ -18,7 +18,7 @@ from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
 from qbe.kvcache.pages import PAGE_SIZE
-from qbe.store.prepare import bar
+from qbe.progress import bar
 
 # Rotary embeddings whose frequencies depend on the longest position of the forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}

@@ -15,9 +15,9 @@ from qbe.kernels.reference.activations import word
 from qbe.kvcache.attention import DecodeLayout, attend_decode
 from qbe.kvcache.cache import PagedCache
 from qbe.kvcache.prompt import Prompt, attend_prompt
+from qbe.progress import bar
 from qbe.sites import ACTIVATION_GEARS, Role, SiteTable
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
-from qbe.store.prepare import bar
 
 Launch = Callable[[], object]
 

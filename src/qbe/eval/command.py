@@ -65,7 +65,7 @@ def needle(
     from qbe.eval.needle import ANSWER_TOKENS, Grid, run
     from qbe.eval.report import conditions, render
     from qbe.models.load import quiet
-    from qbe.store.prepare import bar
+    from qbe.progress import bar
 
     err = Console(stderr=True)
     longest = max(wanted or Grid.lengths)

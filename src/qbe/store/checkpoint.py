@@ -4,7 +4,7 @@
     nested-00001-of-0000N.safetensors                   `<site>.packed` and `<site>.meta` of every nested site
     smoothing.safetensors                               exponents of the folds that the codes were made with
     qbe.json                                            format version, slices, group size, sites, folds, checksums
-    sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity`)
+    sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity_table`)
     kv_sensitivity.json                                 the same per key head and bits (`qbe.store.kv_table`)
 
 A folder is written under a temporary name beside its target and renamed when complete. Loading maps the files. The
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -32,18 +31,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from qbe.errors import QBEError
-from qbe.files import reason, write_text
+from qbe.files import reason
 from qbe.sites import FULL_BITS
 from qbe.store.folding import AGAIN, Fold, apply, load_folds, save_folds
 from qbe.store.layout import SliceLayout, check_group_size, padded
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
-from qbe.store.sensitivity import Measured, Sensitivity
 
 FORMAT = "qbe-nested"
 FORMAT_VERSION = 2
 READABLE = (1, 2)  # 1 has no folds
 MANIFEST = "qbe.json"
-SENSITIVITY = "sensitivity.json"
 SMOOTHING = "smoothing.safetensors"
 SHARD_BYTES = 5_000_000_000
 
@@ -276,43 +273,3 @@ def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Man
         except (SafetensorError, OSError) as error:
             raise QBEError(f"{folder / file} is damaged ({error}); {AGAIN}") from error
     return manifest
-
-
-def write_sensitivity(folder: Path, measured: Sensitivity, about: Mapping[str, Any]) -> None:
-    """Writes what was measured beside the store, atomically. Raises QBEError when the disk refuses."""
-    tables = {
-        "about": dict(about),
-        "kl": _rounded(measured.weights),
-        "activations": _rounded(measured.activations),
-        "difficult_entropy": measured.difficult_entropy,
-    }
-    write_text(folder / SENSITIVITY, json.dumps(tables, indent=1) + "\n")
-
-
-def _rounded(measured: Measured) -> dict[str, dict[str, float]]:
-    return {name: {str(g): float(f"{kl:.6g}") for g, kl in gears.items()} for name, gears in measured.items()}
-
-
-def read_sensitivity(folder: Path) -> Sensitivity | None:
-    """What was measured of a checkpoint; None when nothing was. Older folders have the weights' part only.
-
-    Raises:
-        QBEError: the file is damaged.
-    """
-    path = folder / SENSITIVITY
-    if not path.is_file():
-        return None
-    try:
-        raw = json.loads(path.read_text())
-        weights, activations = (
-            {str(n): {int(g): float(kl) for g, kl in gears.items()} for n, gears in table.items()}
-            for table in (raw["kl"], raw.get("activations", {}))
-        )
-        entropy = raw.get("difficult_entropy")
-        entropy = None if entropy is None else float(entropy)
-        numbers = [kl for table in (weights, activations) for gears in table.values() for kl in gears.values()]
-        if not all(map(math.isfinite, [*numbers, entropy or 0.0])):
-            raise ValueError("a value is not a finite number")
-        return Sensitivity(weights, activations, entropy)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise QBEError(f"{path} is damaged ({error!r}); delete it, and it is measured again") from error

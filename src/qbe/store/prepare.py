@@ -7,32 +7,25 @@ weights keep being read from where they are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from transformers import PreTrainedConfig
 
 import qbe
 from qbe.errors import QBEError
-from qbe.hardware import free_memory
 from qbe.models import cache_dir, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
-from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, KVSite, SiteTable
-from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, smoothing, superseded
-from qbe.store.folding import Fold, edges
-from qbe.store.layout import SliceLayout
-from qbe.store.native_formats import is_native, stored_bytes
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
+from qbe.sites import SiteTable
+from qbe.store import checkpoint, kv_table, sensitivity_table, superseded
+from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured
+from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
+from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
 from qbe.store.placement import place
-from qbe.store.sensitivity import Sensitivity
 from qbe.tagger import tag
 
 
@@ -51,26 +44,6 @@ class PreparedModel:
     tokenizer: Any
     table: SiteTable
     name: str
-
-
-def nestable(table: SiteTable) -> list[str]:
-    """Names of the sites that go into the nested store."""
-    return [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES]
-
-
-def with_store(table: SiteTable, model: nn.Module) -> SiteTable:
-    """The table with the gears and bytes of the nested weights found in `model`, and the bytes of native formats."""
-    modules = dict(model.named_modules())
-    sites = []
-    for site in table:
-        weight = getattr(modules.get(site.name), "weight", None)
-        if isinstance(weight, NestedTensor):
-            site = replace(site, gears=weight.gears, bytes_at=weight.bytes_at())
-        elif is_native(weight):
-            as_tagged = weight.numel() * weight.element_size()
-            site = replace(site, bytes_at={FULL_BITS: site.bytes_at[FULL_BITS] - as_tagged + stored_bytes(weight)})
-        sites.append(site)
-    return replace(table, sites=tuple(sites))
 
 
 def prepare(
@@ -119,7 +92,7 @@ def _from_store(
     if missing := set(nestable(table)) - set(manifest.sites):
         raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; {checkpoint.AGAIN}")
     table = with_store(table, loaded.model)
-    measured = checkpoint.read_sensitivity(folder)
+    measured = sensitivity_table.read(folder)
     if measured is None and need_sensitivity:
         measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
@@ -197,87 +170,6 @@ def fingerprint(path: Path, config: NestedWeightConfig) -> str:
     return f"{path.name}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
 
 
-def smooth_model(model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, progress: bool) -> list[Fold]:
-    """`qbe.store.smoothing.smooth` of a model that is about to be nested, on the built-in text, with a progress bar.
-
-    The model is changed in place and computes what it computed. Returns the folds that were made.
-    """
-    table = tag(model)
-    wanted = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES - KEEPS_ACTIVATIONS]
-    names = [n for n in wanted if not is_native(model.get_submodule(n).weight)]
-    tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS).to(next(model.parameters()).device)
-    places = edges(model, table, names, tokens)
-    with bar("smoothing activations", len(places), progress) as step:
-        return smoothing.smooth(model, places, tokens, SliceLayout.of(config.slices), config.group_size, step)
-
-
-def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
-    """Nests every nestable site of a model in place, except layers in one of torchao's formats; returns the site table.
-
-    Raises:
-        QBEError: there is nothing to nest.
-    """
-    table = tag(model, name=name)
-    names = [n for n in nestable(table) if not is_native(model.get_submodule(n).weight)]
-    if not names:
-        raise QBEError(
-            f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision"
-        )
-    with bar("nesting weights", len(names), progress) as step:
-        nest(model, names, config, on_site=lambda _: step())
-    return with_store(table, model)
-
-
-def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> Sensitivity:
-    """Measures the sensitivities of the model at `path` with the store in `folder`, and writes them there.
-
-    In float32 when that fits into memory: the rounding of a bfloat16 pass is larger than what 8 bits do to one site.
-    """
-    loaded = load_model(path, dtype="float32" if _fits_in_float32(path, device) else "auto", progress=progress)
-    table = tag(loaded.model, name=name)
-    checkpoint.attach(loaded.model, folder)
-    table = with_store(table, loaded.model)
-    place(loaded.model, device, "device")
-    about = {"text": "built-in calibration text", "dtype": str(loaded.dtype)}
-    kv = measure_kv(loaded.model, loaded.tokenizer, table, progress=progress)
-    kv_table.write(folder, kv, about)
-    measured = measure_model(loaded.model, loaded.tokenizer, table, progress=progress)
-    checkpoint.write_sensitivity(folder, measured, about)  # last: where it is, both are
-    return measured
-
-
-def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> Sensitivity:
-    """What `qbe.store.sensitivity` measures, on the built-in text, with a progress bar."""
-    tokens = sensitivity.calibration_tokens(tokenizer)
-    passes = len(table.nested) + sum(len(s.activation_gears) > 1 for s in table.nested)
-    with bar("measuring sensitivity", passes, progress) as step:
-        return Sensitivity(
-            sensitivity.measure(model, table, tokens, lambda _: step()),
-            sensitivity.measure_activations(model, table, tokens, lambda _: step()),
-            sensitivity.difficult_entropy(model, table, tokens),
-        )
-
-
-def with_measured(table: SiteTable, measured: Sensitivity) -> SiteTable:
-    """The table with what was measured."""
-    table = table.with_sensitivity(measured.weights, measured.activations)
-    return replace(table, difficult_entropy=measured.difficult_entropy)
-
-
-def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> tuple[KVSite, ...]:
-    """`qbe.store.kv_sensitivity.measure` on the built-in text, with a progress bar."""
-    tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True)
-    with bar("measuring KV sensitivity", table.layers, progress) as step:
-        return kv_sensitivity.measure(model, table, tokens, step)
-
-
-def _fits_in_float32(path: Path, device: torch.device) -> bool:
-    files = path.iterdir() if path.is_dir() else [path]
-    stored = sum(f.stat().st_size for f in files if f.suffix in (".safetensors", ".gguf"))
-    needed = stored * (8 if path.suffix == ".gguf" else 2.5)  # a 4-bit file grows eightfold, a 16-bit one doubles
-    return needed < free_memory(device) * 0.8
-
-
 def quantise_to(
     name: str,
     out: Path,
@@ -307,12 +199,3 @@ def quantise_to(
         if measure:
             measure_into(partial, path, name, device, progress=progress)
     return out
-
-
-@contextmanager
-def bar(what: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error; yields the function that advances it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)

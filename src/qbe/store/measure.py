@@ -1,0 +1,71 @@
+"""Measuring what lower precision costs a model with a nested store, for policies to choose by: weights, activations
+(`qbe.store.sensitivity`) and KV cache (`qbe.store.kv_sensitivity`), on the built-in text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qbe.hardware import free_memory
+from qbe.models import load_model
+from qbe.progress import bar
+from qbe.sites import KVSite, SiteTable
+from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, sensitivity_table
+from qbe.store.nesting import with_store
+from qbe.store.placement import place
+from qbe.store.sensitivity import Sensitivity
+from qbe.tagger import tag
+
+
+def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> Sensitivity:
+    """Measures the sensitivities of the model at `path` with the store in `folder`, and writes them there.
+
+    In float32 when that fits into memory: the rounding of a bfloat16 pass is larger than what 8 bits do to one site.
+    """
+    loaded = load_model(path, dtype="float32" if _fits_in_float32(path, device) else "auto", progress=progress)
+    table = tag(loaded.model, name=name)
+    checkpoint.attach(loaded.model, folder)
+    table = with_store(table, loaded.model)
+    place(loaded.model, device, "device")
+    about = {"text": "built-in calibration text", "dtype": str(loaded.dtype)}
+    kv = measure_kv(loaded.model, loaded.tokenizer, table, progress=progress)
+    kv_table.write(folder, kv, about)
+    measured = measure_model(loaded.model, loaded.tokenizer, table, progress=progress)
+    sensitivity_table.write(folder, measured, about)  # last: where it is, both are
+    return measured
+
+
+def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> Sensitivity:
+    """What `qbe.store.sensitivity` measures, on the built-in text, with a progress bar."""
+    tokens = sensitivity.calibration_tokens(tokenizer)
+    passes = len(table.nested) + sum(len(s.activation_gears) > 1 for s in table.nested)
+    with bar("measuring sensitivity", passes, progress) as step:
+        return Sensitivity(
+            sensitivity.measure(model, table, tokens, lambda _: step()),
+            sensitivity.measure_activations(model, table, tokens, lambda _: step()),
+            sensitivity.difficult_entropy(model, table, tokens),
+        )
+
+
+def with_measured(table: SiteTable, measured: Sensitivity) -> SiteTable:
+    """The table with what was measured."""
+    table = table.with_sensitivity(measured.weights, measured.activations)
+    return replace(table, difficult_entropy=measured.difficult_entropy)
+
+
+def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> tuple[KVSite, ...]:
+    """`qbe.store.kv_sensitivity.measure` on the built-in text, with a progress bar."""
+    tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True)
+    with bar("measuring KV sensitivity", table.layers, progress) as step:
+        return kv_sensitivity.measure(model, table, tokens, step)
+
+
+def _fits_in_float32(path: Path, device: torch.device) -> bool:
+    files = path.iterdir() if path.is_dir() else [path]
+    stored = sum(f.stat().st_size for f in files if f.suffix in (".safetensors", ".gguf"))
+    needed = stored * (8 if path.suffix == ".gguf" else 2.5)  # a 4-bit file grows eightfold, a 16-bit one doubles
+    return needed < free_memory(device) * 0.8

@@ -1,0 +1,69 @@
+"""From a 16-bit model in memory to one with nested weights, in place: smoothed, then every nestable site nested."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from qbe.errors import QBEError
+from qbe.progress import bar
+from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
+from qbe.store import sensitivity, smoothing
+from qbe.store.folding import Fold, edges
+from qbe.store.layout import SliceLayout
+from qbe.store.native_formats import is_native, stored_bytes
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest
+from qbe.tagger import tag
+
+
+def nestable(table: SiteTable) -> list[str]:
+    """Names of the sites that go into the nested store."""
+    return [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES]
+
+
+def with_store(table: SiteTable, model: nn.Module) -> SiteTable:
+    """The table with the gears and bytes of the nested weights found in `model`, and the bytes of native formats."""
+    modules = dict(model.named_modules())
+    sites = []
+    for site in table:
+        weight = getattr(modules.get(site.name), "weight", None)
+        if isinstance(weight, NestedTensor):
+            site = replace(site, gears=weight.gears, bytes_at=weight.bytes_at())
+        elif is_native(weight):
+            as_tagged = weight.numel() * weight.element_size()
+            site = replace(site, bytes_at={FULL_BITS: site.bytes_at[FULL_BITS] - as_tagged + stored_bytes(weight)})
+        sites.append(site)
+    return replace(table, sites=tuple(sites))
+
+
+def smooth_model(model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, progress: bool) -> list[Fold]:
+    """`qbe.store.smoothing.smooth` of a model that is about to be nested, on the built-in text, with a progress bar.
+
+    The model is changed in place and computes what it computed. Returns the folds that were made.
+    """
+    table = tag(model)
+    wanted = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES - KEEPS_ACTIVATIONS]
+    names = [n for n in wanted if not is_native(model.get_submodule(n).weight)]
+    tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS).to(next(model.parameters()).device)
+    places = edges(model, table, names, tokens)
+    with bar("smoothing activations", len(places), progress) as step:
+        return smoothing.smooth(model, places, tokens, SliceLayout.of(config.slices), config.group_size, step)
+
+
+def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
+    """Nests every nestable site of a model in place, except layers in one of torchao's formats; returns the site table.
+
+    Raises:
+        QBEError: there is nothing to nest.
+    """
+    table = tag(model, name=name)
+    names = [n for n in nestable(table) if not is_native(model.get_submodule(n).weight)]
+    if not names:
+        raise QBEError(
+            f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision"
+        )
+    with bar("nesting weights", len(names), progress) as step:
+        nest(model, names, config, on_site=lambda _: step())
+    return with_store(table, model)

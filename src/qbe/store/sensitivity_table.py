@@ -1,0 +1,55 @@
+"""The file with the measured sites of a model (`qbe.store.sensitivity`), beside its nested store."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qbe.errors import QBEError
+from qbe.files import write_text
+from qbe.store.sensitivity import Measured, Sensitivity
+
+NAME = "sensitivity.json"
+
+
+def write(folder: Path, measured: Sensitivity, about: Mapping[str, Any]) -> None:
+    """Writes what was measured beside the store, atomically. Raises QBEError when the disk refuses."""
+    tables = {
+        "about": dict(about),
+        "kl": _rounded(measured.weights),
+        "activations": _rounded(measured.activations),
+        "difficult_entropy": measured.difficult_entropy,
+    }
+    write_text(folder / NAME, json.dumps(tables, indent=1) + "\n")
+
+
+def _rounded(measured: Measured) -> dict[str, dict[str, float]]:
+    return {name: {str(g): float(f"{kl:.6g}") for g, kl in gears.items()} for name, gears in measured.items()}
+
+
+def read(folder: Path) -> Sensitivity | None:
+    """What was measured of a checkpoint; None when nothing was. Older folders have the weights' part only.
+
+    Raises:
+        QBEError: the file is damaged.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        raw = json.loads(path.read_text())
+        weights, activations = (
+            {str(n): {int(g): float(kl) for g, kl in gears.items()} for n, gears in table.items()}
+            for table in (raw["kl"], raw.get("activations", {}))
+        )
+        entropy = raw.get("difficult_entropy")
+        entropy = None if entropy is None else float(entropy)
+        numbers = [kl for table in (weights, activations) for gears in table.values() for kl in gears.values()]
+        if not all(map(math.isfinite, [*numbers, entropy or 0.0])):
+            raise ValueError("a value is not a finite number")
+        return Sensitivity(weights, activations, entropy)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise QBEError(f"{path} is damaged ({error!r}); delete it, and it is measured again") from error
