@@ -1,0 +1,81 @@
+"""A request between `Engine.submit` and `Engine.take_result`: what the engine keeps of it, its result and record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from qbe.engine.detokenize import Detokenizer
+from qbe.engine.result import Request, Result
+from qbe.engine.sequence import Sequence
+from qbe.explain import Explanation
+from qbe.records import Record
+from qbe.sites import FULL_BITS
+
+
+@dataclass
+class Live:
+    """A request in the core.
+
+    Attributes:
+        chosen: its blueprint, and why.
+        running: what the core makes of it.
+        pieces: text that nobody has taken yet.
+        started, first_token: seconds of `time.perf_counter`.
+        result: once it has ended.
+        entropies: of `running`, how many have been looked at.
+    """
+
+    request: Request
+    chosen: Explanation
+    running: Sequence
+    detokenizer: Detokenizer
+    started: float
+    pieces: list[str] = field(default_factory=list)
+    first_token: float | None = None
+    result: Result | None = None
+    entropies: int = 0
+
+    def finish(self, now: float) -> Result:
+        """Makes the result. `now` is the time of its last token, as in `started`."""
+        self.pieces.append(self.detokenizer.finish())
+        running, chosen = self.running, self.chosen
+        first = self.first_token or now
+        reason = "stop" if self.detokenizer.stopped is not None else running.finish_reason or "cancelled"
+        self.result = Result(
+            id=running.request_id, text=self.detokenizer.text, token_ids=running.output_ids, finish_reason=reason,
+            prompt_tokens=len(running.prompt_ids), profile=chosen.profile, blueprint=chosen.blueprint,
+            table=chosen.table, bytes_per_token=chosen.bytes_per_token, analysis_ms=chosen.analysis_ms,
+            policy_ms=chosen.policy_ms, prefill_ms=(first - self.started) * 1e3, decode_ms=(now - first) * 1e3,
+            error=running.error, cached_tokens=running.cached, careful_tokens=running.careful_computed,
+            average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(chosen.table),
+            kv_error=running.blueprint.kv_error, pages_read=running.pages_read, pages_raised=running.pages_raised,
+            host_bytes=running.host_bytes,
+        )  # fmt: skip
+        return self.result
+
+    def record(self, result: Result, model: str) -> Record:
+        """The record of its result. `model` is the model's name."""
+        budget, b, table = self.request.budget, result.blueprint, result.table
+        steps = len(result.token_ids)  # passes over the weights at batch 1: the prompt's, then one per further token
+        # Sites differ within one token: a token counts towards each gear by the share of weights that ran at it.
+        share: dict[int, int] = {}
+        for site, gear in zip(table.nested, b.weight_bits, strict=True):
+            share[gear] = share.get(gear, 0) + site.parameters
+        computed = self.running.computed - self.running.cached
+        by_bits = {g: round(computed * n / table.nested_parameters) for g, n in share.items()}
+        low = sum(s.parameters for s, a in zip(table.nested, b.activation_bits, strict=True) if a < FULL_BITS)
+        eight = round((computed - result.careful_tokens) * low / table.nested_parameters)
+        return Record(
+            id=result.id, model=model, policy=b.policy, tier=budget.tier, budget_bits=budget.bits,
+            prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
+            finish_reason=result.finish_reason, score=result.profile.score, prompt_class=result.profile.prompt_class,
+            analysis_tier=result.profile.tier, features=result.profile.features, blueprint_key=b.key,
+            average_weight_bits=result.average_weight_bits, weight_bits=b.weight_bits,
+            activation_bits=b.activation_bits, kv_bits=b.kv_bits, bytes_per_token=result.bytes_per_token,
+            bytes_moved=result.bytes_per_token * steps, tokens_by_bits=by_bits,
+            tokens_by_activation_bits={g: n for g, n in ((8, eight), (FULL_BITS, computed - eight)) if n},
+            entropies=tuple(self.running.token_entropies) or None, analysis_ms=result.analysis_ms,
+            policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
+            kv_error=result.kv_error, pages_read=result.pages_read, pages_raised=result.pages_raised,
+            host_bytes=result.host_bytes,
+        )  # fmt: skip

@@ -1,0 +1,166 @@
+"""An engine's requests, step by step: submitted, moved on by `step` until finished, their results taken, recorded."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from qbe.engine.chooser import Chooser
+from qbe.engine.core import Core
+from qbe.engine.detokenize import Detokenizer
+from qbe.engine.live import Live
+from qbe.engine.result import Request, Result
+from qbe.engine.sequence import Sequence
+from qbe.errors import QBEError
+from qbe.policies import kv
+from qbe.records import RecordStore
+from qbe.sites import FULL_BITS, SiteTable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound="Requests")
+
+
+def locked(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """One thread at a time: the steps of an engine are shared by all of its requests, whichever thread asked."""
+
+    @functools.wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class Requests:
+    """What an engine does with requests once its model is loaded. Threads may share it.
+
+    Args:
+        tokenizer: of the model.
+        name: of the model, for records.
+        records: where they go; None keeps none.
+    """
+
+    def __init__(self, core: Core, chooser: Chooser, tokenizer: Any, name: str, records: RecordStore | None) -> None:
+        self.core, self.tokenizer, self.name = core, tokenizer, name
+        self._chooser, self._records, self._table = chooser, records, core.table
+        self._closed = False
+        self._lock = threading.RLock()
+        self._live: dict[str, Live] = {}
+
+    @property
+    def table(self) -> SiteTable:
+        """The model's sites."""
+        return self._table
+
+    @locked
+    def submit(self, request: Request, twin: str | None = None) -> str:
+        """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id.
+
+        Args:
+            twin: id of a request of the same prompt that has `started`, to begin on its pages.
+        """
+        if self._closed:
+            raise QBEError("this engine is closed; make a new one")
+        ids, chosen = self._chooser.choose(request)
+        key = uuid.uuid4().hex
+        running = Sequence(key, ids, request.params, chosen.blueprint)
+        running.twin = None if twin is None else self._live[twin].running
+        # An average that was asked for is kept; one that was chosen may turn out too low for what comes.
+        running.watched = request.budget.kv_bits is None and chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
+        if request.budget.careful_tokens:
+            running.difficult = self._table.difficult_entropy
+        self.core.add(running)
+        chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
+        text = Detokenizer(self.tokenizer, request.params.stop, self.core.eos_ids)
+        self._live[key] = Live(request, chosen, running, text, time.perf_counter())
+        return key
+
+    @locked
+    def step(self) -> None:
+        """Runs one step of every request that can run."""
+        try:
+            outputs = self.core.step()
+        except BaseException:
+            for live in list(self._live.values()):
+                if live.running.finish_reason is not None and live.result is None:
+                    self._finish(live)
+            raise
+        now = time.perf_counter()
+        for output in outputs:
+            live = self._live[output.sequence.request_id]
+            self._raise_kv(live)
+            if output.new_token is not None:
+                live.first_token = live.first_token or now
+                live.pieces.append(live.detokenizer.push(output.new_token))
+            if output.finished:
+                self._finish(live, now)
+            elif live.detokenizer.stopped is not None:
+                self.core.cancel(output.sequence.request_id, "stop")
+                self._finish(live, now)
+
+    @locked
+    def cancel(self, request_id: str) -> None:
+        """Ends a request now; its pages are free at once and its result holds what was written so far."""
+        live = self._live.get(request_id)
+        if live is not None and live.result is None:
+            self.core.cancel(request_id)
+            self._finish(live)
+
+    @locked
+    def take_pieces(self, request_id: str) -> list[str]:
+        """The text that came since the last call."""
+        live = self._live[request_id]
+        pieces, live.pieces = [p for p in live.pieces if p], []
+        return pieces
+
+    @locked
+    def started(self, request_id: str) -> bool:
+        """Whether the request has its first token, or its result."""
+        live = self._live[request_id]
+        return live.first_token is not None or live.result is not None
+
+    @locked
+    def finished(self, request_id: str) -> bool:
+        """Whether the request has its result."""
+        return self._live[request_id].result is not None
+
+    @locked
+    def take_result(self, request_id: str) -> Result:
+        """The result of a finished request, which the engine forgets then. Raises KeyError for any other."""
+        live = self._live[request_id]
+        if live.result is None:
+            raise KeyError(request_id)
+        del self._live[request_id]
+        return live.result
+
+    @locked
+    def close(self) -> None:
+        """Cancels what still runs and closes the record store."""
+        for key in list(self._live):
+            self.cancel(key)
+        self._closed = True
+        if self._records is not None:
+            self._records.close()
+
+    def _raise_kv(self, live: Live) -> None:
+        """More KV bits for pages to come, where a request's attention has turned out unlike calibration's."""
+        running = live.running
+        if len(running.entropies) == live.entropies or running.finish_reason is not None:
+            return
+        live.entropies = len(running.entropies)
+        now = running.blueprint.kv_bits
+        bits = kv.raised(live.chosen.blueprint.kv_bits, now, self._table, running.entropies)
+        if bits != now:
+            self.core.raise_kv(running, bits)
+
+    def _finish(self, live: Live, now: float | None = None) -> None:
+        """Makes the result and its record."""
+        result = live.finish(time.perf_counter() if now is None else now)
+        if self._records is not None:
+            self._records.try_append(live.record(result, self.name))

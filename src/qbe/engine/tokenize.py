@@ -1,0 +1,57 @@
+"""From a prompt to tokens, and which tokens end an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import TemplateError
+
+from qbe.engine.result import Prompt
+from qbe.errors import QBEError
+
+
+def encode(prompt: Prompt, tokenizer: Any, model: str) -> tuple[str, list[int], list[int]]:
+    """The text to analyse (of a conversation: the last message), its token ids, and the token ids to run.
+
+    Args:
+        model: its name, for messages.
+
+    Raises:
+        QBEError: an empty prompt, no valid UTF-8, neither text nor messages, or a chat template that fails.
+    """
+    try:
+        if isinstance(prompt, str):
+            text = prompt
+            words = ids = tokenizer(prompt)["input_ids"]
+        else:
+            if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
+                raise QBEError("a prompt is text or a conversation: a list of messages, each with 'role' and 'content'")
+            if not getattr(tokenizer, "chat_template", None):
+                raise QBEError(f"{model} has no chat template; give the prompt as plain text")
+            text = prompt[-1]["content"]
+            whole = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+            words = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except TemplateError as error:  # a damaged template, or one that refuses these roles
+        said = " ".join(str(error).split())[:200]
+        raise QBEError(f"the chat template of {model} fails ({said}); give the prompt as plain text") from error
+    except UnicodeEncodeError as error:
+        raise QBEError(f"the prompt is not valid UTF-8 (character {error.start}); convert it first") from None
+    except (TypeError, ValueError) as error:  # what tokenizers raise for lone surrogates and odd types
+        raise QBEError(f"the prompt cannot be tokenised ({error}); give valid UTF-8 text") from None
+    if not text.strip() or not ids:
+        raise QBEError("the prompt is empty; give some text")
+    return text, list(words), list(ids)
+
+
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, as transformers' `generate` takes them."""
+    config = getattr(model, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(tokenizer, "eos_token_id", None)
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
