@@ -1,0 +1,1 @@
+"""The commands of `qbe`; `qbe.cli` puts them together."""
