@@ -8,13 +8,13 @@ from qbe.errors import QBEError
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`.
+    """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`; a CUDA device comes back with its number.
 
     Raises:
         QBEError: another name, or a device this machine does not have.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except (RuntimeError, ValueError):
@@ -23,6 +23,8 @@ def pick_device(name: str) -> torch.device:
         raise QBEError(f"device '{name}' is not supported: choose auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise QBEError(f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; choose cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # which another thread could not tell
     return device
 
 
