@@ -8,8 +8,9 @@ READY := $(VENV)/.ready
 
 setup: $(READY)
 
-# Without build isolation, so that the extension is built with the pinned setuptools.
-$(READY): pyproject.toml constraints.txt $(wildcard setup.py)
+# Without build isolation, so that the extension is built with the pinned setuptools. Again when its source has changed:
+# a stale extension is compiled anew, for a minute or more, by every process with a fresh cache.
+$(READY): pyproject.toml constraints.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch

@@ -7,21 +7,33 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cli_process import Commands
 from qbe.records import RecordStore
 from records_samples import record
 
+_commands: Commands
 
-def qbe(*args: str | bytes, stdin: bytes | None = None, home: Path | None = None) -> subprocess.CompletedProcess[bytes]:
+
+@pytest.fixture(scope="module", autouse=True)
+def commands() -> Iterator[None]:
+    global _commands
+    _commands = Commands()
+    yield
+    _commands.close()
+
+
+def qbe(
+    *args: str | bytes, stdin: bytes = b"", home: Path | None = None, reader: bool = True
+) -> subprocess.CompletedProcess[bytes]:
     environment = dict(os.environ, NO_COLOR="1")
     if home is not None:
         environment |= {"QBE_CACHE": str(home), "QBE_RECORDS": str(home / "records.sqlite")}
-    return subprocess.run(
-        [sys.executable, "-m", "qbe", *args], capture_output=True, input=stdin, env=environment, timeout=300
-    )
+    return _commands.run(args, environment, stdin, reader)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +54,7 @@ def nested(tiny_folder: Path, home: Path) -> str:
     return str(out)
 
 
-def refused(*args: str | bytes, stdin: bytes | None = None, home: Path | None = None, out: bytes = b"") -> str:
+def refused(*args: str | bytes, stdin: bytes = b"", home: Path | None = None, out: bytes = b"") -> str:
     done = qbe(*args, stdin=stdin, home=home)
     message = done.stderr.decode().strip()
     assert done.returncode == 2, message
@@ -271,16 +283,7 @@ def test_a_closed_pipe_ends_a_command_quietly(nested: str, home: Path, command: 
     elif command[0] in ("generate", "chat", "explain", "info"):
         command = [*command, "--model", nested]
     RecordStore(home / "records.sqlite").append(record())
-    environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"))
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "qbe", *command], stdout=write, stderr=subprocess.PIPE, input=b"hello\n",
-            env=environment, timeout=300,
-        )  # fmt: skip
-    finally:
-        os.close(write)
+    done = qbe(*command, stdin=b"hello\n", home=home, reader=False)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
