@@ -17,7 +17,7 @@ from qbe.kernels.reference.bounded_attention import bounded_attention as referen
 from qbe.kernels.reference.bounded_attention import number_error, page_bounds, pages_to_raise
 from qbe.kernels.reference.kv_pages import quantise
 from qbe.kernels.reference.paged_attention import paged_attention as plain
-from test_paged_attention import MIXED, SHAPES, TOLERANCE, case, copied, on_gpu_order
+from test_paged_attention import PLAIN, SHAPES, TOLERANCE, case, copied, on_gpu_order
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
 BY_ROW = ("query", "key", "value", "slots", "tables", "lengths", "entropy", "originals", "limits", "counts")
@@ -33,7 +33,7 @@ def bounded_case(
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Arguments with the sealed pages' originals in host memory, and that memory; queries are scaled by `flat`, which
     makes bounds small enough that some pages pass."""
-    arguments, memory = case(shape, lengths, dtype, more.pop("formats", MIXED), with_memory=True, **more)
+    arguments, memory = case(shape, lengths, dtype, more.pop("formats", PLAIN), with_memory=True, **more)
     arguments["query"] = arguments["query"] * flat
     size, sources = memory.sizes[0], sorted(memory.sources.values())
     host = torch.empty(size * len(sources) + 256, dtype=torch.uint8, pin_memory=CUDA)
@@ -201,6 +201,16 @@ def test_the_cpu_kernel_is_the_reference(path: str, shape: str, dtype: torch.dty
     counts = same(arguments, dtype, bounded_attention)
     assert 0 < sum(raised for _, raised, _ in counts) < sum(checked for checked, _, _ in counts)
     same(arguments | {"window": 100, "softcap": 2.0}, dtype, bounded_attention)
+
+
+@on_cpu
+def test_pages_with_turbo_keys_are_all_read_again(path: str) -> None:
+    from qbe.kernels.cpu.paged_attention import bounded_attention
+
+    arguments, _host = bounded_case("smollm", LENGTHS, [1e-3] * len(LENGTHS), torch.float32, formats=[16, 68, 66])
+    counts = same(arguments, torch.float32, bounded_attention)
+    assert sum(checked for checked, _, _ in counts) > 0
+    assert all(raised == checked for checked, raised, _ in counts)
 
 
 @on_cpu

@@ -67,9 +67,10 @@ def test_threshold_0_is_16_bits(name: str) -> None:
 
 
 def test_a_huge_threshold_raises_nothing() -> None:
+    # At 4 bits: the two ways of a prompt round differently, and of this one's 8-bit codes some then fall the other way.
     prompt = prompts(150)[0]
-    wanted = logits(core(), request("r", prompt, kv(8), max_tokens=90), 60)
-    free = request("free", prompt, bounded(1e20, 8), max_tokens=90)
+    wanted = logits(core(), request("r", prompt, kv(4), max_tokens=90), 60)
+    free = request("free", prompt, bounded(1e20, 4), max_tokens=90)
     torch.testing.assert_close(logits(core(), free, 60), wanted, rtol=1e-3, atol=1e-3)
     assert free.pages_raised == free.host_bytes == 0 < free.pages_read
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kv_samples import PAGE_SIZE, Memory
 from qbe.kernels.kv_blocks import KV_BITS, block
 from qbe.kernels.reference import kv_pages as reference
+from qbe.kernels.reference.rotation import rotate
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
-SHAPES = {"llama": (2, 128, 128), "odd": (3, 24, 40), "narrow": (2, 8, 6), "smollm": (3, 64, 64)}
+SHAPES = {"llama": (2, 128, 128), "odd": (3, 24, 40), "narrow": (2, 8, 6), "smollm": (3, 64, 64), "phi": (2, 80, 80)}
 LOW_BITS = [2, 4, 8]
 
 
@@ -40,7 +41,7 @@ def test_a_number_comes_back_within_its_bound(bits, rows, columns, size, shift, 
 
 
 def test_a_page_is_what_the_format_says() -> None:
-    """Keys a channel at a time, values a token at a time, decoded here by hand."""
+    """Keys a channel at a time, values a token at a time, decoded here by hand; odd sizes are their own rotation."""
     memory = Memory([(16, 16), (2, 4)], (2, 3, 5), torch.float32, 3)
     keys, values = torch.randn(PAGE_SIZE, 2, 3), torch.randn(PAGE_SIZE, 2, 5)
     entry = memory.filled(1, keys, values)
@@ -71,17 +72,17 @@ def test_pages_take_the_room_of_their_bits() -> None:
 
 
 def case(shape: str, dtype: torch.dtype, seed: int = 0) -> tuple[Memory, list[int], list[int]]:
-    """Four full pages of 16 bits and room for them in other formats, heads of mixed bits among them."""
+    """Six full pages of 16 bits and room for them in other formats, heads of mixed bits among them."""
     heads = SHAPES[shape][0]
-    formats = [(16,) * heads, (8,) * heads, (4,) * heads, (2,) * heads, (2, 16, 4)[:heads]]
-    memory = Memory(formats, SHAPES[shape], dtype, 9)
+    formats = [(b,) * heads for b in (16, 8, 4, 2, 68, 66)] + [(2, 16, 68)[:heads]]
+    memory = Memory(formats, SHAPES[shape], dtype, 11)
     generator = torch.Generator().manual_seed(seed)
     sources = []
-    for _ in range(4):
+    for _ in range(6):
         numbers = [torch.randn(PAGE_SIZE, heads, d, generator=generator) + 1 for d in SHAPES[shape][1:]]
         numbers[0][:, :, 0] *= 30  # an outlier channel
         sources.append(memory.filled(0, *numbers))
-    return memory, sources, [memory.page(n) for n in (1, 2, 3, 4)]
+    return memory, sources, [memory.page(n) for n in range(1, 7)]
 
 
 def check(
@@ -100,8 +101,8 @@ def check(
     assert (expected.int() - found.int()).abs().sum(dtype=torch.int64) <= 0.001 * len(found) * 64
     entries = torch.tensor([*targets, sources[0]])
     before = reference.read_pages(found, memory.words, torch.tensor(sources), memory.shape, dtype, torch.float64)
-    after = reference.read_pages(found, memory.words, entries[:4], memory.shape, dtype, torch.float64)
-    wanted = reference.read_pages(expected, memory.words, entries[:4], memory.shape, dtype, torch.float64)
+    after = reference.read_pages(found, memory.words, entries[:6], memory.shape, dtype, torch.float64)
+    wanted = reference.read_pages(expected, memory.words, entries[:6], memory.shape, dtype, torch.float64)
     for b, a, w in zip(before, after, wanted, strict=True):
         largest = (b - w).abs().amax()
         assert float((b - a).abs().amax()) <= float(largest) * 1.001
@@ -110,7 +111,8 @@ def check(
         found = reference.rearrange(found, *rearranged)
     found_read = read(found.to(device), memory.words.to(device), entries.to(device), memory.shape, dtype)
     for e, f in zip(expected_read, found_read, strict=True):
-        torch.testing.assert_close(f.cpu(), e, rtol=2**-7 if dtype == torch.bfloat16 else 2e-3, atol=1e-5)
+        # Rotated sums of numbers up to 90: what is left of them may be small.
+        torch.testing.assert_close(f.cpu(), e, rtol=2**-7 if dtype == torch.bfloat16 else 2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -137,8 +139,8 @@ def test_the_kernels_are_the_reference(shape: str, dtype: torch.dtype) -> None:
     check(shape, dtype, seal_pages, read_pages, DEVICE, gpu=True)
 
 
-def poisoned(seal: Callable[..., None], bad: float, device: str, gpu: bool) -> None:
-    memory = Memory([(16,), (4,)], (1, 16, 16), torch.float32, 3)
+def poisoned(seal: Callable[..., None], bad: float, device: str, kind: int, gpu: bool) -> None:
+    memory = Memory([(16,), (kind,)], (1, 16, 16), torch.float32, 3)
     keys, values = torch.randn(PAGE_SIZE, 1, 16), torch.randn(PAGE_SIZE, 1, 16)
     keys[5, 0, 3] = values[7, 0, 2] = bad
     source, target = memory.filled(0, keys, values), memory.page(1)
@@ -149,31 +151,32 @@ def poisoned(seal: Callable[..., None], bad: float, device: str, gpu: bool) -> N
     if gpu:
         data = reference.rearrange(data, memory.words, torch.tensor([target]), memory.shape, 4, back=True)
     read = reference.read_pages(data, memory.words, torch.tensor([target]), memory.shape, torch.float32)
-    assert read[0][0, :, 3].isnan().all()
+    assert read[0].isnan().all(), "a key's rotation has it in every channel"
     assert read[1][0, 7].isnan().all()
-    assert int(read[0].isnan().sum()) == PAGE_SIZE, "the other channels keep their numbers"
-    assert int(read[1].isnan().sum()) == 16
+    assert int(read[1].isnan().sum()) == 16, "the other tokens keep their values"
 
 
+@pytest.mark.parametrize("kind", [4, 68])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_a_number_is_not_lost(path: str, bad: float) -> None:
+def test_what_is_not_a_number_is_not_lost(path: str, bad: float, kind: int) -> None:
     from qbe.kernels.cpu.kv_pages import seal_pages
 
-    poisoned(seal_pages, bad, "cpu", gpu=False)
+    poisoned(seal_pages, bad, "cpu", kind, gpu=False)
 
 
 @on_device
+@pytest.mark.parametrize("kind", [4, 68])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_a_number_is_not_lost_by_the_kernel(bad: float) -> None:
+def test_what_is_not_a_number_is_not_lost_by_the_kernel(bad: float, kind: int) -> None:
     from qbe.kernels.triton.kv_pages import seal_pages
 
-    poisoned(seal_pages, bad, DEVICE, gpu=True)
+    poisoned(seal_pages, bad, DEVICE, kind, gpu=True)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("kind", [2, 4, 8, 68, 66])
 @pytest.mark.parametrize("dims", [(8, 8), (5, 3), (40, 6)])
-def test_the_order_on_a_gpu_is_another_order_of_the_same_codes(bits: int, dims: tuple[int, int]) -> None:
-    memory = Memory([(16, 16), (bits, bits)], (2, *dims), torch.float16, 3)
+def test_the_order_on_a_gpu_is_another_order_of_the_same_codes(kind: int, dims: tuple[int, int]) -> None:
+    memory = Memory([(16, 16), (kind, kind)], (2, *dims), torch.float16, 3)
     entry = memory.filled(1, torch.randn(PAGE_SIZE, 2, dims[0]), torch.randn(PAGE_SIZE, 2, dims[1]))
     arguments = memory.words, torch.tensor([entry]), memory.shape, 2
     there = reference.rearrange(memory.data, *arguments)
@@ -183,10 +186,13 @@ def test_the_order_on_a_gpu_is_another_order_of_the_same_codes(bits: int, dims: 
         *(reference.read_pages(m, *arguments[:3], torch.float16) for m in (memory.data, back)), strict=True
     ):
         assert torch.equal(a, b)
-    # by hand: channel 1 of token 7 of head 1
+    if kind > 16:
+        return
+    # by hand: channel 1 of token 7 of head 1, rotated
+    bits = kind
     at = entry - 1 + block(bits, *dims, 2).nbytes
     row = -(-dims[0] * bits // 8)
     code = int(there[at + 7 * row + 1 % row]) >> (bits * (1 // row)) & (2**bits - 1)
     keys, _ = reference.read_pages(memory.data, *arguments[:3], torch.float16, torch.float64)
     scale, low = there[at + block(bits, *dims, 2).key_scales :][4:8].view(torch.float16).double()
-    assert code * scale + low == pytest.approx(float(keys[1, 7, 1]), abs=1e-6)
+    assert code * scale + low == pytest.approx(float(rotate(keys[1, 7])[1]), abs=1e-6)

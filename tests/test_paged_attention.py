@@ -22,9 +22,11 @@ SHAPES = {  # heads, kv_heads, key_dim, value_dim
     "llama": (8, 2, 128, 128),
     "multi-query": (16, 1, 32, 32),
     "no groups": (3, 3, 24, 40),
+    "phi": (2, 2, 80, 80),
     "wide": (2, 1, 256, 256),
 }
-MIXED = [16, 8, 4, 2, (2, 16, 4), (8, 2, 16)]  # formats, the same bits for all heads or bits by head
+PLAIN = [16, 8, 4, 2, (2, 16, 4), (8, 2, 16)]  # formats, the same bits for all heads or bits by head
+MIXED = [*PLAIN, 68, 66, (2, 16, 68)]  # with turbo keys
 
 
 def case(
@@ -220,7 +222,7 @@ def test_the_kernel_is_the_reference(shape: str, dtype: torch.dtype) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("bits", [16, 8, 4, 2, 68, 66])
 def test_every_precision_alone(bits: int) -> None:
     same(case("llama", [400, 65], torch.float16, [16, bits]), torch.float16)
 
@@ -234,10 +236,10 @@ def test_windows_and_soft_caps(window: int, softcap: float) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("room", [64, 130, 1000, 5000])
+@pytest.mark.parametrize("room", [64, 130, 1000, 9000])
 def test_one_part_and_many(room: int) -> None:
     """Runs longer than the kernel looks ahead among them."""
-    lengths = [1, 16, min(room, 130)] if room < 5000 else [5000]
+    lengths = [1, 16, min(room, 130)] if room < 9000 else [9000]
     same(case("multi-query", lengths, torch.float32, [16, 4, 4, 4], room=room), torch.float32)
 
 

@@ -13,7 +13,7 @@ from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, pages_for
 from qbe.kvcache.prompt import Prompt, attend_by_page
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
-MIXED = [4, (2, 16, 8)[:2], 8, 2, 16]
+MIXED = [4, (2, 16), 8, 68, 16, 66, 2]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 

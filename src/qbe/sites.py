@@ -57,7 +57,14 @@ KEEPS_ACTIVATIONS = frozenset({Role.OUTPUT_HEAD})
 # Nats per token that 8-bit activations may cost by the measured sensitivities; a perplexity grows by about that share.
 ACTIVATION_LOSS = 1e-3
 KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
+TURBO = 64  # added to 2 or 4: that many bits, keys in TurboQuant's form (`qbe.kernels.kv_blocks`)
+TURBO_KINDS = {"turbo2": TURBO | 2, "turbo4": TURBO | 4}  # name in budgets -> what stands for it among KV bits
 KVBits = int | tuple[int, ...]  # of a layer: one for all of its key heads, or one for each
+
+
+def kv_width(kind: int) -> int:
+    """Bits of a number, for KV bits that may have `TURBO` added."""
+    return kind % TURBO
 
 
 @dataclass(frozen=True)

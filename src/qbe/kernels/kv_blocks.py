@@ -1,21 +1,32 @@
 """Where the numbers of the KV cache lie in memory, at each precision. Pure arithmetic; kernels and cache share it.
 
 A page holds `PAGE_SIZE` tokens of one sequence at every layer. It consists of blocks, one for each layer and key head,
-and each block has a precision of its own:
+and each block is of a kind of its own. All kinds but the first hold rotated keys and values
+(`qbe.kernels.reference.rotation`).
 
-    16 bits   keys [PAGE_SIZE, key_dim], then values [PAGE_SIZE, value_dim], in the model's dtype
+    16        keys [PAGE_SIZE, key_dim], then values [PAGE_SIZE, value_dim], in the model's dtype
     8, 4, 2   keys uint8 [key_dim, PAGE_SIZE * bits / 8], values uint8 [PAGE_SIZE, ceil(value_dim * bits / 8)],
               of the keys float16 scale [key_dim] and low [key_dim], of the values scale [PAGE_SIZE] and low [PAGE_SIZE]
+    turbo4,   the same, but of the keys float16 scale [PAGE_SIZE], sketch scale [PAGE_SIZE] and mean [key_dim], up to a
+    turbo2    multiple of 4 bytes
 
 A number is scale * code + low. Keys share scales along a channel, because their outliers stay in a few channels; values
 along a token (KIVI, Liu et al. 2024). Code i of a row is in byte i * bits // 8, the first one in its lowest bits.
 
 On a GPU codes lie the other way around: keys uint8 [PAGE_SIZE, R], values uint8 [value_dim, R], where a row of m codes
 has R = ceil(m * bits / 8) bytes and code i is field i // R of byte i % R. One shift and one mask of a tile of bytes is
-then an operand of the tensor cores, and the numbers that these add up lie side by side. Each low lies beside its scale.
+then an operand of the tensor cores, and the numbers that these add up lie side by side. Each low or sketch scale lies
+beside its scale.
+
+Turbo keys follow TurboQuant (Zandieh et al. 2025): a token's key is mean + scale * levels + sketch scale * sketch. All
+bits of a code but the highest name a level: a sign (1 is plus), below it an index into `LEVELS`. The highest bit is of
+a sketch of what the levels leave over: the signs of its numbers after one more rotation (QJL, Zandieh et al. 2024). Its
+scale makes the remainder's product with its own sketch exact, and those with all other vectors unbiased (RaBitQ, Gao
+and Long 2024).
 
 Two words lead a kernel to a block. A page's entry is its address in bytes | the number of its format; a format's word
-for a layer and head is the block's offset in the page | its bits. Addresses and offsets are multiples of `ALIGN`.
+for a layer and head is the block's offset in the page | its kind: its bits, and `TURBO`. Addresses and offsets are
+multiples of `ALIGN`.
 """
 
 from __future__ import annotations
@@ -23,14 +34,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from qbe.sites import FULL_BITS, KV_BITS
+from qbe.sites import FULL_BITS, KV_BITS, TURBO, kv_width
 
-__all__ = ["ALIGN", "FORMATS", "FULL_BITS", "KV_BITS", "NO_ORIGINAL", "PAGE_SIZE", "Block", "aligned", "block"]
+__all__ = [
+    "ALIGN",
+    "FORMATS",
+    "FULL_BITS",
+    "KV_BITS",
+    "NO_ORIGINAL",
+    "PAGE_SIZE",
+    "TURBO",
+    "Block",
+    "aligned",
+    "block",
+]
 
 PAGE_SIZE = 64
 ALIGN = 256
 FORMATS = ALIGN  # numbers that an entry has room for
 NO_ORIGINAL = -1  # in a table of originals (`qbe.kernels.bounded_ops`), a page that has none
+
+# Magnitudes that turbo keys of 2 and 4 bits have (with a sign 1 and 3 bits): those of Lloyd and Max (1960) for the
+# normal distribution in whole numbers, so that they are exact in every dtype, and the standard deviation in that unit.
+LEVELS = {2: (1,), 4: (7, 22, 39, 63)}
+DEVIATION = {2: 1.2533, 4: 29.275}
 
 
 def aligned(size: int) -> int:
@@ -40,17 +67,22 @@ def aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """A block's parts, in bytes from its beginning; scales are followed by as many lows.
+    """A block's parts, in bytes from its beginning; scales are followed by as many lows or sketch scales.
 
     Attributes:
-        bits, key_dim, value_dim: what it holds.
+        kind, key_dim, value_dim: what it holds.
         itemsize: of the model's dtype, in bytes.
     """
 
-    bits: int
+    kind: int
     key_dim: int
     value_dim: int
     itemsize: int
+
+    @property
+    def bits(self) -> int:
+        """Of a number, scales not counted."""
+        return kv_width(self.kind)
 
     @property
     def key_row(self) -> int:
@@ -75,7 +107,9 @@ class Block:
     @property
     def value_scales(self) -> int:
         """Where the values' scales begin, for less than 16 bits."""
-        return self.key_scales + 4 * self.key_dim
+        if self.kind < TURBO:
+            return self.key_scales + 4 * self.key_dim
+        return self.key_scales + 4 * PAGE_SIZE + 2 * (self.key_dim + self.key_dim % 2)
 
     @property
     def nbytes(self) -> int:

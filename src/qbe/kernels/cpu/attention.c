@@ -105,45 +105,53 @@ INLINE void add_rows(const char *rows, int64_t from, int64_t to, int64_t dim, co
         }
 }
 
+/* query: the M queries as they are, rotated (for sealed pages) and once more (for sketches), `next` floats apart. */
 INLINE void attention_scores(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
-                             int64_t to, const float *query, int64_t wide, float *scores, int64_t room, const int M,
-                             const int DTYPE) {
+                             int64_t to, const float *query, int64_t next, int64_t wide, float *scores, int64_t room,
+                             const int M, const int DTYPE) {
     const AttentionShape *s = a->s;
     for (int64_t t = from, end; t < to; t = end) {
         const int64_t page = t / PAGE, first = t % PAGE;
         end = (page + 1) * PAGE < to ? (page + 1) * PAGE : to;
         const int64_t last = first + end - t;
-        int bits;
-        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &bits);
+        int kind;
+        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &kind);
         float *out = scores + t - from;
-        if (bits == FULL_BITS)
+        if (kind == FULL_BITS)
             full_scores((const char *)block, first, last, s->key_dim, query, wide, out, room, M, DTYPE);
+        else if (kind > TURBO)
+            turbo_scores(sealed, block, kind, first, last, s->key_dim, s->value_dim, query + next, query + 2 * next,
+                         wide, out, room, M);
         else
-            sealed_scores(sealed, block, bits, first, last, s->key_dim, s->value_dim, query, wide, out, room, M);
+            sealed_scores(sealed, block, kind, first, last, s->key_dim, s->value_dim, query + next, wide, out, room, M);
     }
 }
 
-/* out[m] = sum over tokens [from, to) of weights[m * room + t - from] * value t, for N * LANES numbers from i. */
+/* out[m] = sum over tokens [from, to) of weights[m * room + t - from] * value t, for N * LANES numbers from i: of those
+   in pages of 16 bits, and `next` floats behind of those in sealed pages, rotated. */
 INLINE void attention_values(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
-                             int64_t to, const float *weights, int64_t room, int64_t i, float *out, int64_t wide, const int M,
-                             const int N, const int DTYPE) {
+                             int64_t to, const float *weights, int64_t room, int64_t i, float *out, int64_t next,
+                             int64_t wide, const int M, const int N, const int DTYPE) {
     const AttentionShape *s = a->s;
     const int64_t values = PAGE * s->key_dim * (DTYPE == FLOAT32 ? 4 : 2);
-    Floats sum[MAX_QUERIES * 4] = {{0}};
+    Floats sum[MAX_QUERIES * 4] = {{0}}, rotated[MAX_QUERIES * 4] = {{0}};
     for (int64_t t = from, end; t < to; t = end) {
         const int64_t page = t / PAGE, first = t % PAGE;
         end = (page + 1) * PAGE < to ? (page + 1) * PAGE : to;
         const int64_t last = first + end - t;
-        int bits;
-        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &bits);
+        int kind;
+        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &kind);
         const float *own = weights + t - from;
-        if (bits == FULL_BITS)
+        if (kind == FULL_BITS)
             add_rows((const char *)block + values, first, last, s->value_dim, own, room, i, sum, M, N, DTYPE);
         else
-            sealed_values(sealed, block, bits, first, last, s->key_dim, s->value_dim, own, room, i, sum, M, N);
+            sealed_values(sealed, block, kind, first, last, s->key_dim, s->value_dim, own, room, i, rotated, M, N);
     }
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) memcpy(out + m * wide + i + n * LANES, &sum[m * N + n], sizeof(Floats));
+        for (int n = 0; n < N; n++) {
+            memcpy(out + m * wide + i + n * LANES, &sum[m * N + n], sizeof(Floats));
+            memcpy(out + next + m * wide + i + n * LANES, &rotated[m * N + n], sizeof(Floats));
+        }
 }
 
 /* The natural logarithm of x >= 1. */
@@ -189,6 +197,17 @@ INLINE float softmax(float *scores, int64_t count, float softcap) {
 
 #include "bounds.c"
 
+/* Rotations of a query that the pages of the tokens [from, to) call for: 2 for turbo keys, 0 for 16 bits, else 1. */
+INLINE int rotations(const Attention *a, const int64_t *table, int64_t head, int64_t from, int64_t to) {
+    int most = 0;
+    for (int64_t page = from / PAGE; page * PAGE < to && most < 2; page++) {
+        int kind;
+        find_block(a->words, a->s->kv_heads, table[page], head, &kind);
+        if (kind != FULL_BITS) most = kind > TURBO ? 2 : 1;
+    }
+    return most;
+}
+
 /* M query heads from `first` on, which share the key head `head`, of sequence b, whose pages are `table`. `again` takes
    note of the pages that should be read again, unless it is NULL. */
 INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, int64_t first, const int64_t *table,
@@ -197,21 +216,35 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
     const int64_t number = DTYPE == FLOAT32 ? 4 : 2, to = a->lengths[b];
     const int64_t from = s->window && to > s->window ? to - s->window : 0, room = (to - from + LANES - 1) / LANES * LANES;
     const int64_t key_wide = (s->key_dim + LANES - 1) / LANES * LANES, wide = (s->value_dim + LANES - 1) / LANES * LANES;
-    float *query = (float *)scratch, *out = query + MAX_QUERIES * key_wide, *scores = out + MAX_QUERIES * wide;
+    const int64_t queries = MAX_QUERIES * key_wide, sums = MAX_QUERIES * wide;
+    float *query = (float *)scratch, *out = query + 3 * queries, *scores = out + 2 * sums;
+    const int turns = rotations(a, table, head, from, to);
     for (int m = 0; m < M; m++)
         for (int64_t i = 0; i < s->key_dim; i += LANES) {
             const char *q = a->query + (b * s->query_row + (first + m) * s->query_head) * number;
             const Floats v = load_lanes(q, DTYPE, s->key_dim, i) * s->scaling;
             memcpy(query + m * key_wide + i, &v, sizeof v);
         }
-    attention_scores(a, sealed, table, head, from, to, query, key_wide, scores, room, M, DTYPE);
+    for (int turn = 0; turn < turns; turn++) {
+        float *rotated = query + (turn + 1) * queries;
+        memcpy(rotated, rotated - queries, (size_t)(M * key_wide) * 4);
+        for (int m = 0; m < M; m++) rotate(rotated + m * key_wide, s->key_dim, 1, turn == 0);
+    }
+    attention_scores(a, sealed, table, head, from, to, query, queries, key_wide, scores, room, M, DTYPE);
     for (int m = 0; m < M; m++)
         a->entropy[b * s->entropy_row + first + m] = softmax(scores + m * room, to - from, s->softcap);
     int64_t i = 0;
     for (; i + 4 * LANES <= wide; i += 4 * LANES)
-        attention_values(a, sealed, table, head, from, to, scores, room, i, out, wide, M, 4, DTYPE);
-    for (; i < wide; i += LANES) attention_values(a, sealed, table, head, from, to, scores, room, i, out, wide, M, 1, DTYPE);
-    if (again) flag_pages(a, sealed, b, head, table, query, key_wide, scores, room, out, wide, M, again);
+        attention_values(a, sealed, table, head, from, to, scores, room, i, out, sums, wide, M, 4, DTYPE);
+    for (; i < wide; i += LANES)
+        attention_values(a, sealed, table, head, from, to, scores, room, i, out, sums, wide, M, 1, DTYPE);
+    for (int m = 0; m < M && turns; m++) {
+        rotate(out + sums + m * wide, s->value_dim, 1, 1);
+        for (int64_t d = 0; d < s->value_dim; d++) out[m * wide + d] += out[sums + m * wide + d];
+    }
+    if (again)
+        flag_pages(a, sealed, b, head, table, query + (turns ? queries : 0), key_wide, scores, room, out, wide, M,
+                   again);
     for (int m = 0; m < M; m++) {
         char *y = a->out + (b * s->heads + first + m) * s->value_dim * number;
         if (DTYPE == FLOAT32) memcpy(y, out + m * wide, (size_t)s->value_dim * 4);
@@ -230,6 +263,11 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
     TARGET static void NAME##_unpack(const uint8_t *from, int bits, int64_t count, float *to) {               \
         unpack_codes(from, bits, count, to);                                                                  \
     }                                                                                                         \
+    TARGET static void NAME##_unpack_turbo(const uint8_t *from, int bits, int64_t count, float *levels,       \
+                                           float *signs) {                                                    \
+        if (bits == 4) unpack_turbo(from, 4, count, levels, signs);                                           \
+        else unpack_turbo(from, 2, count, levels, signs);                                                     \
+    }                                                                                                         \
     TARGET static void NAME##_add_rows(const float *rows, int64_t count, const float *weights, int64_t room,  \
                                        Floats *sum, int M, int N) {                                           \
         switch (M) {                                                                                          \
@@ -239,7 +277,7 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
         default: ADD_ROWS(4);                                                                                 \
         }                                                                                                     \
     }                                                                                                         \
-    static const Sealed NAME##_sealed = {NAME##_unpack, NAME##_add_rows};                                     \
+    static const Sealed NAME##_sealed = {NAME##_unpack, NAME##_unpack_turbo, NAME##_add_rows};                \
     TARGET static void NAME##_attention(void *arg) {                                                          \
         Attention *a = arg;                                                                                   \
         const AttentionShape *s = a->s;                                                                       \
@@ -275,12 +313,13 @@ DEFINE_ATTENTION(avx512, TARGET_AVX512)
 static int page_fits(const AttentionShape *s, const int32_t *words, int64_t entry, int open) {
     if (entry < 0 || entry >= s->bytes) return 0;
     for (int64_t head = 0; head < s->kv_heads; head++) {
-        int bits;
-        const int64_t at = find_block(words, s->kv_heads, entry, head, &bits);
-        if (bits != 2 && bits != 4 && bits != 8 && bits != FULL_BITS) return 0;
-        const Block b = block_layout(bits, s->key_dim, s->value_dim, s->dtype == FLOAT32 ? 4 : 2);
+        int kind;
+        const int64_t at = find_block(words, s->kv_heads, entry, head, &kind);
+        const int sealed = kind == 2 || kind == 4 || kind == 8 || kind == (TURBO | 2) || kind == (TURBO | 4);
+        if (!sealed && kind != FULL_BITS) return 0;
+        const Block b = block_layout(kind, s->key_dim, s->value_dim, s->dtype == FLOAT32 ? 4 : 2);
         if (at < 0 || at + b.nbytes > s->bytes) return 0;
-        if (open && bits != FULL_BITS) return 0;
+        if (open && sealed) return 0;
     }
     return 1;
 }
@@ -320,7 +359,8 @@ int64_t qbe_bounded_attention(const void *query, const void *key, const void *va
     if (threads < 1 || tokens * s->heads * (s->key_dim + s->value_dim) < 65536) threads = 1;
     Attention a = {.s = s, .bounds = bounds, .query = query, .memory = memory, .words = words, .tables = tables, .lengths = lengths,
                    .entropy = entropy, .out = out, .backend = backend};
-    a.again_at = (int64_t)aligned((size_t)(4 * MAX_QUERIES * (s->key_dim + s->value_dim + longest + 3 * LANES)));
+    const int64_t floats = 3 * s->key_dim + 2 * s->value_dim + longest + 6 * LANES;
+    a.again_at = (int64_t)aligned((size_t)(4 * MAX_QUERIES * floats));
     a.scratch_bytes = a.again_at + (bounds ? (int64_t)aligned((size_t)(s->table_width * AGAIN_BYTES)) : 0);
     a.scratch = aligned_alloc(64, (size_t)(threads * a.scratch_bytes));
     if (!a.scratch) return -2;
@@ -328,8 +368,8 @@ int64_t qbe_bounded_attention(const void *query, const void *key, const void *va
     for (int64_t b = 0; b < s->batch; b++) /* here, because rows that pad a batch share a slot */
         for (int64_t h = 0; h < s->kv_heads; h++) {
             const int64_t offset = slots[b] % ALIGN;
-            int bits;
-            uint8_t *to = (uint8_t *)memory + find_block(words, s->kv_heads, slots[b] - offset, h, &bits);
+            int kind;
+            uint8_t *to = (uint8_t *)memory + find_block(words, s->kv_heads, slots[b] - offset, h, &kind);
             memcpy(to + offset * full.key_row, (const char *)key + (b * s->key_row + h * s->key_head) * number,
                    (size_t)full.key_row);
             mark_infinite(to + offset * full.key_row, s->key_dim, s->dtype);

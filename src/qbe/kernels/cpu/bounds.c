@@ -85,14 +85,18 @@ static float norm_of(const float *x, int64_t count) {
     return __builtin_sqrtf(total);
 }
 
-/* The notes of one page for M query rows; `weights` are those of its tokens [from, to), `query` is scaled. */
-static void note_page(const Attention *a, Sealed sealed, const uint8_t *block, int bits, int64_t from, int64_t to,
+/* The notes of one page for M query rows; `weights` are those of its tokens [from, to), `query` is scaled and, for a
+   sealed page, rotated. */
+static void note_page(const Attention *a, Sealed sealed, const uint8_t *block, int kind, int64_t from, int64_t to,
                       const float *query, int64_t key_wide, const float *weights, int64_t room, int M, float *notes) {
     const AttentionShape *s = a->s;
     const int64_t dim = s->value_dim, number = s->dtype == FLOAT32 ? 4 : 2;
-    const Block b = block_layout(bits, s->key_dim, dim, number);
+    const int bits = kind % TURBO;
+    const Block b = block_layout(kind, s->key_dim, dim, number);
     memset(notes, 0, sizeof *notes * NOTES * (size_t)M);
-    if (bits != FULL_BITS)
+    if (kind > TURBO) {
+        for (int m = 0; m < M; m++) notes[m * NOTES + 1] = __builtin_inff();
+    } else if (kind != FULL_BITS)
         for (int64_t d = 0; d < s->key_dim; d += LANES) {
             float scale[LANES], low[LANES];
             half_numbers(block + b.key_scales + 2 * d, scale);
@@ -105,7 +109,7 @@ static void note_page(const Attention *a, Sealed sealed, const uint8_t *block, i
     const float root = __builtin_sqrtf((float)dim);
     for (int64_t t = from; t < to; t++) {
         float norm, moved = 0;
-        if (bits == FULL_BITS) {
+        if (kind == FULL_BITS) {
             Floats sum = {0};
             for (int64_t i = 0; i < dim; i += LANES) {
                 const Floats v = load_lanes((const char *)block + b.values + t * b.value_row, s->dtype, dim, i);

@@ -155,5 +155,5 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_seal_pages.argtypes = [pointer] * 4 + [long] * 5 + [integer]
     lib.qbe_seal_pages.restype = long
     lib.qbe_read_pages.argtypes = [pointer] * 3 + [long] * 4 + [integer] + [pointer] * 2
-    lib.qbe_read_pages.restype = None
+    lib.qbe_read_pages.restype = long
     return lib

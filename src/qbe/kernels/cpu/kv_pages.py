@@ -34,15 +34,17 @@ def seal_pages(
 def read_pages(
     memory: torch.Tensor, blocks: torch.Tensor, entries: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `qbe.kernels.kv_pages.read_pages`."""
+    """See `qbe.kernels.kv_pages.read_pages`. Raises MemoryError where its working buffers find no room."""
     if not compiled_for(dtype):
         return reference.read_pages(memory, blocks, entries, shape, dtype)
     kv_heads, key_dim, value_dim = shape
     blocks, entries = blocks.contiguous(), entries.contiguous()
     tokens = entries.shape[0] * reference.PAGE_SIZE
     keys, values = (torch.empty(kv_heads, tokens, dim, dtype=dtype) for dim in (key_dim, value_dim))
-    build.loaded().qbe_read_pages(
+    failed = build.loaded().qbe_read_pages(
         memory.data_ptr(), blocks.data_ptr(), entries.data_ptr(), entries.shape[0], *shape, DTYPES[dtype],
         keys.data_ptr(), values.data_ptr(),
     )  # fmt: skip
+    if failed:
+        raise MemoryError("the CPU kernel found no memory for its working buffers")
     return keys, values

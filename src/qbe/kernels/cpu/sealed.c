@@ -1,14 +1,17 @@
 /* Attention over sealed pages: their codes are unpacked to floats, a few rows at a time, and added up like any others.
-   Included by attention.c. Only unpacking and adding are compiled for each path. */
+   Included by attention.c. Only unpacking and adding are compiled for each path.
+   Queries and sums of values are rotated, as the pages are. */
 
-#define TILE 32 /* channels unpacked at a time */
+#define CHANNELS 32 /* channels unpacked at a time */
 
 typedef void Unpack(const uint8_t *from, int bits, int64_t count, float *to);
+typedef void UnpackTurbo(const uint8_t *from, int bits, int64_t count, float *levels, float *signs);
 typedef void AddRows(const float *rows, int64_t count, const float *weights, int64_t room, Floats *sum, int M, int N);
 
 /* What each path has of its own to read sealed pages. */
 typedef struct {
     Unpack *unpack;
+    UnpackTurbo *unpack_turbo;
     AddRows *add_rows;
 } Sealed;
 
@@ -32,9 +35,9 @@ static void sealed_scores(Sealed sealed, const uint8_t *block, int bits, int64_t
                           int64_t value_dim, const float *query, int64_t wide, float *scores, int64_t room, int M) {
     const Block b = block_layout(bits, dim, value_dim, 2);
     Floats sum[MAX_QUERIES * (PAGE / LANES)] = {{0}};
-    float base[MAX_QUERIES] = {0}, scaled[MAX_QUERIES * TILE], codes[TILE * PAGE];
-    for (int64_t d = 0; d < dim; d += TILE) {
-        const int64_t count = dim - d < TILE ? dim - d : TILE;
+    float base[MAX_QUERIES] = {0}, scaled[MAX_QUERIES * CHANNELS], codes[CHANNELS * PAGE];
+    for (int64_t d = 0; d < dim; d += CHANNELS) {
+        const int64_t count = dim - d < CHANNELS ? dim - d : CHANNELS;
         for (int64_t i = 0; i < count; i += LANES) {
             float scale[LANES], low[LANES];
             half_numbers(block + b.key_scales + 2 * (d + i), scale);
@@ -42,12 +45,12 @@ static void sealed_scores(Sealed sealed, const uint8_t *block, int bits, int64_t
             for (int m = 0; m < M; m++)
                 for (int64_t l = 0; l < LANES && i + l < count; l++) {
                     const float q = query[m * wide + d + i + l];
-                    scaled[m * TILE + i + l] = q * scale[l];
+                    scaled[m * CHANNELS + i + l] = q * scale[l];
                     base[m] += q * low[l];
                 }
         }
         sealed.unpack(block + d * b.key_row, bits, count * PAGE, codes);
-        sealed.add_rows(codes, count, scaled, TILE, sum, M, PAGE / LANES);
+        sealed.add_rows(codes, count, scaled, CHANNELS, sum, M, PAGE / LANES);
     }
     for (int m = 0; m < M; m++) {
         float all[PAGE];
@@ -56,11 +59,44 @@ static void sealed_scores(Sealed sealed, const uint8_t *block, int bits, int64_t
     }
 }
 
+/* The same for turbo keys; sketch: the queries rotated as the keys' sketches are. */
+static void turbo_scores(Sealed sealed, const uint8_t *block, int kind, int64_t from, int64_t to, int64_t dim,
+                         int64_t value_dim, const float *query, const float *sketch, int64_t wide, float *scores,
+                         int64_t room, int M) {
+    const Block b = block_layout(kind, dim, value_dim, 2);
+    Floats level_sum[MAX_QUERIES * (PAGE / LANES)] = {{0}}, sign_sum[MAX_QUERIES * (PAGE / LANES)] = {{0}};
+    float base[MAX_QUERIES] = {0}, levels[CHANNELS * PAGE], signs[CHANNELS * PAGE], scale[PAGE], sketch_scale[PAGE];
+    for (int64_t d = 0; d < dim; d += CHANNELS) {
+        const int64_t count = dim - d < CHANNELS ? dim - d : CHANNELS;
+        for (int64_t i = 0; i < count; i += LANES) {
+            float mean[LANES];
+            half_numbers(block + b.key_scales + 4 * PAGE + 2 * (d + i), mean);
+            for (int m = 0; m < M; m++)
+                for (int64_t l = 0; l < LANES && i + l < count; l++) base[m] += query[m * wide + d + i + l] * mean[l];
+        }
+        sealed.unpack_turbo(block + d * b.key_row, kind % TURBO, count * PAGE, levels, signs);
+        sealed.add_rows(levels, count, query + d, wide, level_sum, M, PAGE / LANES);
+        sealed.add_rows(signs, count, sketch + d, wide, sign_sum, M, PAGE / LANES);
+    }
+    for (int t = 0; t < PAGE; t += LANES) {
+        half_numbers(block + b.key_scales + 2 * t, scale + t);
+        half_numbers(block + b.key_scales + 2 * (PAGE + t), sketch_scale + t);
+    }
+    for (int m = 0; m < M; m++) {
+        float level[PAGE], sign[PAGE];
+        memcpy(level, level_sum + m * (PAGE / LANES), sizeof level);
+        memcpy(sign, sign_sum + m * (PAGE / LANES), sizeof sign);
+        for (int64_t t = from; t < to; t++)
+            scores[m * room + t - from] = base[m] + level[t] * scale[t] + sign[t] * sketch_scale[t];
+    }
+}
+
 /* sum[m * N + n] += over the tokens [from, to) of a page, weights[m * room + t - from] * value t, N vectors of it from
    number i on. A token's scale goes into its weight, its low into a sum that all numbers share. */
-static void sealed_values(Sealed sealed, const uint8_t *block, int bits, int64_t from, int64_t to, int64_t key_dim,
+static void sealed_values(Sealed sealed, const uint8_t *block, int kind, int64_t from, int64_t to, int64_t key_dim,
                           int64_t dim, const float *weights, int64_t room, int64_t i, Floats *sum, int M, int N) {
-    const Block b = block_layout(bits, key_dim, dim, 2);
+    const Block b = block_layout(kind, key_dim, dim, 2);
+    const int bits = kind % TURBO;
     float scale[PAGE], low[PAGE], base[MAX_QUERIES] = {0}, scaled[MAX_QUERIES * PAGE], codes[PAGE * 4 * LANES];
     for (int t = 0; t < PAGE; t += LANES) {
         half_numbers(block + b.value_scales + 2 * t, scale + t);

@@ -21,16 +21,19 @@ m = sum b v / N, whose norm is at most R = sum_pages W exp(e) a / L:
     |o" - o| <= sum over the pages not read again of B,  B = W (h + (exp(e) - 1) (a + R)) / L
 
 It holds in exact arithmetic; the rounding of sums, which 16-bit pages have too, is not in it. Keys, values and queries
-turned by an orthonormal matrix have the same products and norms: q may be the query as the block sees it.
+turned by an orthonormal matrix have the same products and norms: q is the query as sealed blocks see it, rotated.
+Turbo keys have no eps (a bound by their sketch scale is too wide to keep any page), so theirs is infinite.
 """
 
 from __future__ import annotations
 
 import torch
 
-from qbe.kernels.kv_blocks import FULL_BITS, NO_ORIGINAL, PAGE_SIZE, block
+from qbe.kernels.kv_blocks import FULL_BITS, NO_ORIGINAL, PAGE_SIZE, TURBO, block
 from qbe.kernels.reference.kv_pages import LARGEST, error_bound, find, read_pages
 from qbe.kernels.reference.paged_attention import write_new
+from qbe.kernels.reference.rotation import rotate
+from qbe.sites import kv_width
 
 SLACK = 1.001  # for the rounding of the bound itself
 
@@ -65,7 +68,7 @@ def page_bounds(
     def by_page(x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(x.shape[0], count).index_add_(1, pages, x)
 
-    e = abs(scaling) * torch.einsum("hd,hpd->hp", query.abs(), key_errors)
+    e = abs(scaling) * torch.einsum("hd,hpd->hp", rotate(query).abs(), key_errors)
     moved = value_errors * values.shape[2] ** 0.5
     share = by_page(weights)
     h, a = by_page(weights * moved), by_page(weights * (values.norm(dim=2) + moved))  # times the page's share
@@ -160,11 +163,14 @@ def _errors(
     keys = torch.zeros(kv_heads, key_dim, dtype=torch.float64, device=memory.device)
     values = torch.zeros(kv_heads, PAGE_SIZE, dtype=torch.float64, device=memory.device)
     for head in range(kv_heads):
-        bits, at = find(blocks, entry, head)
-        if bits != FULL_BITS:
-            layout = block(bits, key_dim, value_dim, dtype.itemsize)
-            scales = memory[at + layout.key_scales : at + layout.value_scales + 4 * PAGE_SIZE].view(torch.float16)
-            keys[head] = number_error(scales[:key_dim], scales[key_dim : 2 * key_dim], bits)
-            scale, low = scales[2 * key_dim :].view(2, PAGE_SIZE)
+        kind, at = find(blocks, entry, head)
+        if kind != FULL_BITS:
+            layout, bits = block(kind, key_dim, value_dim, dtype.itemsize), kv_width(kind)
+            scale, low = memory[at + layout.value_scales :][: 4 * PAGE_SIZE].view(torch.float16).view(2, PAGE_SIZE)
             values[head] = number_error(scale, low, bits)
+            if kind > TURBO:
+                keys[head] = torch.inf
+                continue
+            scale, low = memory[at + layout.key_scales :][: 4 * key_dim].view(torch.float16).view(2, key_dim)
+            keys[head] = number_error(scale, low, bits)
     return keys, values

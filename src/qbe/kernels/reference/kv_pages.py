@@ -1,9 +1,9 @@
 """Sealing and reading pages of the KV cache, written out: one block after the other, float32, nothing clever.
 
-Bound: a number x of a sealed page, |x| <= 65504, comes back within `error_bound(scale, low, bits)`: half a step
+Bound: a number x that is quantised, |x| <= 65504, comes back within `error_bound(scale, low, bits)`: half a step
 and float32's rounding of it, what rounding `low` to float16 moves the lowest code, and what rounding a tiny scale takes
-from the highest. NaN and infinity
-make their channel's (or token's) scale NaN, so that they are found downstream instead of vanishing.
+from the highest. What is quantised is rotated: there the bound holds. NaN and infinity in a value make its token's
+scale NaN, in a key every scale of its block, so that they are found downstream instead of vanishing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import ctypes
 
 import torch
 
-from qbe.kernels.kv_blocks import ALIGN, FULL_BITS, PAGE_SIZE, block
+from qbe.kernels.kv_blocks import ALIGN, DEVIATION, FULL_BITS, LEVELS, PAGE_SIZE, TURBO, block
+from qbe.kernels.reference.rotation import rotate
+from qbe.sites import kv_width
 
 LARGEST = 65504.0  # of float16
 
@@ -34,6 +36,34 @@ def quantise(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, to
 def error_bound(scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
     """The largest |x - (scale * code + low)| for the numbers x of a row, in float64."""
     return scale.double() * (0.5 + 2**bits * 2.0**-21) + low.double().abs() * 2**-11 + 2**bits * 2.0**-25
+
+
+def turbo_keys(y: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of rotated keys `[n, dim]`: codes uint8 `[n, dim]`; float16 scale and sketch scale `[n]`, mean `[dim]`."""
+    y = y.to(torch.float32)
+    mean = y.mean(0).half()
+    y = y - mean.float()
+    levels = torch.tensor(LEVELS[bits], dtype=torch.float32, device=y.device)
+    step = y.square().mean(1, keepdim=True).sqrt() / DEVIATION[bits]
+    magnitude = torch.bucketize(y.abs() / torch.where(step == 0, 1, step), (levels[1:] + levels[:-1]) / 2)
+    level = torch.where(y < 0, -1, 1) * levels[magnitude]
+    scale = ((y * level).sum(1) / level.square().sum(1)).half()
+    rest = y - scale.float()[:, None] * level
+    sketched = rotate(rest, signs=False)
+    sums = sketched.abs().sum(1)
+    sketch_scale = (rest.square().sum(1) / torch.where(sums == 0, 1, sums)).half()
+    codes = magnitude + (level > 0) * 2 ** (bits - 2) + (sketched >= 0) * 2 ** (bits - 1)
+    return codes.to(torch.uint8), scale, sketch_scale, mean
+
+
+def turbo_numbers(
+    codes: torch.Tensor, scale: torch.Tensor, sketch_scale: torch.Tensor, mean: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """float32 `[n, dim]`, the rotated keys of `turbo_keys`."""
+    signs = torch.where(codes & 2 ** (bits - 2) > 0, 1.0, -1.0)
+    level = signs * torch.tensor(LEVELS[bits], device=codes.device)[(codes & (2 ** (bits - 2) - 1)).long()]
+    sketch = rotate(torch.where(codes & 2 ** (bits - 1) > 0, 1.0, -1.0), signs=False)
+    return mean.float() + scale.float()[:, None] * level + sketch_scale.float()[:, None] * sketch
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -69,20 +99,28 @@ def seal_pages(
                 _, at = find(words, source, head)
                 keys = memory[at : at + full.values].view(dtype).view(PAGE_SIZE, key_dim)
                 values = memory[at + full.values : at + full.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
-                bits, to = find(words, target, head)
-                if bits == FULL_BITS:
+                kind, to = find(words, target, head)
+                if kind == FULL_BITS:
                     memory[to : to + full.nbytes] = memory[at : at + full.nbytes]
                     continue
-                layout = block(bits, key_dim, value_dim, dtype.itemsize)
-                _write(memory, keys.T, bits, to, to + layout.key_scales)
-                _write(memory, values, bits, to + layout.values, to + layout.value_scales)
+                layout, bits = block(kind, key_dim, value_dim, dtype.itemsize), kv_width(kind)
+                keys, values = rotate(keys.to(torch.float32)), rotate(values.to(torch.float32))
+                if kind > TURBO:
+                    codes, *scales = turbo_keys(keys, bits)
+                    codes = codes.T
+                else:
+                    codes, *scales = quantise(keys.T, bits)
+                _write(memory, to, pack(codes, bits))
+                _write(memory, to + layout.key_scales, *scales)
+                codes, *scales = quantise(values, bits)
+                _write(memory, to + layout.values, pack(codes, bits))
+                _write(memory, to + layout.value_scales, *scales)
 
 
-def _write(memory: torch.Tensor, x: torch.Tensor, bits: int, codes_at: int, scales_at: int) -> None:
-    codes, scale, low = quantise(x, bits)
-    for what, at in ((pack(codes, bits), codes_at), (scale, scales_at), (low, scales_at + 2 * len(low))):
-        raw = what.contiguous().view(torch.uint8).flatten()
-        memory[at : at + len(raw)] = raw
+def _write(memory: torch.Tensor, at: int, *parts: torch.Tensor) -> None:
+    """These tensors one after the other."""
+    raw = torch.cat([p.contiguous().view(torch.uint8).flatten() for p in parts])
+    memory[at : at + len(raw)] = raw
 
 
 def read_pages(
@@ -103,13 +141,13 @@ def read_pages(
     for i, entry in enumerate(entries.tolist()):
         rows = slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE)
         for head in range(kv_heads):
-            bits, at = find(blocks, entry, head)
-            keys[head, rows], values[head, rows] = _read(memory, at, bits, key_dim, value_dim, dtype)
+            kind, at = find(blocks, entry, head)
+            keys[head, rows], values[head, rows] = _read(memory, at, kind, key_dim, value_dim, dtype)
     return keys, values
 
 
 def find(blocks: torch.Tensor, entry: int, head: int) -> tuple[int, int]:
-    """Bits and address of a head's block; blocks int32 `[FORMATS, kv_heads]`."""
+    """Kind and address of a head's block; blocks int32 `[FORMATS, kv_heads]`."""
     word = int(blocks[entry % ALIGN, head])
     return word % ALIGN, entry - entry % ALIGN + word - word % ALIGN
 
@@ -123,19 +161,24 @@ def _bytes_at(memory: torch.Tensor, at: int, count: int) -> torch.Tensor:
 
 
 def _read(
-    memory: torch.Tensor, at: int, bits: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    memory: torch.Tensor, at: int, kind: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layout = block(bits, key_dim, value_dim, dtype.itemsize)
+    layout, bits = block(kind, key_dim, value_dim, dtype.itemsize), kv_width(kind)
     raw = _bytes_at(memory, at, layout.nbytes)
-    if bits == FULL_BITS:
+    if kind == FULL_BITS:
         keys = raw[: layout.values].view(dtype).view(PAGE_SIZE, key_dim)
         return keys, raw[layout.values : layout.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
-    key_codes = unpack(raw[: key_dim * layout.key_row].view(key_dim, layout.key_row), bits, PAGE_SIZE)
+    codes = unpack(raw[: key_dim * layout.key_row].view(key_dim, layout.key_row), bits, PAGE_SIZE).T
+    scales = raw[layout.key_scales : layout.value_scales].view(torch.float16)
+    if kind > TURBO:
+        scale, sketch_scale, mean = scales[: 2 * PAGE_SIZE + key_dim].split((PAGE_SIZE, PAGE_SIZE, key_dim))
+        keys = turbo_numbers(codes, scale, sketch_scale, mean, bits)
+    else:
+        keys = codes * scales[:key_dim].float() + scales[key_dim:].float()
     value_codes = unpack(raw[layout.values : layout.key_scales].view(PAGE_SIZE, layout.value_row), bits, value_dim)
-    key_scale, key_low = raw[layout.key_scales : layout.value_scales].view(torch.float16).float().view(2, key_dim, 1)
     ends = layout.value_scales + 4 * PAGE_SIZE
     value_scale, value_low = raw[layout.value_scales : ends].view(torch.float16).float().view(2, PAGE_SIZE, 1)
-    return (key_codes * key_scale + key_low).T, value_codes * value_scale + value_low
+    return rotate(keys), rotate(value_codes * value_scale + value_low)
 
 
 def rearrange(
@@ -154,10 +197,10 @@ def rearrange(
     out = memory.clone()
     for entry in set(entries.flatten().tolist()):
         for head in range(kv_heads):
-            bits, at = find(blocks, entry, head)
-            if bits == FULL_BITS:
+            kind, at = find(blocks, entry, head)
+            if kind == FULL_BITS:
                 continue
-            layout = block(bits, key_dim, value_dim, itemsize)
+            layout, bits = block(kind, key_dim, value_dim, itemsize), kv_width(kind)
             for begin, n, m in ((at, key_dim, PAGE_SIZE), (at + layout.values, PAGE_SIZE, value_dim)):
                 on_cpu, on_gpu = (n, -(-m * bits // 8)), (m, -(-n * bits // 8))
                 rows, row = on_gpu if back else on_cpu
@@ -166,7 +209,8 @@ def rearrange(
                     pack(_unpack_fields(raw, bits, n).T, bits) if back else _pack_fields(unpack(raw, bits, m).T, bits)
                 )
                 out[begin : begin + packed.numel()] = packed.flatten()
-            for begin, n in ((at + layout.key_scales, key_dim), (at + layout.value_scales, PAGE_SIZE)):
+            key_pairs = PAGE_SIZE if kind > TURBO else key_dim
+            for begin, n in ((at + layout.key_scales, key_pairs), (at + layout.value_scales, PAGE_SIZE)):
                 pairs = memory[begin : begin + 4 * n].view(torch.int16)
                 out[begin : begin + 4 * n] = (
                     pairs.view(*((n, 2) if back else (2, n))).T.contiguous().view(torch.uint8).flatten()

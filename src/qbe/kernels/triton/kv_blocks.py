@@ -11,15 +11,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.kv_blocks import PAGE_SIZE, Block
+from qbe.kernels.kv_blocks import LEVELS, PAGE_SIZE, TURBO, Block
 
 PAGE = tl.constexpr(PAGE_SIZE)
+TURBO4 = tl.constexpr(TURBO | 4)
+TURBO2 = tl.constexpr(TURBO | 2)
+MAGNITUDES = tl.constexpr(sum(level << 8 * i for i, level in enumerate(LEVELS[4])))
 
 
 @triton.constexpr_function
-def part(name, bits, key_dim, value_dim, item):
+def part(name, kind, key_dim, value_dim, item):
     """A part of `qbe.kernels.kv_blocks.Block`; Triton refuses kernels that refer to a cached function."""
-    return getattr(Block(bits, key_dim, value_dim, item), name)
+    return getattr(Block(kind, key_dim, value_dim, item), name)
+
+
+@triton.constexpr_function
+def is_turbo(kind):
+    return kind > TURBO
+
+
+@triton.constexpr_function
+def bits_of(kind):
+    return kind % TURBO
 
 
 @triton.constexpr_function
@@ -81,6 +94,22 @@ def numbers_of(packed, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
+def turbo_levels(codes, BITS: tl.constexpr):
+    """int32 levels of turbo keys' codes, int32"""
+    sign = ((codes >> (BITS - 2)) & 1) * 2 - 1
+    if BITS == 2:
+        return sign
+    else:
+        return sign * ((tl.full(codes.shape, MAGNITUDES, tl.int32) >> ((codes & 3) * 8)) & 255)
+
+
+@triton.jit
+def turbo_signs(codes, BITS: tl.constexpr):
+    """int32 signs of turbo keys' sketches"""
+    return ((codes >> (BITS - 1)) & 1) * 2 - 1
+
+
+@triton.jit
 def full_keys(numbers_ptr, at, ok, KEY_DIM: tl.constexpr, BK: tl.constexpr, ITEM: tl.constexpr):
     """Keys [PAGE, BK] of the block of 16 bits at this address; 0 for tokens that are not `ok`."""
     d = tl.arange(0, BK)
@@ -133,6 +162,20 @@ def key_scales(memory_ptr, at, FIELD: tl.constexpr, BITS: tl.constexpr, KEY_DIM:
 
 
 @triton.jit
+def turbo_mean(memory_ptr, at, d, ok, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Mean float32 of these channels of turbo keys; 0 where not `ok`."""
+    begin = memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2) + 4 * PAGE
+    return tl.load(begin.to(tl.pointer_type(tl.float16)) + d, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def turbo_scales(memory_ptr, at, token, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Scale and sketch scale float32 of these tokens' turbo keys."""
+    pairs = (memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    return _scale_low(tl.load(pairs + token))
+
+
+@triton.jit
 def sealed_values(
     memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr
 ):  # fmt: skip
@@ -148,9 +191,9 @@ def sealed_values(
 
 
 @triton.jit
-def value_scales(memory_ptr, at, token, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+def value_scales(memory_ptr, at, token, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
     """Scale and low float32 of these tokens' values."""
-    pairs = (memory_ptr + at + part("value_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    pairs = (memory_ptr + at + part("value_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
     return _scale_low(tl.load(pairs + token))
 
 

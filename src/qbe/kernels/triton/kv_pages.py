@@ -8,20 +8,26 @@ import torch
 import triton
 import triton.language as tl
 
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.kernels.kv_blocks import DEVIATION, LEVELS, PAGE_SIZE
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
+    TURBO2,
+    TURBO4,
+    bits_of,
     block_of,
+    fields_of,
     full_keys,
     full_values,
-    key_scales,
-    numbers_of,
+    is_turbo,
     part,
     row_bytes,
-    sealed_keys,
-    sealed_values,
+    turbo_levels,
+    turbo_mean,
+    turbo_scales,
+    turbo_signs,
     value_scales,
 )
+from qbe.kernels.triton.rotation import rotate
 
 
 @triton.jit
@@ -39,46 +45,84 @@ def _codes(x, ok, AXIS: tl.constexpr, BITS: tl.constexpr):
     return tl.where(ok, codes, 0.0).to(tl.int32), scale, low
 
 
+@triton.constexpr_function
+def _middle(i):
+    """Between the i-th magnitude of turbo keys of 4 bits and the next one."""
+    return (LEVELS[4][i] + LEVELS[4][i + 1]) / 2
+
+
+@triton.constexpr_function
+def _over_deviation(bits):
+    return 1 / DEVIATION[bits]
+
+
+@triton.jit
+def _turbo_codes(y, ok, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
+    """`turbo_keys` of the reference for y [PAGE, BK]; codes int32, the scales with their axis kept."""
+    mean = (tl.sum(y, 0, keep_dims=True) / PAGE).to(tl.float16)
+    y = tl.where(ok, y - mean.to(tl.float32), 0.0)
+    step = tl.sqrt(tl.sum(y * y, 1, keep_dims=True) / KEY_DIM) * _over_deviation(BITS)
+    size = tl.abs(y) / tl.where(step == 0, 1.0, step)
+    codes = (y >= 0).to(tl.int32) << (BITS - 2)
+    if BITS == 4:
+        codes += (size > _middle(0)).to(tl.int32) + (size > _middle(1)).to(tl.int32)
+        codes += (size > _middle(2)).to(tl.int32)
+    level = tl.where(ok, turbo_levels(codes, BITS).to(tl.float32), 0.0)
+    scale = (tl.sum(y * level, 1, keep_dims=True) / tl.sum(level * level, 1, keep_dims=True)).to(tl.float16)
+    rest = y - scale.to(tl.float32) * level
+    sketched = rotate(rest, KEY_DIM, SIGNS=False)
+    sums = tl.sum(tl.abs(sketched), 1, keep_dims=True)
+    sketch_scale = (tl.sum(rest * rest, 1, keep_dims=True) / tl.where(sums == 0, 1.0, sums)).to(tl.float16)
+    return codes + ((sketched >= 0).to(tl.int32) << (BITS - 1)), scale, sketch_scale, mean
+
+
 @triton.jit
 def _seal(
-    numbers_ptr, memory_ptr, at, to, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ITEM: tl.constexpr, BV: tl.constexpr,
+    k, v, memory_ptr, to, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
-    """Field by field: of keys a part of the channels, of values a part of the tokens."""
+    """Of rotated keys and values; a field of keys is a part of the channels, one of values a part of the tokens."""
+    BITS: tl.constexpr = bits_of(KIND)
     FIELDS: tl.constexpr = 8 // BITS
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
+    SCALES: tl.constexpr = part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)
     t = tl.arange(0, PAGE)
+    d = tl.arange(0, BK)
     u = tl.arange(0, block_of(ROW))
-    keys = numbers_ptr + at // ITEM
+    inside = (d < KEY_DIM)[None, :] & (t >= 0)[:, None]
+    pairs = (memory_ptr + to + SCALES).to(tl.pointer_type(tl.float16))
+    if is_turbo(KIND):
+        codes, scale, sketch_scale, mean = _turbo_codes(k, inside, BITS, KEY_DIM)
+        tl.store(pairs + 2 * t[:, None], scale)
+        tl.store(pairs + 2 * t[:, None] + 1, sketch_scale)
+        tl.store(pairs + 2 * PAGE + d[None, :], mean, mask=(d < KEY_DIM)[None, :])
+    else:
+        codes, scale, low = _codes(k, inside, 0, BITS)
+        tl.store(pairs + 2 * d[None, :], scale, mask=(d < KEY_DIM)[None, :])
+        tl.store(pairs + 2 * d[None, :] + 1, low, mask=(d < KEY_DIM)[None, :])
     packed = tl.zeros((PAGE, block_of(ROW)), tl.int32)
     for i in tl.static_range(FIELDS):
-        d = i * ROW + u
-        ok = (u < ROW) & (d < KEY_DIM)
-        inside = ok[None, :] & (t >= 0)[:, None]
-        x = tl.load(keys + t[:, None] * KEY_DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        codes, scale, low = _codes(x, inside, 0, BITS)
-        packed |= codes << (i * BITS)
-        pairs = (memory_ptr + to + part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.float16))
-        tl.store(pairs + 2 * d[None, :], scale, mask=ok[None, :])
-        tl.store(pairs + 2 * d[None, :] + 1, low, mask=ok[None, :])
+        ok = (u < ROW) & (i * ROW + u < KEY_DIM)
+        at = tl.where(ok, i * ROW + u, 0)[None, :] + tl.zeros((PAGE, block_of(ROW)), tl.int32)
+        packed |= tl.where(ok[None, :], tl.gather(codes, at, 1) << (i * BITS), 0)
     tl.store(memory_ptr + to + t[:, None] * ROW + u[None, :], packed.to(tl.uint8), mask=(u < ROW)[None, :])
 
-    VALUES: tl.constexpr = part("values", BITS, KEY_DIM, VALUE_DIM, 2)
+    VALUES: tl.constexpr = part("values", KIND, KEY_DIM, VALUE_DIM, 2)
+    VALUE_SCALES: tl.constexpr = part("value_scales", KIND, KEY_DIM, VALUE_DIM, 2)
     TOKENS: tl.constexpr = PAGE // FIELDS
     dv = tl.arange(0, BV)
-    inside = (dv < VALUE_DIM)[None, :] & (tl.arange(0, TOKENS) >= 0)[:, None]
-    values = keys + PAGE * KEY_DIM
-    packed = tl.zeros((TOKENS, BV), tl.int32)
+    few = tl.arange(0, TOKENS)
+    inside_v = (dv < VALUE_DIM)[None, :] & (few >= 0)[:, None]
+    values = fields_of(v, FIELDS)
+    packed_v = tl.zeros((TOKENS, BV), tl.int32)
+    pairs_v = (memory_ptr + to + VALUE_SCALES).to(tl.pointer_type(tl.float16))
     for i in tl.static_range(FIELDS):
-        token = i * TOKENS + tl.arange(0, TOKENS)
-        x = tl.load(values + token[:, None] * VALUE_DIM + dv[None, :], mask=inside, other=0.0).to(tl.float32)
-        codes, scale, low = _codes(x, inside, 1, BITS)
-        packed |= codes << (i * BITS)
-        pairs = (memory_ptr + to + part("value_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.float16))
-        tl.store(pairs + 2 * token[:, None], scale)
-        tl.store(pairs + 2 * token[:, None] + 1, low)
-    row = memory_ptr + to + VALUES + dv[None, :] * TOKENS + tl.arange(0, TOKENS)[:, None]
-    tl.store(row, packed.to(tl.uint8), mask=inside)
+        codes_v, scale_v, low_v = _codes(values[i], inside_v, 1, BITS)
+        packed_v |= codes_v << (i * BITS)
+        token = i * TOKENS + few
+        tl.store(pairs_v + 2 * token[:, None], scale_v)
+        tl.store(pairs_v + 2 * token[:, None] + 1, low_v)
+    tl.store(memory_ptr + to + VALUES + dv[None, :] * TOKENS + few[:, None], packed_v.to(tl.uint8), mask=inside_v)
 
 
 @triton.jit(do_not_specialize=["sources_ptr", "targets_ptr", "words_ptr", "layer_words"])
@@ -95,49 +139,61 @@ def seal_kernel(
     to_word = tl.load(words_ptr + target % 256 * KV_HEADS + head)
     at = tl.multiple_of(source - source % 256 + from_word - from_word % 256, 256)
     to = tl.multiple_of(target - target % 256 + to_word - to_word % 256, 256)
-    bits = to_word % 256
-    if bits == 16:
-        t = tl.arange(0, PAGE)
+    kind = to_word % 256
+    t = tl.arange(0, PAGE)
+    k = full_keys(numbers_ptr, at, t < PAGE, KEY_DIM, BK, ITEM)
+    v = full_values(numbers_ptr, at, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
+    if kind == 16:
         d = tl.arange(0, BK)
         dv = tl.arange(0, BV)
-        k = full_keys(numbers_ptr, at, t < PAGE, KEY_DIM, BK, ITEM)
-        v = full_values(numbers_ptr, at, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
         tl.store(numbers_ptr + to // ITEM + t[:, None] * KEY_DIM + d[None, :], k, mask=(d < KEY_DIM)[None, :])
         at_values = numbers_ptr + to // ITEM + PAGE * KEY_DIM + t[:, None] * VALUE_DIM + dv[None, :]
         tl.store(at_values, v, mask=(dv < VALUE_DIM)[None, :])
-    elif bits == 8:
-        _seal(numbers_ptr, memory_ptr, at, to, 8, KEY_DIM, VALUE_DIM, ITEM, BV)
-    elif bits == 4:
-        _seal(numbers_ptr, memory_ptr, at, to, 4, KEY_DIM, VALUE_DIM, ITEM, BV)
     else:
-        _seal(numbers_ptr, memory_ptr, at, to, 2, KEY_DIM, VALUE_DIM, ITEM, BV)
+        rotated_k = rotate(k, KEY_DIM)
+        rotated_v = rotate(v, VALUE_DIM)
+        if kind == 8:
+            _seal(rotated_k, rotated_v, memory_ptr, to, 8, KEY_DIM, VALUE_DIM, BK, BV)
+        elif kind == 4:
+            _seal(rotated_k, rotated_v, memory_ptr, to, 4, KEY_DIM, VALUE_DIM, BK, BV)
+        elif kind == 2:
+            _seal(rotated_k, rotated_v, memory_ptr, to, 2, KEY_DIM, VALUE_DIM, BK, BV)
+        elif kind == TURBO4:
+            _seal(rotated_k, rotated_v, memory_ptr, to, TURBO4, KEY_DIM, VALUE_DIM, BK, BV)
+        else:
+            _seal(rotated_k, rotated_v, memory_ptr, to, TURBO2, KEY_DIM, VALUE_DIM, BK, BV)
 
 
 @triton.jit
-def _store_read(
-    memory_ptr, at, keys_ptr, values_ptr, BITS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BV: tl.constexpr,
+def _read(
+    memory_ptr, at, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
-    FIELDS: tl.constexpr = 8 // BITS
+    """Keys [PAGE, BK] and values [PAGE, BV] of the sealed block at this address, rotated, in float32."""
+    BITS: tl.constexpr = bits_of(KIND)
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
-    TOKENS: tl.constexpr = PAGE // FIELDS
+    TOKENS: tl.constexpr = PAGE * BITS // 8
     t = tl.arange(0, PAGE)
-    u = tl.arange(0, block_of(ROW))
-    packed = sealed_keys(memory_ptr, at, BITS, KEY_DIM)
-    for i in tl.static_range(FIELDS):
-        d = i * ROW + u
-        scale, low = key_scales(memory_ptr, at, i, BITS, KEY_DIM, VALUE_DIM)
-        k = numbers_of(packed, i, BITS, tl.float32, False) * scale[None, :] + low[None, :]
-        ok = (u < ROW) & (d < KEY_DIM)
-        tl.store(keys_ptr + t[:, None] * KEY_DIM + d[None, :], k.to(keys_ptr.dtype.element_ty), mask=ok[None, :])
+    d = tl.arange(0, BK)
+    ok = d < KEY_DIM
+    packed = tl.load(memory_ptr + at + t[:, None] * ROW + (d % ROW)[None, :], mask=ok[None, :], other=0).to(tl.int32)
+    codes = (packed >> (d // ROW * BITS)[None, :]) & (2**BITS - 1)
+    if is_turbo(KIND):
+        scale, sketch_scale = turbo_scales(memory_ptr, at, t, KIND, KEY_DIM, VALUE_DIM)
+        mean = turbo_mean(memory_ptr, at, d, ok, KIND, KEY_DIM, VALUE_DIM)
+        signs = rotate(turbo_signs(codes, BITS), KEY_DIM, SIGNS=False)
+        k = turbo_levels(codes, BITS).to(tl.float32) * scale[:, None] + mean[None, :] + signs * sketch_scale[:, None]
+    else:
+        pairs = (memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.float16))
+        scale = tl.load(pairs + 2 * d, mask=ok, other=0.0).to(tl.float32)
+        low = tl.load(pairs + 2 * d + 1, mask=ok, other=0.0).to(tl.float32)
+        k = codes.to(tl.float32) * scale[None, :] + low[None, :]
     dv = tl.arange(0, BV)
-    packed = sealed_values(memory_ptr, at, BITS, KEY_DIM, VALUE_DIM, BV)
-    for i in tl.static_range(FIELDS):
-        token = i * TOKENS + tl.arange(0, TOKENS)
-        scale, low = value_scales(memory_ptr, at, token, BITS, KEY_DIM, VALUE_DIM)
-        v = numbers_of(packed, i, BITS, tl.float32, False) * scale[None, :] + low[None, :]
-        v_at = values_ptr + token[None, :] * VALUE_DIM + dv[:, None]
-        tl.store(v_at, v.to(values_ptr.dtype.element_ty), mask=(dv < VALUE_DIM)[:, None])
+    values = memory_ptr + at + part("values", KIND, KEY_DIM, VALUE_DIM, 2)
+    packed_v = tl.load(values + dv[None, :] * TOKENS + (t % TOKENS)[:, None], mask=(dv < VALUE_DIM)[None, :], other=0)
+    codes_v = (packed_v.to(tl.int32) >> (t // TOKENS * BITS)[:, None]) & (2**BITS - 1)
+    scale_v, low_v = value_scales(memory_ptr, at, t, KIND, KEY_DIM, VALUE_DIM)
+    return k, codes_v.to(tl.float32) * scale_v[:, None] + low_v[:, None]
 
 
 @triton.jit(do_not_specialize=["entries_ptr", "pages"])
@@ -151,24 +207,35 @@ def read_kernel(
     entry = tl.load(entries_ptr + page)
     word = tl.load(words_ptr + entry % 256 * KV_HEADS + head)
     at = tl.multiple_of(entry - entry % 256 + word - word % 256, 256)
-    bits = word % 256
+    kind = word % 256
     row = (head.to(tl.int64) * pages + page) * PAGE
     keys_ptr += row * KEY_DIM
     values_ptr += row * VALUE_DIM
-    if bits == 16:
-        t = tl.arange(0, PAGE)
-        d = tl.arange(0, BK)
-        dv = tl.arange(0, BV)
+    t = tl.arange(0, PAGE)
+    d = tl.arange(0, BK)
+    dv = tl.arange(0, BV)
+    at_keys = keys_ptr + t[:, None] * KEY_DIM + d[None, :]
+    at_values = values_ptr + t[:, None] * VALUE_DIM + dv[None, :]
+    if kind == 16:
         k = full_keys(numbers_ptr, at, t < PAGE, KEY_DIM, BK, ITEM)
         v = full_values(numbers_ptr, at, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
-        tl.store(keys_ptr + t[:, None] * KEY_DIM + d[None, :], k, mask=(d < KEY_DIM)[None, :])
-        tl.store(values_ptr + t[:, None] * VALUE_DIM + dv[None, :], v, mask=(dv < VALUE_DIM)[None, :])
-    elif bits == 8:
-        _store_read(memory_ptr, at, keys_ptr, values_ptr, 8, KEY_DIM, VALUE_DIM, BV)
-    elif bits == 4:
-        _store_read(memory_ptr, at, keys_ptr, values_ptr, 4, KEY_DIM, VALUE_DIM, BV)
+        tl.store(at_keys, k, mask=(d < KEY_DIM)[None, :])
+        tl.store(at_values, v, mask=(dv < VALUE_DIM)[None, :])
     else:
-        _store_read(memory_ptr, at, keys_ptr, values_ptr, 2, KEY_DIM, VALUE_DIM, BV)
+        if kind == 8:
+            rotated_k, rotated_v = _read(memory_ptr, at, 8, KEY_DIM, VALUE_DIM, BK, BV)
+        elif kind == 4:
+            rotated_k, rotated_v = _read(memory_ptr, at, 4, KEY_DIM, VALUE_DIM, BK, BV)
+        elif kind == 2:
+            rotated_k, rotated_v = _read(memory_ptr, at, 2, KEY_DIM, VALUE_DIM, BK, BV)
+        elif kind == TURBO4:
+            rotated_k, rotated_v = _read(memory_ptr, at, TURBO4, KEY_DIM, VALUE_DIM, BK, BV)
+        else:
+            rotated_k, rotated_v = _read(memory_ptr, at, TURBO2, KEY_DIM, VALUE_DIM, BK, BV)
+        back_k = rotate(rotated_k, KEY_DIM).to(keys_ptr.dtype.element_ty)
+        back_v = rotate(rotated_v, VALUE_DIM).to(values_ptr.dtype.element_ty)
+        tl.store(at_keys, back_k, mask=(d < KEY_DIM)[None, :])
+        tl.store(at_values, back_v, mask=(dv < VALUE_DIM)[None, :])
 
 
 def _sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.triton.kv_blocks import PAGE, fields_of, numbers_of, origin, value_scales
+from qbe.kernels.triton.kv_blocks import PAGE, bits_of, fields_of, numbers_of, origin, value_scales
 
 NOTES = tl.constexpr(4)
 
@@ -49,10 +49,11 @@ def note_full(notes_ptr, row, page, REPEAT: tl.constexpr, weights, top, v):
 
 @triton.jit
 def note_sealed(
-    notes_ptr, row, page, REPEAT: tl.constexpr, weights, top, e, packed, memory_ptr, block, BITS: tl.constexpr,
+    notes_ptr, row, page, REPEAT: tl.constexpr, weights, top, e, packed, memory_ptr, block, KIND: tl.constexpr,
     DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A sealed page: weights and `top` as above, e [BM], and the bytes [BV, R] of the values of its block."""
+    BITS: tl.constexpr = bits_of(KIND)
     FIELDS: tl.constexpr = 8 // BITS
     ROW: tl.constexpr = PAGE * BITS // 8
     inside = (tl.arange(0, packed.shape[0]) < VALUE_DIM)[:, None]
@@ -60,7 +61,7 @@ def note_sealed(
     h = e * 0
     a = e * 0
     for i in tl.static_range(FIELDS):
-        scale, low = value_scales(memory_ptr, block, i * ROW + tl.arange(0, ROW), BITS, KEY_DIM, VALUE_DIM)
+        scale, low = value_scales(memory_ptr, block, i * ROW + tl.arange(0, ROW), KIND, KEY_DIM, VALUE_DIM)
         moved = number_errors(scale, low, BITS) * VALUE_DIM**0.5
         codes = numbers_of(packed, i, BITS, DTYPE, ASM).to(tl.float32) - origin(DTYPE, BITS)
         v = tl.where(inside, codes * scale[None, :] + low[None, :], 0.0)

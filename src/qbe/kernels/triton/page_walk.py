@@ -1,8 +1,10 @@
 """An online softmax over pages of mixed precision: what decode and prompt attention have in common.
 
-It walks through runs of pages whose blocks of this head have the same bits: the branch on the precision is outside of
-the loop over a run, whose loads can be pipelined. Keys and values are the left operands of the products, queries and
-weights the right ones: codes go from memory through registers to the tensor cores and are unpacked on the way.
+It walks through runs of pages whose blocks of this head are of the same kind: the branch on the kind is outside of the
+loop over a run, whose loads can be pipelined. Where sealed pages follow pages of 16 bits the queries and the sum of
+values are rotated, and the sum back where they end. Keys and values are the left
+operands of the products, queries and weights the right ones: codes go from memory through registers to the tensor cores
+and are unpacked on the way.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, operator, arg-type, index"
@@ -14,23 +16,32 @@ import triton.language as tl
 
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
+    TURBO2,
+    TURBO4,
+    bits_of,
     block_of,
     fields_of,
     full_keys,
     full_values,
+    is_turbo,
     key_scales,
     numbers_of,
     origin,
     row_bytes,
     sealed_keys,
     sealed_values,
+    turbo_levels,
+    turbo_mean,
+    turbo_scales,
+    turbo_signs,
     value_scales,
 )
 from qbe.kernels.triton.page_notes import note_full, note_sealed, number_errors
+from qbe.kernels.triton.rotation import rotate_columns
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-AHEAD = tl.constexpr(32)  # pages that are looked at to find the end of a run
+AHEAD = tl.constexpr(64)  # pages that are looked at to find the end of a run
 
 
 @triton.jit
@@ -56,6 +67,82 @@ def _scaled(scores, scaling, softcap, SOFTCAP: tl.constexpr):
 def query_columns(q_rows, q_ok, d, d_ok, q_one):
     """Channels d of the queries at the addresses q_rows [BM], as columns [BD, BM]; 0 for those that are not `ok`."""
     return tl.load(q_rows[None, :] + d[:, None] * q_one, mask=q_ok[None, :] & d_ok[:, None], other=0.0)
+
+
+@triton.jit
+def _fields_of_queries(q_rows, q_ok, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
+    """A tuple of the channels of each field of sealed keys, columns [block_of(R), BM]."""
+    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
+    u = tl.arange(0, block_of(ROW))
+    q = ()
+    for i in tl.static_range(8 // BITS):
+        q += (query_columns(q_rows, q_ok, i * ROW + u, (u < ROW) & (i * ROW + u < KEY_DIM), 1),)
+    return q
+
+
+@triton.jit
+def _rotate_queries(
+    q_rows, q_ok, q_one, rotated_rows, KEY_DIM: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """The queries at q_rows [BM] rotated and, behind that, as keys' sketches are, to rotated_rows [BM].
+
+    Through memory, because registers cannot be cut into the channels of a field.
+    """
+    d = tl.arange(0, BK)
+    inside = (d < KEY_DIM)[:, None] & q_ok[None, :]
+    once = rotate_columns(query_columns(q_rows, q_ok, d, d < KEY_DIM, q_one), KEY_DIM)
+    twice = rotate_columns(once, KEY_DIM, SIGNS=False)
+    tl.store(rotated_rows[None, :] + d[:, None], once.to(DTYPE), mask=inside)
+    tl.store(rotated_rows[None, :] + KEY_DIM + d[:, None], twice.to(DTYPE), mask=inside)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _sealed_scores(
+    q, memory_ptr, block, BITS: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ASM: tl.constexpr, NOTED: tl.constexpr,
+):  # fmt: skip
+    """[PAGE, BM] of keys of 8, 4 or 2 bits and the fields of rotated queries; and numbers [.., BM] whose sums are how
+    far these may be off, if NOTED.
+    """
+    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
+    packed = sealed_keys(memory_ptr, block, BITS, KEY_DIM)
+    scores = tl.zeros((PAGE, q[0].shape[1]), tl.float32)
+    moved = tl.zeros((block_of(ROW), q[0].shape[1]), tl.float32)
+    errors = moved
+    for i in tl.static_range(8 // BITS):
+        scale, low = key_scales(memory_ptr, block, i, BITS, KEY_DIM, VALUE_DIM)
+        scaled = (q[i].to(tl.float32) * scale[:, None]).to(DTYPE)
+        moved += q[i].to(tl.float32) * low[:, None] - scaled.to(tl.float32) * origin(DTYPE, BITS)
+        if NOTED:
+            errors += tl.abs(q[i].to(tl.float32)) * number_errors(scale, low, BITS)[:, None]
+        k = numbers_of(packed, i, BITS, DTYPE, ASM)
+        scores = tl.dot(k, scaled, scores, input_precision="ieee")
+    return scores + tl.sum(moved, 0)[None, :], errors
+
+
+@triton.jit
+def _turbo_scores(
+    q, sketch, memory_ptr, block, KIND: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """The same of turbo keys; sketch: the queries rotated as the keys' sketches are."""
+    BITS: tl.constexpr = bits_of(KIND)
+    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
+    u = tl.arange(0, block_of(ROW))
+    packed = sealed_keys(memory_ptr, block, BITS, KEY_DIM).to(tl.int32)
+    levels = tl.zeros((PAGE, q[0].shape[1]), tl.float32)
+    signs = tl.zeros((PAGE, q[0].shape[1]), tl.float32)
+    moved = tl.zeros((block_of(ROW), q[0].shape[1]), tl.float32)
+    for i in tl.static_range(8 // BITS):
+        d = i * ROW + u
+        mean = turbo_mean(memory_ptr, block, d, (u < ROW) & (d < KEY_DIM), KIND, KEY_DIM, VALUE_DIM)
+        moved += q[i].to(tl.float32) * mean[:, None]
+        codes = packed >> (i * BITS)
+        levels = tl.dot(turbo_levels(codes, BITS).to(tl.float32).to(DTYPE), q[i], levels, input_precision="ieee")
+        signs = tl.dot(turbo_signs(codes, BITS).to(tl.float32).to(DTYPE), sketch[i], signs, input_precision="ieee")
+    scale, sketch_scale = turbo_scales(memory_ptr, block, tl.arange(0, PAGE), KIND, KEY_DIM, VALUE_DIM)
+    return tl.sum(moved, 0)[None, :] + levels * scale[:, None] + signs * sketch_scale[:, None]
 
 
 @triton.jit
@@ -102,46 +189,38 @@ def _full_run(
 
 @triton.jit
 def _sealed_run(
-    q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows, highs,
-    scaling, softcap, BITS: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-    notes_ptr, note_row, NOTED: tl.constexpr,
+    q_rows, q_ok, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows, highs,
+    scaling, softcap, KIND: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """A number is scale * (what `numbers_of` gives - ORIGIN) + low.
 
     A channel's scale goes into the query and a token's into its weight. ORIGIN is taken off with the scaled query or
-    weight as rounding left it.
+    weight as rounding left it. acc and the queries are rotated (`_rotate_queries`).
     """
+    BITS: tl.constexpr = bits_of(KIND)
     ORIGIN: tl.constexpr = origin(DTYPE, BITS)
     FIELDS: tl.constexpr = 8 // BITS
-    ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     t = tl.arange(0, PAGE)
-    u = tl.arange(0, block_of(ROW))
-    q = ()
-    for i in tl.static_range(FIELDS):
-        q += (query_columns(q_rows, q_ok, i * ROW + u, (u < ROW) & (i * ROW + u < KEY_DIM), q_one),)
+    q = _fields_of_queries(q_rows, q_ok, BITS, KEY_DIM)
+    if is_turbo(KIND):
+        sketch = _fields_of_queries(q_rows + KEY_DIM, q_ok, BITS, KEY_DIM)
     for page in tl.range(begin, end, num_stages=STAGES):
         entry = tl.load(table_ptr + page)
         block = tl.multiple_of(entry - entry % 256 + offset, 256)
-        packed = sealed_keys(memory_ptr, block, BITS, KEY_DIM)
-        scores = tl.zeros((PAGE, top.shape[0]), tl.float32)
-        moved = tl.zeros((block_of(ROW), top.shape[0]), tl.float32)
-        errors = moved
-        for i in tl.static_range(FIELDS):
-            scale, low = key_scales(memory_ptr, block, i, BITS, KEY_DIM, VALUE_DIM)
-            scaled = (q[i].to(tl.float32) * scale[:, None]).to(DTYPE)
-            moved += q[i].to(tl.float32) * low[:, None] - scaled.to(tl.float32) * ORIGIN
-            if NOTED:
-                errors += tl.abs(q[i].to(tl.float32)) * number_errors(scale, low, BITS)[:, None]
-            k = numbers_of(packed, i, BITS, DTYPE, ASM)
-            scores = tl.dot(k, scaled, scores, input_precision="ieee")
-        scores = _scaled(scores + tl.sum(moved, 0)[None, :], scaling, softcap, SOFTCAP)
+        if is_turbo(KIND):
+            scores = _turbo_scores(q, sketch, memory_ptr, block, KIND, DTYPE, KEY_DIM, VALUE_DIM)
+            errors = tl.full((1, top.shape[0]), float("inf"), tl.float32)  # no bound
+        else:
+            scores, errors = _sealed_scores(q, memory_ptr, block, BITS, DTYPE, KEY_DIM, VALUE_DIM, ASM, NOTED)
+        scores = _scaled(scores, scaling, softcap, SOFTCAP)
         if WINDOW > 0:  # else a token sees all of the sealed pages before its own
             at = page * PAGE + t
             scores = tl.where((at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]), scores, float("-inf"))
         weights, factor, top, total, weighted = _softmax_step(scores, top, total, weighted, WINDOW > 0)
         packed = sealed_values(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
-        scale, low = value_scales(memory_ptr, block, t, BITS, KEY_DIM, VALUE_DIM)
+        scale, low = value_scales(memory_ptr, block, t, KIND, KEY_DIM, VALUE_DIM)
         scaled = (weights * scale[:, None]).to(DTYPE)
         base = tl.sum(weights * low[:, None] - scaled.to(tl.float32) * ORIGIN, 0)
         acc = acc * factor[None, :] + base[None, :]
@@ -151,7 +230,7 @@ def _sealed_run(
         if NOTED:
             e = tl.sum(errors, 0) * tl.abs(scaling)
             note_sealed(
-                notes_ptr, note_row, page, NOTED, weights, top, e, packed, memory_ptr, block, BITS, DTYPE, KEY_DIM,
+                notes_ptr, note_row, page, NOTED, weights, top, e, packed, memory_ptr, block, KIND, DTYPE, KEY_DIM,
                 VALUE_DIM, ASM,
             )  # fmt: skip
     return top, total, weighted, acc
@@ -160,20 +239,23 @@ def _sealed_run(
 @triton.jit
 def attend_run(
     q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr, offset, begin, end,
-    lows, highs, written, scaling, softcap, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    lows, highs, written, scaling, softcap, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
-    """`attend_pages` for pages [begin, end) whose blocks lie `offset` bytes into them and have BITS bits."""
-    if BITS == 16:
+    """`attend_pages` for pages [begin, end) whose blocks lie `offset` bytes into them and are of this KIND.
+
+    acc and the queries are rotated if that is a sealed one.
+    """
+    if KIND == 16:
         top, total, weighted, acc = _full_run(
             q_rows, q_ok, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, lows, highs,
             written, scaling, softcap, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES, notes_ptr, note_row, NOTED,
         )  # fmt: skip
     else:
         top, total, weighted, acc = _sealed_run(
-            q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows,
-            highs, scaling, softcap, BITS, numbers_ptr.dtype.element_ty, KEY_DIM, VALUE_DIM, BV, WINDOW,
+            q_rows, q_ok, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows,
+            highs, scaling, softcap, KIND, numbers_ptr.dtype.element_ty, KEY_DIM, VALUE_DIM, BV, WINDOW,
             SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
         )  # fmt: skip
     return top, total, weighted, acc
@@ -181,19 +263,21 @@ def attend_run(
 
 @triton.jit
 def attend_pages(
-    q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
+    q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
     begin, end, lows, highs, written, scaling, softcap, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """Goes on with an online softmax over the pages [begin, end) of a sequence.
 
-    q_rows [BM]: addresses of the queries, whose numbers lie q_one apart; query m sees the keys [lows[m], highs[m]), and
+    q_rows [BM]: addresses of the queries, whose numbers lie q_one apart; rotated_rows [BM]: of room for each of them
+    twice, written alike by all programs that share a query. Query m sees the keys [lows[m], highs[m]), and
     no key from `written` on is there. top, total [BM]: the highest score so far (times log2 e) and the sum of weights;
     weighted [BM]: sum of weight * score; acc [BV, BM]: sum of weight * value. memory and numbers are the same bytes as
     uint8 and as the model's dtype. NOTED query heads, if not 0, have notes taken of each page (`page_notes`).
     """
     page = begin
+    rotated = begin * 0
     while page < end:
         ahead = page + tl.arange(0, AHEAD)
         inside = ahead < end
@@ -201,30 +285,50 @@ def attend_pages(
         words = tl.load(words_ptr + formats * KV_HEADS + head, mask=inside, other=-1)
         word = tl.load(words_ptr + tl.load(table_ptr + page) % 256 * KV_HEADS + head)
         stop = tl.min(tl.where(words == word, page + AHEAD, ahead), 0)
-        bits = word % 256
-        if bits == 16:
+        kind = word % 256
+        sealed = (kind != 16).to(tl.int32)
+        if sealed != rotated:
+            acc = rotate_columns(acc, VALUE_DIM)
+            if sealed == 1:
+                _rotate_queries(q_rows, q_ok, q_one, rotated_rows, KEY_DIM, BK, numbers_ptr.dtype.element_ty)
+            rotated = sealed
+        if kind == 16:
             top, total, weighted, acc = attend_run(
                 q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - bits, page, stop, lows, highs, written, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+                word - kind, page, stop, lows, highs, written, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
                 WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
-        elif bits == 8:
+        elif kind == 8:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - bits, page, stop, lows, highs, written, scaling, softcap, 8, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+                rotated_rows, q_ok, 1, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - kind, page, stop, lows, highs, written, scaling, softcap, 8, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
                 WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
-        elif bits == 4:
+        elif kind == 4:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - bits, page, stop, lows, highs, written, scaling, softcap, 4, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+                rotated_rows, q_ok, 1, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - kind, page, stop, lows, highs, written, scaling, softcap, 4, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
                 WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+            )  # fmt: skip
+        elif kind == 2:
+            top, total, weighted, acc = attend_run(
+                rotated_rows, q_ok, 1, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - kind, page, stop, lows, highs, written, scaling, softcap, 2, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+            )  # fmt: skip
+        elif kind == TURBO4:
+            top, total, weighted, acc = attend_run(
+                rotated_rows, q_ok, 1, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - kind, page, stop, lows, highs, written, scaling, softcap, TURBO4, KEY_DIM, VALUE_DIM, BK, BV,
+                ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         else:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - bits, page, stop, lows, highs, written, scaling, softcap, 2, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+                rotated_rows, q_ok, 1, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                word - kind, page, stop, lows, highs, written, scaling, softcap, TURBO2, KEY_DIM, VALUE_DIM, BK, BV,
+                ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         page = stop
+    if rotated == 1:
+        acc = rotate_columns(acc, VALUE_DIM)
     return top, total, weighted, acc

@@ -85,9 +85,10 @@ def walk(
     # mean of the scores.
     means = torch.empty(batch, splits, heads, value_dim, dtype=torch.float32, device=query.device)
     sums, logs = torch.empty(2, batch, splits, heads, dtype=torch.float32, device=query.device)
+    rotated = torch.empty(batch, heads, 2, key_dim, dtype=query.dtype, device=query.device)
     decode_attention_kernel[(batch * kv_heads, splits)](
         query, key, value, memory, memory.view(key.dtype), blocks, slots, tables, lengths,
-        out, entropy, means, sums, logs, noted.notes, noted.raised,
+        out, entropy, means, sums, logs, noted.notes, noted.raised, rotated,
         query.stride(0), query.stride(1), query.stride(2),
         key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),

@@ -19,7 +19,7 @@ from qbe.kernels.triton.page_walk import attend_pages, attend_run
 
 @triton.jit(do_not_specialize=["start", "end", "scaling", "softcap", "table_ptr", "frames_ptr"])
 def prompt_attention_kernel(
-    q_ptr, memory_ptr, numbers_ptr, words_ptr, table_ptr, frames_ptr, out_ptr, q_head, q_row, q_one, start,
+    q_ptr, memory_ptr, numbers_ptr, words_ptr, table_ptr, frames_ptr, out_ptr, rotated_ptr, q_head, q_row, q_one, start,
     end, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr,
@@ -32,6 +32,7 @@ def prompt_attention_kernel(
     ok = (at >= start) & (at < end)
     row = (at - start).to(tl.int64)
     q_rows = q_ptr + head * q_head + row * q_row
+    rotated_rows = rotated_ptr + (row * HEADS + head) * 2 * KEY_DIM
     lows = tl.zeros((PAGE,), tl.int32)
     first = 0
     if WINDOW > 0:
@@ -42,7 +43,7 @@ def prompt_attention_kernel(
     weighted = tl.zeros((PAGE,), tl.float32)
     acc = tl.zeros((BV, PAGE), tl.float32)
     top, total, weighted, acc = attend_pages(
-        q_rows, ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
+        q_rows, ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
         kv_head, first // PAGE, own, lows, at + 1, end, scaling, softcap, KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
         WINDOW, SOFTCAP, STAGES, ASM, None, 0, 0,
     )  # fmt: skip
@@ -89,6 +90,7 @@ def prompt_attention(
     pages = -(-(start + count) // PAGE_SIZE) - start // PAGE_SIZE
     prompt_attention_kernel[(pages, heads)](
         query, memory, memory.view(query.dtype), blocks, entries, frames, out,
+        torch.empty(count, heads, 2, key_dim, dtype=query.dtype, device=query.device),
         query.stride(0), query.stride(1), query.stride(2), start, start + count, scaling, softcap,
         HEADS=heads, KV_HEADS=kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=query.element_size(),
         BK=max(16, triton.next_power_of_2(key_dim)), BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window,
