@@ -15,6 +15,7 @@ from qbe import Budget, Engine, QBEError, SamplingParams
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.sequence import Sequence
+from qbe.explain.heatmap import kv_note
 from qbe.kvcache.pages import PAGE_SIZE
 from test_engine_decode import fixed
 
@@ -47,7 +48,7 @@ def alone(name: str, prompt: list[int], blueprint: Blueprint, tokens: int = TOKE
 def test_answers_do_not_depend_on_chunks_or_company(name: str) -> None:
     """Each of a batch of mixed KV precision gets the answer that it gets alone, its prompt cut in any way."""
     texts = prompts(150, 201, 64, 3)
-    blueprints = [kv(8), kv(4), kv(2, 16), kv(8, 4, 16, 4)]
+    blueprints = [kv(8), kv(68), kv(2, 16), kv(8, 4, 66, 4)]
     expected = [alone(name, p, b) for p, b in zip(texts, blueprints, strict=True)]
     for tokens in (16, 100, 512):
         together = core(name, max_batch_tokens=tokens)
@@ -234,12 +235,13 @@ def test_decode_steps_read_mixed_pages_as_eager_ones_do(device: torch.device) ->
         assert entropy.std() > 0
 
 
-def test_the_budgets_kv_bits_reach_pages_and_results(tmp_path) -> None:
+@pytest.mark.parametrize(("bits", "kind"), [(4, 4), ("turbo4", 68)])
+def test_the_budgets_kv_bits_reach_pages_and_results(tmp_path, bits: int | str, kind: int) -> None:
     engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform",
                     records=tmp_path / "records.sqlite")  # fmt: skip
     prompt, params = "Count the stars. " * 9, SamplingParams(max_tokens=8, ignore_eos=True)
-    low = engine.generate(prompt, params, budget=Budget(kv_bits=4))
-    again = engine.generate(prompt, params, budget=Budget(kv_bits=4))
+    low = engine.generate(prompt, params, budget=Budget(kv_bits=bits))
+    again = engine.generate(prompt, params, budget=Budget(kv_bits=bits))
     plain = engine.generate(prompt, params)
     computed = low.prompt_tokens + 7
     sealed = computed // PAGE_SIZE * PAGE_SIZE
@@ -251,14 +253,18 @@ def test_the_budgets_kv_bits_reach_pages_and_results(tmp_path) -> None:
     assert usage["prompt_tokens_details"] == {"cached_tokens": sealed}
     assert usage["average_kv_bits"] == round(low.average_kv_bits, 4)
     record = engine._records.list(3)[1]
-    assert set(record.kv_bits) == {4}
+    assert set(record.kv_bits) == {kind}
     assert sum(record.tokens_by_bits.values()) == pytest.approx(computed - sealed, abs=2)
     explained = engine.explain(prompt, budget=Budget(kv_bits=2)).describe()
     assert explained["blueprint"]["average_kv_bits"] == explained["budget"]["kv_bits"] == 2
+    turbo = engine.explain(prompt, budget=Budget(kv_bits="turbo2"))
+    assert turbo.describe()["blueprint"]["average_kv_bits"] == 2
+    assert set(turbo.describe()["blueprint"]["kv_bits"]) == {turbo.describe()["budget"]["kv_bits"]} == {"turbo2"}
+    assert "2 bits, keys in TurboQuant's form" in kv_note(turbo)
     engine.close()
 
 
-@pytest.mark.parametrize("bits", [1.9, 0, 16.5, True, "4", float("nan")])
+@pytest.mark.parametrize("bits", [1.9, 0, 16.5, True, "4", float("nan"), 68, "turbo8", [4]])
 def test_kv_bits_that_cannot_be_are_refused(bits: Any) -> None:
     with pytest.raises(QBEError, match=r"kv_bits is .* an average between 2 and 16"):
         Budget(kv_bits=bits)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from qbe.errors import QBEError
-from qbe.sites import ATTENTION_ROLES, FULL_BITS, KVBits, SiteTable
+from qbe.sites import ATTENTION_ROLES, FULL_BITS, TURBO, KVBits, SiteTable, kv_width
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Blueprint:
         weight_bits: one gear per nested site, in the table's order.
         activation_bits: one per nested site: of its inputs.
         kv_bits: one per decoder layer: a number for all of its key heads, or a tuple with one for each (which becomes a
-            number where they are equal).
+            number where they are equal); `qbe.sites.TURBO` is added where keys are in TurboQuant's form.
         kv_error: what reading the KV cache at these bits may change (`Budget.kv_error`); None has no bound.
     """
 
@@ -105,7 +105,7 @@ class Blueprint:
     def kv_bits_at(self, layer: int, head: int) -> int:
         """Bits of a key head of a layer; layers past the end have 16."""
         bits = self.kv_bits[layer] if layer < len(self.kv_bits) else FULL_BITS
-        return bits if isinstance(bits, int) else bits[head]
+        return kv_width(bits if isinstance(bits, int) else bits[head])
 
     def bytes_per_token(self, table: SiteTable) -> int:
         """Bytes of weights and scales that decoding one token reads at batch 1; the KV cache is not counted."""
@@ -135,9 +135,11 @@ class Blueprint:
         }
 
 
-def _plain(bits: KVBits) -> int | list[int]:
-    """As JSON has it."""
-    return list(bits) if isinstance(bits, tuple) else bits
+def _plain(bits: KVBits) -> int | str | list[Any]:
+    """As JSON has it: 4, `turbo4` or a list of such."""
+    if isinstance(bits, tuple):
+        return [_plain(b) for b in bits]
+    return f"turbo{kv_width(bits)}" if bits > TURBO else bits
 
 
 def shortest(bits: KVBits) -> KVBits:

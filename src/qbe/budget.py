@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qbe.errors import QBEError
-from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS
+from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS, TURBO_KINDS
 
 # Range of average bits that each tier leaves to the score (a score of 0 gets the low end, 1 the high end).
 # Names are OpenAI's `service_tier` values; `auto` and `default` are the middle.
@@ -30,7 +30,8 @@ class Budget:
             8-bit numbers; the output head and the few sites that would cost most keep 16.
         careful_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with 16.
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
-            0.05 bits where the model has enough key heads for it. None leaves the choice to the policy.
+            0.05 bits where the model has enough key heads for it. Or `turbo2` or `turbo4`: keys in TurboQuant's form
+            everywhere. None leaves the choice to the policy.
         kv_error: bounded mode, where the KV cache has less than 16 bits: by how much the output of an attention head
             may differ from what 16 bits give, as a part of its norm (0.05: 5 %); 0 reads everything at 16 bits. Pages
             for which that cannot be guaranteed are read again from 16-bit originals in host memory. None: no bound.
@@ -43,7 +44,7 @@ class Budget:
     bits: float | None = None
     tier: str = "default"
     activation_bits: int = FULL_BITS
-    kv_bits: float | None = None
+    kv_bits: float | str | None = None
     careful_tokens: bool = False
     kv_error: float | None = None
 
@@ -54,8 +55,10 @@ class Budget:
             have = " or ".join(map(str, ACTIVATION_GEARS))
             raise QBEError(f"activation_bits is {self.activation_bits!r}, but must be {have}")
         kv, (least, *_) = self.kv_bits, KV_BITS
-        if kv is not None and (not isinstance(kv, int | float) or isinstance(kv, bool) or not least <= kv <= FULL_BITS):
-            raise QBEError(f"kv_bits is {kv!r}, but must be an average between {least} and {FULL_BITS}")
+        average = isinstance(kv, int | float) and not isinstance(kv, bool) and least <= kv <= FULL_BITS
+        if kv is not None and not average and not (isinstance(kv, str) and kv in TURBO_KINDS):
+            have = " or ".join(TURBO_KINDS)
+            raise QBEError(f"kv_bits is {kv!r}, but must be an average between {least} and {FULL_BITS}, or {have}")
         error = self.kv_error
         if error is not None and (
             isinstance(error, bool) or not isinstance(error, int | float) or not 0 <= error < float("inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +20,7 @@ Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file
 Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: tiered, uniform or a plug-in's name")]
 Bits = Annotated[float | None, typer.Option(help="budget: average bits over the weights of nested sites")]
 ActivationBits = Annotated[int, typer.Option(help="budget: bits of the inputs of nested sites, 8 or 16")]
-KVBits = Annotated[float | None, typer.Option(help="budget: average bits of the KV cache, 2 to 16")]
+KVBits = Annotated[str | None, typer.Option(help="budget: average bits of the KV cache, 2 to 16, or turbo2 or turbo4")]
 KVError = Annotated[
     float | None, typer.Option(help="budget: what KV bits may change of attention's outputs, as a part of their norm")
 ]
@@ -66,11 +67,15 @@ def make_engine(
 
 
 def make_budget(
-    bits: float | None, tier: str, activation_bits: int, kv_bits: float | None, kv_error: float | None
+    bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None
 ) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
-    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv_bits, kv_error=kv_error)
+    kv: float | str | None = kv_bits
+    if kv_bits is not None:
+        with suppress(ValueError):
+            kv = float(kv_bits)
+    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error)
 
 
 def make_params(

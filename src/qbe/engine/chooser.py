@@ -14,7 +14,7 @@ from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.policies import Policy
-from qbe.sites import SiteTable
+from qbe.sites import TURBO_KINDS, SiteTable
 
 
 class Chooser:
@@ -53,7 +53,12 @@ class Chooser:
         analysed = time.perf_counter()
         context = len(ids) + request.params.max_tokens
         profile = replace(profile, context=context if self._context is None else min(context, self._context))
-        blueprint = policy.blueprint(profile, request.budget, self._table)
+        budget, turbo = request.budget, TURBO_KINDS.get(str(request.budget.kv_bits))
+        if turbo is None:
+            blueprint = policy.blueprint(profile, budget, self._table)
+        else:  # policies choose numbers of bits
+            blueprint = policy.blueprint(profile, replace(budget, kv_bits=None), self._table)
+            blueprint = blueprint.with_kv_bits((turbo,) * self._table.layers)
         if request.budget.kv_error is not None:
             blueprint = replace(blueprint, kv_error=float(request.budget.kv_error))
         done = time.perf_counter()

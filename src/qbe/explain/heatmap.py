@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
-from qbe.sites import FULL_BITS, KVSite, Role, Site, SiteTable
+from qbe.sites import FULL_BITS, KVSite, Role, Site, SiteTable, kv_width
 
 # In the order in which a token meets them.
 LABELS: dict[Role, str] = {
@@ -126,8 +126,11 @@ def bits_text(bits: float) -> str:
 
 def kv_note(e: Explanation) -> str:
     """Bits of the KV cache in a sentence: average, range, for which context, and by what they were chosen."""
-    bits = [b for of_layer in e.blueprint.kv_bits for b in (of_layer if isinstance(of_layer, tuple) else (of_layer,))]
+    kinds = [b for of_layer in e.blueprint.kv_bits for b in (of_layer if isinstance(of_layer, tuple) else (of_layer,))]
+    bits = [kv_width(k) for k in kinds]
     note = f"KV cache {span(bits)} bits"
+    if bits != kinds:
+        return f"{note}, keys in TurboQuant's form"
     if len(set(bits)) > 1:
         note += f", {e.blueprint.average_kv_bits(e.table):.2f} on average"
     if e.context:

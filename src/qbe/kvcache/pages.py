@@ -12,7 +12,7 @@ from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
 from qbe.kernels.kv_pages import read_pages, seal_pages
 from qbe.kvcache.allocator import Format, Page
-from qbe.sites import KVBits
+from qbe.sites import TURBO_KINDS, KVBits, kv_width
 
 
 def pages_for(tokens: int) -> int:
@@ -189,9 +189,10 @@ class PagePool:
             return ()
         asked = kv_bits[layer] if layer < len(kv_bits) else FULL_BITS
         heads = asked if isinstance(asked, tuple) else (asked,) * shape.kv_heads
-        if len(heads) != shape.kv_heads or any(b not in KV_BITS for b in heads):
+        kinds = (*KV_BITS, *TURBO_KINDS.values())
+        if len(heads) != shape.kv_heads or any(b not in kinds for b in heads):
             raise QBEError(
-                f"KV bits of layer {layer} are {asked}, but must be one of {', '.join(map(str, KV_BITS))}, for all of "
+                f"KV bits of layer {layer} are {asked}, but must be one of {', '.join(map(str, kinds))}, for all of "
                 f"its {shape.kv_heads} key heads or for each"
             )
         return heads
@@ -200,7 +201,7 @@ class PagePool:
         """Bits of a number of a page with these bits of heads."""
         sizes = [s.numbers // s.kv_heads if s else 0 for s in self.shapes]
         numbers = sum(n * len(heads) for n, heads in zip(sizes, bits, strict=True))
-        total = sum(n * sum(heads) for n, heads in zip(sizes, bits, strict=True))
+        total = sum(n * sum(map(kv_width, heads)) for n, heads in zip(sizes, bits, strict=True))
         return total / numbers if numbers else float(FULL_BITS)
 
     def _full_parts(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -222,6 +223,7 @@ def average_bits(shapes: Sequence[KVShape | None], kv_bits: Sequence[KVBits]) ->
     for layer, shape in enumerate(shapes):
         if shape is not None:
             bits = kv_bits[layer] if layer < len(kv_bits) else FULL_BITS
-            mean = sum(bits) / len(bits) if isinstance(bits, tuple) else bits
+            heads = bits if isinstance(bits, tuple) else (bits,)
+            mean = sum(map(kv_width, heads)) / len(heads)
             total, count = total + mean * shape.numbers, count + shape.numbers
     return total / count if count else float(FULL_BITS)

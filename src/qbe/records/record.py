@@ -42,7 +42,7 @@ class Record:
         average_weight_bits: mean gear over the weights of the nested sites, bits per weight.
         weight_bits, activation_bits: one per nested site, in plan order.
         kv_bits: one per decoder layer: of all its key heads, or a list with one for each. Those of the blueprint it
-            began with; pages written later may have more.
+            began with; pages written later may have more. 64 is added where keys are in TurboQuant's form.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         bytes_moved: bytes of weights and scales over all steps of the request.
         tokens_by_bits: gear -> tokens computed at it.
