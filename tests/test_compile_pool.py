@@ -181,7 +181,7 @@ def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.Mo
     core = Core(build("gemma2-softcap"), NO_SITES, max_batch_tokens=512, kv_tokens=4096)
     core.runner.decode = None  # on a GPU its graphs are captured before the engine serves
     monkeypatch.setattr("qbe.kernels.attention_ops.paged_attention", paged_attention)
-    monkeypatch.setattr("qbe.kvcache.prompt.reads_in_place", lambda query: True)
+    monkeypatch.setattr("qbe.kvcache.prompt.has_kernel", lambda query: True)
     for name in ("seal_pages", "read_pages"):
         monkeypatch.setattr(f"qbe.kvcache.pages.{name}", getattr(kv_pages, name))
     with torch.inference_mode(), collecting() as found:

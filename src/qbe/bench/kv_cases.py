@@ -17,6 +17,7 @@ import torch
 from qbe.bench.machine import free_bytes
 from qbe.kernels.kv_blocks import FULL_BITS, KV_BITS
 from qbe.kvcache.allocator import Page, PageAllocator
+from qbe.kvcache.attention import in_runs
 from qbe.kvcache.pages import KVBits, KVShape, PagePool, page_bytes, pages_for
 
 AT_ONCE = 64  # pages that have frames at the same time while a case is made
@@ -59,7 +60,8 @@ class Case:
 
     Attributes:
         bits: the precisions in it, ascending.
-        tables: entries int64 `[batch, pages]`; the last page of each row is open and at 16 bits.
+        tables: entries int64 `[batch, pages]` in the order of decode steps; the last page of each row is open and at
+            16 bits.
         pages: of the first sequence but the last one.
         nbytes: of all pages at all layers.
     """
@@ -106,7 +108,9 @@ class Cases:
         self._fill(rows)
         self.found: dict[str, Case] = {}
         for name, bits in wanted.items():
-            own = rows if name == FULL else [[*self._sealed(b, r), r[-1]] for b, r in zip(bits, rows, strict=True)]
+            own = rows if name == FULL else [
+                in_runs([*self._sealed(b, r), r[-1]], pages - 1, ()) for b, r in zip(bits, rows, strict=True)
+            ]  # fmt: skip
             tables = torch.tensor([[p.entry for p in row] for row in own], device=device)
             used = {b for row in bits for page in row for b in ([page] if isinstance(page, int) else page)}
             nbytes = sum(p.format.nbytes for row in own for p in row)

@@ -29,9 +29,9 @@ from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
-from qbe.kernels.kv_blocks import NO_ORIGINAL
+from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE
 from qbe.kernels.tuning.tunable import Choice, Config, recording
-from qbe.kvcache.attention import Bounds, DecodeLayout, step
+from qbe.kvcache.attention import Bounds, DecodeLayout, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
 
 log = logging.getLogger(__name__)
@@ -276,12 +276,13 @@ class DecodeStep:
         for row, sequence in enumerate(sequences):
             before, owner = self._owners[row], (sequence, sequence.version, sequence.kv_limit)
             if before != owner:
-                entries = torch.tensor([p.entry for p in sequence.pages])
+                pages = in_runs(sequence.pages, work[row].start // PAGE_SIZE, self.cache.windows)
+                entries = torch.tensor([p.entry for p in pages])
                 self._tables[row, : len(entries)].copy_(entries, non_blocking=True)
                 if before is None or before[2] != owner[2]:
                     self._limits[row] = owner[2]
                 if owner[2] < math.inf:
-                    kept = torch.tensor([NO_ORIGINAL if p.original is None else p.original for p in sequence.pages])
+                    kept = torch.tensor([NO_ORIGINAL if p.original is None else p.original for p in pages])
                     self._originals[row, : len(kept)].copy_(kept, non_blocking=True)
                 self._owners[row] = owner
 

@@ -61,20 +61,21 @@ def attend_prompt(
         query, key, value: `[1, heads or kv_heads, count, dim]` of these tokens.
         window: a query at position p sees keys at p - window + 1 .. p.
     """
-    if any(f.lowered(layer) for f in prompt.formats):
-        if reads_in_place(query):
-            from qbe.kernels.triton.prompt_attention import prompt_attention
-
-            shape, words = pool.shapes[layer], pool.words[layer]
-            assert shape is not None
-            assert words is not None
-            return prompt_attention(
-                query[0], pool.memory, words, prompt.entries, prompt.frames, prompt.start, shape.sizes, scaling,
-                window or 0, softcap or 0.0,
-            )[None]  # fmt: skip
-        return attend_by_page(pool, layer, prompt, query, scaling, window, softcap)
-    if prompt.start == 0 and (window is None or prompt.count <= window):
+    lowered = any(f.lowered(layer) for f in prompt.formats)
+    if prompt.start == 0 and (window is None or prompt.count <= window) and not lowered:
         return attend(query, key, value, None, True, scaling, softcap)
+    if has_kernel(query):
+        from qbe.kernels.triton.prompt_attention import prompt_attention
+
+        shape, words = pool.shapes[layer], pool.words[layer]
+        assert shape is not None
+        assert words is not None
+        return prompt_attention(
+            query[0], pool.memory, words, prompt.entries, prompt.frames, prompt.start, shape.sizes, scaling,
+            window or 0, softcap or 0.0,
+        )[None]  # fmt: skip
+    if lowered:
+        return attend_by_page(pool, layer, prompt, query, scaling, window, softcap)
     first = _first_key(prompt.start, window)
     page = first // PAGE_SIZE
     keys, values = (t[:, :, first - page * PAGE_SIZE : prompt.end - page * PAGE_SIZE]
@@ -83,8 +84,8 @@ def attend_prompt(
     return attend(query, keys, values, mask, False, scaling, softcap)
 
 
-def reads_in_place(query: torch.Tensor) -> bool:
-    """Whether a kernel reads pages below 16 bits where they are."""
+def has_kernel(query: torch.Tensor) -> bool:
+    """Whether there is a kernel for tokens that see pages before theirs."""
     return query.is_cuda
 
 

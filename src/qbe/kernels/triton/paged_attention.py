@@ -10,6 +10,7 @@ import triton
 
 from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_attention_kernel
+from qbe.kernels.triton.rotation import matrices
 
 MOST_SPLITS = 64
 PROGRAMS = 8  # of two warps, on a processor
@@ -21,7 +22,7 @@ def _processors(device: torch.device) -> int:
 
 
 def splits_for(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
-    """Parts that a sequence's keys are cut into: eight programs a processor (so many fit), none with less than a page.
+    """Parts that a sequence's full pages are cut into: eight programs a processor (so many fit), none without a page.
 
     It depends on shapes alone (`tokens` is what a table has room for), never on how long the sequences are now.
     """
@@ -80,28 +81,22 @@ def walk(
     batch, heads, key_dim = query.shape
     kv_heads, value_dim = value.shape[1:]
     repeat = heads // kv_heads
-    splits = splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, _processors(query.device))
-    # Per (sequence, split, head): the weighted mean of the values, the logarithm of the weights' sum and the weighted
-    # mean of the scores.
-    means = torch.empty(batch, splits, heads, value_dim, dtype=torch.float32, device=query.device)
-    sums, logs = torch.empty(2, batch, splits, heads, dtype=torch.float32, device=query.device)
-    rotated = torch.empty(batch, heads, 2, key_dim, dtype=query.dtype, device=query.device)
-    decode_attention_kernel[(batch * kv_heads, splits)](
+    parts = 1 + splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, _processors(query.device))
+    means = torch.empty(batch, parts, heads, value_dim, dtype=torch.float32, device=query.device)
+    sums = torch.empty(batch, parts, 3, heads, dtype=torch.float32, device=query.device)  # see `combine_kernel`
+    decode_attention_kernel[(batch * kv_heads, parts)](
         query, key, value, memory, memory.view(key.dtype), blocks, slots, tables, lengths,
-        out, entropy, means, sums, logs, noted.notes, noted.raised, rotated,
+        means, sums, noted.notes, noted.raised, matrices(key_dim, query.dtype, query.device),
         query.stride(0), query.stride(1), query.stride(2),
         key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),
-        tables.stride(0), tables.stride(1) if tables.dim() == 3 else 0, tables.shape[-1] + 1, entropy.stride(0),
-        scaling, softcap, splits,
+        tables.stride(0), tables.stride(1) if tables.dim() == 3 else 0, tables.shape[-1] + 1, scaling, softcap, parts,
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(8, triton.next_power_of_2(repeat)), BK=max(16, triton.next_power_of_2(key_dim)),
-        BV=max(16, triton.next_power_of_2(value_dim)), SPLIT=splits > 1, WINDOW=window, SOFTCAP=softcap != 0,
+        BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,
         STAGES=2, ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4,
     )  # fmt: skip
-    if splits > 1:
-        combine_kernel[(batch * heads,)](
-            means, sums, logs, out, entropy, noted.raised, entropy.stride(0), heads, splits,
-            BS=triton.next_power_of_2(splits), REPEAT=repeat, VALUE_DIM=value_dim,
-            BV=max(16, triton.next_power_of_2(value_dim)), num_warps=4,
-        )  # fmt: skip
+    combine_kernel[(batch * heads,)](
+        means, sums, out, entropy, noted.raised, entropy.stride(0), heads, parts, BS=triton.next_power_of_2(parts),
+        REPEAT=repeat, VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)), num_warps=4,
+    )  # fmt: skip

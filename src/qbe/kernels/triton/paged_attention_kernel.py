@@ -1,8 +1,9 @@
 """Attention of one new token per sequence over its pages, each read at its own precision.
 
 A program serves one key head of one sequence and a part of its pages; the query heads that share the key head are the
-columns of its products. The new token's key and value come from the step itself, not from the page: the program of the
-first part counts them and writes them to the page, where no other program reads them.
+columns of its products. The new token's key and value come from the step itself, not from the page: the program of
+part 0 counts them and writes them to the page, which it alone reads, at 16 bits. The other parts are of full pages, so
+that few programs meet both sealed pages and others.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, operator, arg-type"
@@ -15,13 +16,14 @@ import triton.language as tl
 from qbe.kernels.triton.kv_blocks import PAGE
 from qbe.kernels.triton.page_notes import NOTES, store_notes
 from qbe.kernels.triton.page_walk import LN2, LOG2E, attend_pages, capped, query_columns
+from qbe.kernels.triton.rotation import rotate
 
 
 # What changes between steps must not make Triton compile once more: how many parts, and how a table lies in memory.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "splits", "table_row", "table_head", "note_row", "entropy_row", "slots_ptr", "tables_ptr",
-        "lengths_ptr", "entropy_ptr", "sums_ptr", "logs_ptr",
+        "scaling", "softcap", "parts", "table_row", "table_head", "note_row", "slots_ptr", "tables_ptr",
+        "lengths_ptr", "parts_ptr",
     ]
 )  # fmt: skip
 def decode_attention_kernel(
@@ -34,14 +36,11 @@ def decode_attention_kernel(
     slots_ptr,
     tables_ptr,
     lengths_ptr,
-    out_ptr,
-    entropy_ptr,
     means_ptr,
-    sums_ptr,
-    logs_ptr,
+    parts_ptr,
     notes_ptr,
     raised_ptr,
-    rotated_ptr,
+    matrices_ptr,
     q_row,
     q_head,
     q_one,
@@ -54,10 +53,9 @@ def decode_attention_kernel(
     table_row,
     table_head,
     note_row,
-    entropy_row,
     scaling,
     softcap,
-    splits,
+    parts,
     KV_HEADS: tl.constexpr,
     REPEAT: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -66,7 +64,6 @@ def decode_attention_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -82,7 +79,7 @@ def decode_attention_kernel(
             return
     sequence = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = tl.program_id(0) % KV_HEADS
-    split = tl.program_id(1)
+    part = tl.program_id(1)
     m = tl.arange(0, BM)
     dk = tl.arange(0, BK)
     dv = tl.arange(0, BV)
@@ -93,22 +90,24 @@ def decode_attention_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    pages = tl.where(past > first, tl.cdiv(past, PAGE) - first // PAGE, 0)
-    each = tl.cdiv(pages, splits)
-    low = first // PAGE + split * each
-    high = tl.minimum(low + each, first // PAGE + pages)
+    full = past // PAGE
+    each = tl.cdiv(tl.maximum(full - first // PAGE, 0), parts - 1)
+    low = first // PAGE + (part - 1) * each
+    high = tl.minimum(low + each, full)
+    if part == 0:
+        low = full
+        high = tl.where(past > tl.maximum(first, full * PAGE), full + 1, full)
     table_ptr = tables_ptr + sequence * table_row + head * table_head
     NOTED: tl.constexpr = REPEAT if notes_ptr is not None else 0
     if NOTED:
         notes_ptr += (sequence * KV_HEADS + head) * REPEAT * NOTES * note_row
 
     q_rows = q_ptr + sequence * q_row + heads * q_head
-    rotated_rows = rotated_ptr + (sequence * KV_HEADS * REPEAT + heads) * 2 * KEY_DIM
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     weighted = tl.zeros((BM,), tl.float32)  # sum of weight * score, for the entropy
     acc = tl.zeros((BV, BM), tl.float32)
-    if split == 0:
+    if part == 0:
         k_new = tl.load(k_ptr + sequence * k_row + head * k_head + dk * k_one, mask=dk < KEY_DIM, other=0.0)
         k_new += k_new * 0  # infinity becomes NaN, so that it cannot hide behind a score that is low
         v_new = tl.load(v_ptr + sequence * v_row + head * v_head + dv * v_one, mask=dv < VALUE_DIM, other=0.0)
@@ -127,8 +126,8 @@ def decode_attention_kernel(
             norm = tl.sqrt(tl.sum(v_new.to(tl.float32) * v_new.to(tl.float32), 0))
             store_notes(notes_ptr, note_row, note_row - 1, NOTED, top, total * 0, total * 0, total * norm)
 
-    top, total, weighted, acc = attend_pages(
-        q_rows, m_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
+    top, total, weighted, acc, rotated = attend_pages(
+        q_rows, m_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
         head, low, high, tl.zeros((BM,), tl.int32) + first, tl.zeros((BM,), tl.int32) + past, past, scaling, softcap,
         KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
     )  # fmt: skip
@@ -137,24 +136,25 @@ def decode_attention_kernel(
     some = tl.where(total > 0, total, 1.0)
     mean = acc / some[None, :]
     ok_out = m_ok[None, :] & (dv < VALUE_DIM)[:, None]
-    if not SPLIT:
-        at_out = (sequence * KV_HEADS * REPEAT + heads[None, :]) * VALUE_DIM + dv[:, None]
-        tl.store(out_ptr + at_out, mean.to(out_ptr.dtype.element_ty), mask=ok_out)
-        entropy = (top + tl.log2(total) - weighted / some) * LN2
-        tl.store(entropy_ptr + sequence * entropy_row + heads, entropy, mask=m_ok)
-    else:
-        part = (sequence * splits + split) * KV_HEADS * REPEAT + heads
-        tl.store(means_ptr + part[None, :] * VALUE_DIM + dv[:, None], mean, mask=ok_out)
-        tl.store(sums_ptr + part, top + tl.log2(total), mask=m_ok)
-        tl.store(logs_ptr + part, weighted / some, mask=m_ok)
+    at_means = ((sequence * parts + part) * KV_HEADS * REPEAT + heads) * VALUE_DIM
+    tl.store(means_ptr + at_means[None, :] + dv[:, None], mean, mask=ok_out)
+    heads_of_all = KV_HEADS * REPEAT
+    at_parts = parts_ptr + (sequence * parts + part) * 3 * heads_of_all + heads
+    tl.store(at_parts, top + tl.log2(total), mask=m_ok)
+    tl.store(at_parts + heads_of_all, weighted / some, mask=m_ok)
+    tl.store(at_parts + 2 * heads_of_all, rotated.to(tl.float32) + m * 0, mask=m_ok)
 
 
-@triton.jit(do_not_specialize=["entropy_row", "heads", "splits", "entropy_ptr", "sums_ptr", "logs_ptr"])
+@triton.jit(do_not_specialize=["entropy_row", "heads", "parts", "entropy_ptr", "parts_ptr"])
 def combine_kernel(
-    means_ptr, sums_ptr, logs_ptr, out_ptr, entropy_ptr, raised_ptr, entropy_row, heads, splits, BS: tl.constexpr,
+    means_ptr, parts_ptr, out_ptr, entropy_ptr, raised_ptr, entropy_row, heads, parts, BS: tl.constexpr,
     REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """out[sequence, head] = mean of the parts' means, weighted by 2**sums; entropy likewise, of their mean scores"""
+    """out[sequence, head]: the mean of the parts' means by their sums of weights; the entropy likewise, of mean scores.
+
+    Of each part and head there are the logarithm of its sum of weights (to base 2), its mean score, and 1 if its mean
+    is rotated, else 0.
+    """
     if raised_ptr is not None:  # noqa: SIM102 (the compiler takes no pointer that is None)
         if tl.load(raised_ptr + tl.program_id(0) // REPEAT) == 0:
             return
@@ -162,20 +162,23 @@ def combine_kernel(
     head = tl.program_id(0) % heads
     s = tl.arange(0, BS)
     dv = tl.arange(0, BV)
-    part = (sequence * splits + s) * heads + head
-    sums = tl.load(sums_ptr + part, mask=s < splits, other=float("-inf"))
-    logs = tl.load(logs_ptr + part, mask=s < splits, other=0.0)
+    at = (sequence * parts + s) * heads
+    own = parts_ptr + 3 * at + head
+    sums = tl.load(own, mask=s < parts, other=float("-inf"))
+    scores = tl.load(own + heads, mask=s < parts, other=0.0)
+    rotated = tl.load(own + 2 * heads, mask=s < parts, other=0.0)
     top = tl.max(sums, 0)
     weights = tl.exp2(sums - top)
     total = tl.sum(weights, 0)
     means = tl.load(
-        means_ptr + part[:, None] * VALUE_DIM + dv[None, :],
-        mask=(s < splits)[:, None] & (dv < VALUE_DIM)[None, :],
+        means_ptr + (at + head)[:, None] * VALUE_DIM + dv[None, :],
+        mask=(s < parts)[:, None] & (dv < VALUE_DIM)[None, :],
         other=0.0,
     )
-    y = tl.sum(means * weights[:, None], 0) / total
-    tl.store(
-        out_ptr + tl.program_id(0).to(tl.int64) * VALUE_DIM + dv, y.to(out_ptr.dtype.element_ty), mask=dv < VALUE_DIM
-    )
-    entropy = (top + tl.log2(total) - tl.sum(weights * logs, 0) / total) * LN2
+    y = tl.sum(means * (weights * (1 - rotated))[:, None], 0)
+    if tl.max(rotated, 0) > 0:
+        y += tl.sum(rotate(tl.sum(means * (weights * rotated)[:, None], 0, keep_dims=True), VALUE_DIM), 0)
+    to = out_ptr + tl.program_id(0).to(tl.int64) * VALUE_DIM + dv
+    tl.store(to, (y / total).to(out_ptr.dtype.element_ty), mask=dv < VALUE_DIM)
+    entropy = (top + tl.log2(total) - tl.sum(weights * scores, 0) / total) * LN2
     tl.store(entropy_ptr + sequence * entropy_row + head, entropy)

@@ -1,7 +1,8 @@
-"""Attention of a prompt's tokens on a GPU when pages before theirs have less than 16 bits: read in place, one launch.
+"""Attention of a prompt's tokens on a GPU to pages of any precision, each token seeing its own page at 16 bits.
 
-A program serves the tokens of one page and one query head. They see earlier pages as they are sealed and their own page
-at 16 bits, from its frame.
+The pages before are read once, into a buffer at 16 bits. Reading them in place instead, as decode steps do, unpacks
+each page once for every page of the prompt and every query head, which took four to nine times as long. A program
+serves the tokens of one page for up to four of the query heads that share its keys.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, operator"
@@ -13,49 +14,104 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.kv_blocks import PAGE_SIZE
-from qbe.kernels.triton.kv_blocks import PAGE
-from qbe.kernels.triton.page_walk import attend_pages, attend_run
+from qbe.kernels.triton.kv_blocks import PAGE, full_keys, full_values
+from qbe.kernels.triton.kv_pages import read_pages
+from qbe.kernels.triton.page_walk import LOG2E, capped
 
 
-@triton.jit(do_not_specialize=["start", "end", "scaling", "softcap", "table_ptr", "frames_ptr"])
-def prompt_attention_kernel(
-    q_ptr, memory_ptr, numbers_ptr, words_ptr, table_ptr, frames_ptr, out_ptr, rotated_ptr, q_head, q_row, q_one, start,
-    end, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+@triton.jit
+def _attend(
+    q, k, v, top, total, acc, seen, scaling, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    own = start // PAGE + tl.program_id(0)  # the page of these tokens
-    head = tl.program_id(1)
-    kv_head = head // (HEADS // KV_HEADS)
+    """One step of an online softmax of queries [M, BK] over keys [N, BK] and values [N, BV]; `seen` [M, N] if MASKED.
+
+    top, total [M]: the highest score so far (times log2 e) and the sum of weights; acc [M, BV]: of weight * value.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP:
+        scores = capped(scores * scaling, softcap, SOFTCAP) * LOG2E
+    else:
+        scores *= scaling * LOG2E
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    finite = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen nothing yet
+    factor = tl.exp2(top - finite)
+    weights = tl.exp2(scores - finite[:, None])
+    total = total * factor + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * factor[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
+def _attend_before(
+    q, at, keys_ptr, values_ptr, begin, top, total, acc, lows, scaling, softcap, N: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """`_attend` for the N tokens from position `at` on, at 16 bits in buffers that begin with position `begin`."""
+    n = tl.arange(0, N)
+    d = tl.arange(0, BK)
     dv = tl.arange(0, BV)
-    at = own * PAGE + tl.arange(0, PAGE)
+    row = (at - begin + n).to(tl.int64)
+    k = tl.load(keys_ptr + row[:, None] * KEY_DIM + d[None, :], mask=(d < KEY_DIM)[None, :], other=0.0)
+    v = tl.load(values_ptr + row[:, None] * VALUE_DIM + dv[None, :], mask=(dv < VALUE_DIM)[None, :], other=0.0)
+    seen = (at + n)[None, :] >= lows[:, None]
+    return _attend(q, k, v, top, total, acc, seen, scaling, softcap, WINDOW > 0, SOFTCAP)
+
+
+@triton.jit(do_not_specialize=["start", "end", "begin", "rows", "scaling", "softcap", "frames_ptr"])
+def prompt_attention_kernel(
+    q_ptr, keys_ptr, values_ptr, numbers_ptr, words_ptr, frames_ptr, out_ptr, q_head, q_row, q_one, start, end, begin,
+    rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    M: tl.constexpr = TOGETHER * PAGE
+    own = tl.cdiv(end, PAGE) - 1 - tl.program_id(0)  # the page of these tokens; those that see most come first
+    first_head = tl.program_id(1) * TOGETHER
+    kv_head = first_head // (HEADS // KV_HEADS)
+    keys_ptr += kv_head.to(tl.int64) * rows * KEY_DIM
+    values_ptr += kv_head.to(tl.int64) * rows * VALUE_DIM
+    m = tl.arange(0, M)
+    d = tl.arange(0, BK)
+    dv = tl.arange(0, BV)
+    head = first_head + m // PAGE
+    at = own * PAGE + m % PAGE
     ok = (at >= start) & (at < end)
     row = (at - start).to(tl.int64)
     q_rows = q_ptr + head * q_head + row * q_row
-    rotated_rows = rotated_ptr + (row * HEADS + head) * 2 * KEY_DIM
-    lows = tl.zeros((PAGE,), tl.int32)
+    q = tl.load(q_rows[:, None] + d[None, :] * q_one, mask=ok[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+    lows = tl.zeros((M,), tl.int32)
     first = 0
     if WINDOW > 0:
         lows = tl.maximum(at - WINDOW + 1, 0)
-        first = tl.maximum(tl.maximum(start, own * PAGE) - WINDOW + 1, 0)
-    top = tl.full((PAGE,), float("-inf"), tl.float32)
-    total = tl.zeros((PAGE,), tl.float32)
-    weighted = tl.zeros((PAGE,), tl.float32)
-    acc = tl.zeros((BV, PAGE), tl.float32)
-    top, total, weighted, acc = attend_pages(
-        q_rows, ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
-        kv_head, first // PAGE, own, lows, at + 1, end, scaling, softcap, KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-        WINDOW, SOFTCAP, STAGES, ASM, None, 0, 0,
-    )  # fmt: skip
-    open_word = tl.load(words_ptr + kv_head)  # of format 0
-    top, total, weighted, acc = attend_run(
-        q_rows, ok, q_one, top, total, weighted, acc, memory_ptr, numbers_ptr, frames_ptr - start // PAGE,
-        open_word - open_word % 256, own, own + 1, lows, at + 1, end, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV,
-        ITEM, WINDOW, SOFTCAP, STAGES, ASM, None, 0, 0,
-    )  # fmt: skip
-    mean = acc / tl.where(total > 0, total, 1.0)[None, :]
-    to = out_ptr + (row[None, :] * HEADS + head) * VALUE_DIM + dv[:, None]
-    tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=ok[None, :] & (dv < VALUE_DIM)[:, None])
+        first = tl.maximum(tl.maximum(start, own * PAGE) - WINDOW + 1, 0) // PAGE * PAGE
+    top = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, BV), tl.float32)
+    if (own * PAGE - first) % STEP != 0:  # STEP is one page or two
+        top, total, acc = _attend_before(
+            q, first, keys_ptr, values_ptr, begin, top, total, acc, lows, scaling, softcap, PAGE, KEY_DIM, VALUE_DIM,
+            BK, BV, WINDOW, SOFTCAP,
+        )  # fmt: skip
+        first += PAGE
+    for before in tl.range(first, own * PAGE, STEP, num_stages=STAGES):
+        top, total, acc = _attend_before(
+            q, before, keys_ptr, values_ptr, begin, top, total, acc, lows, scaling, softcap, STEP, KEY_DIM, VALUE_DIM,
+            BK, BV, WINDOW, SOFTCAP,
+        )  # fmt: skip
+    word = tl.load(words_ptr + kv_head)  # of format 0
+    frame = tl.load(frames_ptr + own - start // PAGE)
+    block = tl.multiple_of(frame - frame % 256 + word - word % 256, 256)
+    own_at = own * PAGE + tl.arange(0, PAGE)
+    k = full_keys(numbers_ptr, block, own_at < end, KEY_DIM, BK, ITEM)
+    v = full_values(numbers_ptr, block, own_at < end, KEY_DIM, VALUE_DIM, BV, ITEM)
+    seen = (own_at[None, :] <= at[:, None]) & (own_at[None, :] >= lows[:, None])
+    top, total, acc = _attend(q, k, v, top, total, acc, seen, scaling, softcap, True, SOFTCAP)
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    to = out_ptr + (row * HEADS + head)[:, None] * VALUE_DIM + dv[None, :]
+    tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=ok[:, None] & (dv < VALUE_DIM)[None, :])
 
 
 def prompt_attention(
@@ -76,7 +132,7 @@ def prompt_attention(
         query: `[heads, count, key_dim]`, any strides, of the dtype of pages of 16 bits.
         memory: uint8, all pages.
         blocks: int32 `[FORMATS, kv_heads]`, the words of the layer.
-        entries: int64 `[P]`, its pages; those of `query`'s tokens are not read.
+        entries: int64 `[P]`, its pages, full ones as they are sealed.
         frames: int64, the pages of `query`'s tokens at 16 bits.
         shape: kv_heads, key_dim, value_dim.
         window, softcap: 0 for none.
@@ -86,14 +142,22 @@ def prompt_attention(
     """
     heads, count, key_dim = query.shape
     kv_heads, _, value_dim = shape
+    end = start + count
+    first = max(0, start - window + 1) // PAGE_SIZE if window else 0
+    keys, values = read_pages(memory, blocks, entries[first : (end - 1) // PAGE_SIZE], shape, query.dtype)
     out = torch.empty(count, heads, value_dim, dtype=query.dtype, device=query.device)
-    pages = -(-(start + count) // PAGE_SIZE) - start // PAGE_SIZE
-    prompt_attention_kernel[(pages, heads)](
-        query, memory, memory.view(query.dtype), blocks, entries, frames, out,
-        torch.empty(count, heads, 2, key_dim, dtype=query.dtype, device=query.device),
-        query.stride(0), query.stride(1), query.stride(2), start, start + count, scaling, softcap,
-        HEADS=heads, KV_HEADS=kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=query.element_size(),
-        BK=max(16, triton.next_power_of_2(key_dim)), BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window,
-        SOFTCAP=softcap != 0, STAGES=2, ASM=query.is_cuda, num_warps=4,
+    pages = -(-end // PAGE_SIZE) - start // PAGE_SIZE
+    wide = query.element_size() < 4  # float32 would need twice the shared memory
+    repeat = heads // kv_heads
+    small = wide and max(key_dim, value_dim) <= 128
+    together = 4 if small and repeat % 4 == 0 else 2 if wide and repeat % 2 == 0 else 1
+    prompt_attention_kernel[(pages, heads // together)](
+        query, keys, values, memory.view(query.dtype), blocks, frames, out,
+        query.stride(0), query.stride(1), query.stride(2), start, end, first * PAGE_SIZE, keys.shape[1], scaling,
+        softcap, HEADS=heads, KV_HEADS=kv_heads, TOGETHER=together, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        ITEM=query.element_size(), BK=max(16, triton.next_power_of_2(key_dim)),
+        BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,
+        STEP=PAGE_SIZE * 2 if small else PAGE_SIZE,
+        STAGES=3 if small and together == 2 else 2, num_warps=4 if together == 1 else 8,
     )  # fmt: skip
     return out

@@ -4,8 +4,22 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+
+from qbe.kernels.reference.rotation import rotation
+
+
+@cache
+def matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[2, dim, dim]` of whole numbers: the rotation over `rotation_factor(dim)`, and after it the one of keys' sketches
+    over its square."""
+    once, plain = rotation(dim), rotation(dim, signs=False)
+    over = float(dim & -dim) ** 0.5
+    return torch.stack([once * over, plain @ once * over**2]).round().to(device, dtype)
 
 
 @triton.constexpr_function
@@ -15,7 +29,7 @@ def steps(dim):
 
 
 @triton.constexpr_function
-def factor(dim):
+def rotation_factor(dim):
     return float(dim & -dim) ** -0.5
 
 
@@ -41,7 +55,7 @@ def rotate_columns(x, DIM: tl.constexpr, SIGNS: tl.constexpr = True):
         x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 3, 1, 2)), (x.shape[0], x.shape[1]))
     if SIGNS:
         x *= signs_of(x.shape[0], DIM)[:, None]
-    return x * factor(DIM)
+    return x * rotation_factor(DIM)
 
 
 @triton.jit
@@ -56,4 +70,4 @@ def rotate(x, DIM: tl.constexpr, SIGNS: tl.constexpr = True):
         x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (x.shape[0], x.shape[1]))
     if SIGNS:
         x *= signs_of(x.shape[1], DIM)[None, :]
-    return x * factor(DIM)
+    return x * rotation_factor(DIM)
