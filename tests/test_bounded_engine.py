@@ -15,6 +15,7 @@ from qbe import Budget, Engine, QBEError, SamplingParams
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.sequence import Sequence
+from qbe.kernels import attention_ops, bounded_ops
 from qbe.kvcache import originals
 from qbe.kvcache.pages import PAGE_SIZE
 from test_kv_engine import core, kv
@@ -66,12 +67,29 @@ def test_threshold_0_is_16_bits(name: str) -> None:
     assert not torch.allclose(rough, wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_a_huge_threshold_raises_nothing() -> None:
-    # At 4 bits: the two ways of a prompt round differently, and of this one's 8-bit codes some then fall the other way.
-    prompt = prompts(150)[0]
-    wanted = logits(core(), request("r", prompt, kv(4), max_tokens=90), 60)
-    free = request("free", prompt, bounded(1e20, 4), max_tokens=90)
-    torch.testing.assert_close(logits(core(), free, 60), wanted, rtol=1e-3, atol=1e-3)
+def test_a_huge_threshold_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attention of a bounded step is then the plain one over the same pages.
+
+    Logits of a bounded run and a plain one are further apart: prompts round differently, and codes that lie between two
+    then fall to different sides.
+    """
+    kernel, compared = bounded_ops.bounded_attention, []
+
+    def both(*arguments: Any) -> torch.Tensor:
+        *shared, entropy, _, _, _, scaling, window, softcap = arguments
+        plain = attention_ops.paged_attention(*shared, entropy.clone(), scaling, window, softcap)
+        out = kernel(*arguments)
+        torch.testing.assert_close(out, plain, rtol=1e-5, atol=1e-5)
+        compared.append(len(out))
+        return out
+
+    monkeypatch.setattr(bounded_ops, "bounded_attention", both)
+    c = core()
+    if DEVICE == "cuda":
+        c.runner.decode = None  # in a graph nothing could be compared
+    free = request("free", prompts(150)[0], bounded(1e20, 8), max_tokens=90)
+    logits(c, free, 60)
+    assert sum(compared) == 4 * (150 + 59)  # layers of tokens
     assert free.pages_raised == free.host_bytes == 0 < free.pages_read
 
 

@@ -15,8 +15,8 @@ from qbe.kernels.reference.rotation import rotation
 
 @cache
 def matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[2, dim, dim]` of whole numbers: the rotation over `rotation_factor(dim)`, and after it the one of keys' sketches
-    over its square."""
+    """`[2, dim, dim]` of whole numbers: the rotation over `rotation_factor(dim)`; after it that of keys' sketches
+    too, over its square."""
     once, plain = rotation(dim), rotation(dim, signs=False)
     over = float(dim & -dim) ** 0.5
     return torch.stack([once * over, plain @ once * over**2]).round().to(device, dtype)
