@@ -1,8 +1,8 @@
 """An online softmax over pages of mixed precision: what decode and prompt attention have in common.
 
 It walks through runs of pages whose blocks of this head are of the same kind: the branch on the kind is outside of the
-loop over a run, whose loads can be pipelined. A run of sealed pages rotates the queries; where such a run borders on
-pages of 16 bits the sum of values is rotated. Keys and values are the left operands of the products, queries and
+loop over a run, whose loads can be pipelined. Sealed pages meet rotated queries; where a run of them borders on pages
+of 16 bits the sum of values is rotated. Keys and values are the left operands of the products, queries and
 weights the right ones: codes go from memory through registers to the tensor cores and are unpacked on the way.
 """
 
@@ -36,7 +36,7 @@ from qbe.kernels.triton.kv_blocks import (
     value_scales,
 )
 from qbe.kernels.triton.page_notes import note_full, note_sealed, number_errors
-from qbe.kernels.triton.rotation import rotate_columns, rotation_factor
+from qbe.kernels.triton.rotation import rotate_columns
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -69,30 +69,13 @@ def query_columns(q_rows, q_ok, d, d_ok, q_one):
 
 
 @triton.jit
-def _rotated_queries(
-    q_rows, q_ok, q_one, matrix_ptr, FACTOR: tl.constexpr, BITS: tl.constexpr, KEY_DIM: tl.constexpr, BK: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """A tuple of the channels of each field of sealed keys, columns [block_of(R), BM]: FACTOR * matrix * query.
-
-    A product for each field, because registers cannot be cut into fields. The matrix holds small whole numbers, which
-    every dtype has.
-    """
+def _fields_of_queries(q_rows, q_ok, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
+    """A tuple of the channels of each field of sealed keys, columns [block_of(R), BM]."""
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
-    DEPTH: tl.constexpr = 32 if BK > 32 else BK
     u = tl.arange(0, block_of(ROW))
-    c = tl.arange(0, DEPTH)
     q = ()
     for i in tl.static_range(8 // BITS):
-        d = i * ROW + u
-        ok = (u < ROW) & (d < KEY_DIM)
-        x = tl.zeros((block_of(ROW), q_rows.shape[0]), tl.float32)
-        for begin in range(0, BK, DEPTH):
-            inside = ok[:, None] & (begin + c < KEY_DIM)[None, :]
-            m = tl.load(matrix_ptr + d[:, None] * KEY_DIM + (begin + c)[None, :], mask=inside, other=0.0)
-            columns = query_columns(q_rows, q_ok, begin + c, begin + c < KEY_DIM, q_one)
-            x = tl.dot(m, columns, x, input_precision="ieee")
-        q += ((x * FACTOR).to(DTYPE),)
+        q += (query_columns(q_rows, q_ok, i * ROW + u, (u < ROW) & (i * ROW + u < KEY_DIM), 1),)
     return q
 
 
@@ -188,9 +171,9 @@ def _full_run(
 
 @triton.jit
 def _sealed_run(
-    q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows,
-    highs, scaling, softcap, KIND: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    rotated_rows, q_ok, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows, highs, scaling,
+    softcap, KIND: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """A number is scale * (what `numbers_of` gives - ORIGIN) + low.
@@ -202,12 +185,9 @@ def _sealed_run(
     ORIGIN: tl.constexpr = origin(DTYPE, BITS)
     FIELDS: tl.constexpr = 8 // BITS
     t = tl.arange(0, PAGE)
-    q = _rotated_queries(q_rows, q_ok, q_one, matrices_ptr, rotation_factor(KEY_DIM), BITS, KEY_DIM, BK, DTYPE)
+    q = _fields_of_queries(rotated_rows, q_ok, BITS, KEY_DIM)
     if is_turbo(KIND):
-        matrix_ptr = matrices_ptr + KEY_DIM * KEY_DIM
-        sketch = _rotated_queries(
-            q_rows, q_ok, q_one, matrix_ptr, rotation_factor(KEY_DIM) ** 2, BITS, KEY_DIM, BK, DTYPE
-        )
+        sketch = _fields_of_queries(rotated_rows + KEY_DIM, q_ok, BITS, KEY_DIM)
     for page in tl.range(begin, end, num_stages=STAGES):
         entry = tl.load(table_ptr + page)
         block = tl.multiple_of(entry - entry % 256 + offset, 256)
@@ -240,7 +220,7 @@ def _sealed_run(
 
 @triton.jit
 def attend_run(
-    q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr, offset, begin,
+    q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr, offset, begin,
     end, lows, highs, written, scaling, softcap, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
@@ -256,8 +236,8 @@ def attend_run(
         )  # fmt: skip
     else:
         top, total, weighted, acc = _sealed_run(
-            q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end,
-            lows, highs, scaling, softcap, KIND, numbers_ptr.dtype.element_ty, KEY_DIM, VALUE_DIM, BK, BV, WINDOW,
+            rotated_rows, q_ok, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows, highs,
+            scaling, softcap, KIND, numbers_ptr.dtype.element_ty, KEY_DIM, VALUE_DIM, BV, WINDOW,
             SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
         )  # fmt: skip
     return top, total, weighted, acc
@@ -265,18 +245,19 @@ def attend_run(
 
 @triton.jit
 def attend_pages(
-    q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
+    q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
     begin, end, lows, highs, written, scaling, softcap, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """Goes on with an online softmax over the pages [begin, end) of a sequence.
 
-    q_rows [BM]: addresses of the queries, whose numbers lie q_one apart; matrices: `rotation.matrices`. Query m sees
-    the keys [lows[m], highs[m]), and no key from `written` on is there. top, total [BM]: the highest score so far
-    (times log2 e) and the sum of weights; weighted [BM]: sum of weight * score; acc [BV, BM]: sum of weight * value,
-    rotated in the end if the number returned after it is 1. memory and numbers are the same bytes as uint8 and as the
-    model's dtype. NOTED query heads, if not 0, have notes taken of each page (`page_notes`).
+    q_rows [BM]: addresses of the queries, whose numbers lie q_one apart; rotated_rows [BM]: of what
+    `rotate_queries_kernel` made of them. Query m sees the keys [lows[m], highs[m]), and no key from `written` on is
+    there. top, total [BM]: the highest score so far (times log2 e) and the sum of weights; weighted [BM]: sum of
+    weight * score; acc [BV, BM]: sum of weight * value, rotated in the end if the number returned after it is 1. If it
+    is not zero in the beginning, the first page must have 16 bits. memory and numbers are the same bytes as uint8 and
+    as the model's dtype. NOTED query heads, if not 0, have notes taken of each page (`page_notes`).
     """
     page = begin
     rotated = begin * 0
@@ -289,42 +270,42 @@ def attend_pages(
         stop = tl.min(tl.where(words == word, page + AHEAD, ahead), 0)
         kind = word % 256
         sealed = (kind != 16).to(tl.int32)
-        if sealed != rotated:
+        if (sealed != rotated) & (page > begin):
             acc = rotate_columns(acc, VALUE_DIM)
-            rotated = sealed
+        rotated = sealed
         if kind == 16:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - kind, page, stop, lows, highs, written, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
                 WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif kind == 8:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - kind, page, stop, lows, highs, written, scaling, softcap, 8, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
                 WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif kind == 4:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - kind, page, stop, lows, highs, written, scaling, softcap, 4, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
                 WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif kind == 2:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - kind, page, stop, lows, highs, written, scaling, softcap, 2, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
                 WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif kind == TURBO4:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - kind, page, stop, lows, highs, written, scaling, softcap, TURBO4, KEY_DIM, VALUE_DIM, BK, BV,
                 ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         else:
             top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
+                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
                 word - kind, page, stop, lows, highs, written, scaling, softcap, TURBO2, KEY_DIM, VALUE_DIM, BK, BV,
                 ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip

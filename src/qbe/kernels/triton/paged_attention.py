@@ -10,7 +10,7 @@ import triton
 
 from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_attention_kernel
-from qbe.kernels.triton.rotation import matrices
+from qbe.kernels.triton.rotation import rotate_queries_kernel
 
 MOST_SPLITS = 64
 PROGRAMS = 8  # of two warps, on a processor
@@ -84,15 +84,21 @@ def walk(
     parts = 1 + splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, _processors(query.device))
     means = torch.empty(batch, parts, heads, value_dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(batch, parts, 3, heads, dtype=torch.float32, device=query.device)  # see `combine_kernel`
+    rotated = torch.empty(batch, heads, 2, key_dim, dtype=query.dtype, device=query.device)
+    wide = max(16, triton.next_power_of_2(key_dim))
+    rotate_queries_kernel[(batch, heads)](
+        query, rotated, query.stride(0), query.stride(1), query.stride(2), HEADS=heads, KEY_DIM=key_dim, BK=wide,
+        num_warps=1,
+    )  # fmt: skip
     decode_attention_kernel[(batch * kv_heads, parts)](
         query, key, value, memory, memory.view(key.dtype), blocks, slots, tables, lengths,
-        means, sums, noted.notes, noted.raised, matrices(key_dim, query.dtype, query.device),
+        means, sums, noted.notes, noted.raised, rotated,
         query.stride(0), query.stride(1), query.stride(2),
         key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),
         tables.stride(0), tables.stride(1) if tables.dim() == 3 else 0, tables.shape[-1] + 1, scaling, softcap, parts,
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
-        BM=max(8, triton.next_power_of_2(repeat)), BK=max(16, triton.next_power_of_2(key_dim)),
+        BM=max(8, triton.next_power_of_2(repeat)), BK=wide,
         BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,
         STAGES=2, ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4,
     )  # fmt: skip

@@ -40,7 +40,7 @@ def decode_attention_kernel(
     parts_ptr,
     notes_ptr,
     raised_ptr,
-    matrices_ptr,
+    rotated_ptr,
     q_row,
     q_head,
     q_one,
@@ -103,6 +103,7 @@ def decode_attention_kernel(
         notes_ptr += (sequence * KV_HEADS + head) * REPEAT * NOTES * note_row
 
     q_rows = q_ptr + sequence * q_row + heads * q_head
+    rotated_rows = rotated_ptr + (sequence * KV_HEADS * REPEAT + heads) * 2 * KEY_DIM
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     weighted = tl.zeros((BM,), tl.float32)  # sum of weight * score, for the entropy
@@ -127,7 +128,7 @@ def decode_attention_kernel(
             store_notes(notes_ptr, note_row, note_row - 1, NOTED, top, total * 0, total * 0, total * norm)
 
     top, total, weighted, acc, rotated = attend_pages(
-        q_rows, m_ok, q_one, matrices_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
+        q_rows, m_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
         head, low, high, tl.zeros((BM,), tl.int32) + first, tl.zeros((BM,), tl.int32) + past, past, scaling, softcap,
         KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
     )  # fmt: skip
