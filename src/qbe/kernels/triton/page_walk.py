@@ -63,19 +63,22 @@ def _scaled(scores, scaling, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def query_columns(q_rows, q_ok, d, d_ok, q_one):
-    """Channels d of the queries at the addresses q_rows [BM], as columns [BD, BM]; 0 for those that are not `ok`."""
-    return tl.load(q_rows[None, :] + d[:, None] * q_one, mask=q_ok[None, :] & d_ok[:, None], other=0.0)
+def query_columns(q_ptr, q_head, q_one, d, d_ok, BM: tl.constexpr, REPEAT: tl.constexpr):
+    """Channels d of REPEAT queries, which lie q_head apart and their numbers q_one, as columns [BD, BM]; else 0."""
+    m = tl.arange(0, BM)
+    at = m[None, :] * q_head + d[:, None] * q_one
+    return tl.load(q_ptr + at, mask=(m < REPEAT)[None, :] & d_ok[:, None], other=0.0)
 
 
 @triton.jit
-def _fields_of_queries(q_rows, q_ok, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
+def _fields_of_queries(rotated_ptr, BITS: tl.constexpr, KEY_DIM: tl.constexpr, BM: tl.constexpr, REPEAT: tl.constexpr):
     """A tuple of the channels of each field of sealed keys, columns [block_of(R), BM]."""
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     u = tl.arange(0, block_of(ROW))
     q = ()
     for i in tl.static_range(8 // BITS):
-        q += (query_columns(q_rows, q_ok, i * ROW + u, (u < ROW) & (i * ROW + u < KEY_DIM), 1),)
+        ok = (u < ROW) & (i * ROW + u < KEY_DIM)
+        q += (query_columns(rotated_ptr, 2 * KEY_DIM, 1, i * ROW + u, ok, BM, REPEAT),)
     return q
 
 
@@ -147,47 +150,48 @@ def _softmax_step(scores, top, total, weighted, MASKED: tl.constexpr):
 
 @triton.jit
 def _full_run(
-    q_rows, q_ok, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, lows, highs, written,
-    scaling, softcap, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q_ptr, q_head, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, first, past, scaling,
+    softcap, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     ITEM: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
+    """Pages [begin, end) of 16 bits, whose blocks of this head lie `offset` bytes into them."""
     t = tl.arange(0, PAGE)
     d = tl.arange(0, BK)
-    q = query_columns(q_rows, q_ok, d, d < KEY_DIM, q_one)
+    q = query_columns(q_ptr, q_head, q_one, d, d < KEY_DIM, top.shape[0], REPEAT)
     for page in tl.range(begin, end, num_stages=STAGES):
         entry = tl.load(table_ptr + page)
         block = tl.multiple_of(entry - entry % 256 + offset, 256)
         at = page * PAGE + t
-        k = full_keys(numbers_ptr, block, at < written, KEY_DIM, BK, ITEM)
+        k = full_keys(numbers_ptr, block, at < past, KEY_DIM, BK, ITEM)
         scores = _scaled(tl.dot(k, q, input_precision="ieee"), scaling, softcap, SOFTCAP)
-        scores = tl.where((at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]), scores, float("-inf"))
+        scores = tl.where(((at >= first) & (at < past))[:, None], scores, float("-inf"))
         weights, factor, top, total, weighted = _softmax_step(scores, top, total, weighted, True)
-        v = full_values(numbers_ptr, block, at < written, KEY_DIM, VALUE_DIM, BV, ITEM)
+        v = full_values(numbers_ptr, block, at < past, KEY_DIM, VALUE_DIM, BV, ITEM)
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * factor[None, :], input_precision="ieee")
         if NOTED:
-            note_full(notes_ptr, note_row, page, NOTED, weights, top, v)
+            note_full(notes_ptr, note_row, page, REPEAT, weights, top, v)
     return top, total, weighted, acc
 
 
 @triton.jit
 def _sealed_run(
-    rotated_rows, q_ok, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows, highs, scaling,
-    softcap, KIND: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
+    rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, first, scaling, softcap,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
-    """A number is scale * (what `numbers_of` gives - ORIGIN) + low.
+    """The same of sealed pages. acc is rotated.
 
-    A channel's scale goes into the query and a token's into its weight. ORIGIN is taken off with the scaled query or
-    weight as rounding left it. acc is rotated.
+    A number is scale * (what `numbers_of` gives - ORIGIN) + low. A channel's scale goes into the query and a token's
+    into its weight. ORIGIN is taken off with the scaled query or weight as rounding left it.
     """
     BITS: tl.constexpr = bits_of(KIND)
     ORIGIN: tl.constexpr = origin(DTYPE, BITS)
     FIELDS: tl.constexpr = 8 // BITS
     t = tl.arange(0, PAGE)
-    q = _fields_of_queries(rotated_rows, q_ok, BITS, KEY_DIM)
+    q = _fields_of_queries(rotated_ptr, BITS, KEY_DIM, top.shape[0], REPEAT)
     if is_turbo(KIND):
-        sketch = _fields_of_queries(rotated_rows + KEY_DIM, q_ok, BITS, KEY_DIM)
+        sketch = _fields_of_queries(rotated_ptr + KEY_DIM, BITS, KEY_DIM, top.shape[0], REPEAT)
     for page in tl.range(begin, end, num_stages=STAGES):
         entry = tl.load(table_ptr + page)
         block = tl.multiple_of(entry - entry % 256 + offset, 256)
@@ -197,9 +201,9 @@ def _sealed_run(
         else:
             scores, errors = _sealed_scores(q, memory_ptr, block, BITS, DTYPE, KEY_DIM, VALUE_DIM, ASM, NOTED)
         scores = _scaled(scores, scaling, softcap, SOFTCAP)
-        if WINDOW > 0:  # else a token sees all of the sealed pages before its own
+        if WINDOW > 0:  # else all tokens of sealed pages are seen
             at = page * PAGE + t
-            scores = tl.where((at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :]), scores, float("-inf"))
+            scores = tl.where(at[:, None] >= first, scores, float("-inf"))
         weights, factor, top, total, weighted = _softmax_step(scores, top, total, weighted, WINDOW > 0)
         packed = sealed_values(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
         scale, low = value_scales(memory_ptr, block, t, KIND, KEY_DIM, VALUE_DIM)
@@ -212,52 +216,26 @@ def _sealed_run(
         if NOTED:
             e = tl.sum(errors, 0) * tl.abs(scaling)
             note_sealed(
-                notes_ptr, note_row, page, NOTED, weights, top, e, packed, memory_ptr, block, KIND, DTYPE, KEY_DIM,
+                notes_ptr, note_row, page, REPEAT, weights, top, e, packed, memory_ptr, block, KIND, DTYPE, KEY_DIM,
                 VALUE_DIM, ASM,
             )  # fmt: skip
     return top, total, weighted, acc
 
 
 @triton.jit
-def attend_run(
-    q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr, offset, begin,
-    end, lows, highs, written, scaling, softcap, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
-):  # fmt: skip
-    """`attend_pages` for pages [begin, end) whose blocks lie `offset` bytes into them and are of this KIND.
-
-    acc is rotated if that is a sealed one.
-    """
-    if KIND == 16:
-        top, total, weighted, acc = _full_run(
-            q_rows, q_ok, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, lows, highs,
-            written, scaling, softcap, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES, notes_ptr, note_row, NOTED,
-        )  # fmt: skip
-    else:
-        top, total, weighted, acc = _sealed_run(
-            rotated_rows, q_ok, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, lows, highs,
-            scaling, softcap, KIND, numbers_ptr.dtype.element_ty, KEY_DIM, VALUE_DIM, BV, WINDOW,
-            SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
-        )  # fmt: skip
-    return top, total, weighted, acc
-
-
-@triton.jit
 def attend_pages(
-    q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
-    begin, end, lows, highs, written, scaling, softcap, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
+    begin, end, first, past, scaling, softcap, KV_HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """Goes on with an online softmax over the pages [begin, end) of a sequence.
 
-    q_rows [BM]: addresses of the queries, whose numbers lie q_one apart; rotated_rows [BM]: of what
-    `rotate_queries_kernel` made of them. Query m sees the keys [lows[m], highs[m]), and no key from `written` on is
-    there. top, total [BM]: the highest score so far (times log2 e) and the sum of weights; weighted [BM]: sum of
-    weight * score; acc [BV, BM]: sum of weight * value, rotated in the end if the number returned after it is 1. If it
-    is not zero in the beginning, the first page must have 16 bits. memory and numbers are the same bytes as uint8 and
-    as the model's dtype. NOTED query heads, if not 0, have notes taken of each page (`page_notes`).
+    q: the first of REPEAT queries, which lie q_head apart and their numbers q_one; rotated: what
+    `rotate_queries_kernel` made of them. They see the keys [first, past). top, total [BM]: the highest score so far
+    (times log2 e) and the sum of weights; weighted [BM]: sum of weight * score; acc [BV, BM]: sum of weight * value,
+    zero in the beginning, rotated in the end if the number returned after it is 1. memory and numbers are the same
+    bytes as uint8 and as the model's dtype. If NOTED, notes are taken of each page (`page_notes`).
     """
     page = begin
     rotated = begin * 0
@@ -274,40 +252,40 @@ def attend_pages(
             acc = rotate_columns(acc, VALUE_DIM)
         rotated = sealed
         if kind == 16:
-            top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - kind, page, stop, lows, highs, written, scaling, softcap, 16, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+            top, total, weighted, acc = _full_run(
+                q_ptr, q_head, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, word - kind, page, stop, first,
+                past, scaling, softcap, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES, notes_ptr, note_row,
+                NOTED,
             )  # fmt: skip
         elif kind == 8:
-            top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - kind, page, stop, lows, highs, written, scaling, softcap, 8, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+            top, total, weighted, acc = _sealed_run(
+                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
+                softcap, 8, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
+                ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif kind == 4:
-            top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - kind, page, stop, lows, highs, written, scaling, softcap, 4, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+            top, total, weighted, acc = _sealed_run(
+                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
+                softcap, 4, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
+                ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif kind == 2:
-            top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - kind, page, stop, lows, highs, written, scaling, softcap, 2, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
-                WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+            top, total, weighted, acc = _sealed_run(
+                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
+                softcap, 2, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
+                ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         elif kind == TURBO4:
-            top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - kind, page, stop, lows, highs, written, scaling, softcap, TURBO4, KEY_DIM, VALUE_DIM, BK, BV,
-                ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+            top, total, weighted, acc = _sealed_run(
+                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
+                softcap, TURBO4, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
+                ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         else:
-            top, total, weighted, acc = attend_run(
-                q_rows, q_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, table_ptr,
-                word - kind, page, stop, lows, highs, written, scaling, softcap, TURBO2, KEY_DIM, VALUE_DIM, BK, BV,
-                ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+            top, total, weighted, acc = _sealed_run(
+                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
+                softcap, TURBO2, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
+                ASM, notes_ptr, note_row, NOTED,
             )  # fmt: skip
         page = stop
     return top, total, weighted, acc, rotated

@@ -22,7 +22,7 @@ def _processors(device: torch.device) -> int:
 
 
 def splits_for(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
-    """Parts that a sequence's full pages are cut into: eight programs a processor (so many fit), none without a page.
+    """Parts that a sequence's pages are cut into: eight programs a processor (so many fit), none without a page.
 
     It depends on shapes alone (`tokens` is what a table has room for), never on how long the sequences are now.
     """
@@ -81,7 +81,7 @@ def walk(
     batch, heads, key_dim = query.shape
     kv_heads, value_dim = value.shape[1:]
     repeat = heads // kv_heads
-    parts = 1 + splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, _processors(query.device))
+    parts = splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, _processors(query.device))
     means = torch.empty(batch, parts, heads, value_dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(batch, parts, 3, heads, dtype=torch.float32, device=query.device)  # see `combine_kernel`
     rotated = torch.empty(batch, heads, 2, key_dim, dtype=query.dtype, device=query.device)

@@ -1,9 +1,8 @@
 """Attention of one new token per sequence over its pages, each read at its own precision.
 
 A program serves one key head of one sequence and a part of its pages; the query heads that share the key head are the
-columns of its products. The new token's key and value come from the step itself, not from the page: the program of
-part 0 counts them and writes them to the page, which it alone reads, at 16 bits. The other parts are of full pages, so
-that few programs meet both sealed pages and others.
+columns of its products. The new token's key and value come from the step itself, not from the page: the program of the
+last part counts them after its pages and writes them to the page, where no other program reads them.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, operator, arg-type"
@@ -16,7 +15,7 @@ import triton.language as tl
 from qbe.kernels.triton.kv_blocks import PAGE
 from qbe.kernels.triton.page_notes import NOTES, store_notes
 from qbe.kernels.triton.page_walk import LN2, LOG2E, attend_pages, capped, query_columns
-from qbe.kernels.triton.rotation import rotate
+from qbe.kernels.triton.rotation import rotate, rotate_columns
 
 
 # What changes between steps must not make Triton compile once more: how many parts, and how a table lies in memory.
@@ -90,25 +89,28 @@ def decode_attention_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    full = past // PAGE
-    each = tl.cdiv(tl.maximum(full - first // PAGE, 0), parts - 1)
-    low = first // PAGE + (part - 1) * each
-    high = tl.minimum(low + each, full)
-    if part == 0:
-        low = full
-        high = tl.where(past > tl.maximum(first, full * PAGE), full + 1, full)
+    pages = tl.where(past > first, tl.cdiv(past, PAGE) - first // PAGE, 0)
+    each = tl.cdiv(pages, parts)
+    low = first // PAGE + part * each
+    high = tl.minimum(low + each, first // PAGE + pages)
     table_ptr = tables_ptr + sequence * table_row + head * table_head
-    NOTED: tl.constexpr = REPEAT if notes_ptr is not None else 0
+    NOTED: tl.constexpr = notes_ptr is not None
     if NOTED:
         notes_ptr += (sequence * KV_HEADS + head) * REPEAT * NOTES * note_row
 
-    q_rows = q_ptr + sequence * q_row + heads * q_head
-    rotated_rows = rotated_ptr + (sequence * KV_HEADS * REPEAT + heads) * 2 * KEY_DIM
+    q_ptr += sequence * q_row + head * REPEAT * q_head
+    rotated_ptr += (sequence * KV_HEADS + head) * REPEAT * 2 * KEY_DIM
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     weighted = tl.zeros((BM,), tl.float32)  # sum of weight * score, for the entropy
     acc = tl.zeros((BV, BM), tl.float32)
-    if part == 0:
+    top, total, weighted, acc, rotated = attend_pages(
+        q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
+        head, low, high, first, past, scaling, softcap, KV_HEADS, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW,
+        SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+    )  # fmt: skip
+
+    if part == parts - 1:
         k_new = tl.load(k_ptr + sequence * k_row + head * k_head + dk * k_one, mask=dk < KEY_DIM, other=0.0)
         k_new += k_new * 0  # infinity becomes NaN, so that it cannot hide behind a score that is low
         v_new = tl.load(v_ptr + sequence * v_row + head * v_head + dv * v_one, mask=dv < VALUE_DIM, other=0.0)
@@ -117,21 +119,22 @@ def decode_attention_kernel(
         to = (slot - slot % 256 + open_word - open_word % 256) // ITEM
         tl.store(numbers_ptr + to + slot % 256 * KEY_DIM + dk, k_new, mask=dk < KEY_DIM)
         tl.store(numbers_ptr + to + PAGE * KEY_DIM + slot % 256 * VALUE_DIM + dv, v_new, mask=dv < VALUE_DIM)
-        q = query_columns(q_rows, m_ok, dk, dk < KEY_DIM, q_one)
+        q = query_columns(q_ptr, q_head, q_one, dk, dk < KEY_DIM, BM, REPEAT)
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[:, None], 0) * scaling
-        top = capped(score, softcap, SOFTCAP) * LOG2E
-        total += 1.0
-        weighted += top
-        acc += v_new.to(tl.float32)[:, None]
+        score = capped(score, softcap, SOFTCAP) * LOG2E
+        if rotated == 1:
+            acc = rotate_columns(acc, VALUE_DIM)
+        rotated *= 0
+        higher = tl.maximum(top, score)
+        factor = tl.exp2(top - higher)
+        weight = tl.exp2(score - higher)
+        total = total * factor + weight
+        weighted = weighted * factor + weight * score
+        acc = acc * factor[None, :] + v_new.to(tl.float32)[:, None] * weight[None, :]
+        top = higher
         if NOTED:
             norm = tl.sqrt(tl.sum(v_new.to(tl.float32) * v_new.to(tl.float32), 0))
-            store_notes(notes_ptr, note_row, note_row - 1, NOTED, top, total * 0, total * 0, total * norm)
-
-    top, total, weighted, acc, rotated = attend_pages(
-        q_rows, m_ok, q_one, rotated_rows, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
-        head, low, high, tl.zeros((BM,), tl.int32) + first, tl.zeros((BM,), tl.int32) + past, past, scaling, softcap,
-        KV_HEADS, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW, SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
-    )  # fmt: skip
+            store_notes(notes_ptr, note_row, note_row - 1, REPEAT, score, score * 0, score * 0, score * 0 + norm)
 
     # A part without keys has total 0: its mean is 0 and its logarithm -inf, which weighs nothing.
     some = tl.where(total > 0, total, 1.0)
