@@ -133,7 +133,7 @@ def test_what_is_stored_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "[]", '{"version": 1}', '{"version": 1, "heads": [{"layer": 0}]}', "nan", "lacks"]
+    "damage", ["", "[]", '{"version": 2}', '{"version": 2, "heads": [{"layer": 0}]}', "nan", "lacks"]
 )
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     kv_table.write(tmp_path, SITES, {})
