@@ -6,7 +6,8 @@ sees profiles, budgets and the site table, never a tensor of the model.
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+import inspect
+from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol, runtime_checkable
 
 from qbe.analysis.profile import QueryProfile
@@ -40,34 +41,43 @@ class Policy(Protocol):
         ...
 
 
+# The built-in ones also work from a source tree that was not installed.
+_BUILT_IN = {
+    "tiered": "qbe.policies.tiered:TieredPolicy",
+    "uniform": "qbe.policies.uniform:UniformPolicy",
+    "static": "qbe.policies.static:StaticPolicy",
+    "random": "qbe.policies.random:RandomPolicy",
+}
+
+
 def available() -> tuple[str, ...]:
     """Names of the installed policies."""
-    return tuple(sorted({"tiered", "uniform", *(e.name for e in entry_points(group=GROUP))}))
+    return tuple(sorted({*_BUILT_IN, *(e.name for e in entry_points(group=GROUP))}))
 
 
 def load(name: str) -> Policy:
-    """The policy called `name`.
+    """The policy called `name`; one that draws numbers takes a seed after a colon: `random:1`.
 
     Raises:
-        QBEError: no such policy, or its package cannot be imported.
+        QBEError: no such policy, its package cannot be imported, or a seed that is none or for a policy without one.
     """
-    if name == "uniform":  # the built-in ones also work from a source tree that was not installed
-        from qbe.policies.uniform import UniformPolicy
-
-        return UniformPolicy()
-    if name == "tiered":
-        from qbe.policies.tiered import TieredPolicy
-
-        return TieredPolicy()
-    for entry in entry_points(group=GROUP):
-        if entry.name == name:
-            try:
-                policy = entry.load()()
-            except Exception as error:
-                raise QBEError(f"policy '{name}' ({entry.value}) cannot be loaded: {error}") from error
-            if not isinstance(policy, Policy):
-                raise QBEError(
-                    f"policy '{name}' ({entry.value}) is not one: it lacks name, needs_sensitivity or blueprint"
-                )
-            return policy
-    raise QBEError(f"unknown policy '{name}': choose one of {', '.join(available())}")
+    name, colon, seed = name.partition(":")
+    if name in _BUILT_IN:
+        entry = EntryPoint(name, _BUILT_IN[name], GROUP)
+    elif (found := next((e for e in entry_points(group=GROUP) if e.name == name), None)) is not None:
+        entry = found
+    else:
+        raise QBEError(f"unknown policy '{name}': choose one of {', '.join(available())}")
+    if colon and not (seed.isascii() and seed.isdigit()):
+        raise QBEError(f"the seed '{seed}' of policy '{name}' is no whole number; give '{name}:1' for example")
+    try:
+        made = entry.load()
+        seeded = "seed" in inspect.signature(made).parameters
+        policy = made(seed=int(seed)) if colon and seeded else made()
+    except Exception as error:
+        raise QBEError(f"policy '{name}' ({entry.value}) cannot be loaded: {error}") from error
+    if colon and not seeded:
+        raise QBEError(f"policy '{name}' takes no seed: give its name alone")
+    if not isinstance(policy, Policy):
+        raise QBEError(f"policy '{name}' ({entry.value}) is not one: it lacks name, needs_sensitivity or blueprint")
+    return policy

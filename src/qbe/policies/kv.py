@@ -91,13 +91,14 @@ def fewest_bits(table: SiteTable, damage: float) -> float:
     return round(average, 2) if average <= MOST + 1e-9 else float(FULL_BITS)
 
 
+@lru_cache(maxsize=256)
 def allocate_kv(table: SiteTable, average: float) -> tuple[KVBits, ...]:
     """For every layer the bits of its key heads, with the least total damage at an average of at most `average`.
 
     Raises:
         QBEError: the solver found nothing in its time.
     """
-    if not table.kv:
+    if not table.kv or average >= FULL_BITS:
         return (FULL_BITS,) * table.layers
     costs, sizes = [_costs(s, table) for s in table.kv], [s.numbers for s in table.kv]
     # A model of few heads may have no assignment that close.
