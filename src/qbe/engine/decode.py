@@ -180,8 +180,8 @@ class DecodeStep:
             torch.cuda.synchronize(self.device)
 
     def serves(self, work: Many[Work]) -> bool:
-        """Whether this step is one: a single new token for each of not too many sequences."""
-        return len(work) <= self.largest and all(w.count == 1 and w.samples for w in work)
+        """Whether this step is one: a single new token for each of not too many sequences, and no others' logits."""
+        return len(work) <= self.largest and all(w.count == 1 and w.samples and not w.sequence.scoring for w in work)
 
     @torch.inference_mode()
     def run(self, work: Many[Work]) -> tuple[torch.Tensor, torch.Tensor]:

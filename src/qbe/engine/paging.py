@@ -51,8 +51,10 @@ class Paging:
         two that writes to it takes a copy.
         """
         sequence.keyed_by, tokens = sequence.blueprint.computed_key, len(sequence.token_ids)
+        # Whoever wants logits of its tokens computes them.
+        most = sequence.alike if sequence.scoring is None else min(sequence.alike, sequence.scoring.start)
         # Pages that hold tokens of a precision of their own are nobody else's.
-        while self.reusable and (end := (len(sequence.pages) + 1) * PAGE_SIZE) < tokens and end <= sequence.alike:
+        while self.reusable and (end := (len(sequence.pages) + 1) * PAGE_SIZE) < tokens and end <= most:
             key = self._key(sequence, len(sequence.pages))
             page = self.allocator.find(key)
             if page is None:

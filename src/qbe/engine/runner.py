@@ -99,6 +99,8 @@ class Runner:
             entropy.note(work, self.decode.entropy, self.cache)
         else:
             logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
+            if any(w.sequence.scoring for w in work):
+                logits = self._hand_out(work, logits)
             best = likeliest(logits)
         for w in work:
             w.sequence.computed = w.start + w.count
@@ -107,6 +109,17 @@ class Runner:
         full = [pages[at // PAGE_SIZE] for pages, at in last if at % PAGE_SIZE == PAGE_SIZE - 1]
         self.cache.pool.seal(self.cache.pool.to_seal(full))
         return logits, best
+
+    def _hand_out(self, work: Many[Work], logits: torch.Tensor) -> torch.Tensor:
+        """Give logits `[kept rows, vocabulary]` to those who want them; returns the rows of every work that samples."""
+        at, last = 0, []
+        for w in work:
+            rows, at = logits[at : at + len(w.kept)], at + len(w.kept)
+            if w.sequence.scoring is not None and len(rows):
+                w.sequence.scoring.take(w.kept.start, rows)
+            if w.samples:
+                last.append(at - 1)
+        return logits[last]
 
     def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool) -> None:
         """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
@@ -147,12 +160,11 @@ class Runner:
             positions += range(w.start, w.start + w.count)
             if s.pages:
                 slots += [slot_of(s.pages, p) for p in range(w.start, w.start + w.count)]
-            if w.samples:
-                kept.append(len(ids) - 1)
+            kept += [len(ids) - w.start - w.count + position for position in w.kept]
         # The head must see a row even when no sequence samples.
         rows = kept or [len(ids) - 1]
         runs = [w.sequence.rows(w.start, w.count) for w in work]
-        owners = [r[-1][0] for r, w in zip(runs, work, strict=True) if w.samples] or [runs[-1][-1][0]]
+        owners = [w.sequence.blueprint_at(p) for w in work for p in w.kept] or [runs[-1][-1][0]]
         self.plan.write([run for r in runs for run in r], owners)
         # One small copy to the device for all indices.
         both = torch.tensor(ids + positions + slots + rows).to(self.device, non_blocking=True)

@@ -26,6 +26,13 @@ class Work:
         """Whether the last of these tokens is the sequence's last, so that its logits give a new token."""
         return self.start + self.count == len(self.sequence.token_ids)
 
+    @property
+    def kept(self) -> range:
+        """The positions whose logits are wanted."""
+        end, scoring = self.start + self.count, self.sequence.scoring
+        first = end - self.samples
+        return range(first if scoring is None else min(first, max(self.start, scoring.start)), end)
+
 
 class Scheduler:
     """First come, first served; sequences that are writing go before prompts, so they never wait for a long one.

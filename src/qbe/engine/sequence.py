@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
@@ -93,6 +94,20 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Whose logits are wanted beside the last one's (`qbe.engine.scoring`).
+
+    Attributes:
+        start: the first position.
+        take: called with a position and the logits float32 [n, vocabulary] of the tokens from there on, as they come; once
+            more for those that a preempted sequence computes again.
+    """
+
+    start: int
+    take: Callable[[int, torch.Tensor], None]
+
+
 class Status(Enum):
     """Where a sequence is in its life."""
 
@@ -132,6 +147,7 @@ class Sequence:
             activations; None where nobody asked for that or its blueprint has no others.
         token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` asks.
         careful: positions of the tokens that do so.
+        scoring: whose logits are handed out, if any are.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
         error: one line that says what went wrong, when the reason is "error".
@@ -163,6 +179,7 @@ class Sequence:
     difficult: float | None = None
     token_entropies: list[float] = field(default_factory=list)
     careful: set[int] = field(default_factory=set)
+    scoring: Scoring | None = None
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
     error: str | None = None
