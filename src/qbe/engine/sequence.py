@@ -100,8 +100,8 @@ class Scoring:
 
     Attributes:
         start: the first position.
-        take: called with a position and the logits float32 [n, vocabulary] of the tokens from there on, as they come; once
-            more for those that a preempted sequence computes again.
+        take: called with a position and the logits float32 [n, vocabulary] of the tokens from there on, as they come;
+            once more for those that a preempted sequence computes again.
     """
 
     start: int

@@ -16,19 +16,95 @@ from qbe.sites import KV_BITS
 if TYPE_CHECKING:
     from qbe.eval.needle import Setting
 
-app = typer.Typer(no_args_is_help=True, help="Measure what lower precision costs in answers.")
+app = typer.Typer(no_args_is_help=True, invoke_without_command=True)
+Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Json = Annotated[Path | None, typer.Option("--json", help="write the results to this file")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="draw them into this PNG (needs matplotlib)")]
 
 
 @app.callback()
-def options() -> None:
-    """Measure what lower precision costs in answers."""  # with it a single command stays a command
+def compare(
+    context: typer.Context,
+    policies: Annotated[str, typer.Option(help="policies to compare, e.g. static,random,tiered")] = "",
+    bits: Annotated[str, typer.Option(help="average bits over the weights of nested sites, e.g. 4.5,5,6")] = "5",
+    model: Model = "smollm2-135m-instruct",
+    data: Annotated[
+        Path | None, typer.Option(help="folder with the data sets; left out, $QBE_DATA, else ../shared/data")
+    ] = None,
+    datasets: Annotated[str, typer.Option(help="of text, gsm8k, bbh and humaneval")] = "text,gsm8k,bbh,humaneval",
+    limit: Annotated[int, typer.Option(help="queries of each data set at most, spread over it")] = 50,
+    seeds: Annotated[int, typer.Option(help="seeds of each policy that draws")] = 3,
+    dtype: Annotated[
+        str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")
+    ] = "float32",
+    device: Device = "auto",
+    as_json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Measure what lower precision costs: policies side by side, at equal average bits.
+
+    Teacher-forced divergence from the 16-bit model, top-1 agreement and perplexity on each query's reference answer;
+    and the answers written to GSM8K, BIG-Bench Hard and HumanEval (programs run in a sandboxed process). What was
+    measured is kept: an interrupted run goes on where it was.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    names = tuple(dict.fromkeys(p.strip() for p in policies.split(",")))
+    if not all(names):
+        raise QBEError(f"--policies '{policies}' names none; give e.g. --policies static,random,tiered")
+    averages = _numbers("--bits", bits, 1, 16)
+    for option, value in (("--limit", limit), ("--seeds", seeds)):
+        if value < 1:
+            raise QBEError(f"{option} is {value}, but must be 1 or more")
+    check_writable("--json", as_json)
+    check_writable("--plot", plot)
+    if plot is not None:
+        from qbe.bench.plot import check_plot
+
+        check_plot(plot)
+    from qbe.eval.items import DATASETS, read
+
+    wanted = tuple(dict.fromkeys(d.strip() for d in datasets.split(",")))
+    for name in wanted:
+        if name not in DATASETS:
+            raise QBEError(f"--datasets has '{name}': give some of {', '.join(DATASETS)}")
+    items = read(wanted, data, limit)
+    from contextlib import closing
+
+    from qbe.engine.engine import Engine
+    from qbe.eval.compare import TOGETHER, Comparison, settings_of
+    from qbe.eval.report import compared
+    from qbe.eval.results import Results, identity
+    from qbe.eval.summary import describe, render
+    from qbe.models.load import quiet
+    from qbe.store.prepare import bar
+
+    settings = settings_of(names, averages, seeds)
+    err = Console(stderr=True)
+    with (
+        quiet(),
+        Engine(model, dtype=dtype, device=device, max_sequences=TOGETHER, records=False,
+               progress=err.is_terminal) as engine,
+        closing(Results(identity(model, engine))) as results,
+    ):  # fmt: skip
+        comparison = Comparison(engine, items, settings, results)
+        began = compared(engine, wanted, limit, results)
+        with bar("queries", comparison.steps, err.is_terminal) as tick:
+            described = describe(comparison.run(tick))
+    if as_json is not None:
+        whole = {"eval": "policies", "conditions": began, **described}
+        write_text(as_json, json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    if plot is not None:
+        from qbe.eval.pareto import draw as draw_pareto
+
+        draw_pareto(described, engine.name, plot)
+    _wide().print(render(described, engine.name))
 
 
 @app.command()
 def needle(
-    model: Annotated[
-        str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")
-    ] = "smollm2-135m-instruct",
+    model: Model = "smollm2-135m-instruct",
     data: Annotated[
         Path | None, typer.Option(help="folder with 'paul_graham_essays'; left out, $QBE_DATA, else ../shared/data")
     ] = None,
@@ -41,9 +117,9 @@ def needle(
     ] = "8,4,2,default",
     needles: Annotated[int, typer.Option(help="needles for each length and depth")] = 2,
     limit: Annotated[int | None, typer.Option(help="needles in all, spread over the grid")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    as_json: Annotated[Path | None, typer.Option("--json", help="write the results to this file")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="draw them into this PNG (needs matplotlib)")] = None,
+    device: Device = "auto",
+    as_json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Hide numbers in essays and ask for them, at 16-bit keys and values first, then at fewer bits."""
     settings = _settings(kv_bits)
@@ -89,10 +165,12 @@ def needle(
         from qbe.eval.heat_map import draw
 
         draw(outcome, grid, engine.name, plot)
+    _wide().print(render(outcome, grid, engine.name))
+
+
+def _wide() -> Console:
     out = Console()
-    if not out.is_terminal:  # a file need not fold its lines
-        out = Console(width=max(out.width, 130))
-    out.print(render(outcome, grid, engine.name))
+    return out if out.is_terminal else Console(width=max(out.width, 150))  # a file need not fold its lines
 
 
 def _settings(text: str) -> tuple[Setting, ...]:

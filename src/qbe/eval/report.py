@@ -1,9 +1,10 @@
-"""A run of `qbe eval needle` on the terminal, and the conditions it holds under."""
+"""A run of `qbe eval needle` on the terminal, and the conditions that this and other evaluations hold under."""
 
 from __future__ import annotations
 
 import datetime
 import platform
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +12,41 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from qbe.eval.intervals import LEVEL, RESAMPLES
 from qbe.eval.needle import Cell, Found, Grid, Outcome, Setting
+from qbe.store.nested_tensor import nested_linears
 
 if TYPE_CHECKING:
     from qbe.engine.engine import Engine
+    from qbe.eval.results import Results
 
 
 def conditions(engine: Engine) -> dict[str, Any]:
     """Model, machine and versions, as JSON."""
+    return {
+        **_machine(engine),
+        "weights": "16 bits at every setting",
+        "answers": "greedy; found: the answer contains the number",
+    }
+
+
+def compared(engine: Engine, datasets: Sequence[str], limit: int, results: Results) -> dict[str, Any]:
+    """The same of a comparison of policies, with what is particular about the store."""
+    _, _, weight = nested_linears(engine.model)[0]
+    return {
+        **_machine(engine),
+        "gears": list(engine.table.gears()),
+        "group_size": weight.group_size,
+        "datasets": list(datasets),
+        "limit": limit,
+        "kv_cache": "16 bits at every setting",
+        "answers": "greedy, in the model's chat template where it has one",
+        "intervals": f"{LEVEL:.0%}, percentile bootstrap over queries, {RESAMPLES} resamples, paired in comparisons",
+        "results": results.path.name,
+    }
+
+
+def _machine(engine: Engine) -> dict[str, Any]:
     import transformers
 
     from qbe import __version__
@@ -29,8 +57,6 @@ def conditions(engine: Engine) -> dict[str, Any]:
         "model": engine.name,
         "dtype": str(engine.core.pool.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "weights": "16 bits at every setting",
-        "answers": "greedy; found: the answer contains the number",
         "versions": {"qbe": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
 

@@ -164,17 +164,25 @@ def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def divergence(reference: torch.Tensor, probabilities: torch.Tensor, logits: torch.Tensor, rows: int = 32) -> float:
     """Mean KL over the rows, from logits and softmax of the reference and the logits of the lowered model.
 
-    With d = logits - reference it is log(sum p exp(d)) - sum p d. Written with expm1 nothing large cancels, so float32
-    resolves the tiny divergences of 8 bits; a few rows at a time keep the temporaries in cache.
+    A few rows at a time keep the temporaries in cache.
     """
     total = 0.0
     for i in range(0, len(logits), rows):
-        p = probabilities[i : i + rows]
-        d = logits[i : i + rows].float() - reference[i : i + rows]
-        d -= (p * d).sum(-1, keepdim=True)  # a common shift changes nothing but the rounding
-        total += float((torch.log1p((p * torch.expm1(d)).sum(-1)) - (p * d).sum(-1)).sum())
+        at = slice(i, i + rows)
+        total += float(divergence_of_rows(reference[at], probabilities[at], logits[at].float()).sum())
     # A site whose lowering breaks the model must not look harmless.
     return max(0.0, total / len(logits)) if math.isfinite(total) else BROKEN
+
+
+def divergence_of_rows(reference: torch.Tensor, probabilities: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """KL of each row, float32 [rows]; all three are float32 [rows, V].
+
+    With d = logits - reference it is log(sum p exp(d)) - sum p d. Written with expm1 nothing large cancels, so float32
+    resolves the tiny divergences of 8 bits.
+    """
+    p, d = probabilities, logits - reference
+    d -= (p * d).sum(-1, keepdim=True)  # a common shift changes nothing but the rounding
+    return torch.log1p((p * torch.expm1(d)).sum(-1)) - (p * d).sum(-1)
 
 
 def decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:

@@ -1,0 +1,212 @@
+"""Policies side by side on the same queries: fidelity to 16 bits by teacher forcing, and answers.
+
+Every query runs at 16 bits once and then under each policy and budget; what was measured before is taken from
+`qbe.eval.results`. The KV cache has 16 bits throughout: what differs is the bits of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from qbe import policies
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.engine.engine import Engine
+from qbe.engine.result import Request
+from qbe.engine.sequence import SamplingParams
+from qbe.errors import QBEError
+from qbe.eval.fidelity import Fidelity, Teacher
+from qbe.eval.items import Encoded, Item, encode
+from qbe.eval.results import Results, digest
+from qbe.sites import FULL_BITS
+
+TOGETHER = 8  # answers that are written in the same steps
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy at a budget.
+
+    Attributes:
+        policy: its name. bits: the average asked for. seed: of a policy that draws.
+    """
+
+    policy: str
+    bits: float
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What `qbe.policies.load` takes."""
+        return f"{self.policy}:{self.seed}" if self.seed else self.policy
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(bits=self.bits, kv_bits=FULL_BITS)
+
+
+FULL = Setting("uniform", FULL_BITS)
+
+
+def settings_of(names: Sequence[str], bits: Sequence[float], seeds: int) -> list[Setting]:
+    """Each of these policies at each budget, with as many seeds if it draws.
+
+    Raises:
+        QBEError: an unknown policy.
+    """
+    found = []
+    for b in bits:
+        for name in names:
+            draws = hasattr(policies.load(name), "seed")
+            found += [Setting(name, b, seed) for seed in range(seeds)] if draws else [Setting(name, b)]
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote. `tokens` counts it, the end token included."""
+
+    text: str
+    tokens: int
+    right: bool
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One query under one setting."""
+
+    bits: float
+    bytes_per_token: int
+    fidelity: Fidelity
+    answer: Answer | None = None
+
+
+@dataclass
+class Query:
+    """An item for one model, and what was measured of it."""
+
+    item: Item
+    encoded: Encoded
+    blueprints: dict[Setting, Blueprint] = field(default_factory=dict)
+    measured: dict[Setting, Measured] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return digest([self.encoded.prompt_ids, self.encoded.reference_ids])
+
+
+@dataclass
+class Outcome:
+    """All that was measured.
+
+    Attributes:
+        queries: each with every setting of `settings` and with `FULL`.
+        settings: in the order asked for.
+        skipped: one line for each setting that the store cannot run.
+        left_out: names of items that are longer than the model's context.
+    """
+
+    queries: list[Query]
+    settings: list[Setting]
+    skipped: list[str]
+    left_out: list[str]
+
+
+class Comparison:
+    """Prepares a comparison; `run` makes it.
+
+    Args:
+        engine: serves nobody else meanwhile.
+        items: to ask.
+        settings: to compare with 16 bits and each other.
+        results: where measurements are kept.
+
+    Raises:
+        QBEError: no setting can be run, the store has no 16 bits, or no item fits the model's context.
+    """
+
+    def __init__(self, engine: Engine, items: Sequence[Item], settings: Sequence[Setting], results: Results) -> None:
+        self.engine, self.results = engine, results
+        self._policies = {s.name: policies.load(s.name) for s in (*settings, FULL)}
+        queries = [Query(item, encode(item, engine.tokenizer)) for item in items]
+        context = engine.core.context or 1 << 40
+        sizes = [(len(q.encoded.prompt_ids), len(q.encoded.reference_ids)) for q in queries]
+        self.queries = [q for q, (p, r) in zip(queries, sizes, strict=True) if p and r and p + r < context]
+        self.left_out = [q.item.name for q in queries if q not in self.queries]
+        if not self.queries:
+            raise QBEError(f"no query fits the context of {engine.name}, {context} tokens: give other --datasets")
+        self.settings, self.skipped = [], list[str]()
+        for setting in settings:
+            try:
+                for query in self.queries:
+                    query.blueprints[setting] = self._blueprint(query, setting)
+                self.settings.append(setting)
+            except QBEError as error:
+                self.skipped.append(str(error))
+        if not self.settings:
+            raise QBEError(self.skipped[0])
+        for query in self.queries:
+            query.blueprints[FULL] = self._blueprint(query, FULL)
+
+    @property
+    def steps(self) -> int:
+        """How often `run` calls `on_step`."""
+        return sum((1 + (q.item.right is not None)) * (len(self.settings) + 1) for q in self.queries)
+
+    def run(self, on_step: Callable[[], None] = lambda: None) -> Outcome:
+        """Measures every query under every setting, 16 bits included; `on_step` is called after each."""
+        for query in self.queries:
+            full, e = query.blueprints[FULL], query.encoded
+            teacher = Teacher(self.engine.core, full, e.prompt_ids, e.reference_ids)
+            for setting in (FULL, *self.settings):
+                blueprint = query.blueprints[setting]
+                query.measured[setting] = Measured(
+                    blueprint.average_weight_bits(self.engine.table),
+                    blueprint.bytes_per_token(self.engine.table),
+                    self._fidelity(query, teacher, blueprint),
+                )
+                on_step()
+        asked = [q for q in self.queries if q.item.right is not None]
+        for i in range(0, len(asked), TOGETHER):
+            for setting in (FULL, *self.settings):
+                self._answer(asked[i : i + TOGETHER], setting, on_step)
+        return Outcome(self.queries, self.settings, self.skipped, self.left_out)
+
+    def _blueprint(self, query: Query, setting: Setting) -> Blueprint:
+        e = query.encoded
+        profile = self.engine.analyzer.analyze(e.text, e.words)
+        context = len(e.prompt_ids) + max(len(e.reference_ids), query.item.max_tokens)
+        policy = self._policies[setting.name]
+        if policy.needs_sensitivity and not self.engine.table.measured:
+            raise QBEError(f"policy '{setting.policy}' needs a sensitivity table, which {self.engine.name} lacks")
+        return policy.blueprint(replace(profile, context=context), setting.budget, self.engine.table)
+
+    def _fidelity(self, query: Query, teacher: Teacher, blueprint: Blueprint) -> Fidelity:
+        known = self.results.get("forced", query.key, blueprint.key)
+        if known is None:
+            known = teacher.compare(blueprint).describe()
+            self.results.put("forced", query.key, blueprint.key, known)
+        return Fidelity(**known)
+
+    def _answer(self, queries: Sequence[Query], setting: Setting, on_step: Callable[[], None]) -> None:
+        """Answers that are not known yet, greedily and in shared steps."""
+        keys = [digest([q.encoded.prompt_ids, q.encoded.stop, q.item.max_tokens]) for q in queries]
+        known = [self.results.get("answer", k, q.blueprints[setting].key) for k, q in zip(keys, queries, strict=True)]
+        missing = [i for i, found in enumerate(known) if found is None]
+        requests = [
+            Request(q.encoded.prompt, SamplingParams(max_tokens=q.item.max_tokens, stop=q.encoded.stop), setting.budget,
+                    setting.name)
+            for q in map(queries.__getitem__, missing)
+        ]  # fmt: skip
+        for i, result in zip(missing, self.engine.generate_batch(requests) if requests else [], strict=True):
+            if result.error is not None:
+                raise QBEError(f"{queries[i].item.name} with {setting.name} at {setting.bits:g} bits: {result.error}")
+            known[i] = {"text": result.text, "tokens": len(result.token_ids)}
+            self.results.put("answer", keys[i], queries[i].blueprints[setting].key, known[i] or {})
+        for query, found in zip(queries, known, strict=True):
+            assert found is not None
+            assert query.item.right is not None
+            answer = Answer(found["text"], found["tokens"], query.item.right(found["text"]))
+            query.measured[setting] = replace(query.measured[setting], answer=answer)
+            on_step()

@@ -1,0 +1,87 @@
+"""How far a blueprint's distributions are from the 16-bit model's on the same tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from qbe.blueprint import Blueprint
+from qbe.engine.core import Core
+from qbe.engine.scoring import Scored, score
+from qbe.store.sensitivity import BROKEN, divergence_of_rows
+
+ROWS = 32  # of logits at a time, so that temporaries stay in cache
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Sums over the tokens of one reference answer.
+
+    Attributes:
+        tokens: of the answer.
+        kl: divergence from the 16-bit model to this one, nats.
+        agreed: tokens at which both find the same next token likeliest.
+        loss: negative log likelihood of the answer, nats.
+    """
+
+    tokens: int
+    kl: float
+    agreed: int
+    loss: float
+
+    def describe(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Teacher:
+    """One text under the 16-bit model, whose logits [tokens, vocabulary] are computed once, when the first blueprint is
+    compared, and kept in memory as long as this object.
+
+    Args:
+        core: serves nobody else meanwhile.
+        full: the blueprint of 16 bits.
+        prompt, reference: token ids; the prompt has one at least. What is measured is the reference.
+    """
+
+    def __init__(self, core: Core, full: Blueprint, prompt: list[int], reference: list[int]) -> None:
+        self.core, self.full, self.ids = core, full, prompt + reference
+        self.start, self.targets = len(prompt) - 1, torch.tensor(reference, device=core.device)
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        found = torch.empty(len(self.targets), self.core.vocabulary, device=self.core.device)
+
+        def keep(position: int, rows: torch.Tensor) -> None:
+            at = position - self.start
+            found[at : at + len(rows)] = rows
+
+        self._run(self.full, keep)
+        return found
+
+    def compare(self, blueprint: Blueprint) -> Fidelity:
+        """The same text under this blueprint."""
+        logits, n = self.logits, len(self.targets)
+        measured = torch.zeros(3, n, dtype=torch.float32, device=self.core.device)
+
+        def add(position: int, rows: torch.Tensor) -> None:
+            for i in range(0, len(rows), ROWS):
+                now = rows[i : i + ROWS]
+                at = slice(position - self.start + i, position - self.start + i + len(now))
+                before = logits[at]
+                measured[0, at] = divergence_of_rows(before, before.softmax(-1), now)
+                measured[1, at] = (before.argmax(-1) == now.argmax(-1)).float()
+                measured[2, at] = cross_entropy(now, self.targets[at], reduction="none")
+
+        self._run(blueprint, add)
+        kl, agreed, loss = measured.double().sum(-1).tolist()
+        # What breaks the model must not look harmless.
+        kl, loss = (max(0.0, x) if math.isfinite(x) else BROKEN * n for x in (kl, loss))
+        return Fidelity(n, kl, round(agreed), loss)
+
+    def _run(self, blueprint: Blueprint, take: object) -> None:
+        # The last token's logits tell of nothing that is known.
+        score(self.core, [Scored(self.ids[:-1], blueprint, self.start, take)])  # type: ignore[arg-type]

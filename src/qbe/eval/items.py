@@ -1,0 +1,187 @@
+"""What `qbe eval` asks: held-out text, GSM8K, BIG-Bench Hard and HumanEval, from files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from qbe.errors import QBEError
+from qbe.eval import answers
+from qbe.eval.haystack import DATA
+
+TEXT, GSM8K, BBH, HUMANEVAL = "wikitext2_test.txt", "gsm8k_test500.jsonl", "bbh", "HumanEval.jsonl.gz"
+PASSAGE, OPENING = 1024, 256  # characters of a passage of text, and of its opening, which is its query
+
+
+@dataclass(frozen=True)
+class Form:
+    """A question as one kind of model is asked it.
+
+    Attributes:
+        prompt: what it reads.
+        reference: a right answer; teacher forcing runs it after the prompt.
+        stop: what ends an answer.
+    """
+
+    prompt: str
+    reference: str
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Item:
+    """One query.
+
+    Attributes:
+        dataset, name: where it comes from.
+        plain: for models that continue text.
+        chat: the prompt as a message, for models with a chat template; None asks them as the others.
+        right: whether an answer is right; None where nothing is asked.
+        max_tokens: of an answer.
+    """
+
+    dataset: str
+    name: str
+    plain: Form
+    chat: Form | None = None
+    right: Callable[[str], bool] | None = None
+    max_tokens: int = 0
+
+
+def read(datasets: tuple[str, ...], data: Path | None, limit: int) -> list[Item]:
+    """`limit` items of each of these data sets at most, spread over its file.
+
+    Args:
+        datasets: of `DATASETS`.
+        data: the folder that holds the files; None takes $QBE_DATA, else ../shared/data.
+
+    Raises:
+        QBEError: a file is missing, or not what its name says.
+    """
+    folder = data or Path(os.environ.get("QBE_DATA") or DATA)
+    return [item for name in datasets for item in _some(name, folder, limit)]
+
+
+def _some(dataset: str, folder: Path, limit: int) -> list[Item]:
+    file, parse = DATASETS[dataset]
+    try:
+        items = parse(folder / file)
+    except FileNotFoundError:
+        items = []
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise QBEError(f"'{folder / file}' cannot be read as {dataset} ({_said(error)}); give --data another") from None
+    if not items:
+        raise QBEError(
+            f"there is no {dataset} in '{folder}'; give --data the folder that holds '{file}', or --datasets others"
+        )
+    return items if limit >= len(items) else [items[i * len(items) // limit] for i in range(limit)]
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def _text(path: Path) -> list[Item]:
+    """Passages, cut between words."""
+    text, items, at = path.read_text(encoding="utf-8").strip(), [], 0
+    while len(text) - at >= PASSAGE:
+        end = text.rfind(" ", at + OPENING, at + PASSAGE)
+        middle = text.rfind(" ", at + 1, at + OPENING)
+        if not at < middle < end:
+            raise ValueError("there are no words in it")
+        items.append(Item("text", f"text/{len(items)}", Form(text[at:middle], text[middle:end])))
+        at = end + 1
+    return items
+
+
+def _gsm8k(path: Path) -> list[Item]:
+    items = []
+    for i, row in enumerate(map(json.loads, path.read_text(encoding="utf-8").splitlines())):
+        question, answer = row["question"], re.sub(r"<<.*?>>", "", row["answer"])
+        target = answer.rpartition("####")[2].strip()
+        items.append(Item(
+            "gsm8k", f"gsm8k/{i}", Form(f"Question: {question}\nAnswer:", f" {answer}", ("\nQuestion:",)),
+            Form(f"{question}\nThink step by step. End with '####' and the number.", answer),
+            partial(answers.same_number, target), 256,
+        ))  # fmt: skip
+    return items
+
+
+def _bbh(path: Path) -> list[Item]:
+    """Of all tasks in turn."""
+    tasks = []
+    for file in sorted(path.glob("*.json")):
+        rows = json.loads(file.read_text(encoding="utf-8"))["examples"]
+        choices = tuple(sorted({row["target"] for row in rows}))
+        tasks.append([
+            Item(
+                "bbh", f"bbh/{file.stem}/{i}", Form(f"{row['input']}\nAnswer:", f" {row['target']}", ("\n",)),
+                Form(f"{row['input']}\nGive the answer alone.", row["target"]),
+                partial(answers.first_choice, row["target"], choices), 32,
+            )
+            for i, row in enumerate(rows)
+        ])  # fmt: skip
+    return [item for item in chain.from_iterable(zip_longest(*tasks)) if item is not None]
+
+
+def _humaneval(path: Path) -> list[Item]:
+    items = []
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            prompt, solution = row["prompt"], row["canonical_solution"]
+            message = f"Complete this Python function. Give the whole function in a code block.\n```python\n{prompt}```"
+            items.append(Item(
+                "humaneval", row["task_id"],
+                Form(prompt, solution, ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n@")),
+                Form(message, f"```python\n{prompt}{solution}```"),
+                partial(answers.passes, prompt, row["test"], row["entry_point"]), 256,
+            ))  # fmt: skip
+    return items
+
+
+DATASETS: dict[str, tuple[str, Callable[[Path], list[Item]]]] = {
+    "text": (TEXT, _text), "gsm8k": (GSM8K, _gsm8k), "bbh": (BBH, _bbh), "humaneval": (HUMANEVAL, _humaneval),
+}  # fmt: skip
+"""name -> file or folder in the data folder, and what reads it."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An item for one model.
+
+    Attributes:
+        prompt: as an engine takes it: text, or messages.
+        text, words: what an engine analyses, and its token ids.
+        prompt_ids, reference_ids: what teacher forcing runs.
+        stop: what ends an answer.
+    """
+
+    prompt: Any
+    text: str
+    words: list[int]
+    prompt_ids: list[int]
+    reference_ids: list[int]
+    stop: tuple[str, ...]
+
+
+def encode(item: Item, tokenizer: Any) -> Encoded:
+    """The item as a message where the model has a chat template, else as plain text."""
+    if item.chat is not None and getattr(tokenizer, "chat_template", None):
+        form, prompt = item.chat, [{"role": "user", "content": item.chat.prompt}]
+        whole = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        prompt_ids = list(tokenizer(whole, add_special_tokens=False)["input_ids"])
+        words = list(tokenizer(form.prompt, add_special_tokens=False)["input_ids"])
+        asked: Any = prompt
+    else:
+        form, asked = item.plain, item.plain.prompt
+        words = prompt_ids = list(tokenizer(asked)["input_ids"])
+    reference_ids = list(tokenizer(form.reference, add_special_tokens=False)["input_ids"])
+    return Encoded(asked, form.prompt, words, prompt_ids, reference_ids, form.stop)
