@@ -91,7 +91,7 @@ def _said(error: Exception) -> str:
 
 def _text(path: Path) -> list[Item]:
     """Passages, cut between words."""
-    text, items, at = path.read_text(encoding="utf-8").strip(), [], 0
+    text, at, items = path.read_text(encoding="utf-8").strip(), 0, list[Item]()
     while len(text) - at >= PASSAGE:
         end = text.rfind(" ", at + OPENING, at + PASSAGE)
         middle = text.rfind(" ", at + 1, at + OPENING)

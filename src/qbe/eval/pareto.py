@@ -18,8 +18,8 @@ _COSTS = {"average_bits": ("average bits a weight", 1.0), "bytes_per_token": ("M
 def draw(described: dict[str, Any], model: str, path: Path) -> None:
     """Writes the picture as PNG, all of it or nothing. Bars are 95 % intervals over queries; each seed has its points.
 
-    A row of panels for each data set and measure: KL to 16 bits (logarithmic) and, where answers were written, the share
-    that is right, with 16 bits as a dashed line.
+    A row of panels for each data set and measure: KL to 16 bits (logarithmic) and, where answers were written, the
+    share that is right, with 16 bits as a dashed line. Later policies are drawn thinner, so that equal ones show.
 
     Raises:
         QBEError: matplotlib is missing, or the disk refuses.
@@ -40,17 +40,17 @@ def draw(described: dict[str, Any], model: str, path: Path) -> None:
     for line, (reference, measure, title) in zip(grid, measures, strict=True):
         rows = [r for r in described["rows"] if r["dataset"] == reference["dataset"]]
         for axes, (cost, (label, unit)) in zip(line, _COSTS.items(), strict=True):
-            for policy in policies:
+            for i, policy in enumerate(policies):
                 for seed in dict.fromkeys(r["seed"] for r in rows if r["policy"] == policy):
                     own = sorted((r for r in rows if (r["policy"], r["seed"]) == (policy, seed)), key=lambda r: r[cost])
-                    _line(axes, own, cost, unit, measure, colors[policy])
+                    _line(axes, own, cost, unit, measure, colors[policy], len(policies) - i)
             if measure == "kl":
                 if all(r["kl"] > 0 for r in rows):
                     axes.set_yscale("log")
             else:
                 axes.axhline(reference[measure], color="#1a202c", linewidth=0.8, linestyle="--")
             axes.set_xlabel(label, fontsize=8)
-            axes.tick_params(labelsize=8, length=2)
+            axes.tick_params(which="both", labelsize=8, length=2)
             axes.grid(color="#edf2f7", which="both", zorder=0)
             for side in ("top", "right"):
                 axes.spines[side].set_visible(False)
@@ -68,9 +68,9 @@ def draw(described: dict[str, Any], model: str, path: Path) -> None:
     write_bytes(path, picture.getvalue())
 
 
-def _line(axes: Any, rows: list[dict[str, Any]], cost: str, unit: float, measure: str, color: str) -> None:
+def _line(axes: Any, rows: list[dict[str, Any]], cost: str, unit: float, measure: str, color: str, rank: int) -> None:
     at, values = np.asarray([r[cost] * unit for r in rows]), np.asarray([r[measure] for r in rows])
     spans = [r[f"{measure}_interval"] or (r[measure], r[measure]) for r in rows]
     bars = np.abs(np.asarray(spans).T - values)
-    axes.errorbar(at, values, bars, color=color, marker="o", markersize=3.5, linewidth=1.2, elinewidth=0.8, capsize=2,
-                  alpha=0.8, zorder=2)  # fmt: skip
+    axes.errorbar(at, values, bars, color=color, marker="o", markersize=2.5 + rank, linewidth=0.4 + 0.8 * rank,
+                  elinewidth=0.8, capsize=2, alpha=0.8, zorder=2)  # fmt: skip

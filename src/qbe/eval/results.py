@@ -1,8 +1,8 @@
 """What was measured for a query under a blueprint, kept so that an interrupted evaluation goes on.
 
-One SQLite file for each model, store, dtype and kind of device, in the user's cache. A row is known by the query's tokens
-and by the blueprint's key, which says all that policy, seed and budget have decided: two policies that choose the same
-bits share it, and one that chooses others than it did before finds nothing stale.
+One SQLite file for each model, store, dtype and kind of device, in the user's cache. A row is known by the query's
+tokens and by the blueprint's key, which says all that policy, seed and budget have decided: two policies that choose
+the same bits share it, and one that chooses others than it did before finds nothing stale.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Runs a program that a model wrote: in a process of its own, for seconds, with little memory and no network.
 
 What holds it: a fresh Python without site packages and environment, in an empty folder that is deleted; limits of the
-kernel on time, memory, file size, open files and processes; on Linux, where user namespaces are allowed, a network namespace
-with no device in it; and a hook of Python that refuses network, other programs and writing outside of the folder.
+kernel on time, memory, file size, open files and processes (of root's processes it counts none); on Linux, where user
+namespaces are allowed, a network namespace with no device in it; and a hook of Python that refuses network, other
+programs and writing outside of the folder.
 
-What does not: the program runs as this user and can read what the user can read; the hook is a fence, not a wall (code
-that loads C code or finds a hole in CPython gets over it); and where namespaces are not allowed the hook alone keeps the
-network away. Somebody who *attacks* needs a container or a virtual machine around all of `qbe eval`; for programs of models
-that mean no harm this is enough.
+What this does not prevent: the program runs as this user and can read what the user can read. The hook is a fence, not
+a wall: code that finds a hole in CPython gets over it, and where namespaces are not allowed it alone keeps the network
+away. A program may also lie about having passed. Against attackers put a container or a virtual machine around all of
+`qbe eval`; for the programs of models that mean no harm this is enough.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def run(program: str, seconds: float = SECONDS) -> Verdict:
     """Runs Python source to its end.
 
     Args:
-        seconds: of wall-clock time, after which it and all processes it made are killed; of processor time it gets as many.
+        seconds: of wall-clock time, after which it and all processes it made are killed; of processor time as many.
     """
     with tempfile.TemporaryDirectory(prefix="qbe-sandbox-", ignore_cleanup_errors=True) as folder:
         source = Path(folder, "program.py")

@@ -7,21 +7,14 @@ import ctypes
 import os
 import resource
 import sys
+from contextlib import suppress
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
-_REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.", "ctypes.",
-            "os.kill", "os.putenv", "signal.pthread_kill", "shutil.", "webbrowser.", "urllib.", "ftplib.", "smtplib.")  # fmt: skip
-_CHANGES = (
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-)
+_REFUSED = (
+    "socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.", "ctypes.",
+    "os.kill", "os.putenv", "signal.pthread_kill", "shutil.", "webbrowser.", "urllib.",
+)  # fmt: skip
+_CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.ch")
 
 
 def limit(seconds: int, memory: int) -> None:
@@ -29,17 +22,13 @@ def limit(seconds: int, memory: int) -> None:
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 1 << 20),
         (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
     ):  # fmt: skip
-        try:
+        with suppress(OSError, ValueError):  # the limit that it has is lower
             resource.setrlimit(what, (most, most))
-        except (OSError, ValueError):  # the limit that it has is lower
-            pass
 
 
 def leave_the_network() -> None:
-    try:
+    with suppress(OSError, AttributeError):  # not Linux: the hook is what there is
         ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
-    except (OSError, AttributeError):  # not Linux: the hook is what there is
-        pass
 
 
 def fence(folder: str) -> None:
@@ -55,7 +44,7 @@ def fence(folder: str) -> None:
         if event.startswith(_CHANGES) and any(written(a) for a in arguments):
             raise PermissionError(event)
         if event == "open":
-            path, mode, flags = arguments
+            path, _, flags = arguments
             writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             if writes and written(path):
                 raise PermissionError(event)

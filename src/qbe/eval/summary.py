@@ -38,9 +38,9 @@ def describe(outcome: Outcome) -> dict[str, Any]:
 def row(dataset: str, queries: Sequence[Query], setting: Setting) -> dict[str, Any]:
     """One setting on one data set.
 
-    `kl` is nats a token from 16 bits, `top1` the share of tokens with the same likeliest successor, both over all tokens of
-    the reference answers, of which `perplexity` is; the intervals are over queries. `bits` is what was asked for,
-    `average_bits` what the queries got on average. `accuracy` and `answer_tokens` are of the answers written.
+    `kl` is nats a token from 16 bits, `top1` the share of tokens with the same likeliest successor, both over all
+    tokens of the reference answers, of which `perplexity` is; the intervals are over queries. `bits` is what was asked
+    for, `average_bits` what the queries got. `accuracy` and `answer_tokens` are of the answers written.
     """
     of = [q.measured[setting] for q in queries]
     tokens, kl, loss = _tokens(of), _kl(of), _numbers([m.fidelity.loss for m in of])
@@ -73,7 +73,7 @@ def comparisons(dataset: str, queries: Sequence[Query], settings: Sequence[Setti
     for (bits, policy), ours in groups.items():
         for baseline in BASELINES:
             theirs = groups.get((bits, baseline), [])
-            # Of two baselines, the earlier one is the harder to beat.
+            # A pair of baselines is compared once.
             if not theirs or (policy in BASELINES and BASELINES.index(policy) >= BASELINES.index(baseline)):
                 continue
             a, b = ([_kl([q.measured[s] for q in queries]) for s in group] for group in (ours, theirs))
