@@ -74,7 +74,7 @@ def tiny_llama(seed: int = 0, vocabulary: int = 320, **changes: Any) -> LlamaFor
     """A random two-layer Llama whose logits are spread enough that greedy tokens are stable."""
     config = LlamaConfig(
         hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=vocabulary, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, **changes,
+        vocab_size=vocabulary, bos_token_id=None, eos_token_id=None, **{"max_position_embeddings": 512, **changes},
     )  # fmt: skip
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval().requires_grad_(False)

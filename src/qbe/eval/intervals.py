@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import bootstrap
+from scipy.stats import DegenerateDataWarning, bootstrap
 
 Numbers = npt.NDArray[np.float64]
 RESAMPLES = 5000
@@ -34,10 +35,12 @@ def interval(over: Numbers, under: Numbers) -> tuple[float, float] | None:
     if len(over) < 2 or not np.any(under):
         return None
     rng = np.random.default_rng(0)  # the same numbers give the same interval
-    found = bootstrap(
-        (over, under), ratio, paired=True, vectorized=True, n_resamples=RESAMPLES, confidence_level=LEVEL,
-        method="percentile", rng=rng, batch=max(1, 2_000_000 // len(over)),
-    ).confidence_interval  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # it becomes None below
+        found = bootstrap(
+            (over, under), ratio, paired=True, vectorized=True, n_resamples=RESAMPLES, confidence_level=LEVEL,
+            method="percentile", rng=rng, batch=max(1, 2_000_000 // len(over)),
+        ).confidence_interval  # fmt: skip
     low, high = float(found.low), float(found.high)
     return (low, high) if np.isfinite([low, high]).all() else None
 

@@ -49,18 +49,17 @@ def run(program: str, seconds: float = SECONDS) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="qbe-sandbox-", ignore_cleanup_errors=True) as folder:
         source = Path(folder, "program.py")
         source.write_text(program, encoding="utf-8", errors="replace")
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-I", "-S", str(CHILD), str(source), str(int(seconds) + 1), str(MEMORY)],
             cwd=folder, env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        try:
-            out, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            out = b"time"
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has left behind
-            process.wait()
+        ) as process:  # fmt: skip
+            try:
+                out, _ = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                out = b"time"
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with what it has left behind
     said = out.decode(errors="replace").strip()[:200] or f"ended with {process.returncode}"
     return Verdict(said == "passed", said)
