@@ -83,6 +83,17 @@ def tiny_llama(seed: int = 0, vocabulary: int = 320, **changes: Any) -> LlamaFor
     return model
 
 
+def as_read(model: LlamaForCausalLM, plain: LlamaForCausalLM, bits: dict[str, int]) -> LlamaForCausalLM:
+    """`plain`, made like `model` before it was nested, with the weights that `model` reads at these bits by site."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) or name.endswith("norm"):
+            plain.get_submodule(name).weight.data = module.weight.detach().clone()
+    for name, site_bits in bits.items():
+        read = model.get_submodule(name).weight.dequantise(site_bits).detach().clone()
+        plain.get_submodule(name).weight = torch.nn.Parameter(read, requires_grad=False)
+    return plain
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer made here: 256 bytes, no merges, and a plain chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

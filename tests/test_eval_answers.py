@@ -35,7 +35,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_data(folder: Path) -> Path:
     """Small data sets of the four kinds."""
     (folder / TEXT).write_text(" ".join(f"In {1800 + i} the {i}th lamp was lit at dusk ." for i in range(200)))
-    rows = [{"question": f"What is {i} + 1?", "answer": f"It is <<{i}+1={i + 1}>>{i + 1}.\n#### {i + 1}"} for i in range(9)]
+    rows = [
+        {"question": f"What is {i} + 1?", "answer": f"It is <<{i}+1={i + 1}>>{i + 1}.\n#### {i + 1}"} for i in range(9)
+    ]
     (folder / GSM8K).write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / BBH).mkdir()
     for task, targets in (("letters", "(A) (B) (A)"), ("truth", "valid invalid valid")):
@@ -79,11 +81,10 @@ def test_models_with_a_template_are_asked_by_message(data: Path) -> None:
     chat = encode(item, tokenizer)
     assert chat.prompt == [{"role": "user", "content": item.chat.prompt}]  # type: ignore[union-attr]
     assert tokenizer.decode(chat.prompt_ids).startswith("user: What is 0 + 1?")
-    assert tokenizer.decode(chat.words) == chat.text
     tokenizer.chat_template = None
     plain = encode(item, tokenizer)
     assert (plain.prompt, plain.stop) == (item.plain.prompt, item.plain.stop)
-    assert plain.words == plain.prompt_ids
+    assert tokenizer.decode(plain.prompt_ids) == item.plain.prompt
 
 
 @pytest.mark.parametrize(

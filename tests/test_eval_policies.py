@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from conftest import byte_tokenizer, tiny_llama
+from conftest import as_read, byte_tokenizer, tiny_llama
 from qbe import Engine, QBEError
 from qbe.eval.compare import FULL, Comparison, Outcome, Setting, settings_of
 from qbe.eval.items import Item, read
@@ -86,10 +86,8 @@ def test_numbers_are_those_of_the_model_itself(outcome: Outcome, engine: Engine,
         return plain(input_ids=ids).logits[0, first:-1].double().log_softmax(-1)
 
     before = logs()
-    blueprint = query.blueprints[setting]
-    for site, bits in zip(engine.table.nested, blueprint.weight_bits, strict=True):
-        weight = engine.model.get_submodule(site.name).weight
-        plain.get_submodule(site.name).weight.data = weight.dequantise(bits)
+    chosen = zip(engine.table.nested, query.blueprints[setting].weight_bits, strict=True)
+    as_read(engine.model, plain, {site.name: bits for site, bits in chosen})
     now, labels = logs(), ids[0, first + 1 :]
     found = query.measured[setting].fidelity
     assert tokenizer.decode(labels) == query.item.plain.reference
@@ -103,7 +101,7 @@ def test_rows_comparisons_and_flips(outcome: Outcome) -> None:
     assert len(described["rows"]) == len(outcome.settings) * 4
     for row in described["rows"]:
         low, high = row["kl_interval"] if row["n"] > 1 else (row["kl"], row["kl"])
-        assert low <= row["kl"] * (1 + 1e-9) and row["kl"] <= high * (1 + 1e-9)
+        assert low * (1 - 1e-9) <= row["kl"] <= high * (1 + 1e-9)
         assert 0 <= row["top1"] <= 1
         assert row["perplexity"] > 1
         assert (row["accuracy"] is None) == (row["dataset"] == "text")
@@ -112,7 +110,9 @@ def test_rows_comparisons_and_flips(outcome: Outcome) -> None:
         kl = [q.measured[setting].fidelity for q in own]
         assert row["kl"] == pytest.approx(sum(f.kl for f in kl) / sum(f.tokens for f in kl))
         assert row["perplexity"] == pytest.approx(math.exp(sum(f.loss for f in kl) / sum(f.tokens for f in kl)))
-        assert row["bytes_per_token"] == pytest.approx(sum(q.measured[setting].bytes_per_token for q in own) / len(own), abs=1)
+        assert row["bytes_per_token"] == pytest.approx(
+            sum(q.measured[setting].bytes_per_token for q in own) / len(own), abs=1
+        )
     pairs = {(c["policy"], c["baseline"]) for c in described["comparisons"] if c["bits"] == 6}
     assert pairs == {("static", "random"), ("static", "uniform"), ("random", "uniform"), ("tiered", "static"),
                      ("tiered", "random"), ("tiered", "uniform")}  # fmt: skip
@@ -131,7 +131,9 @@ def test_rows_comparisons_and_flips(outcome: Outcome) -> None:
         assert part in shown
 
 
-def test_a_run_goes_on_where_it_was(engine: Engine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_where_it_was(
+    engine: Engine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     items, settings = _short(read(("text", "bbh"), data, 4)), settings_of(("static", "random"), (6,), 1)
     done: list[int] = []
 
@@ -196,7 +198,7 @@ def run(*args: str, home: Path) -> subprocess.CompletedProcess[str]:
 def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     args = ("--policies", "static,random", "--bits", "5", "--limit", "2", "--json", "r.json", "--model",
-            str(tiny_folder), "--data", str(data), "--datasets", "bbh,gsm8k", "--device", "cpu")  # fmt: skip
+            str(tiny_folder), "--data", str(data), "--datasets", "bbh", "--device", "cpu")  # fmt: skip
     begun = subprocess.Popen(command(*args, home=tmp_path), env=environment(tmp_path), cwd=tmp_path,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
     deadline = time.monotonic() + 200
@@ -210,7 +212,7 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
     found = json.loads((tmp_path / "r.json").read_text())
     keys = {"policy", "bits", "kl", "kl_interval", "top1", "perplexity", "bytes_per_token", "seed", "dataset", "n"}
     assert all(keys <= set(row) for row in found["rows"])
-    assert [(r["policy"], r["seed"]) for r in found["rows"]][::2] == [("static", None), *(("random", i) for i in range(3))]
+    assert [(r["policy"], r["seed"]) for r in found["rows"]] == [("static", None), *(("random", i) for i in range(3))]
     assert {"model", "dtype", "group_size", "gears", "kv_cache", "intervals"} <= set(found["conditions"])
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "eval").glob("*.sqlite"))) == 1

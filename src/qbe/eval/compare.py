@@ -128,7 +128,6 @@ class Comparison:
 
     def __init__(self, engine: Engine, items: Sequence[Item], settings: Sequence[Setting], results: Results) -> None:
         self.engine, self.results = engine, results
-        self._policies = {s.name: policies.load(s.name) for s in (*settings, FULL)}
         queries = [Query(item, encode(item, engine.tokenizer)) for item in items]
         context = engine.core.context or 1 << 40
         sizes = [(len(q.encoded.prompt_ids), len(q.encoded.reference_ids)) for q in queries]
@@ -174,13 +173,9 @@ class Comparison:
         return Outcome(self.queries, self.settings, self.skipped, self.left_out)
 
     def _blueprint(self, query: Query, setting: Setting) -> Blueprint:
-        e = query.encoded
-        profile = self.engine.analyzer.analyze(e.text, e.words)
-        context = len(e.prompt_ids) + max(len(e.reference_ids), query.item.max_tokens)
-        policy = self._policies[setting.name]
-        if policy.needs_sensitivity and not self.engine.table.measured:
-            raise QBEError(f"policy '{setting.policy}' needs a sensitivity table, which {self.engine.name} lacks")
-        return policy.blueprint(replace(profile, context=context), setting.budget, self.engine.table)
+        return self.engine.explain(
+            query.encoded.prompt, _params(query), budget=setting.budget, policy=setting.name
+        ).blueprint
 
     def _fidelity(self, query: Query, teacher: Teacher, blueprint: Blueprint) -> Fidelity:
         known = self.results.get("forced", query.key, blueprint.key)
@@ -194,11 +189,8 @@ class Comparison:
         keys = [digest([q.encoded.prompt_ids, q.encoded.stop, q.item.max_tokens]) for q in queries]
         known = [self.results.get("answer", k, q.blueprints[setting].key) for k, q in zip(keys, queries, strict=True)]
         missing = [i for i, found in enumerate(known) if found is None]
-        requests = [
-            Request(q.encoded.prompt, SamplingParams(max_tokens=q.item.max_tokens, stop=q.encoded.stop), setting.budget,
-                    setting.name)
-            for q in map(queries.__getitem__, missing)
-        ]  # fmt: skip
+        asked = [queries[i] for i in missing]
+        requests = [Request(q.encoded.prompt, _params(q), setting.budget, setting.name) for q in asked]
         for i, result in zip(missing, self.engine.generate_batch(requests) if requests else [], strict=True):
             if result.error is not None:
                 raise QBEError(f"{queries[i].item.name} with {setting.name} at {setting.bits:g} bits: {result.error}")
@@ -210,3 +202,8 @@ class Comparison:
             answer = Answer(found["text"], found["tokens"], query.item.right(found["text"]))
             query.measured[setting] = replace(query.measured[setting], answer=answer)
             on_step()
+
+
+def _params(query: Query) -> SamplingParams:
+    """Greedy, as long as the item's answers may be."""
+    return SamplingParams(max_tokens=max(1, query.item.max_tokens), stop=query.encoded.stop)

@@ -159,14 +159,11 @@ class Encoded:
 
     Attributes:
         prompt: as an engine takes it: text, or messages.
-        text, words: what an engine analyses, and its token ids.
         prompt_ids, reference_ids: what teacher forcing runs.
         stop: what ends an answer.
     """
 
-    prompt: Any
-    text: str
-    words: list[int]
+    prompt: str | list[dict[str, str]]
     prompt_ids: list[int]
     reference_ids: list[int]
     stop: tuple[str, ...]
@@ -174,14 +171,13 @@ class Encoded:
 
 def encode(item: Item, tokenizer: Any) -> Encoded:
     """The item as a message where the model has a chat template, else as plain text."""
+    prompt: str | list[dict[str, str]]
     if item.chat is not None and getattr(tokenizer, "chat_template", None):
         form, prompt = item.chat, [{"role": "user", "content": item.chat.prompt}]
         whole = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        prompt_ids = list(tokenizer(whole, add_special_tokens=False)["input_ids"])
-        words = list(tokenizer(form.prompt, add_special_tokens=False)["input_ids"])
-        asked: Any = prompt
+        prompt_ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     else:
-        form, asked = item.plain, item.plain.prompt
-        words = prompt_ids = list(tokenizer(asked)["input_ids"])
-    reference_ids = list(tokenizer(form.reference, add_special_tokens=False)["input_ids"])
-    return Encoded(asked, form.prompt, words, prompt_ids, reference_ids, form.stop)
+        form, prompt = item.plain, item.plain.prompt
+        prompt_ids = tokenizer(prompt)["input_ids"]
+    reference_ids = tokenizer(form.reference, add_special_tokens=False)["input_ids"]
+    return Encoded(prompt, list(prompt_ids), list(reference_ids), form.stop)
