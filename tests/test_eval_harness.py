@@ -114,8 +114,8 @@ def test_a_task_of_the_harness_in_a_process(tiny_folder: Path, tmp_path: Path) -
     )
     done = subprocess.run(
         [sys.executable, "-m", "qbe.eval.harness", "run", "--model", "qbe", "--model_args",
-         f"model={tiny_folder},policy=uniform,bits=4", "--device", "cpu", "--tasks", "which", "--include_path", str(tmp_path),
-         "--output_path", str(tmp_path / "out")],
+         f"model={tiny_folder},policy=uniform,bits=4", "--device", "cpu", "--tasks", "which",
+         "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")],
         capture_output=True, text=True, timeout=400, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
