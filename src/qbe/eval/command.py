@@ -78,7 +78,7 @@ def compare(
     from qbe.eval.results import Results, identity
     from qbe.eval.summary import describe, render
     from qbe.models.load import quiet
-    from qbe.store.prepare import bar
+    from qbe.progress import bar
 
     settings = settings_of(names, averages, seeds)
     err = Console(stderr=True)
