@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.scoring import Scored, score
 from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE, block
 from qbe.kvcache.pages import PagePool
 from qbe.models import load_model, pull
@@ -32,23 +33,6 @@ from qbe.store import kv_table
 from qbe.store.prepare import prepare, store_folder
 
 WINDOW = 4096
-
-
-class Loss:
-    """Hooks of a model whose every step adds the negative log likelihood, nats, of the tokens that come next."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.total, self.ids = 0.0, torch.empty(0, dtype=torch.long)
-        model.register_forward_pre_hook(lambda _m, a, k: (a, {**k, "logits_to_keep": 0}), with_kwargs=True)
-        model.register_forward_hook(self.add, with_kwargs=True)
-
-    def add(self, _model: torch.nn.Module, _args: Any, arguments: dict[str, Any], out: Any) -> Any:
-        """Of one step; the engine gets the last row alone, as it asked."""
-        labels = self.ids[arguments["position_ids"][0] + 1]
-        losses = torch.nn.functional.cross_entropy(out.logits[0].float(), labels, reduction="none", ignore_index=-1)
-        self.total += float(losses.sum())
-        out.logits = out.logits[:, -1:]
-        return out
 
 
 def smaller(pool: PagePool, bits: tuple[Any, ...], tokens: int) -> float:
@@ -79,18 +63,20 @@ def main() -> None:
     ids = loaded.tokenizer((args.data / "wikitext2_test.txt").read_text()[: 8 * args.windows * WINDOW])["input_ids"]
     windows = torch.tensor(ids[: args.windows * WINDOW]).view(-1, WINDOW)
     core = Core(loaded.model, table, max_sequences=1, kv_tokens=WINDOW + PAGE_SIZE)
-    loss, rows = Loss(loaded.model), []
+    rows: list[dict[str, Any]] = []
     for what in args.bits.split(","):
         average = float(what.removeprefix("u"))
         bits = (int(average),) * table.layers if what.startswith("u") else allocate_kv(table, average)
         blueprint = Blueprint("kv", (), (), bits)
-        loss.total = 0.0
-        for i, row in enumerate(windows):
-            loss.ids = torch.cat([row, torch.tensor([-1])])
-            core.add(Sequence(f"{what}-{i}", row.tolist(), SamplingParams(max_tokens=1), blueprint))
-            while core.has_work():
-                core.step()
-        value = math.exp(loss.total / (windows.numel() - len(windows)))
+        losses = torch.zeros(len(windows), WINDOW - 1)
+        for row, of_row in zip(windows, losses, strict=True):
+
+            def add(at: int, logits: torch.Tensor, labels: torch.Tensor = row[1:], out: torch.Tensor = of_row) -> None:
+                own = labels[at : at + len(logits)]
+                out[at : at + len(own)] = cross_entropy(logits[: len(own)], own, reduction="none")
+
+            score(core, [Scored(row.tolist(), blueprint, 0, add)])
+        value = math.exp(float(losses.double().mean()))
         rows.append({"bits": what, "average": round(blueprint.average_kv_bits(table), 3), "perplexity": round(value, 4),
                      "excess": round(value / rows[0]["perplexity"] - 1, 6) if rows else 0.0,
                      "smaller": round(smaller(core.pool, blueprint.kv_bits, WINDOW), 3)})  # fmt: skip

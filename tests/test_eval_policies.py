@@ -223,6 +223,7 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
     [
         (["--bits", "5"], "--policies '' names none"),
         (["--policies", "static,"], "names none"),
+        (["--policies", "static", "needle"], "give it without 'needle'"),
         (["--policies", "best", "--datasets", "text"], "there is no text in '../shared/data'"),
         (["--policies", "static", "--data", "nowhere"], "there is no text in 'nowhere'"),
         (["--policies", "static", "--bits", "0"], "--bits has a number out of range"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from qbe.commands.options import DEFAULT, Device, Dtype, Model
 from qbe.errors import QBEError
 from qbe.files import check_writable, write_text
 from qbe.sites import KV_BITS
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from qbe.eval.needle import Setting
 
 app = typer.Typer(no_args_is_help=True, invoke_without_command=True)
-Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Json = Annotated[Path | None, typer.Option("--json", help="write the results to this file")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="draw them into this PNG (needs matplotlib)")]
 
@@ -28,16 +27,14 @@ def compare(
     context: typer.Context,
     policies: Annotated[str, typer.Option(help="policies to compare, e.g. static,random,tiered")] = "",
     bits: Annotated[str, typer.Option(help="average bits over the weights of nested sites, e.g. 4.5,5,6")] = "5",
-    model: Model = "smollm2-135m-instruct",
+    model: Model = DEFAULT,
     data: Annotated[
         Path | None, typer.Option(help="folder with the data sets; left out, $QBE_DATA, else ../shared/data")
     ] = None,
     datasets: Annotated[str, typer.Option(help="of text, gsm8k, bbh and humaneval")] = "text,gsm8k,bbh,humaneval",
     limit: Annotated[int, typer.Option(help="queries of each data set at most, spread over it")] = 50,
     seeds: Annotated[int, typer.Option(help="seeds of each policy that draws")] = 3,
-    dtype: Annotated[
-        str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")
-    ] = "float32",
+    dtype: Dtype = "float32",
     device: Device = "auto",
     as_json: Json = None,
     plot: Plot = None,
@@ -49,6 +46,8 @@ def compare(
     measured is kept: an interrupted run goes on where it was.
     """
     if context.invoked_subcommand is not None:
+        if policies:
+            raise QBEError(f"--policies is a comparison of its own: give it without '{context.invoked_subcommand}'")
         return
     names = tuple(dict.fromkeys(p.strip() for p in policies.split(",")))
     if not all(names):
@@ -104,7 +103,7 @@ def compare(
 
 @app.command()
 def needle(
-    model: Model = "smollm2-135m-instruct",
+    model: Model = DEFAULT,
     data: Annotated[
         Path | None, typer.Option(help="folder with 'paul_graham_essays'; left out, $QBE_DATA, else ../shared/data")
     ] = None,
