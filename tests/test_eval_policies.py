@@ -204,8 +204,8 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
     deadline = time.monotonic() + 200
     while not list(tmp_path.glob("eval/*.sqlite")) and begun.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    begun.send_signal(signal.SIGINT)
-    assert begun.wait(60) in (0, 130), begun.stderr.read()  # type: ignore[union-attr]
+    begun.send_signal(signal.SIGTERM)
+    assert begun.wait(60) in (0, 128 + signal.SIGTERM), begun.stderr.read()  # type: ignore[union-attr]
     done = run(*args, "--plot", "r.png", home=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "static and random at 5 bits" in done.stdout
