@@ -131,8 +131,9 @@ class Comparison:
         queries = [Query(item, encode(item, engine.tokenizer)) for item in items]
         context = engine.core.context or 1 << 40
         sizes = [(len(q.encoded.prompt_ids), len(q.encoded.reference_ids)) for q in queries]
-        self.queries = [q for q, (p, r) in zip(queries, sizes, strict=True) if p and r and p + r < context]
-        self.left_out = [q.item.name for q in queries if q not in self.queries]
+        fits = [bool(p and r) and p + r < context for p, r in sizes]
+        self.queries = [q for q, fit in zip(queries, fits, strict=True) if fit]
+        self.left_out = [q.item.name for q, fit in zip(queries, fits, strict=True) if not fit]
         if not self.queries:
             raise QBEError(f"no query fits the context of {engine.name}, {context} tokens: give other --datasets")
         self.settings, self.skipped = [], list[str]()
