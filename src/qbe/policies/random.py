@@ -43,7 +43,7 @@ class RandomPolicy:
         wanted = budget.bits_for(profile.score)
         facts = (self.seed, profile.score, profile.prompt_class, sorted(profile.features.items()))
         draw = np.random.default_rng(int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()))
-        kv_bits = FULL_BITS if budget.kv_bits is None else budget.kv_bits
+        kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
         return Blueprint.of(
             self.name, table, _draw(table, wanted, draw), table.activations(budget.activation_bits),
             allocate_kv(table, kv_bits),
