@@ -163,3 +163,19 @@ def test_a_store_without_them_goes_by_plain_rules_and_says_so(tmp_path: Path, mo
             assert measured or found == 8
         for file in (tmp_path / "cache").rglob(kv_table.NAME):
             file.unlink()
+
+
+def test_those_of_another_version_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    tiny_llama().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path / "cache"))
+    Engine(folder, device="cpu", records=False).close()
+    (stored,) = (tmp_path / "cache").rglob(kv_table.NAME)
+    weights = stored.with_name("sensitivity.json")
+    before, unchanged = json.loads(stored.read_text()), weights.stat().st_mtime_ns
+    stored.write_text(json.dumps(before | {"version": kv_table.VERSION - 1, "heads": []}))
+    with Engine(folder, device="cpu", records=False) as engine:
+        assert engine.table.kv_measured
+    assert json.loads(stored.read_text()) == before
+    assert weights.stat().st_mtime_ns == unchanged

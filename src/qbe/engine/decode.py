@@ -88,10 +88,9 @@ class DecodeStep:
         pages: pages that one sequence can have.
 
     Attributes:
-        captures: how often a graph was captured. Once the engine serves, it grows by those of bounded steps only.
+        captures: how often a graph was captured; once the engine serves, by bounded steps only.
         renewals: how often one was captured again in an idle moment, because a kernel had been tuned.
-        entropy: per layer float32 `[largest, heads]`, or None: the entropy of each head's attention weights, in nats,
-            in the last step; row i is that of its i-th sequence.
+        entropy: per layer float32 `[largest, heads]` or None: of attention weights in the last step's i-th sequence, nats.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,15 @@ def write(folder: Path, sites: Sequence[KVSite], about: Mapping[str, Any]) -> No
     ]  # fmt: skip
     described = {"version": VERSION, "about": dict(about), "heads": heads}
     write_text(folder / NAME, json.dumps(described, indent=1) + "\n")
+
+
+def outdated(folder: Path) -> bool:
+    """Whether a checkpoint's key heads were measured in another version, and may be measured again in its folder."""
+    try:
+        version = json.loads((folder / NAME).read_text())["version"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False  # there is none, or `read` will say what is wrong with it
+    return bool(version != VERSION) and os.access(folder, os.W_OK)
 
 
 def read(folder: Path) -> tuple[KVSite, ...]:

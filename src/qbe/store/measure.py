@@ -24,6 +24,7 @@ from qbe.tagger import tag
 def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> Sensitivity:
     """Measures the sensitivities of the model at `path` with the store in `folder`, and writes them there.
 
+    Those of weights stay as they are where they were measured before: then it is the KV cache's that are outdated.
     In float32 when that fits into memory: the rounding of a bfloat16 pass is larger than what 8 bits do to one site.
     """
     loaded = load_model(path, dtype="float32" if _fits_in_float32(path, device) else "auto", progress=progress)
@@ -34,8 +35,10 @@ def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, p
     about = {"text": "built-in calibration text", "dtype": str(loaded.dtype)}
     kv = measure_kv(loaded.model, loaded.tokenizer, table, progress=progress)
     kv_table.write(folder, kv, about)
-    measured = measure_model(loaded.model, loaded.tokenizer, table, progress=progress)
-    sensitivity_table.write(folder, measured, about)  # last: where it is, both are
+    measured = sensitivity_table.read(folder)
+    if measured is None:
+        measured = measure_model(loaded.model, loaded.tokenizer, table, progress=progress)
+        sensitivity_table.write(folder, measured, about)  # last: where it is, both are
     return measured
 
 

@@ -93,7 +93,7 @@ def _from_store(
         raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; {checkpoint.AGAIN}")
     table = with_store(table, loaded.model)
     measured = sensitivity_table.read(folder)
-    if measured is None and need_sensitivity:
+    if need_sensitivity and (measured is None or kv_table.outdated(folder)):
         measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
         for site in table.nested:
