@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from conftest import byte_tokenizer
-from qbe import QBEError
+from qbe import Budget, QBEError
+from qbe.eval.command import _settings
 from qbe.eval.haystack import ESSAYS, Haystack, read_essays
 from qbe.eval.needle import ANSWER_TOKENS, Cell, Found, Grid, Outcome, run
-from qbe.eval.report import render
+from qbe.eval.report import render, shown
 
 TEXT = " ".join(f"The {i}th lamp was lit at dusk." for i in range(40))
 
@@ -54,6 +55,13 @@ def test_a_needle_lies_at_its_depth_between_sentences(depth: float) -> None:
     assert len(before) / (len(before) + len(after)) == pytest.approx(depth, abs=0.03)
     assert before.strip() in " ".join([TEXT] * 3), "the text begins again where it ends"
     assert haystack.fitting("Here it is.", depth, 10, len) is None
+
+
+def test_settings_are_widths_names_of_budgets_and_the_policys_own() -> None:
+    settings = _settings("8, turbo4,default,8")
+    assert settings == (8, "turbo4", None)
+    assert [shown(s) for s in settings] == ["8 bits", "turbo4", "default"]
+    assert [Budget(kv_bits=s).kv_bits for s in settings] == [8, "turbo4", None]
 
 
 def test_prompts_of_one_haystack_begin_alike() -> None:

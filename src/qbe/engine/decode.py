@@ -90,7 +90,7 @@ class DecodeStep:
     Attributes:
         captures: how often a graph was captured; once the engine serves, by bounded steps only.
         renewals: how often one was captured again in an idle moment, because a kernel had been tuned.
-        entropy: per layer float32 `[largest, heads]` or None: of attention weights in the last step's i-th sequence, nats.
+        entropy: per layer float32 `[largest, heads]` or None: of attention weights, in nats, row i its i-th sequence's.
     """
 
     def __init__(

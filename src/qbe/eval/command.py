@@ -12,7 +12,7 @@ from rich.console import Console
 from qbe.commands.options import DEFAULT, Device, Dtype, Model
 from qbe.errors import QBEError
 from qbe.files import check_writable, write_text
-from qbe.sites import KV_BITS
+from qbe.sites import KV_BITS, TURBO_KINDS
 
 if TYPE_CHECKING:
     from qbe.eval.needle import Setting
@@ -112,7 +112,7 @@ def needle(
     ] = "",
     depths: Annotated[str, typer.Option(help="percent of the text before the needle")] = "0,25,50,75,100",
     kv_bits: Annotated[
-        str, typer.Option(help="settings to compare with 16 bits, of 8, 4, 2 and default (the policy's choice)")
+        str, typer.Option(help="settings to compare with 16 bits: 8, 4, 2, turbo4, turbo2, default (the policy's)")
     ] = "8,4,2,default",
     needles: Annotated[int, typer.Option(help="needles for each length and depth")] = 2,
     limit: Annotated[int | None, typer.Option(help="needles in all, spread over the grid")] = None,
@@ -173,7 +173,7 @@ def _wide() -> Console:
 
 
 def _settings(text: str) -> tuple[Setting, ...]:
-    names = {str(b): b for b in KV_BITS} | {"default": None}
+    names: dict[str, Setting] = {str(b): b for b in KV_BITS} | {t: t for t in TURBO_KINDS} | {"default": None}
     parts = [p.strip() for p in text.split(",")]
     for part in parts:
         if part not in names:

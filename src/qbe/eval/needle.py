@@ -26,8 +26,8 @@ CITIES = (
 DIGITS = 5
 ANSWER_TOKENS = 24
 
-Setting = int | None
-"""Bits of the KV cache; None leaves them to the policy."""
+Setting = int | str | None
+"""Bits of the KV cache or a name that budgets have for them; None leaves them to the policy."""
 
 
 @dataclass(frozen=True)

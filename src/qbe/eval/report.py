@@ -63,7 +63,7 @@ def _machine(engine: Engine) -> dict[str, Any]:
 
 def shown(setting: Setting) -> str:
     """A setting in words."""
-    return "default" if setting is None else f"{setting} bits"
+    return "default" if setting is None else f"{setting} bits" if isinstance(setting, int) else setting
 
 
 def at(rows: dict[Cell, Found], length: int, depth: float) -> list[Found]:
