@@ -1,0 +1,91 @@
+"""Fingerprint of a query: what must be equal for two queries to share a blueprint, and how alike they are otherwise.
+
+Locality-sensitive hashing by random hyperplanes (SimHash; Charikar, 2002): each of 64 bits says on which side of a
+plane through the average query its features lie. Two queries whose standardised features are at an angle of a (radians)
+differ in 64 a / pi of the bits on average, so that the bits that differ tell how alike they are, in one popcount.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qbe.analysis.classifier import CLIP, Array, default_classifier
+from qbe.analysis.features import FEATURES, LOGARITHMIC
+from qbe.analysis.profile import QueryProfile
+from qbe.analysis.thresholds import MARKS
+from qbe.budget import Budget
+from qbe.policies.kv import score_step
+from qbe.policies.tiered import STEP
+
+BITS = 64
+
+
+class Fingerprint(NamedTuple):
+    """A query as the cache sees it.
+
+    Attributes:
+        cell: what must be equal: the whole budget, the analysis tier, the prompt's class and cluster, and the score as
+            finely as policies go by it (0.05 bits of the average that the budget leaves to it, tenths for the KV cache).
+        digest: of the features as they are: equal for equal queries.
+        bits: the locality-sensitive hash, a Python integer below 2^64.
+    """
+
+    cell: tuple[Any, ...]
+    digest: bytes
+    bits: int
+
+
+class _Planes:
+    """The hyperplanes for the features of one analysis tier."""
+
+    def __init__(self, names: tuple[str, ...], mean: Array, scale: Array, logarithmic: int) -> None:
+        """Of the features `names`, the first `logarithmic` count as log(1 + x)."""
+        self.read = itemgetter(*names)
+        self.logarithmic = logarithmic
+        self.mean, self.inverse = mean, 1 / scale
+        self.planes = np.random.default_rng(0).standard_normal((len(names), BITS))
+
+    def sides(self, raw: Array) -> int:
+        """The side of each plane on which features [names] lie, as the bits of an integer."""
+        x = raw.copy()
+        head = x[: self.logarithmic]
+        np.log1p(head, out=head)
+        x -= self.mean
+        x *= self.inverse
+        np.minimum(np.maximum(x, -CLIP, out=x), CLIP, out=x)
+        return int.from_bytes(np.packbits(x @ self.planes > 0).tobytes(), "big")
+
+
+@cache
+def _planes(tier: int) -> _Planes:
+    if tier == 1:  # marks are 0, 1 or between; the length is one of them
+        return _Planes(MARKS, np.full(len(MARKS), 0.5), np.full(len(MARKS), 0.5), 0)
+    names = (*LOGARITHMIC, *(f for f in FEATURES if f not in LOGARITHMIC))
+    order = [FEATURES.index(n) for n in names]
+    c = default_classifier()
+    return _Planes(names, c.mean[order], c.scale[order], len(LOGARITHMIC))
+
+
+def fingerprint(profile: QueryProfile, budget: Budget) -> Fingerprint:
+    """The fingerprint of a query under a budget; the context is no part of it."""
+    planes = _planes(profile.tier)
+    raw = np.array(planes.read(profile.features))
+    score = profile.score
+    target = round(budget.bits_for(score) / STEP)
+    cell = (budget, profile.tier, profile.prompt_class, profile.cluster, target, score_step(score))
+    return Fingerprint(cell, hashlib.blake2b(raw, digest_size=8).digest(), planes.sides(raw))
+
+
+def constants() -> bytes:
+    """Changes when fingerprints do, be it by other planes or by another classifier."""
+    found = hashlib.blake2b(digest_size=16)
+    for tier in (1, 2):
+        p = _planes(tier)
+        for part in (p.planes, p.mean, p.inverse):
+            found.update(part.tobytes())
+    return found.digest()
