@@ -2,9 +2,9 @@
 
     python benchmarks/blueprint_cache.py [--data DIR] [--json FILE]
 
-Look-ups, on one core: 100 000 entries of made-up features (normal deviates in the classifier's own standardisation), the
-features of each look-up computed anew. With `--data` a replay as well: prompts of gsm8k and Alpaca with the context
-and answer lengths of Azure's conversation trace, each prompt as the last message of a conversation of that length.
+Look-ups on one core among 100 000 entries of made-up features (normal deviates, with the mean and the deviations of the
+classifier's training prompts), the fingerprint included. With `--data` a replay as well: prompts of gsm8k and Alpaca,
+each the last message of a conversation whose length, and that of the answer, are those of Azure's conversation trace.
 The cache is warmed with gsm8k's training file, two thirds of Alpaca's tasks and the first half of the trace; what is
 replayed is gsm8k's test file, the other tasks and the second half. On each hit the policy is asked as well.
 """
@@ -36,7 +36,9 @@ from qbe.budget import Budget
 from qbe.cache import BlueprintCache
 from qbe.cache.fingerprint import fingerprint
 from qbe.cache.memory import Entry, Memory
-from qbe.cache.traffic import Asked, read_traffic
+from qbe.cache.traffic import Asked, read_lengths, with_lengths
+from qbe.engine.engine import Engine
+from qbe.files import write_text
 
 ENTRIES, LOOKUPS = 100_000, 20_000
 TIERS = tuple(Budget(tier=t) for t in ("flex", "default", "priority"))
@@ -87,3 +89,90 @@ def lookups() -> list[dict[str, Any]]:
             row |= {f"{of}_p50_us": round(float(p50), 1), f"{of}_p99_us": round(float(p99), 1)}
         rows.append(row)
     return rows
+
+
+def read_prompts(data: Path, first: bool) -> list[Asked]:
+    """Prompts to warm the cache with (`first`), or to replay."""
+    name = "gsm8k_train4000" if first else "gsm8k_test500"
+    lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [Asked(json.loads(line)["question"]) for line in lines]
+    for i, line in enumerate((data / "alpaca_seed_tasks.jsonl").read_text(encoding="utf-8").splitlines()):
+        if (i % 3 != 0) == first:
+            task = json.loads(line)
+            found += [Asked(f"{task['instruction']}\n{case['input']}".strip()) for case in task["instances"]]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def profiles(engine: Engine, traffic: Sequence[Asked], tier: int | None) -> list[QueryProfile]:
+    """The profiles of these requests; a prompt that comes again is analysed once."""
+    analyzer = Analyzer(engine.model.get_input_embeddings().weight, tier=tier)
+    known: dict[str, QueryProfile] = {}
+    for asked in traffic:
+        text = asked.text or ""
+        if text not in known:
+            known[text] = analyzer.analyze(text, engine.tokenizer(text)["input_ids"])
+    return [replace(known[a.text or ""], context=a.context or 0) for a in traffic]
+
+
+def replay(engine: Engine, data: Path, tier: int | None, budgets: Sequence[Budget]) -> dict[str, Any]:
+    """Hits of a replay, and how far what is served lies from what the policy says anew.
+
+    Args:
+        tier: of the analysis; None the default.
+        budgets: of which each request has one, at random.
+    """
+    lengths = read_lengths(data / "azure_llm_trace_conv_6000.csv")
+    half = len(lengths) // 2
+    policy, table, draw = policies.load("tiered"), engine.table, random.Random(0)
+    cache = BlueprintCache(table, engine.name)
+    log = profiles(engine, with_lengths(read_prompts(data, True), lengths[:half]), tier)
+    for profile in log:
+        cache.blueprint(policy, profile, draw.choice(budgets))
+    entries, kinds, bits, kv_bits = cache.numbers.entries, {"exact": 0, "near": 0, "miss": 0}, [], []
+    for profile in profiles(engine, with_lengths(read_prompts(data, False), lengths[half:]), tier):
+        budget = draw.choice(budgets)
+        served, kind = cache.blueprint(policy, profile, budget)
+        kinds[kind or "miss"] += 1
+        if kind != "miss":
+            fresh = policy.blueprint(profile, budget, table)
+            bits.append(abs(served.average_weight_bits(table) - fresh.average_weight_bits(table)))
+            kv_bits.append(abs(served.average_kv_bits(table) - fresh.average_kv_bits(table)))
+    return {
+        "analysis_tier": "default" if tier is None else tier, "budgets": len(budgets), "warmed_with": len(log),
+        "entries": entries, "replayed": sum(kinds.values()), **kinds,
+        "hits": round(1 - kinds["miss"] / sum(kinds.values()), 4),
+        "largest_change_of_weight_bits": max(bits), "largest_change_of_kv_bits": max(kv_bits),
+    }  # fmt: skip
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(str(v) for v in row.values()))
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def main() -> None:
+    """Measures look-ups, then, where there are data, the replay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with gsm8k, Alpaca's tasks and Azure's trace")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # one core for every library
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    found = {"lookups": lookups()}
+    show("look-ups, one core", found["lookups"])
+    if args.data is not None:
+        with Engine(device="cpu", kv_tokens=1024, records=False, blueprint_cache=False) as engine:
+            settings = ((None, 1), (None, 3), (3, 1))
+            found["replay"] = [replay(engine, args.data, tier, TIERS[1:2] if n == 1 else TIERS) for tier, n in settings]
+        show("replay", found["replay"])
+    if args.json:
+        write_text(args.json, json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ GROUP = 16
 
 @dataclass(frozen=True)
 class Text:
-    """A text to learn from. `prompt_class` and `held_out` as in `analysis_pairs`; None where it is no prompt of those."""
+    """A text to learn from; `prompt_class` and `held_out` are those of `analysis_pairs`, None for other texts."""
 
     text: str
     prompt_class: str | None

@@ -2,13 +2,13 @@
 
     python scripts/train_encoder.py --model SmolLM2-135M-Instruct.Q4_1.gguf [--data DIR] [--teacher FILE]
 
-The teacher is a language model: the mean of its states over a text's tokens (`encoder_teacher.py`), less the mean of all
-texts, in its 64 directions of largest variance. The student, a linear map of hashed n-grams, is fitted to it by ridge
-regression, whose strength is the one that does best on a tenth of the training texts. The centroids are those of
+The teacher is a language model: the mean of its states over a text's tokens (`encoder_teacher.py`), less the mean of
+all texts, in its 64 directions of largest variance. The student, a linear map of hashed n-grams, is fitted to it by
+ridge regression, whose strength is the one that does best on a tenth of the training texts. The centroids are those of
 spherical k-means over the student's vectors of the training prompts. Held-out prompts choose nothing.
 
-There is no measured blueprint for each query yet, so the clusters are of meaning. What a cluster's queries are given is data
-of the blueprint cache, whose cells carry the cluster's number.
+There is no measured blueprint for each query yet, so the clusters are of meaning. What a cluster's queries are given is
+data of the blueprint cache, whose cells carry the cluster's number.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def fit(x: csr_matrix, y: Array) -> tuple[Array, Array, float]:
 
 
 def names(items: list[Text], labels: npt.NDArray[np.intp]) -> list[str]:
-    """For each cluster the three words that the most of its prompts have, over what all prompts have; no common words."""
+    """For each cluster the three words, no common ones, whose share of its prompts is most above that of all."""
     words = [set(E._words(t.text.lower()[:400])) for t in items]
     everywhere = Counter(w for ws in words for w in ws)
     out = []

@@ -24,7 +24,6 @@ from qbe.errors import QBEError
 ARTEFACT = "classifier.json"
 RETRAIN = "make it again with scripts/train_analysis.py"
 _LOG = np.array([f in LOGARITHMIC for f in FEATURES])
-CLIP = 4.0  # deviations that a standardised feature may be from the mean
 _ENTROPY = FEATURES.index("semantic_entropy")
 
 Array = npt.NDArray[np.float64]
@@ -87,7 +86,7 @@ class Classifier:
 
         A semantic entropy of 0 means that there was none (no embedding, or under three tokens): it counts as average.
         """
-        z = np.clip((transform(raw) - self.mean) / self.scale, -CLIP, CLIP)
+        z = np.clip((transform(raw) - self.mean) / self.scale, -4, 4)
         z[..., _ENTROPY] *= raw[..., _ENTROPY] > 0
         return z
 

@@ -1,9 +1,9 @@
 """Tier 3: a distilled sentence encoder, and the nearest of its centroids.
 
-The student is a linear map of hashed n-grams: the text's words and its runs of three and of five bytes each fall into one
-of 16 384 buckets, and the square roots of their counts, scaled to norm 1, multiply a table of 64 numbers a bucket. It was
-fitted to what a language model's states say of the text (`scripts/train_encoder.py`). It reads text alone, no tokens and
-no model, so that one table of a megabyte serves every model that QBE runs, and costs less than a millisecond.
+The student is a linear map of hashed n-grams: the text's words and its runs of three and of five bytes each fall into
+one of 16 384 buckets, and the square roots of their counts, scaled to norm 1, multiply a table of 64 numbers a bucket.
+It was fitted to what a language model's states say of the text (`scripts/train_encoder.py`). It reads text alone, no
+tokens and no model, so that one table of a megabyte serves every model that QBE runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Vector = npt.NDArray[np.float32]
 
 
 def buckets(text: str) -> tuple[npt.NDArray[np.intp], Vector]:
-    """The buckets that a text's n-grams fall into, ascending, and their weights, float32 of norm 1; none for no text."""
+    """The buckets that a text's n-grams fall into, ascending, and their weights, float32 of norm 1."""
     body = ends(text, TEXT_CHARS, TEXT_CHARS).lower()
     hashes = [np.array([crc32(w.encode("utf-8", "surrogatepass")) for w in _words(body)], np.uint32)]
     spaced = f" {' '.join(body.split())} ".encode("utf-8", "surrogatepass")
@@ -51,8 +51,8 @@ def buckets(text: str) -> tuple[npt.NDArray[np.intp], Vector]:
             hashes.append(run)
     counts = np.bincount((np.concatenate(hashes) % BUCKETS).astype(np.intp), minlength=BUCKETS)
     found = np.flatnonzero(counts)
-    weights = np.sqrt(counts[found], dtype=np.float32)
-    return found, weights / max(float(np.linalg.norm(weights)), 1e-9)
+    weights = np.sqrt(counts[found]).astype(np.float32)
+    return found, weights / np.float32(max(float(np.linalg.norm(weights)), 1e-9))
 
 
 class Encoder:
@@ -109,7 +109,7 @@ class Encoder:
         """The vector of a text, float32 [DIMENSIONS], of norm 1."""
         found, weights = buckets(text)
         vector = (weights @ self._table[found].astype(np.float32)) * self._scale + self._bias
-        return vector / max(float(np.linalg.norm(vector)), 1e-9)
+        return vector / np.float32(max(float(np.linalg.norm(vector)), 1e-9))
 
     def nearest(self, vector: Vector) -> tuple[int, float]:
         """The centroid with the greatest cosine to a vector of norm 1, and that cosine."""

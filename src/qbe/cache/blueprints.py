@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
-from qbe.cache.disk import Disk
+from qbe.cache.disk import Disk, default_path
 from qbe.cache.fingerprint import fingerprint
 from qbe.cache.memory import Entry, Memory
 from qbe.cache.version import version_of
@@ -35,14 +34,15 @@ class CacheNumbers:
     """What the cache did since it was made.
 
     Attributes:
-        exact, near: hits. misses: policies asked. uncached: requests of policies that may not be cached.
-        entries: in memory. dropped: entries on disk that were damaged, and deleted.
+        exact, near: hits.
+        misses: policies asked; requests of those that may not be cached do not count.
+        entries: in memory.
+        dropped: entries on disk that were damaged, and deleted.
     """
 
     exact: int = 0
     near: int = 0
     misses: int = 0
-    uncached: int = 0
     entries: int = 0
     dropped: int = 0
 
@@ -53,33 +53,30 @@ class BlueprintCache:
     Args:
         table: the model's sites.
         model: its name, for `qbe cache info`.
-        path: the SQLite file; None takes the user's, False keeps blueprints in memory only.
+        path: the SQLite file; None keeps blueprints in memory only.
         capacity: entries in memory; those asked for least recently go first.
     """
 
-    def __init__(
-        self, table: SiteTable, model: str, path: Path | bool | None = None, capacity: int = CAPACITY
-    ) -> None:
+    def __init__(self, table: SiteTable, model: str, path: Path | None = None, capacity: int = CAPACITY) -> None:
         self.table, self.model, self.capacity = table, model, capacity
-        self.disk = None if path is False else Disk(path if isinstance(path, Path) else None)
+        self.disk = None if path is None else Disk(path)
         self._numbers = CacheNumbers()
-        self._memories: dict[str, tuple[str, Memory]] = {}  # by policy: its version, its entries
+        self._memories: dict[str, tuple[str, Memory]] = {}  # by policy: its version, its entries in memory
         self._lock = threading.Lock()
         self._new: dict[tuple[str, str], list[Entry]] = {}  # by version and policy: not on disk yet
         self._waiting = 1  # how many of a version may wait
 
-    def blueprint(self, policy: Policy, profile: QueryProfile, budget: Budget) -> tuple[Blueprint, str]:
-        """The blueprint for a query, and where it is from: `exact` or `near` (a hit), or `policy`.
+    def blueprint(self, policy: Policy, profile: QueryProfile, budget: Budget) -> tuple[Blueprint, str | None]:
+        """The blueprint for a query, and what the cache did: `exact` or `near` (hits), or `miss`.
 
-        Policies without `cache_version` are always asked.
+        Policies without `cache_version` are always asked; None then.
 
         Raises:
             QBEError: the policy was asked and cannot meet the budget.
         """
         version_of_policy = getattr(policy, "cache_version", None)
         if version_of_policy is None:
-            self._numbers.uncached += 1
-            return policy.blueprint(profile, budget, self.table), "policy"
+            return policy.blueprint(profile, budget, self.table), None
         found = fingerprint(profile, budget)
         with self._lock:
             version, memory = self._memory(policy, version_of_policy)
@@ -100,7 +97,7 @@ class BlueprintCache:
             self._numbers.misses += 1
             memory.open(found.cell, [entry])
         self._keep(version, policy.name, entry)
-        return blueprint, "policy"
+        return blueprint, "miss"
 
     @property
     def numbers(self) -> CacheNumbers:
@@ -144,3 +141,9 @@ class BlueprintCache:
         if self.disk:
             for (version, policy), entries in new.items():
                 self.disk.put(version, self.model, policy, entries)
+
+
+def open_cache(where: str | Path | bool | None, table: SiteTable, model: str) -> BlueprintCache | None:
+    """The cache in that file; None takes the user's. None for False, or where the user has switched it off."""
+    path = Path(where) if isinstance(where, str | Path) else default_path()
+    return None if where is False or path is None else BlueprintCache(table, model, path)

@@ -46,8 +46,10 @@ _COLUMNS = "version, cell, digest, bits, first, last, blueprint, checksum"
 _INSERT = f"INSERT OR REPLACE INTO entries ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
-def default_path() -> Path:
-    """The file in the user's cache folder."""
+def default_path() -> Path | None:
+    """`$QBE_BLUEPRINTS`, or else a file in the cache folder; None where that is `off`."""
+    if given := os.environ.get("QBE_BLUEPRINTS"):
+        return None if given == "off" else Path(given).expanduser()
     from qbe.models import cache_dir
 
     return cache_dir() / f"blueprints-{VERSION}.sqlite"
@@ -61,8 +63,8 @@ class Disk:
         dropped: entries that were found damaged, and deleted.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = default_path() if path is None else path
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.dropped = 0
         self._db: sqlite3.Connection | None = None
         self._lock = threading.Lock()
@@ -109,7 +111,9 @@ class Disk:
             rows.append((*said, _hash((version, *said))))
 
         def write(db: sqlite3.Connection) -> None:
-            db.execute("INSERT OR IGNORE INTO versions (version, model, policy) VALUES (?, ?, ?)", (version, model, policy))
+            db.execute(
+                "INSERT OR IGNORE INTO versions (version, model, policy) VALUES (?, ?, ?)", (version, model, policy)
+            )
             number = db.execute("SELECT id FROM versions WHERE version = ?", (version,)).fetchone()[0]
             # Not "OR IGNORE": a damaged blueprint is mended by this, for all entries that name it.
             db.executemany("INSERT OR REPLACE INTO blueprints VALUES (?, ?)", bodies.items())
@@ -172,7 +176,9 @@ class Disk:
         if self._db is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=TIMEOUT_S, isolation_level=None, check_same_thread=False)
-            db.text_factory = lambda text: text.decode("utf-8", "replace")  # damaged text fails its checksum, not the read
+            db.text_factory = lambda text: text.decode(
+                "utf-8", "replace"
+            )  # damaged text fails its checksum, not the read
             try:
                 self._prepare(db)
             except BaseException:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qbe.analysis.classifier import CLIP, Array, default_classifier
+from qbe.analysis.classifier import Array, default_classifier
 from qbe.analysis.features import FEATURES, LOGARITHMIC
 from qbe.analysis.profile import QueryProfile
 from qbe.analysis.thresholds import MARKS
@@ -30,7 +30,7 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         cell: what must be equal: the whole budget, the analysis tier, the prompt's class and cluster, and the score as
-            finely as policies go by it (0.05 bits of the average that the budget leaves to it, tenths for the KV cache).
+            finely as policies go by it (0.05 bits of the average that the budget leaves to it; tenths for KV bits).
         digest: of the features as they are: equal for equal queries.
         bits: the locality-sensitive hash, a Python integer below 2^64.
     """
@@ -47,24 +47,22 @@ class _Planes:
         """Of the features `names`, the first `logarithmic` count as log(1 + x)."""
         self.read = itemgetter(*names)
         self.logarithmic = logarithmic
-        self.mean, self.inverse = mean, 1 / scale
-        self.planes = np.random.default_rng(0).standard_normal((len(names), BITS))
+        # Planes through the mean of the standardised features, as planes of the features themselves.
+        self.normals = np.random.default_rng(0).standard_normal((len(names), BITS)) / scale[:, None]
+        self.offsets = mean @ self.normals
 
-    def sides(self, raw: Array) -> int:
-        """The side of each plane on which features [names] lie, as the bits of an integer."""
-        x = raw.copy()
-        head = x[: self.logarithmic]
-        np.log1p(head, out=head)
-        x -= self.mean
-        x *= self.inverse
-        np.minimum(np.maximum(x, -CLIP, out=x), CLIP, out=x)
-        return int.from_bytes(np.packbits(x @ self.planes > 0).tobytes(), "big")
+    def sides(self, x: Array) -> int:
+        """The side of each plane on which features [names] lie, as the bits of an integer. Changes `x`."""
+        counts = x[: self.logarithmic]
+        np.log1p(counts, out=counts)
+        return int.from_bytes(np.packbits(x @ self.normals > self.offsets).tobytes(), "big")
 
 
 @cache
 def _planes(tier: int) -> _Planes:
     if tier == 1:  # marks are 0, 1 or between; the length is one of them
-        return _Planes(MARKS, np.full(len(MARKS), 0.5), np.full(len(MARKS), 0.5), 0)
+        half = np.full(len(MARKS), 0.5)
+        return _Planes(MARKS, half, half, 0)
     names = (*LOGARITHMIC, *(f for f in FEATURES if f not in LOGARITHMIC))
     order = [FEATURES.index(n) for n in names]
     c = default_classifier()
@@ -74,11 +72,12 @@ def _planes(tier: int) -> _Planes:
 def fingerprint(profile: QueryProfile, budget: Budget) -> Fingerprint:
     """The fingerprint of a query under a budget; the context is no part of it."""
     planes = _planes(profile.tier)
-    raw = np.array(planes.read(profile.features))
+    values = np.array(planes.read(profile.features))
+    digest = hashlib.blake2b(values.tobytes(), digest_size=8).digest()
     score = profile.score
     target = round(budget.bits_for(score) / STEP)
     cell = (budget, profile.tier, profile.prompt_class, profile.cluster, target, score_step(score))
-    return Fingerprint(cell, hashlib.blake2b(raw, digest_size=8).digest(), planes.sides(raw))
+    return Fingerprint(cell, digest, planes.sides(values))
 
 
 def constants() -> bytes:
@@ -86,6 +85,5 @@ def constants() -> bytes:
     found = hashlib.blake2b(digest_size=16)
     for tier in (1, 2):
         p = _planes(tier)
-        for part in (p.planes, p.mean, p.inverse):
-            found.update(part.tobytes())
+        found.update(p.normals.tobytes() + p.offsets.tobytes())
     return found.digest()

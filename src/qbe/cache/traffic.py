@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,15 @@ class Asked:
     text: str | None
     profile: QueryProfile | None = None
     max_tokens: int = MAX_TOKENS
-    budget: Budget = Budget()
+    budget: Budget = field(default_factory=Budget)
     context: int | None = None
 
 
 def read_traffic(path: Path, lengths: Path | None = None) -> list[Asked]:
     """The requests of a log, one JSON value a line.
 
-    A line is a text, an object with `prompt` or OpenAI's `messages` (and `max_tokens`, `service_tier` or `tier`, `bits`,
-    `activation_bits`, `kv_bits`, where they are given), or a record that `qbe records --export` wrote.
+    A line is a text, an object with `prompt` or OpenAI's `messages` (and, where they are given, `max_tokens`,
+    `service_tier` or `tier`, `bits`, `activation_bits`, `kv_bits`), or a record that `qbe records --export` wrote.
 
     Args:
         lengths: a trace with the columns ContextTokens and GeneratedTokens (Azure's LLM traces have them): the requests
@@ -72,9 +72,7 @@ def with_lengths(asked: Sequence[Asked], lengths: Sequence[Lengths]) -> list[Ask
     """As many requests as the longer of both has, prompts and lengths taken in turn."""
     n = max(len(asked), len(lengths))
     pairs = zip(islice(cycle(asked), n), islice(cycle(lengths), n), strict=True)
-    return [
-        Asked(a.text, a.profile, generated, a.budget, context + generated) for a, (context, generated) in pairs
-    ]
+    return [Asked(a.text, a.profile, generated, a.budget, context + generated) for a, (context, generated) in pairs]
 
 
 def read_lengths(path: Path) -> list[Lengths]:
@@ -126,7 +124,8 @@ def _record(said: dict[str, Any]) -> Asked:
     budget = Budget(said["budget_bits"], said["tier"], eight)
     tier, features = said["analysis_tier"], {str(k): float(v) for k, v in said["features"].items()}
     lacking = set(MARKS if tier == 1 else FEATURES) - set(features)
-    if said["prompt_class"] not in CLASSES or tier not in (1, 2, 3) or lacking:
+    sound = all(0 <= v < float("inf") for v in features.values())
+    if said["prompt_class"] not in CLASSES or tier not in (1, 2, 3) or lacking or not sound:
         raise QBEError("the record is of another version's analysis")
     profile = QueryProfile(float(said["score"]), said["prompt_class"], tier, features, cluster=said["cluster"])
     context = int(said["prompt_tokens"]) + int(said["completion_tokens"])

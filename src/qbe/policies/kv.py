@@ -69,7 +69,7 @@ def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight
 
 
 def score_step(score: float) -> int:
-    """The score in ten steps, which is how finely the average goes by it: what was found for one score serves others."""
+    """The score in ten steps, which is as finely as the average goes by it: what was found for one serves others."""
     return round(SCORE_STEPS * min(1.0, max(0.0, score)))
 
 
