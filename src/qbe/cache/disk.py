@@ -176,9 +176,8 @@ class Disk:
         if self._db is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=TIMEOUT_S, isolation_level=None, check_same_thread=False)
-            db.text_factory = lambda text: text.decode(
-                "utf-8", "replace"
-            )  # damaged text fails its checksum, not the read
+            # Damaged text shall fail its checksum, not the read of its neighbours.
+            db.text_factory = lambda text: text.decode("utf-8", "replace")
             try:
                 self._prepare(db)
             except BaseException:
