@@ -165,8 +165,8 @@ def test_a_truncated_file_is_survived(path: Path, share: float) -> None:
 
 def test_what_is_no_database_is_set_aside(path: Path) -> None:
     path.write_bytes(b"no database at all" * 1000)
+    cache = open_at(path)
     with pytest.warns(RuntimeWarning, match="is damaged"):
-        cache = open_at(path)
         ask(cache)
     assert path.with_name(path.name + ".damaged").read_bytes().startswith(b"no database")
     cache.close()
@@ -175,11 +175,11 @@ def test_what_is_no_database_is_set_aside(path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    cache = open_at(tmp_path / "file" / "b.sqlite")  # fails for root too, unlike a read-only folder
     with pytest.warns(RuntimeWarning, match="out of reach") as told:
-        cache = open_at(tmp_path / "file" / "b.sqlite")  # fails for root too, unlike a read-only folder
-        kinds = ask(cache) + ask(cache)
+        ask(cache)
     assert len(told) == 1
-    assert set(kinds[len(QUERIES) :]) <= {"exact", "near"}  # memory serves
+    assert set(ask(cache)) <= {"exact", "near"}  # memory serves
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
@@ -196,10 +196,10 @@ def test_a_file_locked_by_another_process_does_not_hold_a_request_up(path: Path,
     monkeypatch.setattr(module, "TIMEOUT_S", 0.01)
     other = sqlite3.connect(path)
     other.execute("BEGIN EXCLUSIVE")
+    cache = open_at(path)
+    assert "miss" not in ask(cache)  # readers are not stopped by a writer
     with pytest.warns(RuntimeWarning, match="out of reach"):
-        cache = open_at(path)
-        for profile in profiles(30, seed=7):
-            cache.blueprint(Counting(), profile, Budget(tier="flex"))
+        cache.blueprint(Counting(), QUERIES[0], Budget(tier="flex"))
     other.rollback()
     other.close()
 

@@ -26,11 +26,11 @@ def engine_at(folder: Path, **options: object) -> Engine:
 def test_an_engine_finds_what_another_one_chose(tmp_path: Path) -> None:
     file = tmp_path / "b.sqlite"
     with engine_at(tmp_path, blueprint_cache=file) as first:
-        chosen = [first.explain(p) for p in (FACT, ARITHMETIC, CODE)]
+        chosen = [first.explain(p, FEW) for p in (FACT, ARITHMETIC, CODE)]
         assert [e.cache for e in chosen] == ["miss"] * 3
-        assert first.explain(FACT).cache == "exact"
+        assert first.explain(FACT, FEW).cache == "exact"
     with engine_at(tmp_path, blueprint_cache=file) as second:
-        again = [second.explain(p) for p in (FACT, ARITHMETIC, CODE)]
+        again = [second.explain(p, FEW) for p in (FACT, ARITHMETIC, CODE)]
         assert [e.cache for e in again] == ["exact"] * 3
         assert [e.blueprint for e in again] == [e.blueprint for e in chosen]
         assert again[0].describe()["cache"] == "exact"

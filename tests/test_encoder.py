@@ -27,7 +27,7 @@ CODE = ("Write a Python function that reverses a list.", "Write a Python functio
 def test_any_text_has_a_vector_of_norm_one(text: str) -> None:
     found, weights = buckets(text)
     assert (np.diff(found) > 0).all()
-    assert not len(found) or (0 <= found[0] and found[-1] < BUCKETS)
+    assert not len(found) or (found[0] >= 0 and found[-1] < BUCKETS)
     assert np.linalg.norm(weights) == pytest.approx(1 if len(found) else 0, abs=1e-5)
     encoder = default_encoder()
     vector = encoder.encode(text)

@@ -18,8 +18,8 @@ from qbe.blueprint import Blueprint
 from qbe.cache.fingerprint import Fingerprint
 
 GROUP_ENTRIES = 512  # of a group; the oldest is overwritten. Bounds the time of a look-up: 512 XORs are a microsecond
-# Of 64 that a near hit may differ in, an angle of about 56 degrees. Unrelated queries differ in 32 on average; one pair in
-# 500 of them is as near, and has the budget, class and score of its cell besides.
+# Of 64 that a near hit may differ in, an angle of about 56 degrees. Unrelated queries differ in 32 on average; one pair
+# in 500 of them is as near, and has the budget, class and score of its cell besides.
 NEAR_BITS = 20
 
 
