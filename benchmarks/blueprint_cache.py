@@ -34,22 +34,22 @@ from qbe.analysis.features import FEATURES, LOGARITHMIC
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.cache import BlueprintCache
-from qbe.cache.fingerprint import fingerprint
+from qbe.cache.fingerprint import Fingerprint
 from qbe.cache.memory import Entry, Memory
 from qbe.cache.traffic import Asked, read_lengths, with_lengths
 from qbe.engine.engine import Engine
 from qbe.files import write_text
 
-ENTRIES, LOOKUPS = 100_000, 20_000
+ENTRIES, ROUNDS, ROUND = 100_000, 200, 200
 TIERS = tuple(Budget(tier=t) for t in ("flex", "default", "priority"))
 CONTEXT = 1000
 
 
-def made_up(n: int, rng: np.random.Generator) -> Iterator[QueryProfile]:
+def made_up(rng: np.random.Generator) -> Iterator[QueryProfile]:
     """Profiles with the mean and the deviations of the classifier's training prompts."""
     c = default_classifier()
     logarithmic = np.isin(FEATURES, LOGARITHMIC)
-    for _ in range(n):
+    while True:
         x = np.maximum(rng.standard_normal(len(FEATURES)) * c.scale + c.mean, 0)
         raw = np.where(logarithmic, np.expm1(x), x)
         z = c.standardise(raw)
@@ -60,32 +60,39 @@ def made_up(n: int, rng: np.random.Generator) -> Iterator[QueryProfile]:
 
 
 def lookups() -> list[dict[str, Any]]:
-    """Microseconds of a look-up, fingerprint included, of queries that are in the cache and of others like them."""
-    rng, draw = np.random.default_rng(0), random.Random(0)
+    """Microseconds of a look-up, fingerprint included, of queries that are in the cache and of others like them.
+
+    Percentiles of all look-ups, and of those of the quietest tenth of the rounds: where a machine has other work, the
+    tail is that work's.
+    """
+    draw, made = random.Random(0), made_up(np.random.default_rng(0))
     memory, blueprint = Memory(2 * ENTRIES), Blueprint("made up", (), (), ())
     kept: list[tuple[QueryProfile, Budget]] = []
-    for profile in made_up(10 * ENTRIES, rng):
-        budget = draw.choice(TIERS)
-        found = fingerprint(profile, budget)
-        memory.open(found.cell, [Entry(found.cell, found.digest, found.bits, 0, sys.maxsize, blueprint)])
-        if len(kept) < LOOKUPS:
+    while memory.entries < ENTRIES:
+        profile, budget = next(made), draw.choice(TIERS)
+        query = Fingerprint(profile, budget)
+        memory.open(query.cell, [Entry(query.cell, query.digest, query.bits, 0, sys.maxsize, blueprint)])
+        if len(kept) < ROUNDS * ROUND:
             kept.append((profile, budget))
-        if memory.entries == ENTRIES:
-            break
     rows = []
-    others = ((p, draw.choice(TIERS)) for p in made_up(LOOKUPS, rng))
-    for name, queries in (("seen before", kept), ("new", others)):
+    for name in ("seen before", "new"):
         wall, cpu, kinds = [], [], {"exact": 0, "near": 0, "miss": 0}
-        for profile, budget in queries:
-            profile = replace(profile, features=dict(profile.features))  # as warm as the analysis leaves it
-            began, began_cpu = time.perf_counter_ns(), time.thread_time_ns()
-            hit = memory.get(fingerprint(profile, budget), CONTEXT)
-            cpu.append((time.thread_time_ns() - began_cpu) / 1e3)
-            wall.append((time.perf_counter_ns() - began) / 1e3)
-            kinds[hit[1] if hit else "miss"] += 1
+        for at in range(0, ROUNDS * ROUND, ROUND):
+            if name == "new":
+                queries = [(next(made), draw.choice(TIERS)) for _ in range(ROUND)]
+            else:  # profiles that have just been made, as the analysis leaves them
+                queries = [(replace(p, features=dict(p.features)), b) for p, b in kept[at : at + ROUND]]
+            for profile, budget in queries:
+                began, began_cpu = time.perf_counter_ns(), time.thread_time_ns()
+                hit = memory.get(Fingerprint(profile, budget), CONTEXT)
+                cpu.append((time.thread_time_ns() - began_cpu) / 1e3)
+                wall.append((time.perf_counter_ns() - began) / 1e3)
+                kinds[hit[1] if hit else "miss"] += 1
         row: dict[str, Any] = {"queries": name, "entries": memory.entries, **kinds}
-        for of, times in (("wall", wall), ("cpu", cpu)):
-            p50, p99 = np.percentile(times[LOOKUPS // 10 :], [50, 99])
+        rounds = np.reshape(wall, (ROUNDS, ROUND))[1:]  # the first one warms up
+        quiet = rounds[np.argsort(rounds.sum(1))[: ROUNDS // 10]]
+        for of, times in (("wall", rounds), ("cpu", cpu[ROUND:]), ("quiet_wall", quiet)):
+            p50, p99 = np.percentile(times, [50, 99])
             row |= {f"{of}_p50_us": round(float(p50), 1), f"{of}_p99_us": round(float(p99), 1)}
         rows.append(row)
     return rows

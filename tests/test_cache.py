@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,11 +18,19 @@ from qbe.analysis import Analyzer
 from qbe.analysis.features import FEATURES
 from qbe.blueprint import Blueprint
 from qbe.budget import TIERS, Budget
-from qbe.cache.fingerprint import BITS, fingerprint
+from qbe.cache.fingerprint import BITS, Fingerprint
 from qbe.cache.memory import GROUP_ENTRIES, NEAR_BITS, Entry, Memory
 from qbe.policies import kv
 
 ANY = Blueprint("any", (), (), ())
+
+
+class Query(NamedTuple):
+    """A made-up fingerprint."""
+
+    cell: tuple
+    digest: bytes
+    bits: int
 
 
 def apart(a: int, b: int) -> int:
@@ -36,21 +45,22 @@ def test_bits_that_differ_tell_the_angle() -> None:
         for _ in range(60):
             a, b = np.linalg.qr(rng.standard_normal((len(FEATURES), 2)))[0].T
             x, y = (profile_of(v) for v in (a, np.cos(wanted) * a + np.sin(wanted) * b))
-            found.append(apart(fingerprint(x, Budget()).bits, fingerprint(y, Budget()).bits))
+            found.append(apart(Fingerprint(x, Budget()).bits, Fingerprint(y, Budget()).bits))
         assert np.mean(found) == pytest.approx(BITS * wanted / np.pi, abs=1.5)
 
 
 def test_a_fingerprint_depends_on_the_features_alone_and_the_cell_on_the_rest() -> None:
     profile = profiles(1)[0]
-    found = fingerprint(profile, Budget())
-    assert fingerprint(replace(profile, context=999), Budget()) == found
+    found = Fingerprint(profile, Budget())
+    same = Fingerprint(replace(profile, context=999), Budget())
+    assert (same.cell, same.digest, same.bits) == (found.cell, found.digest, found.bits)
     for other, budget in (
         (profile, Budget(bits=5)), (profile, Budget(tier="flex")), (profile, Budget(activation_bits=8)),
         (profile, Budget(kv_bits=4)), (profile, Budget(careful_tokens=True)), (profile, Budget(kv_error=0.1)),
         (replace(profile, prompt_class="dialogue"), Budget()), (replace(profile, tier=3, cluster=4), Budget()),
         (replace(profile, score=profile.score + 0.05), Budget()),
     ):  # fmt: skip
-        changed = fingerprint(other, budget)
+        changed = Fingerprint(other, budget)
         assert changed.cell != found.cell
         assert (changed.digest, changed.bits) == (found.digest, found.bits)
 
@@ -58,9 +68,9 @@ def test_a_fingerprint_depends_on_the_features_alone_and_the_cell_on_the_rest() 
 def test_tier_one_has_fingerprints_too() -> None:
     analyzer = Analyzer()
     a, b, c = (
-        fingerprint(analyzer.analyze(t, range(9)), Budget()) for t in ("Who is Ann?", "Who is Bob?", "Write code.")
+        Fingerprint(analyzer.analyze(t, range(9)), Budget()) for t in ("Who is Ann?", "Who is Bob?", "Write code.")
     )
-    assert a == b
+    assert (a.cell, a.digest, a.bits) == (b.cell, b.digest, b.bits)
     assert a.digest != c.digest
 
 
@@ -78,12 +88,11 @@ def test_a_repeated_query_is_an_exact_hit_and_one_like_it_a_near_one() -> None:
 def test_a_near_hit_is_bounded() -> None:
     memory, cell = Memory(100), ("cell",)
     memory.open(cell, [Entry(cell, b"a", 0, 0, 9, ANY)])
-    found = fingerprint(profiles(1)[0], Budget())._replace(cell=cell, digest=b"b")
     within, beyond = ((1 << n) - 1 for n in (NEAR_BITS, NEAR_BITS + 1))
-    assert memory.get(found._replace(bits=within), 5) == (ANY, "near")
-    assert memory.get(found._replace(bits=beyond), 5) is None
-    assert memory.get(found._replace(digest=b"a", bits=beyond), 9) == (ANY, "exact")
-    assert memory.get(found._replace(digest=b"a"), 10) is None
+    assert memory.get(Query(cell, b"b", within), 5) == (ANY, "near")
+    assert memory.get(Query(cell, b"b", beyond), 5) is None
+    assert memory.get(Query(cell, b"a", beyond), 9) == (ANY, "exact")
+    assert memory.get(Query(cell, b"a", within), 10) is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -137,9 +146,9 @@ def test_groups_and_memory_are_bounded_and_the_oldest_go() -> None:
     for cell in cells[:3]:
         memory.open(cell, (Entry(cell, i.to_bytes(2), 0, 0, 9, ANY) for i in range(GROUP_ENTRIES + 5)))
     assert memory.entries == 3 * GROUP_ENTRIES
-    found = fingerprint(profiles(1)[0], Budget())._replace(bits=2**64 - 1)
-    assert memory.get(found._replace(cell=(0,), digest=(4).to_bytes(2)), 0) is None  # overwritten
-    assert memory.get(found._replace(cell=(0,), digest=(5).to_bytes(2)), 0) == (ANY, "exact")
+    far = 2**64 - 1
+    assert memory.get(Query((0,), (4).to_bytes(2), far), 0) is None  # overwritten
+    assert memory.get(Query((0,), (5).to_bytes(2), far), 0) == (ANY, "exact")
     memory.open(cells[3], [Entry(cells[3], b"x", 0, 0, 9, ANY)])
     assert [c in memory for c in cells] == [True, False, True, True]  # cell 0 was asked for last
 

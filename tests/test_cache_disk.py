@@ -16,7 +16,7 @@ from qbe import policies
 from qbe.budget import Budget
 from qbe.cache import disk as module
 from qbe.cache.disk import Disk
-from qbe.cache.fingerprint import fingerprint
+from qbe.cache.fingerprint import Fingerprint
 from records_samples import run
 
 QUERIES = profiles(40)
@@ -228,7 +228,7 @@ def test_summary_and_clear(path: Path, tmp_path: Path) -> None:
 
 
 def test_names_of_cells_are_json_that_tells_them_apart() -> None:
-    cells = {fingerprint(p, Budget(tier=t)).cell for p in QUERIES for t in ("flex", "default")}
+    cells = {Fingerprint(p, Budget(tier=t)).cell for p in QUERIES for t in ("flex", "default")}
     names = {module.cell_name(c) for c in cells}
     assert len(names) == len(cells)
     assert all(isinstance(json.loads(n), list) for n in names)

@@ -18,7 +18,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.cache.disk import Disk, default_path
-from qbe.cache.fingerprint import fingerprint
+from qbe.cache.fingerprint import Fingerprint
 from qbe.cache.memory import Entry, Memory
 from qbe.cache.version import version_of
 from qbe.policies import Policy
@@ -77,13 +77,13 @@ class BlueprintCache:
         version_of_policy = getattr(policy, "cache_version", None)
         if version_of_policy is None:
             return policy.blueprint(profile, budget, self.table), None
-        found = fingerprint(profile, budget)
+        query = Fingerprint(profile, budget)
         with self._lock:
             version, memory = self._memory(policy, version_of_policy)
-            hit = memory.get(found, profile.context)
-            if hit is None and found.cell not in memory:
-                memory.open(found.cell, self.disk.get(version, found.cell, self.table) if self.disk else ())
-                hit = memory.get(found, profile.context)
+            hit = memory.get(query, profile.context)
+            if hit is None and query.cell not in memory:
+                memory.open(query.cell, self.disk.get(version, query.cell, self.table) if self.disk else ())
+                hit = memory.get(query, profile.context)
             if hit is not None:
                 if hit[1] == "exact":
                     self._numbers.exact += 1
@@ -92,10 +92,10 @@ class BlueprintCache:
                 return hit
         blueprint = policy.blueprint(profile, budget, self.table)
         first, last = same_contexts(profile.context, budget, self.table, blueprint.bytes_per_token(self.table))
-        entry = Entry(found.cell, found.digest, found.bits, first, last, blueprint)
+        entry = Entry(query.cell, query.digest, query.bits, first, last, blueprint)
         with self._lock:
             self._numbers.misses += 1
-            memory.open(found.cell, [entry])
+            memory.open(query.cell, [entry])
         self._keep(version, policy.name, entry)
         return blueprint, "miss"
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.cache.fingerprint import Cell
 from qbe.cache.memory import GROUP_ENTRIES, Entry
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
@@ -71,7 +72,7 @@ class Disk:
         self._warned = False
         self._paused_until = 0.0
 
-    def get(self, version: str, cell: tuple[Any, ...], table: SiteTable) -> list[Entry]:
+    def get(self, version: str, cell: Cell, table: SiteTable) -> list[Entry]:
         """The entries of a cell, oldest first. Damaged ones are deleted."""
 
         def read(db: sqlite3.Connection) -> list[Entry]:
@@ -220,7 +221,7 @@ class Disk:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-def cell_name(cell: tuple[Any, ...]) -> str:
+def cell_name(cell: Cell) -> str:
     """A cell as text."""
     return json.dumps([asdict(part) if isinstance(part, Budget) else part for part in cell], separators=(",", ":"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,21 +23,34 @@ from qbe.policies.kv import score_step
 from qbe.policies.tiered import STEP
 
 BITS = 64
+Cell = tuple[Any, ...]
 
 
-class Fingerprint(NamedTuple):
+class Fingerprint:
     """A query as the cache sees it.
 
     Attributes:
         cell: what must be equal: the whole budget, the analysis tier, the prompt's class and cluster, and the score as
             finely as policies go by it (0.05 bits of the average that the budget leaves to it; tenths for KV bits).
         digest: of the features as they are: equal for equal queries.
-        bits: the locality-sensitive hash, a Python integer below 2^64.
+        bits: the locality-sensitive hash, an integer below 2^64. It is computed when it is asked for: a query that was
+            there before needs none.
     """
 
-    cell: tuple[Any, ...]
-    digest: bytes
-    bits: int
+    __slots__ = ("_planes", "_values", "cell", "digest")
+
+    def __init__(self, profile: QueryProfile, budget: Budget) -> None:
+        """The fingerprint of a query under a budget; the context is no part of it."""
+        self._planes = _planes(profile.tier)
+        self._values = np.array(self._planes.read(profile.features))
+        self.digest = hashlib.blake2b(self._values.tobytes(), digest_size=8).digest()
+        score = profile.score
+        target = round(budget.bits_for(score) / STEP)
+        self.cell: Cell = (budget, profile.tier, profile.prompt_class, profile.cluster, target, score_step(score))
+
+    @property
+    def bits(self) -> int:
+        return self._planes.sides(self._values)
 
 
 class _Planes:
@@ -52,7 +65,8 @@ class _Planes:
         self.offsets = mean @ self.normals
 
     def sides(self, x: Array) -> int:
-        """The side of each plane on which features [names] lie, as the bits of an integer. Changes `x`."""
+        """The side of each plane on which features [names] lie, as the bits of an integer."""
+        x = x.copy()
         counts = x[: self.logarithmic]
         np.log1p(counts, out=counts)
         return int.from_bytes(np.packbits(x @ self.normals > self.offsets).tobytes(), "big")
@@ -67,17 +81,6 @@ def _planes(tier: int) -> _Planes:
     order = [FEATURES.index(n) for n in names]
     c = default_classifier()
     return _Planes(names, c.mean[order], c.scale[order], len(LOGARITHMIC))
-
-
-def fingerprint(profile: QueryProfile, budget: Budget) -> Fingerprint:
-    """The fingerprint of a query under a budget; the context is no part of it."""
-    planes = _planes(profile.tier)
-    values = np.array(planes.read(profile.features))
-    digest = hashlib.blake2b(values.tobytes(), digest_size=8).digest()
-    score = profile.score
-    target = round(budget.bits_for(score) / STEP)
-    cell = (budget, profile.tier, profile.prompt_class, profile.cluster, target, score_step(score))
-    return Fingerprint(cell, digest, planes.sides(values))
 
 
 def constants() -> bytes:

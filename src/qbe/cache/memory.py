@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from qbe.blueprint import Blueprint
-from qbe.cache.fingerprint import Fingerprint
+from qbe.cache.fingerprint import Cell, Fingerprint
 
 GROUP_ENTRIES = 512  # of a group; the oldest is overwritten. Bounds the time of a look-up: 512 XORs are a microsecond
 # Of 64 that a near hit may differ in, an angle of about 56 degrees. Unrelated queries differ in 32 on average; one pair
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
         blueprint: what the policy chose.
     """
 
-    cell: tuple[Any, ...]
+    cell: Cell
     digest: bytes
     bits: int
     first: int
@@ -74,12 +74,12 @@ class _Group:
         self.by_digest[entry.digest] = at
         return int(n < GROUP_ENTRIES)
 
-    def find(self, digest: bytes, bits: int) -> tuple[Blueprint, str] | None:
+    def find(self, query: Fingerprint) -> tuple[Blueprint, str] | None:
         """The blueprint of the same features (`exact`), or of the nearest ones within `NEAR_BITS` (`near`)."""
-        at = self.by_digest.get(digest)
+        at = self.by_digest.get(query.digest)
         if at is not None:
             return self.blueprints[at], "exact"
-        apart = np.bitwise_count(self.bits[: len(self.blueprints)] ^ np.uint64(bits))
+        apart = np.bitwise_count(self.bits[: len(self.blueprints)] ^ np.uint64(query.bits))
         at = int(apart.argmin())
         return (self.blueprints[at], "near") if apart[at] <= NEAR_BITS else None
 
@@ -94,24 +94,24 @@ class Memory:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.entries = 0
-        self._cells: OrderedDict[tuple[Any, ...], list[_Group]] = OrderedDict()
+        self._cells: OrderedDict[Cell, list[_Group]] = OrderedDict()
 
-    def __contains__(self, cell: tuple[Any, ...]) -> bool:
+    def __contains__(self, cell: Cell) -> bool:
         """Whether entries of this cell were added (`open` counts) and have not been dropped since."""
         return cell in self._cells
 
-    def get(self, found: Fingerprint, context: int) -> tuple[Blueprint, str] | None:
-        """The blueprint for a query with this fingerprint, and `exact` or `near`; None when there is none."""
-        groups = self._cells.get(found.cell)
+    def get(self, query: Fingerprint, context: int) -> tuple[Blueprint, str] | None:
+        """The blueprint for a query, and `exact` or `near`; None when there is none."""
+        groups = self._cells.get(query.cell)
         if groups is None:
             return None
-        self._cells.move_to_end(found.cell)
+        self._cells.move_to_end(query.cell)
         for group in groups:
             if group.first <= context <= group.last:
-                return group.find(found.digest, found.bits)
+                return group.find(query)
         return None
 
-    def open(self, cell: tuple[Any, ...], entries: Iterable[Entry] = ()) -> None:
+    def open(self, cell: Cell, entries: Iterable[Entry] = ()) -> None:
         """Adds entries of one cell, which is then in memory even if there are none."""
         groups = self._cells.setdefault(cell, [])
         self._cells.move_to_end(cell)
