@@ -40,7 +40,7 @@ from qbe.cache.traffic import Asked, read_lengths, with_lengths
 from qbe.engine.engine import Engine
 from qbe.files import write_text
 
-ENTRIES, ROUNDS, ROUND = 100_000, 200, 200
+ENTRIES, ROUNDS, ROUND = 100_000, 20, 2000
 TIERS = tuple(Budget(tier=t) for t in ("flex", "default", "priority"))
 CONTEXT = 1000
 
@@ -62,8 +62,8 @@ def made_up(rng: np.random.Generator) -> Iterator[QueryProfile]:
 def lookups() -> list[dict[str, Any]]:
     """Microseconds of a look-up, fingerprint included, of queries that are in the cache and of others like them.
 
-    Percentiles of all look-ups, and of those of the quietest tenth of the rounds: where a machine has other work, the
-    tail is that work's.
+    The look-ups of a round come one after another. Percentiles of all of them, and of those of the quietest tenth of
+    the rounds: where a machine has other work, the tail is that work's.
     """
     draw, made = random.Random(0), made_up(np.random.default_rng(0))
     memory, blueprint = Memory(2 * ENTRIES), Blueprint("made up", (), (), ())

@@ -99,6 +99,13 @@ class BlueprintCache:
         self._keep(version, policy.name, entry)
         return blueprint, "miss"
 
+    def prepare(self, policy: Policy) -> None:
+        """Finds the version of a policy's entries, which its first request would do otherwise."""
+        version = getattr(policy, "cache_version", None)
+        if version is not None:
+            with self._lock:
+                self._memory(policy, version)
+
     @property
     def numbers(self) -> CacheNumbers:
         """Hits, misses and entries, as they are now."""

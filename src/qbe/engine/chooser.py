@@ -39,6 +39,8 @@ class Chooser:
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
     ) -> None:  # fmt: skip
         self.cache = cache
+        if cache is not None:
+            cache.prepare(policy)
         self._default, self._policies = policy, {name: policy}
         self._tokenizer, self._model_name, self._table, self._context = tokenizer, model_name, table, context
         self.analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
