@@ -5,8 +5,9 @@
 Look-ups on one core among 100 000 entries of made-up features (normal deviates, with the mean and the deviations of the
 classifier's training prompts), the fingerprint included. With `--data` a replay as well: prompts of gsm8k and Alpaca,
 each the last message of a conversation whose length, and that of the answer, are those of Azure's conversation trace.
-The cache is warmed with gsm8k's training file, two thirds of Alpaca's tasks and the first half of the trace; what is
-replayed is gsm8k's test file, the other tasks and the second half. On each hit the policy is asked as well.
+The cache is warmed with 3 000 prompts of gsm8k's training file, two thirds of Alpaca's tasks and the first half of the
+trace; what is replayed is the rest of that file, gsm8k's test file, the other tasks and the second half. Every prompt
+comes once. On each hit the policy is asked as well.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from qbe.files import write_text
 ENTRIES, ROUNDS, ROUND = 100_000, 20, 2000
 TIERS = tuple(Budget(tier=t) for t in ("flex", "default", "priority"))
 CONTEXT = 1000
+WARM = 3000
 
 
 def made_up(rng: np.random.Generator) -> Iterator[QueryProfile]:
@@ -99,27 +101,28 @@ def lookups() -> list[dict[str, Any]]:
 
 
 def read_prompts(data: Path, first: bool) -> list[Asked]:
-    """Prompts to warm the cache with (`first`), or to replay."""
-    name = "gsm8k_train4000" if first else "gsm8k_test500"
-    lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [Asked(json.loads(line)["question"]) for line in lines]
+    """Prompts to warm the cache with (`first`), or to replay; each once."""
+    rows = [
+        json.loads(line)["question"]
+        for name in ("gsm8k_train4000", "gsm8k_test500")
+        for line in (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    found = rows[:WARM] if first else rows[WARM:]
     for i, line in enumerate((data / "alpaca_seed_tasks.jsonl").read_text(encoding="utf-8").splitlines()):
         if (i % 3 != 0) == first:
             task = json.loads(line)
-            found += [Asked(f"{task['instruction']}\n{case['input']}".strip()) for case in task["instances"]]
-    random.Random(0).shuffle(found)
-    return found
+            found += [f"{task['instruction']}\n{case['input']}".strip() for case in task["instances"]]
+    prompts = [Asked(text) for text in dict.fromkeys(found)]
+    random.Random(0).shuffle(prompts)
+    return prompts
 
 
 def profiles(engine: Engine, traffic: Sequence[Asked], tier: int | None) -> list[QueryProfile]:
-    """The profiles of these requests; a prompt that comes again is analysed once."""
+    """The profiles of these requests."""
     analyzer = Analyzer(engine.model.get_input_embeddings().weight, tier=tier)
-    known: dict[str, QueryProfile] = {}
-    for asked in traffic:
-        text = asked.text or ""
-        if text not in known:
-            known[text] = analyzer.analyze(text, engine.tokenizer(text)["input_ids"])
-    return [replace(known[a.text or ""], context=a.context or 0) for a in traffic]
+    texts = [a.text or "" for a in traffic]
+    found = [analyzer.analyze(t, engine.tokenizer(t)["input_ids"]) for t in texts]
+    return [replace(p, context=a.context or 0) for p, a in zip(found, traffic, strict=True)]
 
 
 def replay(engine: Engine, data: Path, tier: int | None, budgets: Sequence[Budget]) -> dict[str, Any]:
@@ -133,11 +136,13 @@ def replay(engine: Engine, data: Path, tier: int | None, budgets: Sequence[Budge
     half = len(lengths) // 2
     policy, table, draw = policies.load("tiered"), engine.table, random.Random(0)
     cache = BlueprintCache(table, engine.name)
-    log = profiles(engine, with_lengths(read_prompts(data, True), lengths[:half]), tier)
+    prompts = read_prompts(data, True)
+    log = profiles(engine, with_lengths(prompts, lengths[:half])[: len(prompts)], tier)
     for profile in log:
-        cache.blueprint(policy, profile, draw.choice(budgets))
+        cache.blueprint(policy, profile, draw.choice(budgets), near=False)
     entries, kinds, bits, kv_bits = cache.numbers.entries, {"exact": 0, "near": 0, "miss": 0}, [], []
-    for profile in profiles(engine, with_lengths(read_prompts(data, False), lengths[half:]), tier):
+    prompts = read_prompts(data, False)
+    for profile in profiles(engine, with_lengths(prompts, lengths[half:])[: len(prompts)], tier):
         budget = draw.choice(budgets)
         served, kind = cache.blueprint(policy, profile, budget)
         kinds[kind or "miss"] += 1

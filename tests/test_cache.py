@@ -57,7 +57,7 @@ def test_a_fingerprint_depends_on_the_features_alone_and_the_cell_on_the_rest() 
     for other, budget in (
         (profile, Budget(bits=5)), (profile, Budget(tier="flex")), (profile, Budget(activation_bits=8)),
         (profile, Budget(kv_bits=4)), (profile, Budget(careful_tokens=True)), (profile, Budget(kv_error=0.1)),
-        (replace(profile, prompt_class="dialogue"), Budget()), (replace(profile, tier=3, cluster=4), Budget()),
+        (replace(profile, tier=3, cluster=4), Budget()),
         (replace(profile, score=profile.score + 0.05), Budget()),
     ):  # fmt: skip
         changed = Fingerprint(other, budget)
@@ -81,8 +81,10 @@ def test_a_repeated_query_is_an_exact_hit_and_one_like_it_a_near_one() -> None:
     assert cache.blueprint(policy, profile, Budget()) == (first, "exact")
     assert cache.blueprint(policy, nudged(profile), Budget()) == (first, "near")
     assert policy.asked == 1
+    assert cache.blueprint(policy, nudged(profile), Budget(), near=False) == (first, "miss")
+    assert cache.blueprint(policy, nudged(profile), Budget()) == (first, "exact")
     numbers = cache.numbers
-    assert (numbers.exact, numbers.near, numbers.misses, numbers.entries) == (1, 1, 1, 1)
+    assert (numbers.exact, numbers.near, numbers.misses, numbers.entries) == (2, 1, 2, 2)
 
 
 def test_a_near_hit_is_bounded() -> None:

@@ -1,7 +1,7 @@
 """The blueprint cache: asked before a policy is. Memory first, then disk, then the policy itself.
 
-A query gets another one's blueprint where both have the same budget, class, cluster and score step, the policy tells
-their contexts not apart, and their features are the same (an exact hit) or alike (a near one, see `NEAR_BITS`). The
+A query gets another one's blueprint where both have the same budget, cluster and score step, the policy tells their
+contexts not apart, and their features are the same (an exact hit) or alike (a near one, see `NEAR_BITS`). The
 policies of this package read nothing else of a profile, so that a hit is what they would have chosen; for one that
 reads the features themselves, `NEAR_BITS` bounds how far away they were.
 """
@@ -66,10 +66,16 @@ class BlueprintCache:
         self._new: dict[tuple[str, str], list[Entry]] = {}  # by version and policy: not on disk yet
         self._waiting = 1  # how many of a version may wait
 
-    def blueprint(self, policy: Policy, profile: QueryProfile, budget: Budget) -> tuple[Blueprint, str | None]:
+    def blueprint(
+        self, policy: Policy, profile: QueryProfile, budget: Budget, near: bool = True
+    ) -> tuple[Blueprint, str | None]:
         """The blueprint for a query, and what the cache did: `exact` or `near` (hits), or `miss`.
 
         Policies without `cache_version` are always asked; None then.
+
+        Args:
+            near: whether the blueprint of a query like it will do. Without it the cache gets one for every query, so
+                that more of those to come are near one.
 
         Raises:
             QBEError: the policy was asked and cannot meet the budget.
@@ -80,10 +86,10 @@ class BlueprintCache:
         query = Fingerprint(profile, budget)
         with self._lock:
             version, memory = self._memory(policy, version_of_policy)
-            hit = memory.get(query, profile.context)
+            hit = memory.get(query, profile.context, near)
             if hit is None and query.cell not in memory:
                 memory.open(query.cell, self.disk.get(version, query.cell, self.table) if self.disk else ())
-                hit = memory.get(query, profile.context)
+                hit = memory.get(query, profile.context, near)
             if hit is not None:
                 if hit[1] == "exact":
                     self._numbers.exact += 1

@@ -30,8 +30,8 @@ class Fingerprint:
     """A query as the cache sees it.
 
     Attributes:
-        cell: what must be equal: the whole budget, the analysis tier, the prompt's class and cluster, and the score as
-            finely as policies go by it (0.05 bits of the average that the budget leaves to it; tenths for KV bits).
+        cell: what must be equal: the whole budget, the analysis tier, the cluster, and the score as finely as policies
+            go by it (0.05 bits of the average that the budget leaves to it; tenths for KV bits).
         digest: of the features as they are: equal for equal queries.
         bits: the locality-sensitive hash, an integer below 2^64. It is computed when it is asked for: a query that was
             there before needs none.
@@ -46,7 +46,7 @@ class Fingerprint:
         self.digest = hashlib.blake2b(self._values.tobytes(), digest_size=8).digest()
         score = profile.score
         target = round(budget.bits_for(score) / STEP)
-        self.cell: Cell = (budget, profile.tier, profile.prompt_class, profile.cluster, target, score_step(score))
+        self.cell: Cell = (budget, profile.tier, profile.cluster, target, score_step(score))
 
     @property
     def bits(self) -> int:

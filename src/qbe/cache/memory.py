@@ -1,8 +1,8 @@
 """Blueprints in memory, by fingerprint: a bounded number of them, those least recently asked for go first.
 
-Entries lie in cells of equal budget, class and score step. Within a cell they are grouped by the contexts that they are
-for, of which policies tell two or three. A group keeps its fingerprints in one array, so that the nearest one is found
-by an XOR and a population count over all of them: no list of candidates, no tables of bands, nothing that is missed.
+Entries lie in cells of equal budget, cluster and score step. Within a cell they are grouped by the contexts that they
+are for, of which policies tell two or three. A group keeps its fingerprints in one array, so that the nearest one is
+found by an XOR and a population count over all of them: no list of candidates, no tables of bands, nothing is missed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qbe.cache.fingerprint import Cell, Fingerprint
 
 GROUP_ENTRIES = 512  # of a group; the oldest is overwritten. Bounds the time of a look-up: 512 XORs are a microsecond
 # Of 64 that a near hit may differ in, an angle of about 56 degrees. Unrelated queries differ in 32 on average; one pair
-# in 500 of them is as near, and has the budget, class and score of its cell besides.
+# in 500 of them is as near, and has the budget and score of its cell besides.
 NEAR_BITS = 20
 
 
@@ -74,11 +74,13 @@ class _Group:
         self.by_digest[entry.digest] = at
         return int(n < GROUP_ENTRIES)
 
-    def find(self, query: Fingerprint) -> tuple[Blueprint, str] | None:
+    def find(self, query: Fingerprint, near: bool) -> tuple[Blueprint, str] | None:
         """The blueprint of the same features (`exact`), or of the nearest ones within `NEAR_BITS` (`near`)."""
         at = self.by_digest.get(query.digest)
         if at is not None:
             return self.blueprints[at], "exact"
+        if not near:
+            return None
         apart = np.bitwise_count(self.bits[: len(self.blueprints)] ^ np.uint64(query.bits))
         at = int(apart.argmin())
         return (self.blueprints[at], "near") if apart[at] <= NEAR_BITS else None
@@ -100,15 +102,15 @@ class Memory:
         """Whether entries of this cell were added (`open` counts) and have not been dropped since."""
         return cell in self._cells
 
-    def get(self, query: Fingerprint, context: int) -> tuple[Blueprint, str] | None:
-        """The blueprint for a query, and `exact` or `near`; None when there is none."""
+    def get(self, query: Fingerprint, context: int, near: bool = True) -> tuple[Blueprint, str] | None:
+        """The blueprint for a query, and `exact` or (unless `near` is false) `near`; None when there is none."""
         groups = self._cells.get(query.cell)
         if groups is None:
             return None
         self._cells.move_to_end(query.cell)
         for group in groups:
             if group.first <= context <= group.last:
-                return group.find(query)
+                return group.find(query, near)
         return None
 
     def open(self, cell: Cell, entries: Iterable[Entry] = ()) -> None:

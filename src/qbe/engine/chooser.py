@@ -92,7 +92,8 @@ class Chooser:
             text, words, ids = encode(asked.text or "", self._tokenizer, self._model_name)
             profile, tokens = self.analyzer.analyze(text, words), len(ids)
         context = tokens + asked.max_tokens if asked.context is None else asked.context
-        self._blueprint(self._default, self._within(profile, context), asked.budget)
+        if self.cache is not None:
+            self.cache.blueprint(self._default, self._within(profile, context), asked.budget, near=False)
 
     def _within(self, profile: QueryProfile, context: int) -> QueryProfile:
         return replace(profile, context=context if self._context is None else min(context, self._context))
