@@ -43,6 +43,7 @@ from qbe.files import write_text
 
 ENTRIES, ROUNDS, ROUND = 100_000, 20, 2000
 TIERS = tuple(Budget(tier=t) for t in ("flex", "default", "priority"))
+BUDGETS = tuple(replace(b, activation_bits=a) for b in TIERS for a in (8, 16))
 CONTEXT = 1000
 WARM = 3000
 
@@ -50,15 +51,15 @@ WARM = 3000
 def made_up(rng: np.random.Generator) -> Iterator[QueryProfile]:
     """Profiles with the mean and the deviations of the classifier's training prompts."""
     c = default_classifier()
-    logarithmic = np.isin(FEATURES, LOGARITHMIC)
     while True:
-        x = np.maximum(rng.standard_normal(len(FEATURES)) * c.scale + c.mean, 0)
-        raw = np.where(logarithmic, np.expm1(x), x)
+        x = np.maximum(rng.standard_normal((1000, len(FEATURES))) * c.scale + c.mean, 0)
+        raw = np.where(np.isin(FEATURES, LOGARITHMIC), np.expm1(x), x)
         z = c.standardise(raw)
         p = c.probabilities(z)
-        features = dict(zip(FEATURES, raw.tolist(), strict=True))
-        features.update((f"p_{k}", v) for k, v in zip(CLASSES, p.tolist(), strict=True))
-        yield QueryProfile(float(c.score(z, p)), CLASSES[int(p.argmax())], 2, features, CONTEXT)
+        for values, score, chances in zip(raw.tolist(), c.score(z, p).tolist(), p.tolist(), strict=True):
+            features = dict(zip(FEATURES, values, strict=True))
+            features.update((f"p_{k}", v) for k, v in zip(CLASSES, chances, strict=True))
+            yield QueryProfile(score, CLASSES[chances.index(max(chances))], 2, features, CONTEXT)
 
 
 def lookups() -> list[dict[str, Any]]:
@@ -71,7 +72,7 @@ def lookups() -> list[dict[str, Any]]:
     memory, blueprint = Memory(2 * ENTRIES), Blueprint("made up", (), (), ())
     kept: list[tuple[QueryProfile, Budget]] = []
     while memory.entries < ENTRIES:
-        profile, budget = next(made), draw.choice(TIERS)
+        profile, budget = next(made), draw.choice(BUDGETS)
         query = Fingerprint(profile, budget)
         memory.open(query.cell, [Entry(query.cell, query.digest, query.bits, 0, sys.maxsize, blueprint)])
         if len(kept) < ROUNDS * ROUND:
@@ -81,7 +82,7 @@ def lookups() -> list[dict[str, Any]]:
         wall, cpu, kinds = [], [], {"exact": 0, "near": 0, "miss": 0}
         for at in range(0, ROUNDS * ROUND, ROUND):
             if name == "new":
-                queries = [(next(made), draw.choice(TIERS)) for _ in range(ROUND)]
+                queries = [(next(made), draw.choice(BUDGETS)) for _ in range(ROUND)]
             else:  # profiles that have just been made, as the analysis leaves them
                 queries = [(replace(p, features=dict(p.features)), b) for p, b in kept[at : at + ROUND]]
             for profile, budget in queries:

@@ -127,7 +127,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     empty.write_text("\n")
     with pytest.raises(QBEError, match="has no requests"):
         read_traffic(empty)
-    with pytest.raises(QBEError, match="can't read"):
+    with pytest.raises(QBEError, match="cannot be read"):
         read_traffic(tmp_path / "missing")
     for text in ("a,b\n1,2\n", "ContextTokens,GeneratedTokens\n", "ContextTokens,GeneratedTokens\n1,x\n",
                  "ContextTokens,GeneratedTokens\n-1,2\n"):  # fmt: skip

@@ -106,11 +106,13 @@ class BlueprintCache:
         return blueprint, "miss"
 
     def prepare(self, policy: Policy) -> None:
-        """Finds the version of a policy's entries, which its first request would do otherwise."""
-        version = getattr(policy, "cache_version", None)
-        if version is not None:
+        """Finds the version of a policy's entries and opens the file, which its first request would do otherwise."""
+        policy_version = getattr(policy, "cache_version", None)
+        if policy_version is not None:
             with self._lock:
-                self._memory(policy, version)
+                version, _ = self._memory(policy, policy_version)
+            if self.disk:
+                self.disk.get(version, (), self.table)
 
     @property
     def numbers(self) -> CacheNumbers:

@@ -15,6 +15,7 @@ from qbe.analysis.profile import CLASSES, QueryProfile
 from qbe.analysis.thresholds import MARKS
 from qbe.budget import Budget
 from qbe.errors import QBEError
+from qbe.files import reason
 from qbe.sites import FULL_BITS
 
 MAX_TOKENS = 128  # of an answer, where a line does not say; what `qbe generate` takes
@@ -93,8 +94,10 @@ def read_lengths(path: Path) -> list[Lengths]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise QBEError(f"can't read {path}: {error}") from None
+    except OSError as error:
+        raise QBEError(f"'{path}' cannot be read: {reason(error)}") from None
+    except ValueError:
+        raise QBEError(f"'{path}' is not valid UTF-8; convert it first") from None
 
 
 def _line(said: Any) -> Asked:
