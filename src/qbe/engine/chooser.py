@@ -92,20 +92,21 @@ class Chooser:
             text, words, ids = encode(asked.text or "", self._tokenizer, self._model_name)
             profile, tokens = self.analyzer.analyze(text, words), len(ids)
         context = tokens + asked.max_tokens if asked.context is None else asked.context
-        if self.cache is not None:
-            self.cache.blueprint(self._default, self._within(profile, context), asked.budget, near=False)
+        self._blueprint(self._default, self._within(profile, context), asked.budget, near=False)
 
     def _within(self, profile: QueryProfile, context: int) -> QueryProfile:
         return replace(profile, context=context if self._context is None else min(context, self._context))
 
-    def _blueprint(self, policy: Policy, profile: QueryProfile, budget: Budget) -> tuple[Blueprint, str | None]:
+    def _blueprint(
+        self, policy: Policy, profile: QueryProfile, budget: Budget, near: bool = True
+    ) -> tuple[Blueprint, str | None]:
         turbo = TURBO_KINDS.get(str(budget.kv_bits))
         if turbo is not None:  # policies choose numbers of bits
             budget = replace(budget, kv_bits=None)
         if self.cache is None:
             blueprint, cached = policy.blueprint(profile, budget, self._table), None
         else:
-            blueprint, cached = self.cache.blueprint(policy, profile, budget)
+            blueprint, cached = self.cache.blueprint(policy, profile, budget, near)
         return blueprint if turbo is None else blueprint.with_kv_bits((turbo,) * self._table.layers), cached
 
     def _policy(self, name: str | None) -> Policy:
