@@ -53,7 +53,7 @@ def measure(analyzer: Analyzer, tokens: int, tier: int, runs: int) -> dict[str, 
 
 
 def main() -> None:
-    """Measures both tiers from 8 to 100 000 tokens and the analyser's construction."""
+    """Measures the tiers from 8 to 100 000 tokens and the analyser's construction."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
@@ -65,7 +65,8 @@ def main() -> None:
     analyzer = Analyzer(embedding)
     construction = time.perf_counter() - start
 
-    plan = [(1, 8), (1, 20), (1, 31), (1, 512), (2, 20), (2, 32), (2, 128), (2, 512), (2, 4096), (2, 100_000)]
+    plan = [(1, 8), (1, 20), (1, 31), (1, 512)]
+    plan += [(2, 20), (2, 32), (2, 128), (2, 512), (2, 4096), (2, 100_000), (3, 32), (3, 512), (3, 4096)]
     rows = [measure(analyzer, tokens, tier, 100 if tokens > 10_000 else 1500) for tier, tokens in plan]
     columns = ("tier", "tokens", "wall_p50_us", "wall_p99_us", "cpu_p50_us", "cpu_p99_us")
     table = Table(*columns, title=f"query analysis, one core; construction {construction:.2f} s")

@@ -70,6 +70,14 @@ def _own_tuned_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     shared._path = before
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_blueprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nor do they take the user's blueprints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QBE_BLUEPRINTS", str(tmp_path_factory.mktemp("blueprints") / "blueprints.sqlite"))
+        yield
+
+
 def tiny_llama(seed: int = 0, vocabulary: int = 320, **changes: Any) -> LlamaForCausalLM:
     """A random two-layer Llama whose logits are spread enough that greedy tokens are stable."""
     config = LlamaConfig(

@@ -49,7 +49,7 @@ def check(profile: QueryProfile) -> None:
     json.dumps(profile.describe())
 
 
-@pytest.mark.parametrize("tier", [1, 2])
+@pytest.mark.parametrize("tier", [1, 2, 3])
 @pytest.mark.parametrize(
     "text",
     [
@@ -73,7 +73,7 @@ def test_any_text_has_a_finite_score(analyzer: Analyzer, text: str, tier: int) -
 @given(
     text=st.text(max_size=300),
     ids=st.lists(st.integers(-5, VOCABULARY + 5), max_size=80),
-    tier=st.sampled_from([None, 1, 2]),
+    tier=st.sampled_from([None, 1, 2, 3]),
 )
 def test_arbitrary_text_and_tokens(analyzer: Analyzer, text: str, ids: list[int], tier: int | None) -> None:
     profile = analyzer.analyze(text, ids, tier=tier)
@@ -131,8 +131,10 @@ def test_fast_path_and_forced_tiers(analyzer: Analyzer) -> None:
     assert analyzer.analyze("x", [1] * 31, tier=2).tier == 2
     assert analyzer.analyze("x", [1] * 32, tier=1).tier == 1
     assert Analyzer(fast_path_tokens=8).analyze("x", [1] * 9).tier == 2
-    with pytest.raises(QBEError, match="no analysis tier 3"):
-        analyzer.analyze("x", [1], tier=3)
+    assert Analyzer(tier=3).analyze("x", [1] * 9).tier == 3
+    assert Analyzer(tier=3).analyze("x", [1] * 9, tier=1).tier == 1
+    with pytest.raises(QBEError, match="no analysis tier 4"):
+        analyzer.analyze("x", [1], tier=4)
 
 
 def test_features_count_what_they_say() -> None:

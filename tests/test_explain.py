@@ -79,6 +79,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "context",
         "profile",
         "policy",
+        "cache",
         "budget",
         "blueprint",
         "kv_measured",

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from explain_samples import blueprint, dense, digits, explanation, hybrid, plain, printed
+from qbe.analysis.encoder import default_encoder
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
@@ -114,3 +115,14 @@ def test_a_model_without_nested_sites_is_shown() -> None:
     assert "as many as at 16 bits" in plain(printed(terminal.render(e)))
     assert "0 sites" in html.render(e)
     assert terminal.strip(e.blueprint, table).plain == "·"
+
+
+def test_a_cached_blueprint_and_a_cluster_are_named() -> None:
+    e = explanation(dense())
+    assert "cached" not in plain(printed(terminal.render(e)))
+    near = dataclasses.replace(
+        e, cache="near", profile=dataclasses.replace(e.profile, tier=3, cluster=0, similarity=0.75)
+    )
+    text = plain(printed(terminal.render(near), 120))
+    assert "tiered, cached for a query like it, in 0.09 ms" in text
+    assert f"cluster 0 ({default_encoder().names[0]}), cosine 0.75" in text

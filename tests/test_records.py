@@ -35,7 +35,7 @@ def test_a_request_that_failed_early_needs_only_what_it_reached(store: RecordSto
 def test_a_file_of_an_older_version_gets_the_new_columns(store: RecordStore) -> None:
     since = {
         "tokens_by_activation_bits": {8: 30, 16: 22}, "kv_error": 0.1, "pages_read": 9, "pages_raised": 3,
-        "host_bytes": 77,
+        "host_bytes": 77, "cluster": 5, "cache": "near",
     }  # fmt: skip
     old, new = record(tokens_by_activation_bits={}), record(**since)
     store.append(old)

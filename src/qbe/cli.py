@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from qbe.bench.command import app as bench
+from qbe.cache.command import app as cache
 from qbe.commands.ask import chat, explain, generate
 from qbe.commands.console import say, with_options
 from qbe.commands.models import info, pull, quantize
@@ -30,6 +31,7 @@ for _command in (generate, chat, explain, quantize, pull, info, records):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
+app.add_typer(cache, name="cache")
 # What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
 USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

@@ -1,4 +1,4 @@
-"""Query analysis: query -> profile, in tiers (thresholds, trained classifier)."""
+"""Query analysis: query -> profile, in tiers (thresholds, trained classifier, sentence encoder)."""
 
 from qbe.analysis.analyzer import Analyzer
 from qbe.analysis.profile import CLASSES, QueryProfile

@@ -22,9 +22,11 @@ class QueryProfile:
     Attributes:
         score: complexity in [0, 1].
         prompt_class: one of `CLASSES`.
-        tier: which analysis made it: 1 thresholds, 2 trained classifier.
+        tier: which analysis made it: 1 thresholds, 2 trained classifier, 3 that and the sentence encoder.
         features: name -> value; what the score was computed from.
         context: tokens that the request may come to have, prompt and answer; 0 when that is not known.
+        cluster: the nearest of the encoder's centroids; None below tier 3.
+        similarity: cosine of the query's vector and that centroid, at most 1; None below tier 3.
     """
 
     score: float
@@ -32,6 +34,8 @@ class QueryProfile:
     tier: int
     features: dict[str, float] = field(default_factory=dict)
     context: int = 0
+    cluster: int | None = None
+    similarity: float | None = None
 
     def describe(self) -> dict[str, Any]:
         """The profile as JSON."""
@@ -39,5 +43,7 @@ class QueryProfile:
             "score": round(self.score, 4),
             "class": self.prompt_class,
             "tier": self.tier,
+            "cluster": self.cluster,
+            "similarity": None if self.similarity is None else round(self.similarity, 4),
             "features": {k: round(v, 6) for k, v in self.features.items()},
         }

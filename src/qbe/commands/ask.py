@@ -13,6 +13,7 @@ from qbe.commands.console import err, out, print_json, say, with_options
 from qbe.commands.options import (
     DEFAULT,
     ActivationBits,
+    Analysis,
     Answers,
     Bits,
     Chat,
@@ -57,7 +58,7 @@ def generate(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
-    n: Answers = 1, chat: Chat = False, compile: Compile = False, as_json: Json = False,
+    n: Answers = 1, chat: Chat = False, analysis_tier: Analysis = None, compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text.
 
@@ -66,7 +67,9 @@ def generate(
     text = _prompt(prompt)
     params = make_params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
     budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
-    with make_engine(model, policy, dtype, device, originals, kv_tokens, compile, answers=n) as engine:
+    with make_engine(
+        model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier
+    ) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
         results = several or [_stream(engine, asked, params, budget, quiet=as_json)]
@@ -87,7 +90,7 @@ def chat(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
-    compile: Compile = False, tune: Tune = False, as_json: Json = False,
+    analysis_tier: Analysis = None, compile: Compile = False, tune: Tune = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
@@ -95,7 +98,9 @@ def chat(
     """
     params = make_params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
     budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
-    with make_engine(model, policy, dtype, device, originals, kv_tokens, compile, tune) as engine:
+    with make_engine(
+        model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier
+    ) as engine:
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
         if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone
@@ -134,13 +139,14 @@ def chat(
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, kv_bits: KVBits = None, kv_error: KVError = None,
-    max_tokens: MaxTokens = 128, tier: Tier = "default", chat: Chat = False, as_json: Json = False,
+    max_tokens: MaxTokens = 128, tier: Tier = "default", analysis_tier: Analysis = None, chat: Chat = False,
+    as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
     budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
-    with make_engine(model, policy, "auto", "cpu", "device") as engine:
+    with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         found = engine.explain(asked, make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None), budget=budget)
     if html is not None:

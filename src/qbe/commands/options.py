@@ -46,12 +46,16 @@ Seed = Annotated[int | None, typer.Option(help="same seed, same answer")]
 Answers = Annotated[int, typer.Option("--n", help="answers to write, each with a seed of its own")]
 Stop = Annotated[list[str] | None, typer.Option(help="end the answer at this text (repeatable)")]
 Chat = Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")]
+Analysis = Annotated[
+    int | None,
+    typer.Option(help="1 thresholds, 2 classifier, 3 encoder too; left out, 1 for short prompts, else 2"),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 
 
 def make_engine(
     model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None,
-    compile: bool = False, tune: bool = False, answers: int = 1,
+    compile: bool = False, tune: bool = False, answers: int = 1, analysis_tier: int | None = None,
 ) -> Engine:  # fmt: skip
     """The engine that the options ask for, with room for so many answers at once."""
     from transformers.utils import logging
@@ -62,7 +66,7 @@ def make_engine(
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals,
         max_sequences=max(1, min(answers, _TOGETHER)), kv_tokens=kv_tokens, compile=compile, tune=tune,
-        progress=err.is_terminal,
+        analysis_tier=analysis_tier, progress=err.is_terminal,
     )  # fmt: skip
 
 

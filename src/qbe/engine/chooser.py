@@ -9,6 +9,9 @@ from typing import Any
 from qbe import policies
 from qbe.analysis import Analyzer, QueryProfile
 from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.cache import BlueprintCache
+from qbe.cache.traffic import Asked
 from qbe.engine.result import Request
 from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
@@ -27,16 +30,21 @@ class Chooser:
         model_name: for messages.
         table: the model's sites.
         context: the model's context in tokens, None when it has no limit.
+        cache: asked before a policy is; None: policies are always asked.
+        analysis_tier: see `qbe.analysis.Analyzer`.
     """
 
     def __init__(
         self, policy: Policy, name: str, model: Any, tokenizer: Any, model_name: str, table: SiteTable,
-        context: int | None,
+        context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
     ) -> None:  # fmt: skip
+        self.cache = cache
+        if cache is not None:
+            cache.prepare(policy)
         self._default, self._policies = policy, {name: policy}
         self._tokenizer, self._model_name, self._table, self._context = tokenizer, model_name, table, context
-        self._analyzer = Analyzer(model.get_input_embeddings().weight)
-        self._analyzer.analyze("warm up", [0], tier=2)  # the first analysis of a process takes milliseconds
+        self.analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
+        self.analyzer.analyze("warm up", [0], tier=analysis_tier or 2)  # the first of a process takes milliseconds
         full = Blueprint.of("full", table, tuple(s.gears[-1] for s in table.nested))
         self._full_bytes = full.bytes_per_token(table)
 
@@ -49,16 +57,11 @@ class Chooser:
         text, words, ids = encode(request.prompt, self._tokenizer, self._model_name)
         policy = self._policy(request.policy)
         start = time.perf_counter()
-        profile: QueryProfile = self._analyzer.analyze(text, words)
+        profile: QueryProfile = self.analyzer.analyze(text, words)
         analysed = time.perf_counter()
         context = len(ids) + request.params.max_tokens
-        profile = replace(profile, context=context if self._context is None else min(context, self._context))
-        budget, turbo = request.budget, TURBO_KINDS.get(str(request.budget.kv_bits))
-        if turbo is None:
-            blueprint = policy.blueprint(profile, budget, self._table)
-        else:  # policies choose numbers of bits
-            blueprint = policy.blueprint(profile, replace(budget, kv_bits=None), self._table)
-            blueprint = blueprint.with_kv_bits((turbo,) * self._table.layers)
+        profile = self._within(profile, context)
+        blueprint, cached = self._blueprint(policy, profile, request.budget)
         if request.budget.kv_error is not None:
             blueprint = replace(blueprint, kv_error=float(request.budget.kv_error))
         done = time.perf_counter()
@@ -71,10 +74,40 @@ class Chooser:
             target_bits=request.budget.bits_for(profile.score),
             analysis_ms=(analysed - start) * 1e3,
             policy_ms=(done - analysed) * 1e3,
+            cache=cached,
             bytes_per_token=blueprint.bytes_per_token(self._table),
             bytes_per_token_16bit=self._full_bytes,
         )
         return ids, chosen
+
+    def remember(self, asked: Asked) -> None:
+        """Puts the blueprint of a past request into the cache.
+
+        Raises:
+            QBEError: what `choose` raises.
+        """
+        if asked.profile is not None:
+            profile, tokens = asked.profile, 0
+        else:
+            text, words, ids = encode(asked.text or "", self._tokenizer, self._model_name)
+            profile, tokens = self.analyzer.analyze(text, words), len(ids)
+        context = tokens + asked.max_tokens if asked.context is None else asked.context
+        self._blueprint(self._default, self._within(profile, context), asked.budget, near=False)
+
+    def _within(self, profile: QueryProfile, context: int) -> QueryProfile:
+        return replace(profile, context=context if self._context is None else min(context, self._context))
+
+    def _blueprint(
+        self, policy: Policy, profile: QueryProfile, budget: Budget, near: bool = True
+    ) -> tuple[Blueprint, str | None]:
+        turbo = TURBO_KINDS.get(str(budget.kv_bits))
+        if turbo is not None:  # policies choose numbers of bits
+            budget = replace(budget, kv_bits=None)
+        if self.cache is None:
+            blueprint, cached = policy.blueprint(profile, budget, self._table), None
+        else:
+            blueprint, cached = self.cache.blueprint(policy, profile, budget, near)
+        return blueprint if turbo is None else blueprint.with_kv_bits((turbo,) * self._table.layers), cached
 
     def _policy(self, name: str | None) -> Policy:
         if name is None:

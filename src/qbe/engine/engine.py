@@ -5,7 +5,7 @@ analysis -> policy -> blueprint (`chooser`) -> core (plan, pages, model, sampler
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,8 @@ from torch import nn
 
 from qbe import policies
 from qbe.budget import Budget
+from qbe.cache import CacheNumbers, open_cache
+from qbe.cache.traffic import Asked
 from qbe.engine.chooser import Chooser
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
@@ -53,6 +55,9 @@ class Engine(Requests):
         tune: on a GPU, look for better launch configurations of the kernels in the background, in moments without a
             request. What was found serves all later engines of this machine, with or without `tune`.
         records: the file that records go to; None takes the user's, False keeps none.
+        blueprint_cache: the file of the blueprint cache; None takes the user's, False always asks the policy.
+        analysis_tier: of the query analysis: 1 thresholds, 2 classifier, 3 sentence encoder as well; None takes 1 for
+            queries under 32 tokens and 2 for the others.
         progress: show progress bars on standard error.
 
     Raises:
@@ -74,6 +79,8 @@ class Engine(Requests):
         compile: bool = False,
         tune: bool = False,
         records: str | Path | bool | None = None,
+        blueprint_cache: str | Path | bool | None = None,
+        analysis_tier: int | None = None,
         progress: bool = False,
     ) -> None:
         default = policies.load(policy)
@@ -109,7 +116,17 @@ class Engine(Requests):
             ) from error
         super().__init__(
             core,
-            Chooser(default, policy, self.model, prepared.tokenizer, prepared.name, core.table, core.context),
+            Chooser(
+                default,
+                policy,
+                self.model,
+                prepared.tokenizer,
+                prepared.name,
+                core.table,
+                core.context,
+                open_cache(blueprint_cache, core.table, prepared.name),
+                analysis_tier,
+            ),
             prepared.tokenizer,
             prepared.name,
             None if records is False else RecordStore(Path(records) if isinstance(records, str | Path) else None),
@@ -121,6 +138,11 @@ class Engine(Requests):
     def kernel_cache(self) -> KernelCache:
         """Hits and misses of tuned kernels on this engine's device and what tuning them took, in this process."""
         return kernel_cache(self.core.device) if self._tuner is None else self._tuner.numbers()
+
+    @property
+    def blueprint_cache(self) -> CacheNumbers | None:
+        """Hits, misses and entries of the blueprint cache; None when it is off."""
+        return None if self._chooser.cache is None else self._chooser.cache.numbers
 
     def generate(
         self,
@@ -216,6 +238,21 @@ class Engine(Requests):
     ) -> Explanation:
         """What `generate` would run this prompt at, and why; nothing is generated."""
         return self._chooser.choose(Request(prompt, params or SamplingParams(), budget or Budget(), policy))[1]
+
+    def warm(
+        self, traffic: Iterable[Asked], tick: Callable[[], None] = lambda: None, policy: str | None = None
+    ) -> None:
+        """Puts the blueprints of past requests (`qbe.cache.traffic.read_traffic`) into the blueprint cache.
+
+        Raises:
+            QBEError: a prompt without tokens, or a budget that cannot be met.
+        """
+        cache = self._chooser.cache
+        if cache is not None:
+            with cache.batch():
+                for asked in traffic:
+                    self._chooser.remember(asked)
+                    tick()
 
     @locked
     def close(self) -> None:

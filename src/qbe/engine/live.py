@@ -77,5 +77,5 @@ class Live:
             entropies=tuple(self.running.token_entropies) or None, analysis_ms=result.analysis_ms,
             policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
             kv_error=result.kv_error, pages_read=result.pages_read, pages_raised=result.pages_raised,
-            host_bytes=result.host_bytes,
+            host_bytes=result.host_bytes, cluster=result.profile.cluster, cache=self.chosen.cache,
         )  # fmt: skip

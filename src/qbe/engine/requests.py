@@ -141,12 +141,14 @@ class Requests:
 
     @locked
     def close(self) -> None:
-        """Cancels what still runs and closes the record store."""
+        """Cancels what still runs and closes the record store and the blueprint cache."""
         for key in list(self._live):
             self.cancel(key)
         self._closed = True
         if self._records is not None:
             self._records.close()
+        if self._chooser.cache is not None:
+            self._chooser.cache.close()
 
     def _raise_kv(self, live: Live) -> None:
         """More KV bits for pages to come, where a request's attention has turned out unlike calibration's."""

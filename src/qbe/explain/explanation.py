@@ -25,6 +25,7 @@ class Explanation:
         analysis_ms, policy_ms: time that each took, milliseconds.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1 with this blueprint.
         bytes_per_token_16bit: the same with every site at 16 bits.
+        cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
     """
 
     prompt_tokens: int
@@ -37,6 +38,7 @@ class Explanation:
     policy_ms: float
     bytes_per_token: int
     bytes_per_token_16bit: int
+    cache: str | None = None
 
     @property
     def ratio(self) -> float:
@@ -60,6 +62,7 @@ class Explanation:
             "context": self.context,
             "profile": self.profile.describe(),
             "policy": self.blueprint.policy,
+            "cache": self.cache,
             "budget": {
                 "bits": self.budget.bits,
                 "activation_bits": self.budget.activation_bits,

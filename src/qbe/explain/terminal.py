@@ -17,6 +17,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from qbe.analysis.encoder import default_encoder
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
 from qbe.explain.heatmap import Cell, HeatMap, KVCell, activations, bits_text, kv_note, number, size
@@ -25,6 +26,7 @@ from qbe.sites import SiteTable
 
 BLOCKS = " ▁▂▃▄▅▆▇█"  # n eighths high for n bits
 _ASCII = str.maketrans("·━─", ".#-")
+_CACHE = {None: "", "miss": "", "exact": ", cached", "near": ", cached for a query like it,"}
 _BAR_BITS = 5.0  # the bars' colour is that of 5 bits: it reads on dark and on light
 
 
@@ -37,9 +39,9 @@ def render(explanation: Explanation) -> RenderableType:
             _heading("Query", f"{e.prompt_tokens} tokens · {e.profile.prompt_class.replace('_', ' ')}"),
             _indent(_bars([("complexity", e.profile.score, f"{e.profile.score:.2f}")])),
             _indent(_Features(e.profile.features)),
-            _indent(Text(f"analysis tier {e.profile.tier} in {e.analysis_ms:.2f} ms", "dim")),
+            _indent(Text(_analysis(e), "dim")),
             "",
-            _heading("Blueprint", f"{e.blueprint.policy} in {e.policy_ms:.2f} ms · {_asked(e)}"),
+            _heading("Blueprint", f"{e.blueprint.policy}{_CACHE[e.cache]} in {e.policy_ms:.2f} ms · {_asked(e)}"),
             "",
             _indent(_Heat(heat)),
             "",
@@ -89,6 +91,14 @@ def _asked(e: Explanation) -> str:
         f"budget {e.budget.bits:g}" if e.budget.bits is not None else f"tier {e.budget.tier} asks {e.target_bits:.2f}"
     )
     return f"{asked}, average {e.average_bits:.2f} bits"
+
+
+def _analysis(e: Explanation) -> str:
+    line = f"analysis tier {e.profile.tier} in {e.analysis_ms:.2f} ms"
+    if e.profile.cluster is None or e.profile.similarity is None:
+        return line
+    name = default_encoder().names[e.profile.cluster]
+    return f"{line}; cluster {e.profile.cluster} ({name}), cosine {e.profile.similarity:.2f}"
 
 
 def _saving(e: Explanation) -> str:

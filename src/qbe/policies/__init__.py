@@ -26,6 +26,11 @@ class Policy(Protocol):
     Attributes:
         name: what `--policy` calls it.
         needs_sensitivity: whether the site table must carry measured sensitivities.
+
+    A policy may also have `cache_version`, a text. The blueprint cache (`qbe.cache`) then serves queries that are alike
+    without asking it. It says that the blueprint follows from profile, budget and table alone, from the context as
+    `qbe.policies.kv.average_bits` goes by it, and from what the text names: it changes with trained weights, say. A
+    random policy has none.
     """
 
     name: str

@@ -9,6 +9,7 @@ In SmolLM2 the rank correlation of entropy and sensitivity is -0.59 at 4 bits, -
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -30,6 +31,7 @@ TIER_DAMAGE: dict[str, tuple[float, float]] = {
 }
 FEWEST, MOST = 4.0, 8.0  # below 4 bits damages no longer add up; 8 bits are all but exact
 STEP = 0.2  # of the averages in between: requests share pages at equal bits only
+SCORE_STEPS = 10
 UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear fewer
 
 # A context whose cache at 16 bits is a small part of what a token reads gains nothing from fewer bits. Small is a 16th
@@ -56,16 +58,35 @@ def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight
     """
     if budget.kv_bits is not None:
         return float(budget.kv_bits)
-    bytes_at_16 = profile.context * table.kv_numbers * FULL_BITS // 8
-    small = weight_bytes * SMALL_SHARE
-    if bytes_at_16 <= small:
+    small, twice = _bounds(table, weight_bytes)
+    if profile.context <= small:
         return float(FULL_BITS)
     if not table.kv_measured:
         return UNMEASURED_BITS
     at_0, at_1 = TIER_DAMAGE[TIER_ALIASES.get(budget.tier, budget.tier)]
-    # In ten steps, so that what was found for one score serves others.
-    bits = fewest_bits(table, at_0 * (at_1 / at_0) ** (round(10 * min(1.0, max(0.0, profile.score))) / 10))
-    return max(bits, MOST) if bytes_at_16 <= 2 * small else bits
+    bits = fewest_bits(table, at_0 * (at_1 / at_0) ** (score_step(profile.score) / SCORE_STEPS))
+    return max(bits, MOST) if profile.context <= twice else bits
+
+
+def score_step(score: float) -> int:
+    """The score in ten steps, which is as finely as the average goes by it: what was found for one serves others."""
+    return round(SCORE_STEPS * min(1.0, max(0.0, score)))
+
+
+def same_contexts(context: int, budget: Budget, table: SiteTable, weight_bytes: int) -> tuple[int, int]:
+    """The shortest and the longest context that `average_bits` does not tell from this one."""
+    edges = () if budget.kv_bits is not None else _bounds(table, weight_bytes)
+    first = max((e + 1 for e in edges if e < context), default=0)
+    return first, min((e for e in edges if e >= context), default=sys.maxsize)
+
+
+def _bounds(table: SiteTable, weight_bytes: int) -> tuple[int, int]:
+    """The longest contexts, in tokens, whose cache at 16 bits is a small part of what a token reads, and twice that."""
+    if not table.kv_numbers:
+        return sys.maxsize, sys.maxsize
+    bytes_a_token = table.kv_numbers * FULL_BITS // 8
+    small = weight_bytes * SMALL_SHARE
+    return int(small // bytes_a_token), int(2 * small // bytes_a_token)
 
 
 @lru_cache(maxsize=256)

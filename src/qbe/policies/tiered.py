@@ -28,6 +28,7 @@ class TieredPolicy:
 
     name = "tiered"
     needs_sensitivity = True
+    cache_version = "1"
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()

@@ -16,6 +16,7 @@ class UniformPolicy:
 
     name = "uniform"
     needs_sensitivity = False
+    cache_version = "1"
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for bits the store does not have."""

@@ -36,7 +36,7 @@ class Record:
         finish_reason: `stop`, `length`, `cancelled` or `error`.
         score: complexity in [0, 1]; None when the query was not analysed.
         prompt_class: class of the query; None when it was not analysed.
-        analysis_tier: which analysis made the profile: 1 thresholds, 2 trained classifier.
+        analysis_tier: which analysis made the profile: 1 thresholds, 2 trained classifier, 3 sentence encoder as well.
         features: name -> value, what the score was computed from.
         blueprint_key: `Blueprint.key` of the blueprint it began with.
         average_weight_bits: mean gear over the weights of the nested sites, bits per weight.
@@ -52,6 +52,8 @@ class Record:
         error: what went wrong, one line; None when nothing did.
         kv_error: what attention was bounded to; None when it was not.
         pages_read, pages_raised, host_bytes: see `qbe.engine.result.Result`; None in a file of version 1.
+        cluster: of the sentence encoder's clusters, the nearest one; None below tier 3.
+        cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -86,6 +88,8 @@ class Record:
     pages_read: int | None = None
     pages_raised: int | None = None
     host_bytes: int | None = None
+    cluster: int | None = None
+    cache: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """The record as JSON, in the order of the fields."""

@@ -1,0 +1,51 @@
+"""The version of a cache's entries: a digest of all that a blueprint depends on beside query and budget."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from functools import cache
+from pathlib import Path
+
+import qbe
+from qbe.cache.fingerprint import constants
+from qbe.policies import Policy
+from qbe.sites import SiteTable
+
+FORMAT = 1  # of cells and entries
+# Code and trained data that profiles and blueprints come from. A change of any leaves older entries unused.
+_SOURCES = ("analysis", "policies", "cache/fingerprint.py", "blueprint.py", "budget.py", "sites.py")
+
+
+def version_of(table: SiteTable, policy: Policy, policy_version: str) -> str:
+    """32 hex digits that change with the model, its store, what was measured on it, the policy and QBE's own code."""
+    kv = [(s.layer, s.head, s.query_heads, s.numbers, sorted(s.sensitivity.items()), s.entropy) for s in table.kv]
+    sites = [
+        (s.name, s.role, s.layer, s.shape, s.gears, sorted(s.bytes_at.items()), sorted(s.sensitivity.items()),
+         sorted(s.activation_sensitivity.items()))
+        for s in table
+    ]  # fmt: skip
+    of_policy = (policy.name, policy_version, type(policy).__qualname__, _source_of(type(policy)))
+    facts = (FORMAT, qbe.__version__, constants(), _code(), of_policy, table.layers, table.difficult_entropy, sites, kv)
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _code() -> str:
+    found = hashlib.blake2b(digest_size=16)
+    root = Path(qbe.__file__).parent
+    for source in (root / s for s in _SOURCES):
+        files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
+        for file in files:
+            if file.suffix != ".pyc":
+                found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def _source_of(policy: type) -> str:
+    """Digest of the file that a plug-in's class was written in; empty where there is none."""
+    try:
+        file = inspect.getsourcefile(policy)
+        return "" if file is None else hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
+    except (OSError, TypeError):
+        return ""
