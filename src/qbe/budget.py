@@ -32,12 +32,13 @@ class Budget:
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
             0.05 bits where the model has enough key heads for it. Or `turbo2` or `turbo4`: keys in TurboQuant's form
             everywhere. None leaves the choice to the policy.
+        within: the range of average bits left to the query's score, in place of the tier's; not beside `bits`.
         kv_error: bounded mode, where the KV cache has less than 16 bits: by how much the output of an attention head
             may differ from what 16 bits give, as a part of its norm (0.05: 5 %); 0 reads everything at 16 bits. Pages
             for which that cannot be guaranteed are read again from 16-bit originals in host memory. None: no bound.
 
     Raises:
-        QBEError: an unknown tier, bits outside 1 to 16, or activation or KV bits that there are not, or
+        QBEError: an unknown tier, bits or a range outside 1 to 16, or activation or KV bits that there are not, or
             a KV error that is no number of at least 0.
     """
 
@@ -47,6 +48,7 @@ class Budget:
     kv_bits: float | str | None = None
     careful_tokens: bool = False
     kv_error: float | None = None
+    within: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -64,6 +66,12 @@ class Budget:
             isinstance(error, bool) or not isinstance(error, int | float) or not 0 <= error < float("inf")
         ):
             raise QBEError(f"kv_error is {error!r}, but must be a number of at least 0, such as 0.05 for 5 %")
+        if self.within is not None:
+            low, high = self.within
+            if self.bits is not None or not 1 <= low <= high <= FULL_BITS:
+                raise QBEError(
+                    f"within is {low:g} to {high:g} bits, but must rise, lie between 1 and 16 and stand alone"
+                )
         if self.bits is None:
             return
         if not isinstance(self.bits, int | float) or isinstance(self.bits, bool) or not 1 <= self.bits <= 16:
@@ -73,5 +81,5 @@ class Budget:
         """Average bits for a query of complexity `score` in [0, 1]."""
         if self.bits is not None:
             return self.bits
-        low, high = TIER_BITS[TIER_ALIASES.get(self.tier, self.tier)]
+        low, high = self.within or TIER_BITS[TIER_ALIASES.get(self.tier, self.tier)]
         return low + (high - low) * min(1.0, max(0.0, score))

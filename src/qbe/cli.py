@@ -20,6 +20,7 @@ from qbe.commands.records import records
 from qbe.errors import QBEError
 from qbe.eval.command import app as evaluate
 from qbe.files import reason
+from qbe.server.command import serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +33,7 @@ for _command in (generate, chat, explain, quantize, pull, info, records):
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
 app.add_typer(cache, name="cache")
+app.command()(serve)
 # What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
 USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

@@ -20,6 +20,9 @@ from qbe.policies import Policy
 from qbe.sites import TURBO_KINDS, SiteTable
 
 
+Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
+
+
 class Chooser:
     """Chooses the blueprints of one engine's requests.
 
@@ -48,13 +51,13 @@ class Chooser:
         full = Blueprint.of("full", table, tuple(s.gears[-1] for s in table.nested))
         self._full_bytes = full.bytes_per_token(table)
 
-    def choose(self, request: Request) -> tuple[list[int], Explanation]:
+    def choose(self, request: Request) -> Choice:
         """Token ids of the prompt and the blueprint for it.
 
         Raises:
             QBEError: a prompt that cannot be run, an unknown policy, or a budget that cannot be met.
         """
-        text, words, ids = encode(request.prompt, self._tokenizer, self._model_name)
+        text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools)
         policy = self._policy(request.policy)
         start = time.perf_counter()
         profile: QueryProfile = self.analyzer.analyze(text, words)

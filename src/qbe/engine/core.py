@@ -169,10 +169,8 @@ class Core:
         Raises:
             QBEError: a prompt that is empty, too long or has unknown tokens; a bias for an unknown token; an id in use.
         """
-        for name, tokens in (("prompt", sequence.prompt_ids), ("logit_bias", sequence.params.logit_bias or ())):
-            unknown = [t for t in tokens if not 0 <= t < self.vocabulary]
-            if unknown:
-                raise QBEError(f"{name} has token {unknown[0]}, but the model knows 0 to {self.vocabulary - 1} only")
+        self.check_tokens("prompt", sequence.prompt_ids)
+        self.check_tokens("logit_bias", sequence.params.logit_bias or ())
         if len(sequence.blueprint.weight_bits) != len(self.table.nested):
             raise QBEError(
                 f"the blueprint is for {len(sequence.blueprint.weight_bits)} sites, but the model has "
@@ -189,6 +187,12 @@ class Core:
             sequence.blueprint = sequence.blueprint.with_kv_bits((FULL_BITS,) * len(sequence.blueprint.kv_bits))
             sequence.watched = False
         self.scheduler.add(sequence)
+
+    def check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+        """Raises QBEError if the model does not know one of these tokens."""
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                raise QBEError(f"{name} has token {token}, but the model knows 0 to {self.vocabulary - 1} only")
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> Sequence | None:
         """End a request now and free its pages; None when there is no such request (it may have finished).
@@ -249,14 +253,16 @@ class Core:
         """Give a sequence its token and end it when that was the last."""
         if token is None:
             where = self.pool.not_numbers(sequence.pages, sequence.computed) or "the model's logits"
-            sequence.error = (
+            refused = sequence.constraint.error if sequence.constraint is not None else None
+            sequence.error = refused or (
                 f"{where} were not numbers (NaN or infinity) after {len(sequence.token_ids)} tokens: "
                 "use a wider dtype (bfloat16 or float32) or more bits"
             )
             reason: str | None = "error"
         else:
             sequence.append(token)
-            if token in self.eos_ids and not sequence.params.ignore_eos:
+            complete = sequence.constraint is not None and sequence.constraint.accept(token)
+            if complete or (token in self.eos_ids and not sequence.params.ignore_eos):
                 reason = "stop"
             elif len(sequence.token_ids) >= sequence.max_length:
                 reason = "length"

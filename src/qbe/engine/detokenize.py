@@ -69,12 +69,12 @@ class Detokenizer:
             at, self.stopped = min(found)
             out, self._held = held[:at], ""
         else:
-            keep = 0 if last else max((_overlap(held, s) for s in self._stop), default=0)
+            keep = 0 if last else max((overlap(held, s) for s in self._stop), default=0)
             out, self._held = held[: len(held) - keep], held[len(held) - keep :]
         self.text += out
         return out
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop` (and not all of it)."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -237,7 +237,7 @@ class Engine(Requests):
         policy: str | None = None,
     ) -> Explanation:
         """What `generate` would run this prompt at, and why; nothing is generated."""
-        return self._chooser.choose(Request(prompt, params or SamplingParams(), budget or Budget(), policy))[1]
+        return self.choose(Request(prompt, params or SamplingParams(), budget or Budget(), policy))[1]
 
     def warm(
         self, traffic: Iterable[Asked], tick: Callable[[], None] = lambda: None, policy: str | None = None

@@ -46,7 +46,8 @@ class Live:
             prompt_tokens=len(running.prompt_ids), profile=chosen.profile, blueprint=chosen.blueprint,
             table=chosen.table, bytes_per_token=chosen.bytes_per_token, analysis_ms=chosen.analysis_ms,
             policy_ms=chosen.policy_ms, prefill_ms=(first - self.started) * 1e3, decode_ms=(now - first) * 1e3,
-            error=running.error, cached_tokens=running.cached, careful_tokens=running.careful_computed,
+            error=running.error, computed_tokens=max(0, running.computed - running.cached),
+            cached_tokens=running.cached, careful_tokens=running.careful_computed,
             average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(chosen.table),
             kv_error=running.blueprint.kv_error, pages_read=running.pages_read, pages_raised=running.pages_raised,
             host_bytes=running.host_bytes,
@@ -57,12 +58,7 @@ class Live:
         """The record of its result. `model` is the model's name."""
         budget, b, table = self.request.budget, result.blueprint, result.table
         steps = len(result.token_ids)  # passes over the weights at batch 1: the prompt's, then one per further token
-        # Sites differ within one token: a token counts towards each gear by the share of weights that ran at it.
-        share: dict[int, int] = {}
-        for site, gear in zip(table.nested, b.weight_bits, strict=True):
-            share[gear] = share.get(gear, 0) + site.parameters
-        computed = self.running.computed - self.running.cached
-        by_bits = {g: round(computed * n / table.nested_parameters) for g, n in share.items()}
+        computed = result.computed_tokens
         low = sum(s.parameters for s, a in zip(table.nested, b.activation_bits, strict=True) if a < FULL_BITS)
         eight = round((computed - result.careful_tokens) * low / table.nested_parameters)
         return Record(
@@ -72,7 +68,7 @@ class Live:
             analysis_tier=result.profile.tier, features=result.profile.features, blueprint_key=b.key,
             average_weight_bits=result.average_weight_bits, weight_bits=b.weight_bits,
             activation_bits=b.activation_bits, kv_bits=b.kv_bits, bytes_per_token=result.bytes_per_token,
-            bytes_moved=result.bytes_per_token * steps, tokens_by_bits=by_bits,
+            bytes_moved=result.bytes_per_token * steps, tokens_by_bits=result.tokens_by_bits,
             tokens_by_activation_bits={g: n for g, n in ((8, eight), (FULL_BITS, computed - eight)) if n},
             entropies=tuple(self.running.token_entropies) or None, analysis_ms=result.analysis_ms,
             policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from qbe.engine.chooser import Chooser
+from qbe.engine.chooser import Chooser, Choice
 from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.live import Live
+from qbe.engine.logprobs import prompt_scoring
 from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
@@ -58,19 +59,33 @@ class Requests:
         """The model's sites."""
         return self._table
 
+    def choose(self, request: Request) -> Choice:
+        """Token ids of the prompt and the blueprint for it. Another thread may ask while steps run.
+
+        Raises:
+            QBEError: what `submit` raises, but for a length that does not fit.
+        """
+        if isinstance(request.prompt, list):
+            self.core.check_tokens("prompt", [t for t in request.prompt if isinstance(t, int)])
+        return self._chooser.choose(request)
+
     @locked
-    def submit(self, request: Request, twin: str | None = None) -> str:
+    def submit(self, request: Request, twin: str | None = None, choice: Choice | None = None) -> str:
         """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id.
 
         Args:
             twin: id of a request of the same prompt that has `started`, to begin on its pages.
+            choice: what `choose` said of this request, where it was asked before.
         """
         if self._closed:
             raise QBEError("this engine is closed; make a new one")
-        ids, chosen = self._chooser.choose(request)
+        ids, chosen = self.choose(request) if choice is None else choice
         key = uuid.uuid4().hex
         running = Sequence(key, ids, request.params, chosen.blueprint)
+        running.constraint = request.constraint
         running.twin = None if twin is None else self._live[twin].running
+        if request.params.prompt_logprobs is not None:
+            running.scoring, running.twin = prompt_scoring(running), None
         # An average that was asked for is kept; one that was chosen may turn out too low for what comes.
         running.watched = request.budget.kv_bits is None and chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
         if request.budget.careful_tokens:
@@ -118,6 +133,11 @@ class Requests:
         live = self._live[request_id]
         pieces, live.pieces = [p for p in live.pieces if p], []
         return pieces
+
+    @locked
+    def sequence(self, request_id: str) -> Sequence:
+        """The sequence of a request whose result was not taken yet, to be read between steps."""
+        return self._live[request_id].running
 
     @locked
     def started(self, request_id: str) -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.engine.constraint import Constraint
 from qbe.engine.sequence import SamplingParams
 from qbe.sites import FULL_BITS, SiteTable
 
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, Any]] | list[int]
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,20 @@ class Request:
     """One prompt and how to answer it.
 
     Attributes:
-        prompt: text, or chat messages `{"role": ..., "content": ...}` for the model's chat template.
+        prompt: text, or chat messages `{"role": ..., "content": ...}` for the model's chat template, or token ids.
         params: how tokens are sampled and when to stop.
         budget: bounds on precision.
         policy: name of the policy; None takes the engine's.
+        tools: JSON descriptions of functions, for the chat template.
+        constraint: what the answer may be; it belongs to this request alone.
     """
 
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
     budget: Budget = field(default_factory=Budget)
     policy: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Result:
         finish_reason: `stop`, `length`, `cancelled` or `error`.
         error: one line when the reason is `error`.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
+        computed_tokens: of prompt and answer, that went through the model.
         cached_tokens: of the prompt, whose keys and values another request had left.
         careful_tokens: of the answer, that went through the model with 16-bit activations although the blueprint has 8,
             because they had been hard to predict.
@@ -68,6 +74,7 @@ class Result:
     prefill_ms: float
     decode_ms: float
     error: str | None = None
+    computed_tokens: int = 0
     cached_tokens: int = 0
     careful_tokens: int = 0
     average_kv_bits: float = float(FULL_BITS)
@@ -80,6 +87,14 @@ class Result:
     def average_weight_bits(self) -> float:
         """Mean gear over the weights of the nested sites."""
         return self.blueprint.average_weight_bits(self.table)
+
+    @property
+    def tokens_by_bits(self) -> dict[int, int]:
+        """Gear -> tokens computed at it. Sites differ within a token: it counts by its share of weights."""
+        share: dict[int, int] = {}
+        for site, gear in zip(self.table.nested, self.blueprint.weight_bits, strict=True):
+            share[gear] = share.get(gear, 0) + site.parameters
+        return {g: round(self.computed_tokens * n / self.table.nested_parameters) for g, n in share.items()}
 
     @property
     def decode_tokens_per_s(self) -> float:

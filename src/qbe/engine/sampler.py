@@ -1,6 +1,6 @@
 """Chooses each sequence's next token from its logits.
 
-Order: repetition penalty, logit bias, temperature, top-k, top-p, min-p, then one draw: the order of transformers.
+Order: penalties, logit bias, constraint, temperature, top-k, top-p, min-p, then one draw: the order of transformers.
 All rows are treated at once, but every step of it depends on its own row alone, and the random number comes from the
 sequence's own generator: what a request writes does not depend on what else is in the batch.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence as Many
 import torch
 from torch.distributions import Categorical
 
+from qbe.engine.logprobs import logprobs
 from qbe.engine.sequence import Sequence
 
 _NUCLEUS = (
@@ -37,7 +38,8 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:  # no inference_mode: AOTAu
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
-    """The next token of each sequence; sequences that ask for it also get the entropy of the model's distribution.
+    """The next token of each sequence; those that ask for it also get the entropy of the model's distribution, or the
+    logarithms of likely tokens.
 
     Args:
         logits: float32 `[n, vocabulary]`; may be overwritten.
@@ -45,8 +47,22 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
         sequences: n of them.
 
     Returns:
-        n token ids; None where the logits are not numbers (NaN, infinite, or nothing but -inf).
+        n token ids; None where the logits are not numbers (NaN, infinite, or nothing but -inf, which a constraint may
+        leave).
     """
+    told = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
+    raw = logits[told] if told else None  # a copy
+    tokens = _choose(logits, best, sequences)
+    if raw is not None:
+        valid = [(row, i, t) for row, i in enumerate(told) if (t := tokens[i]) is not None]
+        rows = raw[[row for row, _, _ in valid]]
+        top = [sequences[i].params.logprobs or 0 for _, i, _ in valid]
+        for (_, i, _), found in zip(valid, logprobs(rows, [t for _, _, t in valid], top), strict=True):
+            sequences[i].logprobs.append(found)
+    return tokens
+
+
+def _choose(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
     asked = [i for i, s in enumerate(sequences) if s.difficult is not None]
     measured = None
     if asked:  # before the logits are overwritten
@@ -57,6 +73,8 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
     if len(plain) < len(sequences):
         valid = best >= 0
         logits = adjust(logits, sequences)
+        if any(s.constraint is not None for s in sequences):
+            valid = valid & (logits.amax(dim=-1) > -torch.inf)
         tokens = logits.argmax(dim=-1)
         drawn = [i for i, s in enumerate(sequences) if not s.params.greedy]
         if drawn:
@@ -75,19 +93,26 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
 
 
 def _adjusts(sequence: Sequence) -> bool:
-    return sequence.params.repetition_penalty != 1 or bool(sequence.params.logit_bias)
+    p = sequence.params
+    penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+    return penalised or bool(p.logit_bias) or sequence.constraint is not None
 
 
 def adjust(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
-    """Logits after repetition penalty and logit bias, `[n, vocabulary]`; changed in place."""
+    """Logits after penalties and logit bias, -inf where a constraint allows no token, `[n, vocabulary]`; in place."""
     for row, sequence in zip(logits, sequences, strict=True):
         p = sequence.params
         if p.repetition_penalty != 1:
             penalised = torch.where(row < 0, row * p.repetition_penalty, row / p.repetition_penalty)
             row.copy_(torch.where(_seen(sequence, row), penalised, row))
+        if (p.presence_penalty or p.frequency_penalty) and sequence.output_ids:
+            written, times = torch.tensor(sequence.output_ids, device=row.device).unique(return_counts=True)
+            row[written] -= p.presence_penalty + p.frequency_penalty * times
         if p.logit_bias:
             tokens = torch.tensor(list(p.logit_bias), device=row.device)
             row[tokens] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
+        if sequence.constraint is not None:
+            row.masked_fill_(~sequence.constraint.allowed().to(row.device, non_blocking=True), -torch.inf)
     return logits
 
 

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qbe.blueprint import Blueprint
+from qbe.engine.constraint import Constraint
 from qbe.errors import QBEError
 from qbe.kvcache.allocator import Page
 from qbe.sites import FULL_BITS, KVBits
+
+if TYPE_CHECKING:
+    from qbe.engine.logprobs import Logprob
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class SamplingParams:
         seed: of this request's own random numbers; None draws one.
         stop: texts that end the answer; not part of it.
         ignore_eos: go on after an end-of-sequence token.
+        presence_penalty: taken from the logits of tokens that the answer has.
+        frequency_penalty: the same, times how often it has them.
+        logprobs: keep each new token's logarithm and those of so many of the likeliest; None keeps none.
+        prompt_logprobs: the same for the prompt's tokens, from the second on. Such a prompt begins on nobody's pages.
 
     Raises:
         QBEError: a value out of range.
@@ -47,6 +55,10 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for ok, name, allowed in (
@@ -76,6 +88,10 @@ class SamplingParams:
                 "logit_bias",
                 "token ids with finite numbers",
             ),
+            (_is_finite(self.presence_penalty), "presence_penalty", "a number"),
+            (_is_finite(self.frequency_penalty), "frequency_penalty", "a number"),
+            (_is_count(self.logprobs), "logprobs", "a whole number, 0 or more"),
+            (_is_count(self.prompt_logprobs), "prompt_logprobs", "a whole number, 0 or more"),
         ):
             if not ok:
                 raise QBEError(f"{name} is {getattr(self, name)!r}, but must be {allowed}")
@@ -88,6 +104,10 @@ class SamplingParams:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (_is_int(value) and value >= 0)
 
 
 def _is_finite(value: Any) -> bool:
@@ -148,6 +168,9 @@ class Sequence:
         token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` asks.
         careful: positions of the tokens that do so.
         scoring: whose logits are handed out, if any are.
+        logprobs: of the answer's tokens, when `params.logprobs` asks.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, when asked for.
+        constraint: what the answer may be; None allows everything.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
         error: one line that says what went wrong, when the reason is "error".
@@ -180,6 +203,9 @@ class Sequence:
     token_entropies: list[float] = field(default_factory=list)
     careful: set[int] = field(default_factory=set)
     scoring: Scoring | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    constraint: Constraint | None = None
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
     error: str | None = None

@@ -10,26 +10,33 @@ from qbe.engine.result import Prompt
 from qbe.errors import QBEError
 
 
-def encode(prompt: Prompt, tokenizer: Any, model: str) -> tuple[str, list[int], list[int]]:
-    """The text to analyse (of a conversation: the last message), its token ids, and the token ids to run.
+def encode(
+    prompt: Prompt, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None
+) -> tuple[str, list[int], list[int]]:
+    """The text to analyse (of a conversation: the last message that has some), its token ids, and those to run.
 
     Args:
         model: its name, for messages.
+        tools: JSON descriptions of functions, for the chat template.
 
     Raises:
-        QBEError: an empty prompt, no valid UTF-8, neither text nor messages, or a chat template that fails.
+        QBEError: an empty prompt, no valid UTF-8, no kind of prompt, or a chat template that fails.
     """
     try:
         if isinstance(prompt, str):
             text = prompt
             words = ids = tokenizer(prompt)["input_ids"]
+        elif isinstance(prompt, list) and prompt and all(isinstance(t, int) for t in prompt):
+            tokens = [t for t in prompt if isinstance(t, int)]
+            return tokenizer.decode(tokens), tokens, tokens
         else:
             if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
-                raise QBEError("a prompt is text or a conversation: a list of messages, each with 'role' and 'content'")
+                raise QBEError("a prompt is text, token ids or a conversation: messages with 'role' and 'content'")
             if not getattr(tokenizer, "chat_template", None):
                 raise QBEError(f"{model} has no chat template; give the prompt as plain text")
-            text = prompt[-1]["content"]
-            whole = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            messages = [m for m in prompt if isinstance(m, dict)]
+            text = next((m["content"] for m in reversed(messages) if m["content"].strip()), "")
+            whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
             ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
             words = tokenizer(text, add_special_tokens=False)["input_ids"]
     except TemplateError as error:  # a damaged template, or one that refuses these roles

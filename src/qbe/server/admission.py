@@ -1,0 +1,129 @@
+"""Who may come in: a bounded queue, limits per key, and how hard the queue presses."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from qbe.server.errors import APIError
+from qbe.server.keys import Client
+from qbe.server.settings import Limits, Tier
+
+_MINUTE = 60.0
+_STEPS = 4  # steps of the brownout, so that similar requests share blueprints
+
+
+class Bucket:
+    """A token bucket: `per_minute` come in evenly, as many are held.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self.size, self._clock = per_minute, clock
+        self._level, self._at = float(per_minute), clock()
+
+    def wait(self, count: float) -> float:
+        """Seconds until `count` can be taken; 0 now, infinity never."""
+        now = self._clock()
+        self._level = min(self.size, self._level + (now - self._at) * self.size / _MINUTE)
+        self._at = now
+        if count > self.size:
+            return math.inf
+        return max(0.0, count - self._level) * _MINUTE / self.size
+
+    def take(self, count: float) -> None:
+        """Take; a negative count gives back."""
+        self._level = min(self.size, self._level - count)
+
+
+class Admission:
+    """Counts the answers that are inside and lets in no more than may run and wait.
+
+    Args:
+        running: answers that are written at once.
+        clock: seconds.
+    """
+
+    def __init__(self, running: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.running, self.inside, self._clock = running, 0, clock
+        self._left: deque[float] = deque(maxlen=64)  # when the last answers ended
+        self._buckets: dict[tuple[str, str, int], Bucket] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Answers that wait, at least."""
+        return max(0, self.inside - self.running)
+
+    def enter(self, count: int, limits: Limits) -> None:
+        """Let `count` answers in, which `leave` one by one. Raises APIError when there is no room."""
+        most = self.running + limits.queue
+        if count > most:
+            raise APIError(400, f"n is {count} in all, but this server holds {most} answers: ask for fewer", param="n")
+        if self.inside + count > most:
+            raise APIError(
+                429, f"{self.waiting} answers wait already: try again later", code="queue_full",
+                retry_after=self._retry_after(self.inside + count - most),
+            )  # fmt: skip
+        self.inside += count
+
+    def leave(self, count: int = 1) -> None:
+        """Answers have ended."""
+        self.inside -= count
+        self._left.extend([self._clock()] * count)
+
+    def _retry_after(self, count: int) -> float:
+        """Seconds in which `count` answers end at the pace of the last minute, 1 to 60."""
+        recent = [t for t in self._left if self._clock() - t < _MINUTE]
+        if len(recent) < 2 or recent[-1] == recent[0]:
+            return 1.0
+        return min(_MINUTE, max(1.0, count * (recent[-1] - recent[0]) / (len(recent) - 1)))
+
+    def charge(self, client: Client, tokens: int) -> None:
+        """Count a request of so many tokens for its key. Raises APIError when a limit is reached."""
+        asked = [(b, n) for b, n in ((self._bucket(client, "requests"), 1), (self._bucket(client, "tokens"), tokens))]
+        for bucket, count in asked:
+            wait = 0.0 if bucket is None else bucket.wait(count)
+            if bucket is None or wait == 0.0:
+                continue
+            what = "requests" if count == 1 and bucket is asked[0][0] else "tokens"
+            message = f"this key may use {bucket.size} {what} a minute"
+            if math.isinf(wait):
+                raise APIError(429, f"{message}, but this request alone takes up to {count}: lower max_tokens",
+                               code="rate_limit_exceeded")  # fmt: skip
+            raise APIError(429, f"{message}: try again later", code="rate_limit_exceeded", retry_after=wait)
+        for bucket, count in asked:
+            if bucket is not None:
+                bucket.take(count)
+
+    def refund(self, client: Client, tokens: int) -> None:
+        """Tokens that were charged and not used."""
+        bucket = self._bucket(client, "tokens")
+        if bucket is not None:
+            bucket.take(-tokens)
+
+    def _bucket(self, client: Client, kind: str) -> Bucket | None:
+        limit: int | None = getattr(client.key, f"{kind}_per_minute", None)
+        if limit is None:
+            return None
+        key = client.name, kind, limit
+        if key not in self._buckets:
+            self._buckets[key] = Bucket(limit, self._clock)
+        return self._buckets[key]
+
+    def brownout(self, limits: Limits) -> float:
+        """How far tiers with a floor have sunk to it, 0 to 1."""
+        filled = min(1.0, self.waiting / limits.queue)
+        return math.ceil(max(0.0, (filled - limits.brownout) / (1 - limits.brownout)) * _STEPS) / _STEPS
+
+
+def sunk(tier: Tier, brownout: float) -> tuple[float, float]:
+    """The range of average bits of a tier under pressure."""
+    floor = tier.bits[0] if tier.floor is None else tier.floor
+    if tier.floor is None:
+        return tier.bits
+    low, high = (b - brownout * (b - floor) for b in tier.bits)
+    return low, high

@@ -1,0 +1,202 @@
+"""The HTTP side: routes, errors, the OpenAPI document."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import takewhile
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+
+from qbe import __version__
+from qbe.server import chat, completions
+from qbe.server.errors import APIError, ErrorBody
+from qbe.server.guard import Guard
+from qbe.server.keys import Client
+from qbe.server.protocol import ChatRequest, CompletionRequest
+from qbe.server.service import Exchange, Service, while_connected
+from qbe.server.wire import dumps
+
+log = logging.getLogger(__name__)
+
+_HUNG_UP = Response(status_code=499)
+_ERRORS: Any = {
+    status: {"model": ErrorBody, "description": what}
+    for status, what in (
+        (400, "something in the body is wrong; `param` names the field"),
+        (401, "the key is missing or unknown"),
+        (403, "the key may not do this"),
+        (404, "no such model"),
+        (408, "the body took too long"),
+        (413, "the body is too large"),
+        (429, "the queue is full or a limit is reached; see `Retry-After`"),
+        (500, "the model failed"),
+        (503, "not ready; see `Retry-After`"),
+        (504, "the request took too long"),
+    )
+}
+_STREAM: Any = {200: {"description": "the answer; with `stream`, server-sent events", "content": {
+    "application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}},
+}}}  # fmt: skip
+
+
+def make_app(make_service: Callable[[], Service]) -> FastAPI:
+    """The application.
+
+    Args:
+        make_service: called once the event loop runs.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = make_service()
+        service_of(app).start()
+        try:
+            yield
+        finally:
+            await service_of(app).stop()
+
+    app = FastAPI(
+        title="QBE", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        description="OpenAI's API, with precision as part of the contract: `service_tier` and `qbe`.",
+    )  # fmt: skip
+    bearer = [Depends(HTTPBearer(auto_error=False))]  # for the document; `Guard` has looked before
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the process should go on living."""
+        return _state(not service_of(app).broken)
+
+    @app.get("/ready", responses={503: {"description": "not yet, or not any more"}})
+    async def ready() -> Response:
+        """Whether requests are taken."""
+        return _state(service_of(app).ready)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(await service_of(app).scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models", responses=_ERRORS, dependencies=bearer)
+    async def models() -> dict[str, Any]:
+        """The one model, under each of its names."""
+        return {"object": "list", "data": [_model(service_of(app), name) for name in service_of(app).names]}
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS, dependencies=bearer)
+    async def model(name: str) -> dict[str, Any]:
+        """One of these names."""
+        if name not in service_of(app).names:
+            raise APIError(404, f"there is no model '{name[:200]}' here", param="model", code="model_not_found")
+        return _model(service_of(app), name)
+
+    @app.post("/v1/chat/completions", responses=_STREAM | _ERRORS, dependencies=bearer)
+    async def chat_completions(
+        body: ChatRequest, request: Request, client: Annotated[Client, Depends(_client)]
+    ) -> Response:
+        """The next message of a conversation."""
+        service = service_of(app)
+        return await _answer(request, chat.begin(body, client, service), bool(body.stream),
+                             lambda e: chat.stream(body, service, e),
+                             lambda e: chat.whole(body, service, e))  # fmt: skip
+
+    @app.post("/v1/completions", responses=_STREAM | _ERRORS, dependencies=bearer)
+    async def text_completions(
+        body: CompletionRequest, request: Request, client: Annotated[Client, Depends(_client)]
+    ) -> Response:
+        """What follows prompts."""
+        service = service_of(app)
+        return await _answer(request, completions.begin(body, client, service), bool(body.stream),
+                             lambda e: completions.stream(body, service, e),
+                             lambda e: completions.whole(body, service, e))  # fmt: skip
+
+    def counted(error: APIError) -> None:
+        service_of(app).metrics.refused.labels(service_of(app).names[0], str(error.status), error.code or "").inc()
+
+    def answer(error: APIError) -> Response:
+        counted(error)
+        return error.response()
+
+    @app.exception_handler(APIError)
+    async def on_api_error(_: Request, error: APIError) -> Response:
+        return answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_wrong_body(_: Request, error: RequestValidationError) -> Response:
+        return answer(wrong_body(error))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(_: Request, error: HTTPException) -> Response:
+        return answer(APIError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def on_defect(_: Request, error: Exception) -> Response:
+        return answer(APIError(500, "a defect of the server; its log says more", code="internal_error"))
+
+    app.add_middleware(Guard, settings=lambda: service_of(app).settings, refused=counted)
+    return app
+
+
+def service_of(app: FastAPI) -> Service:
+    """The service of a running application."""
+    service: Service = app.state.service
+    return service
+
+
+def _client(request: Request) -> Client:
+    client: Client = request.state.client
+    return client
+
+
+async def _answer(
+    request: Request, begun: Any, streams: bool, stream: Callable[[Exchange], AsyncIterator[bytes]],
+    whole: Callable[[Exchange], Any],
+) -> Response:  # fmt: skip
+    """Begin, and answer at once or in a stream; a client that hangs up cancels."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    async def all_of_it() -> Any:
+        return await whole(await begun)
+
+    if streams:
+        exchange: Exchange | None = await while_connected(gone, begun)
+        if exchange is None:
+            return _HUNG_UP
+        return StreamingResponse(stream(exchange), media_type="text/event-stream",
+                                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
+    found = await while_connected(gone, all_of_it())
+    return _HUNG_UP if found is None else Response(dumps(found), media_type="application/json")
+
+
+def _state(good: bool) -> Response:
+    return Response(dumps({"status": "ok" if good else "unavailable"}), 200 if good else 503, None, "application/json")
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "qbe"}
+
+
+def wrong_body(error: RequestValidationError) -> APIError:
+    """What is wrong with a body, and in which field. Of several things the first."""
+    first = error.errors()[0]
+    said = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body is not JSON: {said}", code="invalid_json")
+    # Pydantic's names for the members of a union are no fields.
+    field = ".".join(takewhile(lambda part: re.fullmatch("(?!str$)[a-z_]+|[0-9]+", part), map(str, first["loc"][1:])))
+    if first["type"] == "extra_forbidden":
+        field = ".".join(map(str, first["loc"][1:]))[:200]
+        return APIError(400, f"{field}: there is no such field", param=field, code="unknown_parameter")
+    if not field:
+        said = "it must be a JSON object, sent with 'Content-Type: application/json'"
+        return APIError(400, f"the body is wrong: {said}", code="invalid_json")
+    return APIError(400, f"{field}: {said}", param=field, code="invalid_value")

@@ -1,0 +1,172 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from qbe.server import tools
+from qbe.server.errors import APIError
+from qbe.server.grammar import lark
+from qbe.server.keys import Client
+from qbe.server.protocol import ChatRequest
+from qbe.server.requests import (
+    FORMAT,
+    Frame,
+    check_model,
+    check_stream,
+    format_grammar,
+    format_rule,
+    sampling,
+)
+from qbe.server.service import Asked, Exchange, Service
+from qbe.server.tools import Arguments, Begun, Reader
+from qbe.server.wire import DONE, event
+from qbe.server.worker import Delta
+
+
+async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange:
+    """Check the body and hand it to the engine. Raises APIError."""
+    check_model(body, service)
+    check_stream(body)
+    engine = service.engine()
+    if body.top_logprobs is not None and not body.logprobs:
+        raise APIError(400, "top_logprobs is given, but logprobs is not true", param="top_logprobs")
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise APIError(400, "max_tokens is the old name of max_completion_tokens: give one of them", param="max_tokens")
+    offered = tools.offered(body)
+    text = format_grammar(body.response_format)
+    matcher = None
+    if offered:
+        rules = tools.grammar(body, offered, format_rule(body.response_format))
+        matcher = await service.compile(lark(rules), "tools")
+    elif text is not None:
+        matcher = await service.compile(text, FORMAT)
+    asked = body.max_tokens or body.max_completion_tokens
+    known = service.knows_tools(engine)
+    return await service.begin(
+        Asked(
+            client=client,
+            prompts=[tools.conversation(body.messages, offered, known)],
+            params=sampling(body, asked or service.settings.limits.answer_tokens,
+                            (body.top_logprobs or 0) if body.logprobs else None),
+            n=body.n or 1,
+            terms=service.terms(client, body.service_tier, body.qbe),
+            tools=[t.model_dump(exclude_none=True) for t in offered] if offered and known else None,
+            matcher=matcher,
+            lenient=asked is None,
+            field="messages",
+        )
+    )  # fmt: skip
+
+
+class _Choice:
+    """One answer while it is read: what is new goes into deltas, and all of them make the message."""
+
+    def __init__(self, index: int, body: ChatRequest, service: Service) -> None:
+        self.index, self._words = index, service.words
+        self._eos = service.engine().eos_ids
+        self._reader = Reader(bool(tools.offered(body)))
+        self._logprobs = bool(body.logprobs)
+        self._begun = False
+
+    def deltas(self, delta: Delta) -> list[dict[str, Any]]:
+        """`choices[]` entries of a stream: none, one or several."""
+        found: list[dict[str, Any]] = [] if self._begun else [{"role": "assistant", "content": ""}]
+        self._begun = True
+        for piece in self._reader.push(delta.text, last=delta.result is not None):
+            if isinstance(piece, Begun):
+                call = {"index": piece.index, "id": piece.id, "type": "function",
+                        "function": {"name": piece.name, "arguments": ""}}  # fmt: skip
+                found.append({"tool_calls": [call]})
+            elif isinstance(piece, Arguments):
+                found.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
+            else:
+                found.append({"content": piece.text})
+        reason = None if delta.result is None else self._reason(delta.result.finish_reason)
+        logprobs = [p for p in delta.logprobs if p.token not in self._eos]
+        if not found and (reason is not None or logprobs):
+            found.append({})
+        entries: list[dict[str, Any]] = [
+            {"index": self.index, "delta": d, "logprobs": None, "finish_reason": None} for d in found
+        ]
+        if entries:
+            if self._logprobs:
+                entries[-1]["logprobs"] = {"content": self._words.for_chat(logprobs), "refusal": None}
+            entries[-1]["finish_reason"] = reason
+        return entries
+
+    def _reason(self, reason: str) -> str:
+        if reason == "stop" and self._reader.calls:
+            return "tool_calls"
+        return "length" if reason == "cancelled" else reason  # cut at `max_latency_ms`
+
+
+async def stream(body: ChatRequest, service: Service, exchange: Exchange) -> AsyncIterator[bytes]:
+    """The answer as server-sent events; hanging up cancels it."""
+    frame = Frame("chatcmpl", "chat.completion.chunk", service, exchange)
+    options, written = check_stream(body), 0
+    choices = [_Choice(i, body, service) for i in range(exchange.asked.n)]
+    try:
+        async for index, delta in exchange.deltas():
+            written += len(delta.tokens)
+            for entry in choices[index].deltas(delta):
+                yield event(frame.object([entry], **_running_usage(options, frame, written)))
+        if options.include_usage:
+            yield event(frame.object([], usage=frame.usage()))
+        yield DONE
+    except APIError as error:
+        yield event(error.body())
+    finally:
+        exchange.over()
+
+
+def _running_usage(options: Any, frame: Frame, written: int) -> dict[str, Any]:
+    if not options.include_usage:
+        return {}
+    return {"usage": frame.usage_so_far(written) if options.continuous_usage_stats else None}
+
+
+async def whole(body: ChatRequest, service: Service, exchange: Exchange) -> dict[str, Any]:
+    """The answer in one object: what the stream's deltas add up to. Raises APIError."""
+    frame = Frame("chatcmpl", "chat.completion", service, exchange)
+    readers = [_Choice(i, body, service) for i in range(exchange.asked.n)]
+    found = [_Message() for _ in readers]
+    try:
+        async for index, delta in exchange.deltas():
+            for entry in readers[index].deltas(delta):
+                found[index].add(entry)
+    finally:
+        exchange.over()
+    return frame.object([m.describe(i) for i, m in enumerate(found)], usage=frame.usage())
+
+
+class _Message:
+    """Adds up deltas."""
+
+    def __init__(self) -> None:
+        self.content, self.calls, self.logprobs = "", list[dict[str, Any]](), list[Any]()
+        self.asked_logprobs, self.reason = False, ""
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """One more."""
+        delta = entry["delta"]
+        self.content += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                self.calls.append({k: v for k, v in call.items() if k != "index"})
+            else:
+                self.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        if entry["logprobs"] is not None:
+            self.asked_logprobs = True
+            self.logprobs += entry["logprobs"]["content"]
+        self.reason = entry["finish_reason"] or self.reason
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """The choice."""
+        content = self.content if self.content.strip() or not self.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.calls:
+            message["tool_calls"] = self.calls
+        logprobs = {"content": self.logprobs, "refusal": None} if self.asked_logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.reason}

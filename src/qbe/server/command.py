@@ -1,0 +1,138 @@
+"""`qbe serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qbe.errors import QBEError
+
+if TYPE_CHECKING:
+    from qbe.engine.engine import Engine
+    from qbe.server.service import Service
+
+_HEADER_BYTES = 16 * 1024
+
+
+def serve(
+    model: Annotated[
+        str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")
+    ] = "smollm2-135m-instruct",
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than this machine's own need keys")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port; 0 takes a free one and prints it")] = 8000,
+    config: Annotated[Path | None, typer.Option(help="TOML file of tiers, prices, limits and keys")] = None,
+    policy: Annotated[str, typer.Option(help="which policy chooses the blueprint")] = "tiered",
+    dtype: Annotated[str, typer.Option(help="of the 16-bit weights and activations")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    originals: Annotated[str, typer.Option(help="where 16-bit weights live on a GPU: device or host")] = "device",
+    max_sequences: Annotated[int, typer.Option(help="answers that are written at once")] = 16,
+    kv_tokens: Annotated[int | None, typer.Option(help="size of the KV cache in tokens of 16 bits")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="compile decode steps of one sequence on a CPU")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="on a GPU, tune kernels while nothing is asked")] = False,
+    new_key: Annotated[
+        str | None, typer.Option(help="make a key for this name, print it and its TOML, and end")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP as OpenAI does; every request may say what precision, time and price it wants."""
+    try:
+        import llguidance  # noqa: F401
+        import uvicorn
+
+        from qbe.server.app import make_app
+    except ImportError as error:
+        raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
+    from qbe.server.keys import new_key as make_key
+    from qbe.server.settings import Watched
+
+    if new_key is not None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", new_key):
+            raise QBEError(f"--new-key '{new_key}': a name has letters, digits, - and _ only")
+        key, lines = make_key(new_key)
+        print(f"# the key, shown only now: {key}\n{lines}", end="")
+        return
+    watched = Watched(config)
+    public = not _loopback(host)
+    if public and not watched.current.keys:
+        raise QBEError(
+            f"--host {host} lets others connect, but there are no keys: make one with 'qbe serve --new-key NAME', put "
+            "it into a file and give --config FILE, or stay at --host 127.0.0.1"
+        )
+    listening = _listen(host, port)
+    logging.basicConfig(level=logging.WARNING, format="qbe: %(message)s", stream=sys.stderr)
+    logging.getLogger("qbe.server").setLevel(logging.INFO)
+    failures: list[BaseException] = []
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    def service() -> Service:
+        from qbe.server.service import Service
+
+        def make() -> Engine:
+            from transformers.utils import logging as advice
+
+            from qbe.engine.engine import Engine
+
+            advice.set_verbosity_error()
+            return Engine(
+                model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=max_sequences,
+                kv_tokens=kv_tokens, compile=compile, tune=tune, progress=sys.stderr.isatty(),
+            )  # fmt: skip
+
+        return Service(make, watched, public, Path(model).name, failed)
+
+    class Server(uvicorn.Server):
+        """Drains on the first signal, ends on the second; the exit code after a drain is 0."""
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            """A signal came."""
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+    server = Server(
+        uvicorn.Config(
+            make_app(service), log_level="error", access_log=False, http="h11", ws="none", lifespan="on",
+            h11_max_incomplete_event_size=_HEADER_BYTES, server_header=False,
+            timeout_graceful_shutdown=watched.current.limits.drain_s,
+        )
+    )  # fmt: skip
+    address, bound = listening.getsockname()[:2]
+    print(f"listening on http://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
+    server.run(sockets=[listening])
+    if failures:
+        raise failures[0]
+
+
+def _loopback(host: str) -> bool:
+    """Whether only this machine can connect to this address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 65536:
+        raise QBEError(f"--port {port} is out of range; give 0 to 65535")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, proto)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)
+    except OSError as error:
+        raise QBEError(f"--host {host} --port {port} cannot be listened on: {error.strerror or error}") from None
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,124 @@
+"""`/v1/completions`: plain prompts, as text or tokens, with the prompt's own logprobs where `echo` asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from qbe.engine.logprobs import Logprob
+from qbe.engine.result import Prompt
+from qbe.server.errors import APIError
+from qbe.server.keys import Client
+from qbe.server.protocol import CompletionRequest
+from qbe.server.requests import FORMAT, Frame, check_model, check_stream, format_grammar, sampling
+from qbe.server.service import Asked, Exchange, Service
+from qbe.server.wire import DONE, event
+from qbe.server.worker import Delta
+
+_DEFAULT_TOKENS = 16  # OpenAI's
+
+
+async def begin(body: CompletionRequest, client: Client, service: Service) -> Exchange:
+    """Check the body and hand it to the engine. Raises APIError."""
+    check_model(body, service)
+    check_stream(body)
+    service.engine()
+    grammar = format_grammar(body.response_format)
+    matcher = None if grammar is None else await service.compile(grammar, FORMAT)
+    tokens = _DEFAULT_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    return await service.begin(
+        Asked(
+            client=client,
+            prompts=_prompts(body),
+            params=sampling(body, tokens, body.logprobs, body.logprobs if body.echo else None),
+            n=body.n or 1,
+            terms=service.terms(client, body.service_tier, body.qbe),
+            matcher=matcher,
+        )
+    )
+
+
+def _prompts(body: CompletionRequest) -> Sequence[Prompt]:
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    first, *_ = body.prompt
+    prompts: Any = [body.prompt] if isinstance(first, int) else body.prompt
+    return prompts
+
+
+class _Choice:
+    """One answer while it is read."""
+
+    def __init__(self, index: int, body: CompletionRequest, service: Service, exchange: Exchange) -> None:
+        self.index, self._words, self._eos = index, service.words, service.engine().eos_ids
+        job = exchange.jobs[index // exchange.asked.n]
+        self._prompt_ids, self._prompt = job.choice[0], exchange.asked.prompts[index // exchange.asked.n]
+        self._echo, self._top, self._nothing = body.echo, body.logprobs, body.max_tokens == 0
+        self._offset, self._begun = 0, False
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        """A `choices[]` entry of a stream."""
+        text, found = "", list[Logprob | int]()
+        if not self._begun:
+            self._begun = True
+            if self._echo:
+                text = self._words.decode(self._prompt_ids) if isinstance(self._prompt, list) else str(self._prompt)
+                found += [self._prompt_ids[0], *(delta.prompt_logprobs or self._prompt_ids[1:])]
+        if not self._nothing:
+            text += delta.text
+            found += [p for p in delta.logprobs if p.token not in self._eos]
+        logprobs = None
+        if self._top is not None:
+            logprobs = self._words.for_completion(found, self._offset, self._top)
+            self._offset += sum(map(len, logprobs["tokens"]))
+        reason = None if delta.result is None else delta.result.finish_reason
+        reason = "length" if reason == "cancelled" or (reason and self._nothing) else reason
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+async def stream(body: CompletionRequest, service: Service, exchange: Exchange) -> AsyncIterator[bytes]:
+    """The answers as server-sent events; hanging up cancels them."""
+    frame = Frame("cmpl", "text_completion", service, exchange)
+    options, written = check_stream(body), 0
+    choices = [_Choice(i, body, service, exchange) for i in range(len(exchange.jobs) * exchange.asked.n)]
+    try:
+        async for index, delta in exchange.deltas():
+            written += 0 if body.max_tokens == 0 else len(delta.tokens)
+            more: dict[str, Any] = {}
+            if options.include_usage:
+                more["usage"] = frame.usage_so_far(written) if options.continuous_usage_stats else None
+            entry = choices[index].delta(delta)
+            if entry["text"] or entry["finish_reason"] or entry["logprobs"]:
+                yield event(frame.object([entry], **more))
+        if options.include_usage:
+            yield event(frame.object([], usage=frame.usage(hidden=int(body.max_tokens == 0))))
+        yield DONE
+    except APIError as error:
+        yield event(error.body())
+    finally:
+        exchange.over()
+
+
+async def whole(body: CompletionRequest, service: Service, exchange: Exchange) -> dict[str, Any]:
+    """The answers in one object. Raises APIError."""
+    frame = Frame("cmpl", "text_completion", service, exchange)
+    choices = [_Choice(i, body, service, exchange) for i in range(len(exchange.jobs) * exchange.asked.n)]
+    found: list[dict[str, Any]] = [{} for _ in choices]
+    try:
+        async for index, delta in exchange.deltas():
+            _add(found[index], choices[index].delta(delta))
+    finally:
+        exchange.over()
+    return frame.object(found, usage=frame.usage(hidden=int(body.max_tokens == 0)))
+
+
+def _add(found: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Append a delta to what there is."""
+    if not found:
+        found.update(entry)
+        return
+    found["text"] += entry["text"]
+    found["finish_reason"] = entry["finish_reason"]
+    for name, values in (entry["logprobs"] or {}).items():
+        if values is not None:
+            found["logprobs"][name] += values

@@ -1,0 +1,163 @@
+"""From `service_tier` and `qbe` to a budget, and from an answer to its usage and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qbe import policies
+from qbe.budget import Budget
+from qbe.engine.result import Result
+from qbe.errors import QBEError
+from qbe.server.admission import sunk
+from qbe.server.errors import APIError
+from qbe.server.protocol import Contract
+from qbe.server.settings import Prices, Settings, Tier, TierName
+from qbe.server.speed import Speed
+from qbe.sites import FULL_BITS
+
+_MILLION = 1e6
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a request is served on.
+
+    Attributes:
+        tier: the one served.
+        prices, price: of the settings when it came in.
+        brownout: how far its tier had sunk to its floor, 0 to 1.
+        contract: what it asked for itself.
+    """
+
+    tier: TierName
+    tier_settings: Tier
+    prices: Prices
+    brownout: float
+    contract: Contract
+
+    def cost(self, result: Result, with_prompt: bool = True) -> float:
+        """Of one answer, in the currency of the prices."""
+        cached = min(result.cached_tokens, result.prompt_tokens)
+        read = (result.prompt_tokens - cached) * self.prices.input + cached * self.prices.cached_input
+        return self._at((read if with_prompt else 0.0) + len(result.token_ids) * self.prices.output) * (
+            result.average_weight_bits
+        )
+
+    def most_bits(self, prompt_tokens: int, tokens: int, n: int) -> float:
+        """The average at which n answers of so many tokens cost `max_cost`; infinity without one."""
+        if self.contract.max_cost is None:
+            return float("inf")
+        per_bit = self._at(prompt_tokens * self.prices.input + n * tokens * self.prices.output)
+        return self.contract.max_cost / per_bit if per_bit else float("inf")
+
+    def _at(self, at_full: float) -> float:
+        return at_full / _MILLION * self.tier_settings.price / FULL_BITS
+
+
+def terms(tier: TierName, contract: Contract | None, settings: Settings, brownout: float) -> Terms:
+    """Raises APIError, which names the field, where the contract contradicts itself or its tier."""
+    contract, limits = contract or Contract(), getattr(settings.tiers, tier)
+    low, high, exact = contract.min_bits, contract.max_bits, contract.bits
+    if exact is not None and (low is not None or high is not None):
+        raise _contradiction("bits", "stands for both bounds: leave out min_bits and max_bits, or bits")
+    if low is not None and high is not None and low > high:
+        raise _contradiction("min_bits", f"is {low:g}, above max_bits, which is {high:g}")
+    for name, bits in (("bits", exact), ("min_bits", low)):
+        if bits is not None and bits > limits.ceiling:
+            raise _contradiction(name, f"is {bits:g}, but tier '{tier}' goes up to {limits.ceiling:g}")
+    if contract.policy is not None and contract.policy not in policies.available():
+        known = ", ".join(policies.available())
+        raise APIError(400, f"qbe.policy: unknown policy '{contract.policy[:64]}': choose one of {known}",
+                       param="qbe.policy", code="unknown_policy")  # fmt: skip
+    sinks = brownout if limits.floor is not None and exact is None else 0.0
+    return Terms(tier, limits, settings.prices, sinks, contract)
+
+
+def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float, speed: Speed) -> Budget:
+    """The bounds for the policy.
+
+    Args:
+        prompt_tokens, tokens, n: of the prompt, of an answer at most, and answers.
+        lowest: average bits of the store's lowest gears.
+
+    Raises:
+        APIError: the price cannot be met.
+    """
+    c = given.contract
+    least, most = c.min_bits or c.bits or lowest, c.max_bits or c.bits or given.tier_settings.ceiling
+    for name, bits in (("bits", c.bits), ("max_bits", c.max_bits)):
+        if bits is not None and bits < lowest:
+            raise APIError(400, f"qbe.{name} is {bits:g}, but this model's lowest average is {lowest:.2f}: raise it",
+                           param=f"qbe.{name}")  # fmt: skip
+    affordable = given.most_bits(prompt_tokens, tokens, n)
+    if affordable < least:
+        raise APIError(
+            400, f"qbe.max_cost is {c.max_cost:g}, but {prompt_tokens} prompt tokens and up to {n * tokens} new ones "
+            f"at {least:g} bits cost {c.max_cost * least / affordable:.3g} {given.prices.currency}: "  # type: ignore[operator]
+            "raise it, or lower max_tokens or the bits", param="qbe.max_cost", code="contradictory_budget",
+        )  # fmt: skip
+    rest: dict[str, Any] = {
+        "tier": given.tier, "activation_bits": c.activation_bits, "kv_bits": c.kv_bits, "kv_error": c.kv_error,
+    }  # fmt: skip
+    if c.bits is not None:
+        return Budget(bits=c.bits, **rest)
+    most = min(most, affordable)
+    if c.max_latency_ms is not None:
+        fast = speed.most_bits(c.max_latency_ms, prompt_tokens, tokens)
+        most = most if fast is None else max(least, min(most, fast))
+    low, high = (max(least, min(b, most)) for b in sunk(given.tier_settings, given.brownout))
+    return Budget(within=(low, high), **rest)
+
+
+def usage(given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0) -> dict[str, Any]:
+    """Tokens, precision and cost of the answers to the prompts of one request.
+
+    Args:
+        groups: for each prompt its answers.
+        hidden: tokens of each answer that were not asked for.
+    """
+    results = [r for group in groups for r in group]
+    firsts = [group[0] for group in groups if group]
+    read, written = sum(r.prompt_tokens for r in firsts), sum(len(r.token_ids) - hidden for r in results)
+    weights = [max(1, r.computed_tokens) for r in results]
+    by_bits: dict[int, int] = {}
+    for result in results:
+        for bits, count in result.tokens_by_bits.items():
+            by_bits[bits] = by_bits.get(bits, 0) + count
+    cost = sum(given.cost(r, with_prompt=i == 0) for group in groups for i, r in enumerate(group))
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in firsts)},
+        "cost": round(cost, 12),
+        "qbe": {
+            "average_weight_bits": _mean([r.average_weight_bits for r in results], weights),
+            "average_kv_bits": _mean([r.average_kv_bits for r in results], weights),
+            "tokens_by_bits": {str(bits): by_bits[bits] for bits in sorted(by_bits)},
+            "policy": firsts[0].blueprint.policy,
+            "brownout": given.brownout,
+            "currency": given.prices.currency,
+        },
+    }
+
+
+def check(settings: Settings, lowest: float) -> None:
+    """Raises QBEError for tiers that the model cannot be served at."""
+    for name in ("flex", "default", "priority"):
+        tier: Tier = getattr(settings.tiers, name)
+        least = tier.bits[0] if tier.floor is None else tier.floor
+        if least < lowest:
+            raise QBEError(
+                f"tiers.{name} goes down to {least:g} bits, but this model's lowest average is {lowest:.2f}: raise it"
+            )
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return round(sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights), 4)
+
+
+def _contradiction(name: str, what: str) -> APIError:
+    return APIError(400, f"qbe.{name} {what}", param=f"qbe.{name}", code="contradictory_budget")

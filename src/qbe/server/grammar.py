@@ -1,0 +1,164 @@
+"""Grammars and JSON schemas: checked in another process, compiled here, asked before every token.
+
+llguidance does the work: no step of it takes longer than its own limits on fuel and items allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import numpy as np
+import torch
+
+from qbe.engine.engine import Engine
+from qbe.server.errors import APIError
+
+_KEPT = 256  # compiled grammars
+_START_S = 60.0  # for the checking process to read its tokenizer
+# Bounded, because a small model may write white space without an end.
+_WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
+
+
+def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with our rule for white space, as llguidance reads it."""
+    return {**schema, "x-guidance": _WHITESPACE}
+
+
+def lark(text: str) -> str:
+    """A Lark grammar as `Grammars.compile` takes it."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def json_schema(schema: dict[str, Any]) -> str:
+    """A JSON schema, likewise."""
+    return json.dumps({"grammars": [{"json_schema": of_schema(schema)}]})
+
+
+class GrammarConstraint:
+    """One answer's way through a grammar (`qbe.engine.constraint.Constraint`)."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self.error: str | None = None
+
+    def allowed(self) -> torch.Tensor:
+        """bool `[vocabulary]`; nothing once the grammar has turned out too complex, which is `error` then."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._failed():
+            return torch.zeros(self._vocabulary, dtype=torch.bool)
+        allowed = np.unpackbits(bits, bitorder="little", count=self._vocabulary)
+        return torch.from_numpy(allowed).view(torch.bool)
+
+    def accept(self, token: int) -> bool:
+        """Whether the grammar allows nothing more after this token."""
+        self._matcher.consume_token(token)
+        return not self._failed() and self._matcher.is_stopped()
+
+    def _failed(self) -> bool:
+        if self._matcher.is_error():
+            self.error = f"the grammar is too complex here: {_line(self._matcher.get_error())}"
+        return self.error is not None
+
+
+class Grammars:
+    """Compiles grammars for one model.
+
+    Raises:
+        APIError: by `compile`, for a model whose tokenizer llguidance cannot read.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._vocabulary = engine.core.vocabulary
+        self._setup: str | None = None
+        self.tokenizer: llguidance.LLTokenizer | None = None
+        backend = getattr(engine.tokenizer, "backend_tokenizer", None)
+        if backend is not None and engine.core.eos_ids:
+            eos = sorted(engine.core.eos_ids)
+            self.tokenizer = llguidance.hf.from_tokenizer(engine.tokenizer, n_vocab=self._vocabulary, eos_token=eos)
+            self._setup = json.dumps([backend.to_str(), self._vocabulary, eos])
+        self._known: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._checker: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def compile(self, grammar: str, seconds: float, most_bytes: int, param: str) -> llguidance.LLMatcher:
+        """A compiled grammar; `constraint` makes of it what an answer needs.
+
+        Args:
+            grammar: of `lark` or `json_schema`.
+            seconds: the check may take.
+            most_bytes: the grammar may have.
+            param: the field of the body that it came from.
+
+        Raises:
+            APIError: it is too long, wrong, or takes too long to check.
+        """
+        if self.tokenizer is None:
+            raise APIError(400, f"{param}: this model has no fast tokenizer with an end-of-sequence token, which "
+                           "structured answers need", param=param)  # fmt: skip
+        if len(grammar) > most_bytes:
+            raise APIError(400, f"{param} has {len(grammar)} bytes, but at most {most_bytes} are taken", param=param,
+                           code="grammar_too_long")  # fmt: skip
+        if grammar in self._known:
+            self._known.move_to_end(grammar)
+            return self._known[grammar]
+        async with self._lock:
+            wrong = await self._check(grammar, seconds)
+        if wrong is not None:
+            raise APIError(400, f"{param}: {_line(wrong)}", param=param, code="invalid_grammar")
+        matcher = await asyncio.to_thread(llguidance.LLMatcher, self.tokenizer, grammar, log_level=0)
+        self._known[grammar] = matcher
+        if len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return matcher
+
+    def constraint(self, matcher: llguidance.LLMatcher) -> GrammarConstraint:
+        """The same grammar at its start, for one answer."""
+        return GrammarConstraint(matcher.deep_copy(), self._vocabulary)
+
+    async def _check(self, grammar: str, seconds: float) -> str | None:
+        """What is wrong with it."""
+        if self._checker is None or self._checker.returncode is not None:
+            program = str(Path(__file__).with_name("check_grammar.py"))
+            self._checker = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL, limit=1 << 20,
+            )  # fmt: skip
+            await self._ask(self._setup or "", _START_S)
+        return await self._ask(json.dumps(grammar), seconds)
+
+    async def _ask(self, line: str, seconds: float) -> str | None:
+        checker = self._checker
+        assert checker is not None
+        assert checker.stdin is not None
+        assert checker.stdout is not None
+        answer = b""
+        try:
+            async with asyncio.timeout(seconds):
+                checker.stdin.write(line.encode() + b"\n")
+                await checker.stdin.drain()
+                answer = await checker.stdout.readline()
+        except TimeoutError:
+            return f"it takes longer than {seconds:g} s to compile: make it simpler"
+        except (OSError, ValueError):
+            answer = b""
+        finally:
+            if not answer:  # too long, crashed, or whoever asked has gone: what it says next would be of no use
+                self.close()
+        return json.loads(answer) if answer else "it cannot be compiled: make it simpler"
+
+    def close(self) -> None:
+        """End the checking process."""
+        if self._checker is not None and self._checker.returncode is None:
+            self._checker.kill()
+        self._checker = None
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]

@@ -1,0 +1,62 @@
+"""Who asks: keys are kept as SHA-256 (they are 256 random bits, so that a slow hash would add nothing)."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qbe.server.errors import APIError
+from qbe.server.settings import Key, Settings, TierName
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks. Without keys everyone is `anonymous` and may do everything."""
+
+    name: str
+    key: Key | None
+
+    def tier(self, wanted: str) -> TierName:
+        """The tier that `service_tier` means for this client. Raises APIError if it may not use it."""
+        allowed: tuple[TierName, ...] = ("flex", "default", "priority") if self.key is None else self.key.tiers
+        if wanted == "auto":
+            return "default" if "default" in allowed else allowed[0]
+        found = next((t for t in allowed if t == ("priority" if wanted == "fast" else wanted)), None)
+        if found is None:
+            may = ", ".join(allowed)
+            raise APIError(
+                403, f"service_tier: this key may not use '{wanted}', only {may}", param="service_tier",
+                code="tier_not_allowed",
+            )  # fmt: skip
+        return found
+
+
+def new_key(name: str) -> tuple[str, str]:
+    """A new key, and the lines of TOML that let it in."""
+    key = f"qbe-{secrets.token_urlsafe(32)}"
+    return key, f'[keys.{name}]\nsha256 = "{digest(key)}"\n'
+
+
+def digest(key: str) -> str:
+    """What is kept of a key."""
+    return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
+
+
+def client_of(headers: Mapping[bytes, bytes], settings: Settings) -> Client:
+    """Who sent these headers. Raises APIError for a key that is missing or unknown."""
+    if not settings.keys:
+        return Client("anonymous", None)
+    scheme, _, given = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    hashed = digest(given.strip() if scheme.lower() == "bearer" else "")
+    found = None
+    for name, key in settings.keys.items():  # all of them, so that the time says nothing
+        if hmac.compare_digest(hashed, key.sha256):
+            found = Client(name, key)
+    if found is None:
+        raise APIError(
+            401, "the key is missing or unknown: send 'Authorization: Bearer KEY'", code="invalid_api_key"
+        )  # fmt: skip
+    return found

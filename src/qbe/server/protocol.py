@@ -1,0 +1,218 @@
+"""The bodies of requests: OpenAI's, the sampling fields that vLLM adds, and `qbe`. An unknown field is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from qbe.sites import FULL_BITS
+
+ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
+Bits = Annotated[float, Field(ge=1, le=FULL_BITS)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1, max_length=1024)]
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class Body(BaseModel):
+    """Part of a request."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Contract(Body):
+    """Bounds on precision, time and price; what is left out is the tier's.
+
+    Attributes:
+        bits: average bits of the weights, met within 0.05 from below.
+        min_bits, max_bits: bounds of that average instead; the query's score chooses between them.
+        kv_bits: average bits of the KV cache.
+        kv_error: what these may change of attention's outputs, as a part of their norm.
+        activation_bits: of the inputs of linear layers, 8 or 16.
+        max_latency_ms: the answer ends by then: precision is lowered as far as that is foreseen to need, what is not
+            written yet is cut (`finish_reason` `length`).
+        max_cost: the most that the request may cost, in the server's currency; bounds the bits.
+        policy: which policy chooses the bits.
+    """
+
+    bits: Bits | None = None
+    min_bits: Bits | None = None
+    max_bits: Bits | None = None
+    kv_bits: Annotated[float, Field(ge=2, le=FULL_BITS)] | None = None
+    kv_error: Annotated[float, Field(ge=0)] | None = None
+    activation_bits: Literal[8, 16] = 16
+    max_latency_ms: Annotated[float, Field(gt=0)] | None = None
+    max_cost: Annotated[float, Field(gt=0)] | None = None
+    policy: Annotated[str, Field(max_length=64)] | None = None
+
+
+class StreamOptions(Body):
+    """What a stream carries beside the answer."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Common(Body):
+    """What both endpoints take."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    service_tier: ServiceTier | None = None
+    qbe: Contract | None = None
+    user: str | None = None
+
+
+class ContentPart(Body):
+    """A piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """A call that the model made."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """The same, with its id."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message of a conversation; fields that answers carry and the model does not read are let through."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def text(self) -> str:
+        """Its text in one piece."""
+        return "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content or ""
+
+
+class Function(Body):
+    """A function that the model may call; its arguments always match `parameters`."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """The only kind of tool there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """Which function."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Body):
+    """A schema that the answer must match."""
+
+    name: Name
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class GrammarFormat(Body):
+    """Text of a context-free grammar in llguidance's variant of Lark."""
+
+    type: Literal["grammar"]
+    grammar: Annotated[str, Field(min_length=1)]
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | GrammarFormat, Field(discriminator="type")
+]
+
+
+class ChatRequest(Common):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+
+class CompletionRequest(Common):
+    """Body of `/v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    best_of: None = None
+    suffix: None = None
+    response_format: ResponseFormat | None = None

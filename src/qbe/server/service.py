@@ -1,0 +1,398 @@
+"""One server's life behind HTTP: who may come in, on what terms, who is told when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+from llguidance import LLMatcher
+
+from qbe.engine.engine import Choice, Engine
+from qbe.engine.result import Prompt, Request, Result
+from qbe.engine.sequence import SamplingParams
+from qbe.errors import QBEError
+from qbe.kvcache.pages import PAGE_SIZE
+from qbe.server import contract
+from qbe.server.admission import Admission
+from qbe.server.contract import Terms
+from qbe.server.errors import APIError, refused
+from qbe.server.grammar import Grammars
+from qbe.server.keys import Client
+from qbe.server.metrics import Metrics
+from qbe.server.settings import Settings, Watched
+from qbe.server.speed import Speed
+from qbe.server.words import Words
+from qbe.server.worker import Delta, Event, Job, Worker
+
+log = logging.getLogger(__name__)
+
+_RELOAD_S = 1.0  # between two looks at the settings file
+_GRACE_S = 30.0  # after its time limit, for the engine to end a request
+# How the engine calls what it refuses -> the field of the body.
+_FIELDS = {
+    "logit_bias": "logit_bias", "kv_bits": "qbe.kv_bits", "KV cache at": "qbe.kv_bits", "uniform policy": "qbe.bits",
+    "max_tokens": "max_tokens", "a budget of": "qbe.bits", "sensitivity table": "qbe.policy", "prompt": "prompt",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one HTTP request asks of the engine.
+
+    Attributes:
+        prompts: each gets `n` answers.
+        params: of the first answer; the i-th one has the seed s + i. `max_tokens` is a wish if `lenient`.
+        lenient: whether answers may be shorter because the cache is small.
+        matcher: the grammar that every answer follows.
+        field: of the body, that the prompt came from.
+    """
+
+    client: Client
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    n: int
+    terms: Terms
+    tools: list[dict[str, Any]] | None = None
+    matcher: LLMatcher | None = None
+    lenient: bool = False
+    field: str = "prompt"
+
+
+class Exchange:
+    """The answers to one HTTP request while they are written.
+
+    Args:
+        cancel: ends a job.
+        seconds: until the request has taken too long.
+
+    Attributes:
+        jobs: one for each prompt.
+        arrived: `time.monotonic`.
+    """
+
+    def __init__(self, asked: Asked, cancel: Callable[[Job], None], seconds: float) -> None:
+        self.asked, self.jobs, self.arrived = asked, list[Job](), time.monotonic()
+        self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+        self._cancel, self._loop = cancel, asyncio.get_running_loop()
+        self.ends_at = self._loop.time() + seconds
+        latency, self._late = asked.terms.contract.max_latency_ms, ""
+        self._timers = [self._loop.call_at(self.ends_at, self._expire, "timeout")]
+        if latency is not None:
+            self._timers.append(self._loop.call_later(latency / 1e3, self._expire, "latency"))
+
+    def _expire(self, why: str) -> None:
+        self._late = self._late or why
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End what still runs; its pages are free before the next step."""
+        for job in self.jobs:
+            if None in job.results:
+                self._cancel(job)
+
+    def over(self) -> None:
+        """Nobody reads any more."""
+        self.cancel()
+        for timer in self._timers:
+            timer.cancel()
+
+    async def taken(self) -> None:
+        """Until the engine has taken all jobs. Raises APIError when it refuses one."""
+        for _ in self.jobs:
+            _, event = await self._next()
+            if isinstance(event, Exception):
+                raise self._failed(event)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """What comes of each answer, with its index; `taken` must have been awaited.
+
+        Raises:
+            APIError: an answer failed or took too long.
+        """
+        left = len(self.jobs) * self.asked.n
+        while left:
+            job, event = await self._next()
+            if isinstance(event, Exception):
+                raise self._failed(event)
+            if event is None:
+                continue
+            if event.result is not None:
+                left -= 1
+                self._check(event.result)
+            yield self.jobs.index(job) * self.asked.n + event.answer, event
+
+    async def _next(self) -> tuple[Job, Event]:
+        try:
+            async with asyncio.timeout_at(self.ends_at + _GRACE_S):
+                return await self.events.get()
+        except TimeoutError:
+            raise APIError(504, "the engine does not answer", code="timeout") from None
+
+    def _check(self, result: Result) -> None:
+        if result.finish_reason == "error":
+            raise APIError(500, result.error or "the model failed", code="engine_error")
+        if result.finish_reason == "cancelled" and self._late == "timeout":
+            raise APIError(504, "the request took too long: ask for fewer tokens", code="timeout")
+        if result.finish_reason == "cancelled" and not self._late:
+            raise APIError(503, "the server is shutting down: try again later", code="shutting_down", retry_after=5)
+
+    def _failed(self, error: Exception) -> APIError:
+        if isinstance(error, QBEError):
+            if self._late:
+                return APIError(504, "the request took too long before it began", code="timeout")
+            return refused(error, {**_FIELDS, "prompt": self.asked.field})
+        return APIError(500, "the request could not be started; the server's log says more", code="engine_error")
+
+
+class Service:
+    """Everything between HTTP and the engine's thread.
+
+    Args:
+        make: makes the engine.
+        watched: the settings.
+        public: whether others than this machine can connect, so that keys must not vanish.
+        name: what the model is called; the engine's own name for it serves too.
+        failed: told of an engine that could not be made or is broken.
+    """
+
+    def __init__(
+        self, make: Callable[[], Engine], watched: Watched, public: bool, name: str,
+        failed: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
+        self._watched, self._public, self.names, self._failed = watched, public, [name], failed
+        self.created, self.speed, self.metrics = int(time.time()), Speed(), Metrics(name)
+        self.broken = self.stopping = False
+        self._prepare = ThreadPoolExecutor(1, "qbe-prepare")  # tokenizes, analyses and allocates beside the steps
+        self._admission: Admission | None = None
+        self._grammars: Grammars | None = None
+        self._words: Words | None = None
+        self._lowest = 0.0
+        self._knows_tools: bool | None = None
+        self._worker = Worker(make, self._on_ready, self._on_broken)
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """Those in use now."""
+        return self._watched.current
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._admission is not None and not self.broken and not self.stopping
+
+    def start(self) -> None:
+        """Begin to make the engine."""
+        self._worker.start()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Cancel what runs and end the engine's thread."""
+        self.stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
+        self._worker.stop()
+        await asyncio.to_thread(self._worker.join, _GRACE_S)
+        self._prepare.shutdown(wait=False, cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _on_ready(self, error: BaseException | None) -> None:
+        engine = self._worker.engine
+        if error is None and engine is not None:
+            try:
+                nested = engine.table.nested
+                total = sum(s.parameters * s.gears[0] for s in nested)
+                self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
+                contract.check(self.settings, self._lowest)
+                self._grammars = Grammars(engine)
+                self._words = Words(engine.tokenizer, self._grammars.tokenizer)
+            except Exception as wrong:
+                error = wrong
+        if error is not None or engine is None:
+            self._failed(error or QBEError("there is no engine"))
+            return
+        self.names += [engine.name] if engine.name not in self.names else []
+        self._admission = Admission(engine.core.scheduler.max_sequences)
+        log.info("ready")
+
+    def _on_broken(self) -> None:
+        self.broken = True
+
+    async def _watch(self) -> None:
+        """Take over a changed settings file; keep what there is while it is wrong, and say so."""
+        while True:
+            await asyncio.sleep(_RELOAD_S)
+            try:
+                changed = self._watched.changed()
+                if changed is not None:
+                    if self._public and not changed.keys:
+                        raise QBEError("the settings have no keys any more, but others can connect")
+                    if self._admission is not None:
+                        contract.check(changed, self._lowest)
+                    self._watched.current = changed
+                    self.metrics.settings_ok.set(1)
+                    log.warning("the settings were reloaded")
+            except QBEError as error:
+                self.metrics.settings_ok.set(0)
+                log.warning("the settings stay as they were: %s", error)
+
+    def engine(self) -> Engine:
+        """Raises APIError while there is none that takes requests."""
+        if not self.ready or self._worker.engine is None:
+            why = "is shutting down" if self.stopping else "has failed" if self.broken else "loads its model"
+            raise APIError(503, f"the server {why}: try again later", code="not_ready", retry_after=5)
+        return self._worker.engine
+
+    def knows_tools(self, engine: Engine) -> bool:
+        """Whether the model's chat template itself tells of tools."""
+        if self._knows_tools is None:
+            self._knows_tools = _knows_tools(engine.tokenizer)
+        return self._knows_tools
+
+    @property
+    def words(self) -> Words:
+        """The text of tokens; only when `engine` does not raise."""
+        assert self._words is not None
+        return self._words
+
+    async def compile(self, grammar: str, param: str) -> LLMatcher:
+        """A grammar for `Asked`. Raises APIError."""
+        self.engine()
+        assert self._grammars is not None
+        limits = self.settings.limits
+        return await self._grammars.compile(grammar, limits.grammar_s, limits.grammar_bytes, param)
+
+    def brownout(self) -> float:
+        """How far tiers with a floor have sunk."""
+        return 0.0 if self._admission is None else self._admission.brownout(self.settings.limits)
+
+    def terms(self, client: Client, tier: str | None, wanted: contract.Contract | None) -> Terms:
+        """Raises APIError."""
+        return contract.terms(client.tier(tier or "auto"), wanted, self.settings, self.brownout())
+
+    async def scrape(self) -> bytes:
+        """What `/metrics` shows."""
+        load = await self._worker.load(2.0) if self.ready else None
+        inside = 0 if self._admission is None else self._admission.inside
+        return self.metrics.text(load, inside, self.brownout())
+
+    async def begin(self, asked: Asked) -> Exchange:
+        """Let a request in and hand it to the engine, which has taken it when this returns.
+
+        Raises:
+            APIError: there is no room, or something in it cannot be served.
+        """
+        self.engine()
+        admission, limits = self._admission, self.settings.limits
+        assert admission is not None
+        count = len(asked.prompts) * asked.n
+        if count > limits.choices:
+            raise APIError(400, f"n: {count} answers in all, but at most {limits.choices} are written", param="n")
+        admission.enter(count, limits)
+        exchange = Exchange(asked, self._worker.cancel, limits.timeout_s)
+        try:
+            jobs = [await self._job(exchange, prompt) for prompt in asked.prompts]
+            admission.charge(asked.client, sum(map(_charged, jobs)))
+        except BaseException:
+            admission.leave(count)
+            exchange.over()
+            raise
+        exchange.jobs += jobs
+        for job in jobs:
+            self._worker.submit(job)
+        try:
+            await exchange.taken()
+        except BaseException:
+            exchange.over()
+            raise
+        return exchange
+
+    async def _job(self, exchange: Exchange, prompt: Prompt) -> Job:
+        """Tokens and blueprint for a prompt, found in another thread."""
+        asked, loop = exchange.asked, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(exchange.ends_at):
+                request, choice = await loop.run_in_executor(self._prepare, self._choose, asked, prompt)
+        except TimeoutError:
+            raise APIError(504, "the request took too long before it began", code="timeout") from None
+        except QBEError as error:
+            raise refused(error, {**_FIELDS, "prompt": asked.field}) from error
+        requests = []
+        for i in range(asked.n):
+            seed = None if request.params.seed is None else (request.params.seed + i) % 2**63
+            params = replace(
+                request.params, seed=seed, prompt_logprobs=request.params.prompt_logprobs if i == 0 else None
+            )
+            one = None if asked.matcher is None or self._grammars is None else self._grammars.constraint(asked.matcher)
+            requests.append(replace(request, params=params, constraint=one))
+        return Job(requests, choice, exchange.events, lambda job: self._account(asked, job))
+
+    def _choose(self, asked: Asked, prompt: Prompt) -> tuple[Request, Choice]:
+        engine, params, wanted = self.engine(), asked.params, asked.terms.contract
+        plain = Request(prompt, params, tools=asked.tools)
+        counts = wanted.max_cost is not None or wanted.max_latency_ms is not None
+        tokens = len(engine.choose(plain)[0]) if counts else 0
+        limits = contract.budget(asked.terms, tokens, params.max_tokens, asked.n, self._lowest, self.speed)
+        request = replace(plain, budget=limits, policy=wanted.policy)
+        choice = engine.choose(request)
+        if asked.lenient:
+            room = engine.core.pool.num_pages * PAGE_SIZE - len(choice[0])
+            request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, room))))
+        return request, choice
+
+    def _account(self, asked: Asked, job: Job) -> None:
+        """A prompt's answers have ended, whoever still listens: free its place, count it, charge it."""
+        results = [r for r in job.results if r is not None]
+        if self._admission is not None:
+            self._admission.leave(len(job.requests))
+            used = job.choice[1].prompt_tokens + sum(len(r.token_ids) for r in results)
+            self._admission.refund(asked.client, _charged(job) - used)
+        cost = sum(asked.terms.cost(r, with_prompt=i == 0) for i, r in enumerate(results))
+        for result in results:
+            self.metrics.ended(result)
+            self.speed.learn(
+                result.prompt_tokens, result.prefill_ms, len(result.token_ids), result.decode_ms,
+                result.average_weight_bits,
+            )  # fmt: skip
+        self.metrics.billed(asked.terms, results[0] if results else None, cost)
+
+
+def _knows_tools(tokenizer: Any) -> bool:
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+    messages = [{"role": "user", "content": "?"}]
+    try:
+        plain, told = (tokenizer.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, [tool]))
+    except (TemplateError, TypeError, ValueError):
+        return False
+    return bool(plain != told)
+
+
+def _charged(job: Job) -> int:
+    """Tokens that a prompt and its answers may have."""
+    return job.choice[1].prompt_tokens + sum(r.params.max_tokens for r in job.requests)
+
+
+async def while_connected(disconnected: Callable[[], Any], work: Any) -> Any:
+    """The result of `work`, or None if the client hangs up before; then it is cancelled.
+
+    Args:
+        disconnected: awaits the client's end.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            if not one.done():
+                one.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await one

@@ -1,0 +1,172 @@
+"""The TOML file of a server: tiers, prices, limits, keys. Checked whole before it is used, reloaded when it changes."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from qbe.budget import TIER_BITS
+from qbe.errors import QBEError
+from qbe.files import reason
+from qbe.sites import FULL_BITS
+
+TierName = Literal["flex", "default", "priority"]
+Bits = Annotated[float, Field(ge=1, le=FULL_BITS)]
+Positive = Annotated[int, Field(ge=1, le=2**40)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Tier(_Table):
+    """What a service tier may be served at.
+
+    Attributes:
+        bits: the average bits that the query's score chooses among, lowest and highest.
+        floor: under pressure the range sinks to this average ("brownout") before anyone is refused; None: it does not.
+        ceiling: the most that a request may ask for by itself.
+        price: factor on the prices.
+    """
+
+    bits: tuple[Bits, Bits]
+    floor: Bits | None = None
+    ceiling: Bits = float(FULL_BITS)
+    price: Annotated[float, Field(ge=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        low, high = self.bits
+        if not (self.floor or low) <= low <= high <= self.ceiling:
+            raise ValueError("floor, the two bits and ceiling must rise in this order")
+        return self
+
+
+class Tiers(_Table):
+    """The three tiers of OpenAI's `service_tier`."""
+
+    flex: Tier = Tier(bits=TIER_BITS["flex"])
+    default: Tier = Tier(bits=TIER_BITS["default"], floor=TIER_BITS["flex"][0])
+    priority: Tier = Tier(bits=TIER_BITS["priority"])
+
+
+class Prices(_Table):
+    """Per million tokens computed at 16 bits; a token at b bits costs b/16 of that, times its tier's factor."""
+
+    currency: str = "USD"
+    input: Annotated[float, Field(ge=0)] = 0.0
+    cached_input: Annotated[float, Field(ge=0)] = 0.0
+    output: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Limits(_Table):
+    """What one request and all of them may take.
+
+    Attributes:
+        queue: answers that may wait beside those that are written; one more is refused with 429.
+        brownout: filled part of the queue at which tiers with a floor begin to sink; full, they are at it.
+        timeout_s: seconds a request may take in all.
+        drain_s: seconds that running requests have to end after SIGTERM.
+        answer_tokens: tokens of a chat answer whose request does not say.
+        choices: answers of one request.
+        body_bytes, body_s: a request's body, and the seconds it may take to arrive.
+        grammar_bytes, grammar_s: a schema or grammar, and the seconds its check may take.
+    """
+
+    queue: Positive = 64
+    brownout: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    drain_s: Annotated[int, Field(ge=1)] = 60
+    answer_tokens: Positive = 1024
+    choices: Positive = 128
+    body_bytes: Positive = 4 * 1024 * 1024
+    body_s: Annotated[float, Field(gt=0)] = 30.0
+    grammar_bytes: Positive = 64 * 1024
+    grammar_s: Annotated[float, Field(gt=0)] = 5.0
+
+
+class Key(_Table):
+    """A client's key; only its hash is kept.
+
+    Attributes:
+        sha256: of the key, in hex.
+        tiers: those it may use; `auto` is `default` where it may, else the first of them.
+        requests_per_minute, tokens_per_minute: prompt tokens and `max_tokens` count; None has no limit.
+    """
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    tiers: Annotated[tuple[TierName, ...], Field(min_length=1)] = ("flex", "default", "priority")
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+
+
+class Settings(_Table):
+    """The whole file. Every part has a default; without keys a server listens on the loopback interface only."""
+
+    tiers: Tiers = Tiers()
+    prices: Prices = Prices()
+    limits: Limits = Limits()
+    keys: dict[str, Key] = {}
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        if len({k.sha256 for k in self.keys.values()}) < len(self.keys):
+            raise ValueError("keys: two of them have the same sha256")
+        return self
+
+
+def load(path: Path) -> Settings:
+    """The settings in a file.
+
+    Raises:
+        QBEError: it cannot be read, is no TOML or holds something that does not fit, in one line with the place.
+    """
+    try:
+        return Settings.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise QBEError(f"{path} cannot be read: {reason(error)}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise QBEError(f"{path} is not TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise QBEError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+class Watched:
+    """The settings in a file as of its last state that was good.
+
+    Args:
+        path: the file; None takes the defaults for good.
+
+    Raises:
+        QBEError: what `load` raises.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._seen = self._state()
+        self.current = Settings() if path is None else load(path)
+
+    def changed(self) -> Settings | None:
+        """The settings of a file that has changed since the last call, else None. They are not `current` yet.
+
+        Raises:
+            QBEError: what `load` raises; the next change is looked at again.
+        """
+        state = self._state()
+        if self._path is None or state == self._seen:
+            return None
+        self._seen = state
+        return load(self._path)
+
+    def _state(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path) if self._path is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)

@@ -1,0 +1,263 @@
+"""The thread that steps the engine. Others send it work and hear of it through queues; it alone touches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from qbe.engine.engine import Choice, Engine
+from qbe.engine.logprobs import Logprob
+from qbe.engine.result import Request, Result
+from qbe.errors import QBEError
+
+log = logging.getLogger(__name__)
+
+_FAILURES = 3  # steps that fail in a row; then the engine counts as broken
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step added to one answer.
+
+    Attributes:
+        answer: which of the job's, from 0.
+        tokens, logprobs: the new ones; logprobs where they were asked for.
+        prompt_logprobs: of the whole prompt, with the first delta of an answer that asks for them.
+        result: the answer's end, in its last delta.
+    """
+
+    answer: int
+    text: str
+    tokens: list[int]
+    logprobs: list[Logprob]
+    prompt_logprobs: list[Logprob]
+    result: Result | None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is in the engine.
+
+    Attributes:
+        running: answers in the batch.
+        kv_usage: used part of the KV cache's bytes, 0 to 1.
+    """
+
+    running: int
+    kv_usage: float
+
+
+Event = Delta | Exception | None  # None: the engine has taken the job
+
+
+class Job:
+    """The answers to one prompt, which goes through the model once.
+
+    Args:
+        requests: one for each answer; they differ in seed and constraint.
+        choice: the prompt's tokens and blueprint, as `Engine.choose` gave them.
+        events: gets, in the event loop, None once the engine has taken the job, then deltas; an exception if it
+            refuses.
+        ended: called once in the event loop, when no answer will go on.
+
+    Attributes:
+        results: of the answers that have ended, in order of the answers, None for the others.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], choice: Choice, events: asyncio.Queue[tuple[Job, Event]],
+        ended: Callable[[Job], None],
+    ) -> None:  # fmt: skip
+        self.requests, self.choice, self._events, self._ended = requests, choice, events, ended
+        self.results: list[Result | None] = [None] * len(requests)
+        self._over = False
+
+    def hear(self, event: Event) -> None:
+        """In the event loop: take what the engine's thread says."""
+        if isinstance(event, Delta) and event.result is not None:
+            self.results[event.answer] = event.result
+        if not self._over and (isinstance(event, Exception) or None not in self.results):
+            self._over = True
+            self._ended(self)
+        self._events.put_nowait((self, event))
+
+
+@dataclass
+class _Running:
+    """A job in the engine."""
+
+    ids: list[str]
+    cancelled: bool = False
+    seen: list[int] = field(default_factory=list)  # tokens of each answer that were told; -1 when it has ended
+
+    @property
+    def over(self) -> bool:
+        return all(s < 0 for s in self.seen)
+
+
+class Worker(threading.Thread):
+    """Makes the engine, then steps it while there is work.
+
+    Args:
+        make: makes the engine, in this thread.
+        ready: called in the event loop when the engine is there, or with what went wrong.
+        broken: called in the event loop when the engine cannot go on.
+
+    Attributes:
+        engine: None until it is ready.
+    """
+
+    def __init__(
+        self, make: Callable[[], Engine], ready: Callable[[BaseException | None], None], broken: Callable[[], None]
+    ) -> None:
+        super().__init__(name="qbe-engine", daemon=True)
+        self.engine: Engine | None = None
+        self._make, self._ready, self._broken = make, ready, broken
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._jobs: dict[Job, _Running] = {}
+        self._news: list[tuple[Job, Event]] = []
+
+    def submit(self, job: Job) -> None:
+        """Have a job answered."""
+        self._inbox.put(lambda: self._start(job))
+
+    def cancel(self, job: Job) -> None:
+        """End a job before the next step; what is written stays in its results."""
+        self._inbox.put(lambda: self._end(job))
+
+    async def load(self, seconds: float) -> Load | None:
+        """What is in the engine between two steps; None when it does not say within so many seconds."""
+        answer: asyncio.Future[Load] = self._loop.create_future()
+        self._inbox.put(lambda: self._tell(_resolve, answer, self._load()))
+        try:
+            return await asyncio.wait_for(answer, seconds)
+        except TimeoutError:
+            return None
+
+    def _load(self) -> Load:
+        assert self.engine is not None
+        scheduler = self.engine.core.scheduler
+        allocator = scheduler.allocator
+        total = allocator.num_pages * allocator.page_bytes
+        return Load(len(scheduler.running), 1 - allocator.free_bytes / total if total else 0.0)
+
+    def stop(self) -> None:
+        """Cancel everything and end."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        """The thread's life."""
+        try:
+            self.engine = engine = self._make()
+        except BaseException as error:  # the command says it
+            self._tell(self._ready, error)
+            return
+        self._tell(self._ready, None)
+        failures = 0
+        with engine:
+            while self._take_orders():
+                if engine.core.has_work():
+                    try:
+                        engine.step()
+                        failures = 0
+                    except Exception:
+                        log.exception("a step failed")
+                        failures += 1
+                self._report(engine)
+                if failures == _FAILURES:
+                    log.error("the engine fails at every step and is given up: restart the server")
+                    self._tell(self._broken)
+                    break
+            for job in list(self._jobs):
+                self._end(job)
+            self._report(engine)
+
+    def _take_orders(self) -> bool:
+        """What was asked meanwhile; waits for something to do. Whether to go on."""
+        while True:
+            try:
+                order = self._inbox.get(block=not self._jobs)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+
+    def _start(self, job: Job) -> None:
+        assert self.engine is not None
+        try:
+            first = self.engine.submit(job.requests[0], choice=job.choice)
+        except Exception as error:
+            if not isinstance(error, QBEError):
+                log.exception("a request could not be started")
+            self._tell(job.hear, error)
+            return
+        self._jobs[job] = _Running([first], seen=[0])
+        self._tell(job.hear, None)
+
+    def _end(self, job: Job) -> None:
+        running = self._jobs.get(job)
+        if running is not None:
+            assert self.engine is not None
+            running.cancelled = True
+            for request_id, seen in zip(running.ids, running.seen, strict=True):
+                if seen >= 0:
+                    self.engine.cancel(request_id)
+
+    def _report(self, engine: Engine) -> None:
+        """Tell every job what is new; start the other answers of those whose prompt is through."""
+        for job, running in list(self._jobs.items()):
+            rest = job.requests[len(running.ids) :]
+            if rest and not running.cancelled and engine.started(running.ids[0]):
+                try:
+                    for request in rest:
+                        running.ids.append(engine.submit(request, twin=running.ids[0], choice=job.choice))
+                        running.seen.append(0)
+                except QBEError as error:
+                    self._news.append((job, error))
+                    self._end(job)
+            for answer, request_id in enumerate(running.ids):
+                if running.seen[answer] >= 0:
+                    self._add_news(engine, job, running, answer, request_id)
+            if running.over:
+                del self._jobs[job]
+                if running.cancelled and len(running.ids) < len(job.requests):
+                    self._news.append((job, QBEError("the request was cancelled")))
+        if self._news:
+            self._tell(_deliver, self._news)
+            self._news = []
+
+    def _add_news(self, engine: Engine, job: Job, running: _Running, answer: int, request_id: str) -> None:
+        sequence, seen = engine.sequence(request_id), running.seen[answer]
+        tokens = sequence.token_ids[len(sequence.prompt_ids) + seen :]
+        done = engine.finished(request_id)
+        if not tokens and not done:
+            return
+        text = "".join(engine.take_pieces(request_id))
+        running.seen[answer] = -1 if done else seen + len(tokens)
+        delta = Delta(
+            answer, text, tokens, sequence.logprobs[seen:], [] if seen else sequence.prompt_logprobs,
+            engine.take_result(request_id) if done else None,
+        )  # fmt: skip
+        self._news.append((job, delta))
+
+    def _tell(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop has ended: nobody listens
+            log.debug("the event loop has ended")
+
+
+def _deliver(news: list[tuple[Job, Event]]) -> None:
+    for job, event in news:
+        job.hear(event)
+
+
+def _resolve(answer: asyncio.Future[Load], load: Load) -> None:
+    if not answer.done():
+        answer.set_result(load)
