@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable
@@ -14,14 +15,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from qbe import __version__
 from qbe.server import chat, completions
 from qbe.server.errors import APIError, ErrorBody
+from qbe.server.exchange import Exchange, while_connected
 from qbe.server.guard import Guard
 from qbe.server.keys import Client
 from qbe.server.protocol import ChatRequest, CompletionRequest
-from qbe.server.service import Exchange, Service, while_connected
+from qbe.server.service import Service
 from qbe.server.wire import dumps
 
 log = logging.getLogger(__name__)
@@ -171,10 +174,27 @@ async def _answer(
         exchange: Exchange | None = await while_connected(gone, begun)
         if exchange is None:
             return _HUNG_UP
-        return StreamingResponse(stream(exchange), media_type="text/event-stream",
-                                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
+        return _Stream(stream(exchange), exchange)
     found = await while_connected(gone, all_of_it())
     return _HUNG_UP if found is None else Response(dumps(found), media_type="application/json")
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events. However it ends, and be it before it began, so does the request."""
+
+    def __init__(self, events: AsyncIterator[bytes], exchange: Exchange) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout_at(self._exchange.gone_at):  # a client may read too slowly, or not at all
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.warning("a client did not read its stream in time")
+        finally:
+            self._exchange.over()
 
 
 def _state(good: bool) -> Response:

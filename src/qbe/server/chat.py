@@ -7,6 +7,7 @@ from typing import Any
 
 from qbe.server import tools
 from qbe.server.errors import APIError
+from qbe.server.exchange import Asked, Exchange
 from qbe.server.grammar import lark
 from qbe.server.keys import Client
 from qbe.server.protocol import ChatRequest
@@ -19,7 +20,7 @@ from qbe.server.requests import (
     format_rule,
     sampling,
 )
-from qbe.server.service import Asked, Exchange, Service
+from qbe.server.service import Service
 from qbe.server.tools import Arguments, Begun, Reader
 from qbe.server.wire import DONE, event
 from qbe.server.worker import Delta

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from qbe.engine.engine import Engine
     from qbe.server.service import Service
 
-_HEADER_BYTES = 16 * 1024
-
 
 def serve(
     model: Annotated[
@@ -48,6 +46,7 @@ def serve(
         import uvicorn
 
         from qbe.server.app import make_app
+        from qbe.server.guard import HEADER_BYTES
     except ImportError as error:
         raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
     from qbe.server.keys import new_key as make_key
@@ -102,7 +101,7 @@ def serve(
     server = Server(
         uvicorn.Config(
             make_app(service), log_level="error", access_log=False, http="h11", ws="none", lifespan="on",
-            h11_max_incomplete_event_size=_HEADER_BYTES, server_header=False,
+            h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
             timeout_graceful_shutdown=watched.current.limits.drain_s,
         )
     )  # fmt: skip

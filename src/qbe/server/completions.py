@@ -8,10 +8,11 @@ from typing import Any
 from qbe.engine.logprobs import Logprob
 from qbe.engine.result import Prompt
 from qbe.server.errors import APIError
+from qbe.server.exchange import Asked, Exchange
 from qbe.server.keys import Client
 from qbe.server.protocol import CompletionRequest
 from qbe.server.requests import FORMAT, Frame, check_model, check_stream, format_grammar, sampling
-from qbe.server.service import Asked, Exchange, Service
+from qbe.server.service import Service
 from qbe.server.wire import DONE, event
 from qbe.server.worker import Delta
 

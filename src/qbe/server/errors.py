@@ -68,4 +68,4 @@ def refused(error: QBEError, fields: dict[str, str]) -> APIError:
     """
     said = str(error)
     param = next((field for word, field in fields.items() if word in said), None)
-    return APIError(400, said, param=param)
+    return APIError(400, said if param is None or param in said else f"{param}: {said}", param=param)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,32 @@ from qbe.engine.engine import Engine
 from qbe.server.errors import APIError
 
 _KEPT = 256  # compiled grammars
+_END_S = 5.0  # for a killed process to end
 _START_S = 60.0  # for the checking process to read its tokenizer
 # Bounded, because a small model may write white space without an end.
 _WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
 
-def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with our rule for white space, as llguidance reads it."""
-    return {**schema, "x-guidance": _WHITESPACE}
+def rule(schema: dict[str, Any]) -> str:
+    """A JSON schema within a rule of a Lark grammar. Raises APIError."""
+    return f"%json {_dumps({**schema, 'x-guidance': _WHITESPACE})}"
+
+
+def _dumps(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise APIError(400, "a schema is nested too deeply: make it simpler", code="invalid_grammar") from None
 
 
 def lark(text: str) -> str:
     """A Lark grammar as `Grammars.compile` takes it."""
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
+    return _dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def json_schema(schema: dict[str, Any]) -> str:
     """A JSON schema, likewise."""
-    return json.dumps({"grammars": [{"json_schema": of_schema(schema)}]})
+    return _dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WHITESPACE}}]})
 
 
 class GrammarConstraint:
@@ -150,14 +159,18 @@ class Grammars:
             answer = b""
         finally:
             if not answer:  # too long, crashed, or whoever asked has gone: what it says next would be of no use
-                self.close()
+                await self.close()
         return json.loads(answer) if answer else "it cannot be compiled: make it simpler"
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the checking process."""
-        if self._checker is not None and self._checker.returncode is None:
-            self._checker.kill()
-        self._checker = None
+        checker, self._checker = self._checker, None
+        if checker is None:
+            return
+        with suppress(ProcessLookupError):
+            checker.kill()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(checker.wait(), _END_S)
 
 
 def _line(text: str) -> str:

@@ -11,6 +11,7 @@ from qbe.server.errors import APIError
 from qbe.server.keys import client_of
 from qbe.server.settings import Settings
 
+HEADER_BYTES = 16 * 1024
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -33,6 +34,8 @@ class Guard:
             return
         settings = self._settings()
         try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
+                raise APIError(431, f"the headers have more than {HEADER_BYTES} bytes", code="headers_too_large")
             headers = dict(scope["headers"])
             if not settings.keys and _host(headers.get(b"host", b"")) not in _LOCAL:
                 # A page of another site whose name was made to mean this machine (DNS rebinding).

@@ -76,6 +76,8 @@ class Common(Body):
     service_tier: ServiceTier | None = None
     qbe: Contract | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 class ContentPart(Body):

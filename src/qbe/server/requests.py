@@ -10,7 +10,8 @@ from qbe import __version__
 from qbe.engine.sequence import SamplingParams
 from qbe.server import contract
 from qbe.server.errors import APIError
-from qbe.server.grammar import json_schema, lark, of_schema
+from qbe.server.exchange import Exchange
+from qbe.server.grammar import json_schema, lark, rule
 from qbe.server.protocol import (
     Common,
     GrammarFormat,
@@ -19,8 +20,7 @@ from qbe.server.protocol import (
     ResponseFormat,
     StreamOptions,
 )
-from qbe.server.service import Exchange, Service
-from qbe.server.wire import dumps
+from qbe.server.service import Service
 
 FORMAT = "response_format"
 
@@ -76,7 +76,7 @@ def format_rule(wanted: ResponseFormat | None) -> str | None:
     if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
         return None
     schema = wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
-    return f"text: %json {dumps(of_schema(schema or {'type': 'object'})).decode()}"
+    return f"text: {rule(schema or {'type': 'object'})}"
 
 
 class Frame:

@@ -5,150 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
 from llguidance import LLMatcher
 
 from qbe.engine.engine import Choice, Engine
-from qbe.engine.result import Prompt, Request, Result
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.result import Prompt, Request
 from qbe.errors import QBEError
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.server import contract
 from qbe.server.admission import Admission
 from qbe.server.contract import Terms
-from qbe.server.errors import APIError, refused
+from qbe.server.errors import APIError
+from qbe.server.exchange import Asked, Exchange
 from qbe.server.grammar import Grammars
 from qbe.server.keys import Client
 from qbe.server.metrics import Metrics
 from qbe.server.settings import Settings, Watched
 from qbe.server.speed import Speed
 from qbe.server.words import Words
-from qbe.server.worker import Delta, Event, Job, Worker
+from qbe.server.worker import Job, Worker
 
 log = logging.getLogger(__name__)
 
 _RELOAD_S = 1.0  # between two looks at the settings file
-_GRACE_S = 30.0  # after its time limit, for the engine to end a request
-# How the engine calls what it refuses -> the field of the body.
-_FIELDS = {
-    "logit_bias": "logit_bias", "kv_bits": "qbe.kv_bits", "KV cache at": "qbe.kv_bits", "uniform policy": "qbe.bits",
-    "max_tokens": "max_tokens", "a budget of": "qbe.bits", "sensitivity table": "qbe.policy", "prompt": "prompt",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What one HTTP request asks of the engine.
-
-    Attributes:
-        prompts: each gets `n` answers.
-        params: of the first answer; the i-th one has the seed s + i. `max_tokens` is a wish if `lenient`.
-        lenient: whether answers may be shorter because the cache is small.
-        matcher: the grammar that every answer follows.
-        field: of the body, that the prompt came from.
-    """
-
-    client: Client
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    n: int
-    terms: Terms
-    tools: list[dict[str, Any]] | None = None
-    matcher: LLMatcher | None = None
-    lenient: bool = False
-    field: str = "prompt"
-
-
-class Exchange:
-    """The answers to one HTTP request while they are written.
-
-    Args:
-        cancel: ends a job.
-        seconds: until the request has taken too long.
-
-    Attributes:
-        jobs: one for each prompt.
-        arrived: `time.monotonic`.
-    """
-
-    def __init__(self, asked: Asked, cancel: Callable[[Job], None], seconds: float) -> None:
-        self.asked, self.jobs, self.arrived = asked, list[Job](), time.monotonic()
-        self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
-        self._cancel, self._loop = cancel, asyncio.get_running_loop()
-        self.ends_at = self._loop.time() + seconds
-        latency, self._late = asked.terms.contract.max_latency_ms, ""
-        self._timers = [self._loop.call_at(self.ends_at, self._expire, "timeout")]
-        if latency is not None:
-            self._timers.append(self._loop.call_later(latency / 1e3, self._expire, "latency"))
-
-    def _expire(self, why: str) -> None:
-        self._late = self._late or why
-        self.cancel()
-
-    def cancel(self) -> None:
-        """End what still runs; its pages are free before the next step."""
-        for job in self.jobs:
-            if None in job.results:
-                self._cancel(job)
-
-    def over(self) -> None:
-        """Nobody reads any more."""
-        self.cancel()
-        for timer in self._timers:
-            timer.cancel()
-
-    async def taken(self) -> None:
-        """Until the engine has taken all jobs. Raises APIError when it refuses one."""
-        for _ in self.jobs:
-            _, event = await self._next()
-            if isinstance(event, Exception):
-                raise self._failed(event)
-
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """What comes of each answer, with its index; `taken` must have been awaited.
-
-        Raises:
-            APIError: an answer failed or took too long.
-        """
-        left = len(self.jobs) * self.asked.n
-        while left:
-            job, event = await self._next()
-            if isinstance(event, Exception):
-                raise self._failed(event)
-            if event is None:
-                continue
-            if event.result is not None:
-                left -= 1
-                self._check(event.result)
-            yield self.jobs.index(job) * self.asked.n + event.answer, event
-
-    async def _next(self) -> tuple[Job, Event]:
-        try:
-            async with asyncio.timeout_at(self.ends_at + _GRACE_S):
-                return await self.events.get()
-        except TimeoutError:
-            raise APIError(504, "the engine does not answer", code="timeout") from None
-
-    def _check(self, result: Result) -> None:
-        if result.finish_reason == "error":
-            raise APIError(500, result.error or "the model failed", code="engine_error")
-        if result.finish_reason == "cancelled" and self._late == "timeout":
-            raise APIError(504, "the request took too long: ask for fewer tokens", code="timeout")
-        if result.finish_reason == "cancelled" and not self._late:
-            raise APIError(503, "the server is shutting down: try again later", code="shutting_down", retry_after=5)
-
-    def _failed(self, error: Exception) -> APIError:
-        if isinstance(error, QBEError):
-            if self._late:
-                return APIError(504, "the request took too long before it began", code="timeout")
-            return refused(error, {**_FIELDS, "prompt": self.asked.field})
-        return APIError(500, "the request could not be started; the server's log says more", code="engine_error")
+_STOP_S = 30.0  # for the engine's thread to end
 
 
 class Service:
@@ -175,7 +60,7 @@ class Service:
         self._words: Words | None = None
         self._lowest = 0.0
         self._knows_tools: bool | None = None
-        self._worker = Worker(make, self._on_ready, self._on_broken)
+        self._worker = Worker(lambda: self._prepared(make()), self._on_ready, self._on_broken)
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -199,22 +84,26 @@ class Service:
         if self._watching is not None:
             self._watching.cancel()
         self._worker.stop()
-        await asyncio.to_thread(self._worker.join, _GRACE_S)
+        # A model that is still being loaded is not waited for.
+        await asyncio.to_thread(self._worker.join, _STOP_S if self._worker.engine is not None else 0.0)
         self._prepare.shutdown(wait=False, cancel_futures=True)
         if self._grammars is not None:
-            self._grammars.close()
+            await self._grammars.close()
+
+    def _prepared(self, engine: Engine) -> Engine:
+        """In the engine's thread: what is made of an engine once."""
+        total = sum(s.parameters * s.gears[0] for s in engine.table.nested)
+        self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
+        self._grammars = Grammars(engine)
+        self._words = Words(engine.tokenizer, self._grammars.tokenizer)
+        return engine
 
     def _on_ready(self, error: BaseException | None) -> None:
         engine = self._worker.engine
         if error is None and engine is not None:
             try:
-                nested = engine.table.nested
-                total = sum(s.parameters * s.gears[0] for s in nested)
-                self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
                 contract.check(self.settings, self._lowest)
-                self._grammars = Grammars(engine)
-                self._words = Words(engine.tokenizer, self._grammars.tokenizer)
-            except Exception as wrong:
+            except QBEError as wrong:
                 error = wrong
         if error is not None or engine is None:
             self._failed(error or QBEError("there is no engine"))
@@ -324,7 +213,7 @@ class Service:
         except TimeoutError:
             raise APIError(504, "the request took too long before it began", code="timeout") from None
         except QBEError as error:
-            raise refused(error, {**_FIELDS, "prompt": asked.field}) from error
+            raise asked.refused(error) from error
         requests = []
         for i in range(asked.n):
             seed = None if request.params.seed is None else (request.params.seed + i) % 2**63
@@ -378,21 +267,3 @@ def _knows_tools(tokenizer: Any) -> bool:
 def _charged(job: Job) -> int:
     """Tokens that a prompt and its answers may have."""
     return job.choice[1].prompt_tokens + sum(r.params.max_tokens for r in job.requests)
-
-
-async def while_connected(disconnected: Callable[[], Any], work: Any) -> Any:
-    """The result of `work`, or None if the client hangs up before; then it is cancelled.
-
-    Args:
-        disconnected: awaits the client's end.
-    """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for one in (task, gone):
-            if not one.done():
-                one.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await one

@@ -17,7 +17,7 @@ from typing import Any
 
 from qbe.engine.detokenize import overlap
 from qbe.server.errors import APIError
-from qbe.server.grammar import of_schema
+from qbe.server.grammar import rule
 from qbe.server.protocol import ChatRequest, Message, NamedTool, Tool
 
 _OPEN = '<tool_call>\n{"name": '
@@ -70,8 +70,8 @@ def grammar(body: ChatRequest, tools: Sequence[Tool], text: str | None) -> str:
         rules.append(text or "")
     for i, tool in enumerate(tools):
         begin = json.dumps(_OPEN + json.dumps(tool.function.name) + _ARGUMENTS)
-        schema = json.dumps(of_schema(tool.function.parameters or {"type": "object"}))
-        rules.append(f"call_{i}: {begin} %json {schema} {json.dumps(_CLOSE)}")
+        arguments = rule(tool.function.parameters or {"type": "object"})
+        rules.append(f"call_{i}: {begin} {arguments} {json.dumps(_CLOSE)}")
     return "\n".join(rules)
 
 

@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 _FAILURES = 3  # steps that fail in a row; then the engine counts as broken
 
 
+class Cancelled(Exception):
+    """A job was cancelled before all of its answers began."""
+
+
 @dataclass(frozen=True)
 class Delta:
     """What a step added to one answer.
@@ -91,7 +95,7 @@ class _Running:
     """A job in the engine."""
 
     ids: list[str]
-    cancelled: bool = False
+    over_for: Exception | None = None  # why no further answer begins
     seen: list[int] = field(default_factory=list)  # tokens of each answer that were told; -1 when it has ended
 
     @property
@@ -158,8 +162,16 @@ class Worker(threading.Thread):
             self._tell(self._ready, error)
             return
         self._tell(self._ready, None)
+        try:
+            with engine:
+                self._serve(engine)
+        except Exception:  # a defect of ours
+            log.exception("the engine's thread ended")
+            self._tell(self._broken)
+
+    def _serve(self, engine: Engine) -> None:
         failures = 0
-        with engine:
+        try:
             while self._take_orders():
                 if engine.core.has_work():
                     try:
@@ -173,6 +185,7 @@ class Worker(threading.Thread):
                     log.error("the engine fails at every step and is given up: restart the server")
                     self._tell(self._broken)
                     break
+        finally:
             for job in list(self._jobs):
                 self._end(job)
             self._report(engine)
@@ -204,7 +217,7 @@ class Worker(threading.Thread):
         running = self._jobs.get(job)
         if running is not None:
             assert self.engine is not None
-            running.cancelled = True
+            running.over_for = running.over_for or Cancelled()
             for request_id, seen in zip(running.ids, running.seen, strict=True):
                 if seen >= 0:
                     self.engine.cancel(request_id)
@@ -213,21 +226,21 @@ class Worker(threading.Thread):
         """Tell every job what is new; start the other answers of those whose prompt is through."""
         for job, running in list(self._jobs.items()):
             rest = job.requests[len(running.ids) :]
-            if rest and not running.cancelled and engine.started(running.ids[0]):
+            if rest and running.over_for is None and engine.started(running.ids[0]):
                 try:
                     for request in rest:
                         running.ids.append(engine.submit(request, twin=running.ids[0], choice=job.choice))
                         running.seen.append(0)
                 except QBEError as error:
-                    self._news.append((job, error))
+                    running.over_for = error
                     self._end(job)
             for answer, request_id in enumerate(running.ids):
                 if running.seen[answer] >= 0:
                     self._add_news(engine, job, running, answer, request_id)
             if running.over:
                 del self._jobs[job]
-                if running.cancelled and len(running.ids) < len(job.requests):
-                    self._news.append((job, QBEError("the request was cancelled")))
+                if running.over_for is not None and len(running.ids) < len(job.requests):
+                    self._news.append((job, running.over_for))
         if self._news:
             self._tell(_deliver, self._news)
             self._news = []

@@ -1,0 +1,163 @@
+"""One HTTP request while it is answered: what it asks of the engine, and what comes back of each answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher
+
+from qbe.engine.result import Prompt, Result
+from qbe.engine.sequence import SamplingParams
+from qbe.errors import QBEError
+from qbe.server.contract import Terms
+from qbe.server.errors import APIError, refused
+from qbe.server.keys import Client
+from qbe.server.worker import Cancelled, Delta, Event, Job
+
+_GRACE_S = 30.0  # after its time limit, for the engine to end a request
+# How the engine calls what it refuses -> the field of the body.
+_FIELDS = {
+    "logit_bias": "logit_bias", "kv_bits": "qbe.kv_bits", "KV cache at": "qbe.kv_bits", "uniform policy": "qbe.bits",
+    "max_tokens": "max_tokens", "a budget of": "qbe.bits", "sensitivity table": "qbe.policy", "prompt": "prompt",
+}  # fmt: skip
+
+
+_SHUTTING_DOWN = APIError(503, "the server is shutting down: try again later", code="shutting_down", retry_after=5)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one HTTP request asks of the engine.
+
+    Attributes:
+        prompts: each gets `n` answers.
+        params: of the first answer; the i-th one has the seed s + i. `max_tokens` is a wish if `lenient`.
+        lenient: whether answers may be shorter because the cache is small.
+        matcher: the grammar that every answer follows.
+        field: of the body, that the prompt came from.
+    """
+
+    client: Client
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    n: int
+    terms: Terms
+    tools: list[dict[str, Any]] | None = None
+    matcher: LLMatcher | None = None
+    lenient: bool = False
+    field: str = "prompt"
+
+    def refused(self, error: QBEError) -> APIError:
+        """The engine's refusal, with the field of the body."""
+        return refused(error, {**_FIELDS, "prompt": self.field})
+
+
+class Exchange:
+    """The answers to one HTTP request while they are written.
+
+    Args:
+        cancel: ends a job.
+        seconds: until the request has taken too long.
+
+    Attributes:
+        jobs: one for each prompt.
+        ends_at, gone_at: in the loop's time, when its answers end, and when nobody waits for them any more.
+    """
+
+    def __init__(self, asked: Asked, cancel: Callable[[Job], None], seconds: float) -> None:
+        self.asked, self.jobs = asked, list[Job]()
+        self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+        self._cancel, self._loop = cancel, asyncio.get_running_loop()
+        self.ends_at = self._loop.time() + seconds
+        self.gone_at = self.ends_at + _GRACE_S
+        latency, self._late = asked.terms.contract.max_latency_ms, ""
+        self._timers = [self._loop.call_at(self.ends_at, self._expire, "timeout")]
+        if latency is not None:
+            self._timers.append(self._loop.call_later(latency / 1e3, self._expire, "latency"))
+
+    def _expire(self, why: str) -> None:
+        self._late = self._late or why
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End what still runs; its pages are free before the next step."""
+        for job in self.jobs:
+            if None in job.results:
+                self._cancel(job)
+
+    def over(self) -> None:
+        """Nobody reads any more."""
+        self.cancel()
+        for timer in self._timers:
+            timer.cancel()
+
+    async def taken(self) -> None:
+        """Until the engine has taken all jobs. Raises APIError when it refuses one."""
+        for _ in self.jobs:
+            _, event = await self._next()
+            if isinstance(event, Exception):
+                raise self._failed(event)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """What comes of each answer, with its index; `taken` must have been awaited.
+
+        Raises:
+            APIError: an answer failed or took too long.
+        """
+        left = len(self.jobs) * self.asked.n
+        while left:
+            job, event = await self._next()
+            if isinstance(event, Exception):
+                raise self._failed(event)
+            if event is None:
+                continue
+            if event.result is not None:
+                left -= 1
+                self._check(event.result)
+            yield self.jobs.index(job) * self.asked.n + event.answer, event
+
+    async def _next(self) -> tuple[Job, Event]:
+        try:
+            async with asyncio.timeout_at(self.gone_at):
+                return await self.events.get()
+        except TimeoutError:
+            raise APIError(504, "the engine does not answer", code="timeout") from None
+
+    def _check(self, result: Result) -> None:
+        if result.finish_reason == "error":
+            raise APIError(500, result.error or "the model failed", code="engine_error")
+        if result.finish_reason == "cancelled" and self._late == "timeout":
+            raise APIError(504, "the request took too long: ask for fewer tokens", code="timeout")
+        if result.finish_reason == "cancelled" and not self._late:
+            raise _SHUTTING_DOWN
+
+    def _failed(self, error: Exception) -> APIError:
+        if isinstance(error, Cancelled) and self._late:
+            return APIError(504, "the request took too long before it began", code="timeout")
+        if isinstance(error, Cancelled):
+            return _SHUTTING_DOWN
+        if isinstance(error, QBEError):
+            return self.asked.refused(error)
+        return APIError(500, "the request could not be started; the server's log says more", code="engine_error")
+
+
+async def while_connected(disconnected: Callable[[], Any], work: Any) -> Any:
+    """The result of `work`, or None if the client hangs up before; then it is cancelled.
+
+    Args:
+        disconnected: awaits the client's end.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            if not one.done():
+                one.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await one

@@ -1,0 +1,95 @@
+"""A server in this process, on a port of its own, with a tiny model: its engine can be looked at and slowed down."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import uvicorn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from conftest import byte_tokenizer, tiny_llama
+from qbe.engine.engine import Engine
+from qbe.server.app import make_app
+from qbe.server.service import Service
+from qbe.server.settings import Watched
+
+LIMIT_S = 60.0
+
+
+def tiny_parts() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A tiny model and tokenizer with an end-of-sequence token."""
+    model, tokenizer = tiny_llama(), byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    model.config.max_position_embeddings = 4096
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model, tokenizer
+
+
+def tiny_engine(**options: Any) -> Engine:
+    """An engine with it; the uniform policy needs no sensitivities."""
+    model, tokenizer = tiny_parts()
+    return Engine(model, tokenizer=tokenizer, **{"policy": "uniform", "records": False, "max_sequences": 4} | options)
+
+
+class Running:
+    """A server that runs, and ways to talk to it."""
+
+    def __init__(self, url: str, service: Service) -> None:
+        self.url, self.service = url, service
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+        self.http = httpx2.Client(base_url=url, timeout=LIMIT_S)
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine()
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx2.Response:
+        return self.http.post(f"/v1/{path}", json=body, headers=headers)
+
+    def metric(self, line: str) -> float:
+        """The value of a line of /metrics that begins so."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(found.rsplit(" ", 1)[1]) for found in lines if found.startswith(line))
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait for it, not for ever."""
+    ends = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < ends, f"never: {what}"
+        time.sleep(0.005)
+    return found
+
+
+@contextmanager
+def running(make: Callable[[], Engine] = tiny_engine, config: Path | None = None) -> Iterator[Running]:
+    """Start, wait until it is ready, stop."""
+    failures: list[BaseException] = []
+    services: list[Service] = []
+
+    def service() -> Service:
+        services.append(Service(make, Watched(config), False, "tiny", failures.append))
+        return services[0]
+
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(service), host="127.0.0.1", port=0, log_level="error", http="h11", ws="none",
+                       timeout_graceful_shutdown=5)
+    )  # fmt: skip
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        until(lambda: failures or (server.started and services[0].ready), "the server is ready")
+        assert not failures, failures
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Running(f"http://127.0.0.1:{port}", services[0])
+    finally:
+        server.should_exit = True
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()

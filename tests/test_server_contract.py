@@ -1,0 +1,215 @@
+"""Precision as part of the contract: tiers, bounds, prices, brownout, and settings that change while it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qbe.errors import QBEError
+from qbe.server.admission import sunk
+from qbe.server.contract import budget, terms
+from qbe.server.errors import APIError
+from qbe.server.protocol import Contract
+from qbe.server.settings import Settings, Tier, load
+from qbe.server.speed import Speed
+from server_running import Running, running, until
+
+TOML = """
+[tiers.flex]
+bits = [4.0, 4.5]
+price = 0.5
+[tiers.default]
+bits = [6.0, 8.0]
+floor = 4.0
+[tiers.priority]
+bits = [8.0, 8.0]
+ceiling = 8.0
+[prices]
+currency = "EUR"
+input = 10.0
+cached_input = 1.0
+output = 40.0
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "serve.toml"
+    path.write_text(TOML)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(config: Path) -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qbe.server.service._RELOAD_S", 0.05)
+        with running(config=config) as found:
+            yield found
+
+
+def ask(server: Running, **body: Any) -> Any:
+    answer = server.post("completions", {"prompt": "hello there", "max_tokens": 4, "ignore_eos": True} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    ("asked", "served", "bits"),
+    [("flex", "flex", 4), ("default", "default", 8), ("auto", "default", 8), ("priority", "priority", 8),
+     ("fast", "priority", 8), (None, "default", 8)],
+)  # fmt: skip
+def test_the_reply_names_the_tier_served(server: Running, asked: str | None, served: str, bits: float) -> None:
+    answer = ask(server, service_tier=asked)
+    assert answer["service_tier"] == served
+    assert answer["usage"]["qbe"]["average_weight_bits"] == bits
+
+
+@pytest.mark.parametrize(
+    ("bounds", "bits", "kv_bits"),
+    [({"bits": 6}, 6, 16), ({"max_bits": 6.5}, 6, 16), ({"min_bits": 16}, 16, 16), ({"kv_bits": 4, "bits": 4}, 4, 4),
+     ({"policy": "uniform", "bits": 16, "activation_bits": 8}, 16, 16)],
+)  # fmt: skip
+def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bits: float) -> None:
+    usage = ask(server, prompt=(str(bounds) * 20)[:130], qbe=bounds)["usage"]
+    assert usage["qbe"]["average_weight_bits"] == bits
+    assert usage["qbe"]["average_kv_bits"] <= (16 if kv_bits == 16 else 8)  # the last page is kept at 16
+    assert sum(usage["qbe"]["tokens_by_bits"].values()) == 130 + 4 - 1
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"qbe": {"bitz": 5}}, "qbe.bitz"),
+        ({"qbe": {"bits": 5, "max_bits": 6}}, "qbe.bits"),
+        ({"qbe": {"min_bits": 8, "max_bits": 6}}, "qbe.min_bits"),
+        ({"qbe": {"bits": 99}}, "qbe.bits"),
+        ({"qbe": {"bits": 2}}, "qbe.bits"),
+        ({"qbe": {"max_bits": 3}}, "qbe.max_bits"),
+        ({"qbe": {"bits": 5}}, "qbe.bits"),  # the uniform policy has 4, 6, 8 and 16
+        ({"service_tier": "priority", "qbe": {"min_bits": 9}}, "qbe.min_bits"),
+        ({"qbe": {"kv_bits": 1}}, "qbe.kv_bits"),
+        ({"qbe": {"kv_bits": 5}}, "qbe.kv_bits"),
+        ({"qbe": {"activation_bits": 7}}, "qbe.activation_bits"),
+        ({"qbe": {"max_cost": 1e-9}}, "qbe.max_cost"),
+        ({"qbe": {"max_cost": 0}}, "qbe.max_cost"),
+        ({"qbe": {"max_latency_ms": -1}}, "qbe.max_latency_ms"),
+        ({"qbe": {"policy": "none"}}, "qbe.policy"),
+        ({"qbe": {"policy": "tiered"}}, "qbe.policy"),  # this engine has no sensitivities
+        ({"qbe": []}, "qbe"),
+        ({"max_tokens": 1 << 30, "prompt": "x" * 5000}, "prompt"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"prompt": [5000]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"temperature": 3}, "temperature"),
+        ({"n": 129}, "n"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+def test_a_wrong_budget_is_refused_by_its_field(server: Running, body: dict[str, Any], field: str) -> None:
+    answer = server.post("completions", {"prompt": "hello"} | body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["param"] == field, error
+    assert field in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert "\n" not in error["message"]
+
+
+def test_the_cost_is_that_of_the_bits_used(server: Running) -> None:
+    usage = ask(server, prompt="x" * 40, n=2, qbe={"bits": 4})["usage"]
+    assert usage["cost"] == pytest.approx((40 * 10 + 8 * 40) / 1e6 * 4 / 16)
+    assert usage["qbe"]["currency"] == "EUR"
+    flex = ask(server, prompt="y" * 40, service_tier="flex", qbe={"bits": 4})["usage"]
+    assert flex["cost"] == pytest.approx((40 * 10 + 4 * 40) / 1e6 * 4 / 16 / 2)
+    ask(server, prompt="z" * 130)
+    cached = ask(server, prompt="z" * 130)["usage"]
+    assert cached["prompt_tokens_details"]["cached_tokens"] == 128
+    assert cached["cost"] == pytest.approx((2 * 10 + 128 * 1 + 4 * 40) / 1e6 * 8 / 16)
+
+
+def test_a_price_bounds_the_bits(server: Running) -> None:
+    most = (20 * 10 + 4 * 40) / 1e6
+    usage = ask(server, prompt="x" * 20, qbe={"max_cost": most * 7 / 16})["usage"]
+    assert usage["qbe"]["average_weight_bits"] == 6
+    assert usage["cost"] <= most * 7 / 16
+
+
+def test_what_is_late_is_cut(server: Running) -> None:
+    body = {"max_tokens": 3000, "prompt": "x", "ignore_eos": True, "qbe": {"max_latency_ms": 60}}
+    answer = server.post("completions", body).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] < 3000
+    until(lambda: not server.engine.core.has_work(), "the engine is idle")
+
+
+def test_settings_change_while_it_runs_and_broken_ones_do_not(server: Running, config: Path) -> None:
+    def write(text: str) -> None:
+        new = config.with_suffix(".new")
+        new.write_text(text)
+        os.replace(new, config)
+
+    try:
+        write(TOML.replace("[6.0, 8.0]", "[16.0, 16.0]"))
+        until(lambda: server.service.settings.tiers.default.bits[0] == 16, "the new settings")
+        assert ask(server)["usage"]["qbe"]["average_weight_bits"] == 16
+        for broken in ("[tiers.default]\nbits = [9, 5]", "not = [toml", "[tiers.flex]\nbits = [2.0, 3.0]"):
+            write(broken)
+            until(lambda: server.metric("qbe:settings_ok") == 0, "it says so")
+            assert ask(server)["usage"]["qbe"]["average_weight_bits"] == 16
+            write(TOML.replace("[6.0, 8.0]", "[16.0, 16.0]"))
+            until(lambda: server.metric("qbe:settings_ok") == 1, "it is good again")
+    finally:
+        write(TOML)
+        until(lambda: server.service.settings.tiers.default.bits[0] == 6, "the old settings")
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("[tiers.gold]\nbits = [4, 5]", "tiers.gold"),
+        ("[tiers.default]\nbits = [4, 99]", "tiers.default.bits"),
+        ("[tiers.default]\nbits = [5, 6]\nfloor = 5.5", "tiers.default"),
+        ("[prices]\ninput = -1", "prices.input"),
+        ("[limits]\nqueue = 0", "limits.queue"),
+        ('[keys.a]\nsha256 = "12"', "keys.a.sha256"),
+        ("[prices]\ninput = nan", "prices.input"),
+        ("x = ", "TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_line_with_the_place(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text(text)
+    with pytest.raises(QBEError, match=where) as refused:
+        load(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_browned_out_tier_sinks_to_its_floor_and_no_further() -> None:
+    tier = Tier(bits=(5.0, 7.0), floor=4.0)
+    assert sunk(tier, 0.0) == (5.0, 7.0)
+    assert sunk(tier, 0.5) == (4.5, 5.5)
+    assert sunk(tier, 1.0) == (4.0, 4.0)
+    assert sunk(Tier(bits=(5.0, 7.0)), 1.0) == (5.0, 7.0)
+    given = terms("default", Contract(min_bits=6.0), Settings(), 1.0)
+    assert budget(given, 1, 1, 1, 4.0, Speed()).within == (6.0, 6.0)  # what was asked for stays
+
+
+def test_speed_is_a_line_over_bits() -> None:
+    speed = Speed()
+    assert speed.most_bits(100, 10, 10) is None
+    for bits in (4.0, 8.0, 4.0, 8.0):
+        speed.learn(10, 20.0, 11, 10 * (1 + 0.5 * bits), bits)
+    # 20 ms for the prompt, then 10 tokens of 1 + b/2 ms
+    assert speed.most_bits(20 + 10 * 4.0, 10, 11) == pytest.approx(6.0)
+    given = terms("default", Contract(max_latency_ms=50.0), Settings(), 0.0)
+    found = budget(given, 10, 11, 1, 4.0, speed).within
+    assert found is not None
+    assert found[0] == found[1] == pytest.approx(4.0)
+    with pytest.raises(APIError, match="max_bits"):
+        budget(terms("default", Contract(max_bits=3.0), Settings(), 0.0), 1, 1, 1, 4.0, speed)

@@ -1,0 +1,243 @@
+"""What goes wrong: clients that hang up, full queues, slow and failing engines, and bodies of every kind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from server_running import Running, running, tiny_engine, until
+
+LONG = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}
+TOML = """
+[limits]
+queue = 4
+brownout = 0.0
+timeout_s = 20
+body_bytes = 20000
+[tiers.default]
+bits = [8.0, 8.0]
+floor = 4.0
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    config = tmp_path_factory.mktemp("config") / "serve.toml"
+    config.write_text(TOML)
+    with running(lambda: tiny_engine(max_sequences=2), config) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _ends_idle(server: Running) -> Iterator[None]:
+    """Whatever happened, nothing is left: no request, no page, no place in the queue."""
+    yield
+    until(lambda: not server.engine.core.has_work() and not server.engine._live, "the engine is idle")
+    allocator = server.engine.core.scheduler.allocator
+    assert allocator.free_bytes == allocator.num_pages * allocator.page_bytes
+    until(lambda: server.service._admission.inside == 0, "the queue is empty")  # type: ignore[union-attr]
+
+
+def connect(server: Running, body: dict[str, Any]) -> socket.socket:
+    """A connection on which this was asked."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_its_pages(server: Running, stream: bool) -> None:
+    with connect(server, LONG | {"stream": stream, "n": 2}) as connection:
+        until(lambda: len(server.engine.core.scheduler.running) == 2, "both answers run")
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    until(lambda: not server.engine.core.has_work(), "they were cancelled")
+    assert server.metric('vllm:request_success_total{finished_reason="cancelled"') >= 2
+
+
+def test_one_that_hangs_up_in_the_queue_is_never_begun(server: Running) -> None:
+    with connect(server, LONG | {"n": 2}):
+        until(lambda: len(server.engine.core.scheduler.running) == 2, "the batch is full")
+        with connect(server, LONG):
+            until(lambda: len(server.engine.core.scheduler.waiting) == 1, "it waits")
+        until(lambda: not server.engine.core.scheduler.waiting, "it is gone")
+        assert len(server.engine.core.scheduler.running) == 2
+
+
+def test_a_full_queue_browns_out_and_then_refuses(server: Running) -> None:
+    def bits() -> float:
+        return server.post("completions", {"prompt": "x", "max_tokens": 1}).json()["usage"]["qbe"]["average_weight_bits"]
+
+    assert bits() == 8
+    with connect(server, LONG | {"n": 2}), connect(server, LONG | {"n": 2}):
+        until(lambda: server.service._admission.waiting == 2, "two answers wait")  # type: ignore[union-attr]
+        assert server.metric("qbe:brownout") == 0.5
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(server.post, "completions", {"prompt": "x", "max_tokens": 1})
+            until(lambda: server.service._admission.waiting == 3, "the third waits")  # type: ignore[union-attr]
+            with connect(server, LONG):
+                until(lambda: server.service._admission.waiting == 4, "the queue is full")  # type: ignore[union-attr]
+                with pytest.raises(openai.RateLimitError) as refused:
+                    server.client.completions.create(model="tiny", prompt="x")
+                assert refused.value.code == "queue_full"
+                assert 1 <= int(refused.value.response.headers["Retry-After"]) <= 60
+                assert server.metric("qbe:brownout") == 1
+                assert server.metric("vllm:num_requests_waiting") == 4
+            server.service._worker.cancel(next(iter(server.service._worker._jobs)))
+            usage = late.result(30).json()["usage"]["qbe"]
+    assert usage["brownout"] == 0.5
+    assert usage["average_weight_bits"] == 6  # halfway to the floor
+    until(lambda: server.service.brownout() == 0, "the pressure is gone")
+    assert bits() == 8
+
+
+@pytest.fixture
+def slow(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes a while."""
+    step = server.engine.core.step
+    monkeypatch.setattr(server.engine.core, "step", lambda: (time.sleep(0.02), step())[1])
+
+
+def test_a_request_that_takes_too_long_ends(server: Running, slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = server.service.settings.limits.model_copy(update={"timeout_s": 0.4})
+    changed = server.service.settings.model_copy(update={"limits": limits})
+    monkeypatch.setattr(server.service._watched, "current", changed)
+    answer = server.post("completions", LONG)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    with pytest.raises(openai.APIError, match="too long"):
+        list(server.client.completions.create(
+            model="tiny", prompt="x", stream=True, max_tokens=3000, extra_body={"ignore_eos": True}
+        ))  # fmt: skip
+
+
+def test_an_engine_that_fails_once_goes_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, failed = server.engine.core.runner.step, []
+
+    def step(work: Any) -> Any:
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("a kernel failed")
+        return forward(work)
+
+    monkeypatch.setattr(server.engine.core.runner, "step", step)
+    answer = server.post("completions", {"prompt": "x", "stream": True})
+    assert "engine_error" in answer.text
+    assert "a kernel failed" not in answer.text
+    monkeypatch.setattr(server.engine.core.runner, "step", forward)
+    assert server.post("completions", {"prompt": "x"}).status_code == 200
+    assert server.http.get("/health").status_code == 200
+
+
+def test_an_engine_that_fails_always_says_so() -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a kernel failed")
+
+    with running() as own:
+        own.engine.core.runner.step = broken  # type: ignore[method-assign]
+        codes = [own.post("completions", {"prompt": "x"}).status_code for _ in range(3)]
+        assert codes == [500] * 3
+        until(lambda: own.http.get("/health").status_code == 503, "it is given up")
+        assert own.http.get("/ready").status_code == 503
+        assert own.post("completions", {"prompt": "x"}).status_code == 503
+
+
+def test_bodies_and_headers_have_limits(server: Running) -> None:
+    big = server.post("completions", {"prompt": "x" * 30000})
+    assert (big.status_code, big.json()["error"]["code"]) == (413, "body_too_large")
+    parts = server.http.post("/v1/completions", content=iter([b" " * 9000] * 4))  # its length is not declared
+    assert parts.status_code == 413
+    assert server.http.get("/health", headers={"X-Long": "x" * 40000}).status_code == 431
+    plain = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
+    assert plain.status_code == 400  # what a page of another site could send
+    assert server.http.get("/health", headers={"Host": "evil.example"}).status_code == 403
+    for text in (b"[" * 9000, b'{"prompt": "\\ud800"}', b'{"prompt": 1e999}', b'{"seed": NaN}', b"\xff", b"", b"null"):
+        answer = server.http.post("/v1/completions", content=text, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, text
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 2, 16, 0.5, 1e308]))
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8))
+VALUES = st.recursive(
+    SCALARS, lambda v: st.one_of(st.lists(v, max_size=3), st.dictionaries(st.text(max_size=6), v, max_size=3)),
+    max_leaves=6,
+)  # fmt: skip
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer", "x"])},
+        optional={"content": st.one_of(st.text(max_size=20), VALUES), "tool_calls": VALUES, "name": st.text(max_size=4)},
+    ),
+    max_size=3,
+)
+SCHEMAS = st.recursive(
+    st.sampled_from([{"type": t} for t in ("string", "integer", "boolean", "null", "object", "array", "x")]),
+    lambda s: st.fixed_dictionaries(
+        {}, optional={"type": st.sampled_from(["object", "array"]), "items": s, "anyOf": st.lists(s, max_size=2),
+                      "properties": st.dictionaries(st.text(max_size=3), s, max_size=2), "pattern": st.text(max_size=6)},
+    ),
+    max_leaves=4,
+)  # fmt: skip
+FIELDS = {
+    "model": st.sampled_from(["tiny", "x", None]), "temperature": NUMBERS, "top_p": NUMBERS, "top_k": NUMBERS,
+    "min_p": NUMBERS, "seed": NUMBERS, "n": st.sampled_from([1, 2, 0, 999, None]), "stop": VALUES,
+    "logit_bias": st.dictionaries(st.integers(-2, 400).map(str), NUMBERS, max_size=2), "stream": st.booleans(),
+    "stream_options": st.one_of(VALUES, st.just({"include_usage": True, "continuous_usage_stats": True})),
+    "presence_penalty": NUMBERS, "frequency_penalty": NUMBERS, "repetition_penalty": NUMBERS,
+    "service_tier": st.sampled_from(["auto", "flex", "priority", "fast", "gold"]),
+    "qbe": st.one_of(VALUES, st.fixed_dictionaries({}, optional={
+        "bits": NUMBERS, "min_bits": NUMBERS, "max_bits": NUMBERS, "kv_bits": NUMBERS, "kv_error": NUMBERS,
+        "max_cost": NUMBERS, "max_latency_ms": NUMBERS, "policy": st.sampled_from(["uniform", "tiered", "x"]),
+        "activation_bits": st.sampled_from([8, 16, 4]),
+    })),
+    "response_format": st.one_of(VALUES, st.just({"type": "json_object"}), st.builds(
+        lambda s: {"type": "json_schema", "json_schema": {"name": "x", "schema": s}}, SCHEMAS), st.builds(
+        lambda g: {"type": "grammar", "grammar": g}, st.text(max_size=9))),
+    "logprobs": st.one_of(st.booleans(), NUMBERS), "unknown": VALUES,
+}  # fmt: skip
+CHAT = st.fixed_dictionaries({"messages": MESSAGES, "max_tokens": st.sampled_from([1, 2, 0])}, optional=FIELDS | {
+    "tools": st.one_of(VALUES, st.builds(lambda s: [{"type": "function", "function": {"name": "f", "parameters": s}}], SCHEMAS)),
+    "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function", "function": {"name": "f"}}, 1]),
+    "top_logprobs": NUMBERS,
+})  # fmt: skip
+COMPLETION = st.fixed_dictionaries(
+    {"prompt": st.one_of(st.text(max_size=9), VALUES, st.lists(st.integers(-1, 400), max_size=4)),
+     "max_tokens": st.sampled_from([1, 2, 0])},
+    optional=FIELDS | {"echo": st.booleans()},
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.one_of(CHAT.map(lambda b: ("chat/completions", b)), COMPLETION.map(lambda b: ("completions", b))))
+def test_no_body_makes_the_server_fail(server: Running, asked: tuple[str, dict[str, Any]]) -> None:
+    path, body = asked
+    answer = server.http.post(
+        f"/v1/{path}", content=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code in (200, 400, 404), (body, answer.text)
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"]
+    elif body.get("stream"):
+        assert answer.text.endswith("data: [DONE]\n\n"), (body, answer.text)
+
+
+def test_a_slow_body_is_not_waited_for(server: Running, tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text("[limits]\nbody_s = 0.2\n")
+    with running(config=config) as own:
+        host, port = own.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 50\r\n\r\n{{".encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 408")
