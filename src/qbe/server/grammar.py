@@ -21,6 +21,7 @@ import torch
 from qbe.engine.engine import Engine
 from qbe.server.errors import APIError
 
+_CHECKER = Path(__file__).with_name("check_grammar.py")
 _KEPT = 256  # compiled grammars
 _END_S = 5.0  # for a killed process to end
 _START_S = 60.0  # for the checking process to read its tokenizer
@@ -134,9 +135,8 @@ class Grammars:
     async def _check(self, grammar: str, seconds: float) -> str | None:
         """What is wrong with it."""
         if self._checker is None or self._checker.returncode is not None:
-            program = str(Path(__file__).with_name("check_grammar.py"))
             self._checker = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", program, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                sys.executable, "-P", str(_CHECKER), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL, limit=1 << 20,
             )  # fmt: skip
             await self._ask(self._setup or "", _START_S)
