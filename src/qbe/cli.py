@@ -28,12 +28,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
 )
-for _command in (generate, chat, explain, quantize, pull, info, records):
+for _command in (generate, chat, explain, quantize, pull, info, records, serve):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
 app.add_typer(cache, name="cache")
-app.command()(serve)
 # What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
 USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

@@ -19,7 +19,6 @@ from qbe.explain import Explanation
 from qbe.policies import Policy
 from qbe.sites import TURBO_KINDS, SiteTable
 
-
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
 
 

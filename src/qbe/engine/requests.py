@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from qbe.engine.chooser import Chooser, Choice
+from qbe.engine.chooser import Choice, Chooser
 from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.live import Live

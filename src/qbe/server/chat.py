@@ -66,7 +66,6 @@ class _Choice:
 
     def __init__(self, index: int, body: ChatRequest, service: Service) -> None:
         self.index, self._words = index, service.words
-        self._eos = service.engine().eos_ids
         self._reader = Reader(bool(tools.offered(body)))
         self._logprobs = bool(body.logprobs)
         self._begun = False
@@ -85,7 +84,7 @@ class _Choice:
             else:
                 found.append({"content": piece.text})
         reason = None if delta.result is None else self._reason(delta.result.finish_reason)
-        logprobs = [p for p in delta.logprobs if p.token not in self._eos]
+        logprobs = self._words.within(delta.logprobs)
         if not found and (reason is not None or logprobs):
             found.append({})
         entries: list[dict[str, Any]] = [

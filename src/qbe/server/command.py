@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from qbe.commands.options import DEFAULT, Compile, Device, Dtype, KVTokens, Model, Originals, Policy, Tune
 from qbe.errors import QBEError
 
 if TYPE_CHECKING:
@@ -20,35 +21,24 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: Annotated[
-        str, typer.Option(help="hub id, transformers folder, GGUF file, QBE folder or built-in name")
-    ] = "smollm2-135m-instruct",
-    host: Annotated[
-        str, typer.Option(help="address to listen on; others than this machine's own need keys")
-    ] = "127.0.0.1",
+    model: Model = DEFAULT,
+    host: Annotated[str, typer.Option(help="address to listen on; all but this machine's own need keys")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port; 0 takes a free one and prints it")] = 8000,
     config: Annotated[Path | None, typer.Option(help="TOML file of tiers, prices, limits and keys")] = None,
-    policy: Annotated[str, typer.Option(help="which policy chooses the blueprint")] = "tiered",
-    dtype: Annotated[str, typer.Option(help="of the 16-bit weights and activations")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    originals: Annotated[str, typer.Option(help="where 16-bit weights live on a GPU: device or host")] = "device",
+    policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
     max_sequences: Annotated[int, typer.Option(help="answers that are written at once")] = 16,
-    kv_tokens: Annotated[int | None, typer.Option(help="size of the KV cache in tokens of 16 bits")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="compile decode steps of one sequence on a CPU")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="on a GPU, tune kernels while nothing is asked")] = False,
-    new_key: Annotated[
-        str | None, typer.Option(help="make a key for this name, print it and its TOML, and end")
-    ] = None,
-) -> None:
+    kv_tokens: KVTokens = None, compile: Compile = False, tune: Tune = False,
+    new_key: Annotated[str | None, typer.Option(help="print a new key for this name with its TOML, and end")] = None,
+) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI does; every request may say what precision, time and price it wants."""
     try:
+        import fastapi  # noqa: F401
         import llguidance  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn
-
-        from qbe.server.app import make_app
-        from qbe.server.guard import HEADER_BYTES
     except ImportError as error:
         raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
+    from qbe.server.guard import HEADER_BYTES
     from qbe.server.keys import new_key as make_key
     from qbe.server.settings import Watched
 
@@ -66,6 +56,8 @@ def serve(
             "it into a file and give --config FILE, or stay at --host 127.0.0.1"
         )
     listening = _listen(host, port)
+    from qbe.server.app import make_app  # seconds, with all of torch: only what can start takes them
+
     logging.basicConfig(level=logging.WARNING, format="qbe: %(message)s", stream=sys.stderr)
     logging.getLogger("qbe.server").setLevel(logging.INFO)
     failures: list[BaseException] = []

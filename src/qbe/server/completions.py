@@ -51,7 +51,7 @@ class _Choice:
     """One answer while it is read."""
 
     def __init__(self, index: int, body: CompletionRequest, service: Service, exchange: Exchange) -> None:
-        self.index, self._words, self._eos = index, service.words, service.engine().eos_ids
+        self.index, self._words = index, service.words
         job = exchange.jobs[index // exchange.asked.n]
         self._prompt_ids, self._prompt = job.choice[0], exchange.asked.prompts[index // exchange.asked.n]
         self._echo, self._top, self._nothing = body.echo, body.logprobs, body.max_tokens == 0
@@ -67,7 +67,7 @@ class _Choice:
                 found += [self._prompt_ids[0], *(delta.prompt_logprobs or self._prompt_ids[1:])]
         if not self._nothing:
             text += delta.text
-            found += [p for p in delta.logprobs if p.token not in self._eos]
+            found += self._words.within(delta.logprobs)
         logprobs = None
         if self._top is not None:
             logprobs = self._words.for_completion(found, self._offset, self._top)

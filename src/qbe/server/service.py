@@ -13,7 +13,8 @@ from typing import Any
 from jinja2 import TemplateError
 from llguidance import LLMatcher
 
-from qbe.engine.engine import Choice, Engine
+from qbe.engine.chooser import Choice
+from qbe.engine.engine import Engine
 from qbe.engine.result import Prompt, Request
 from qbe.errors import QBEError
 from qbe.kvcache.pages import PAGE_SIZE
@@ -95,7 +96,7 @@ class Service:
         total = sum(s.parameters * s.gears[0] for s in engine.table.nested)
         self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
         self._grammars = Grammars(engine)
-        self._words = Words(engine.tokenizer, self._grammars.tokenizer)
+        self._words = Words(engine.tokenizer, self._grammars.tokenizer, engine.core.eos_ids)
         return engine
 
     def _on_ready(self, error: BaseException | None) -> None:

@@ -18,10 +18,11 @@ class Words:
     Args:
         tokenizer: of transformers.
         exact: knows the bytes of tokens that are no whole characters; None where there is none.
+        eos_ids: tokens that end an answer and are no part of it.
     """
 
-    def __init__(self, tokenizer: Any, exact: LLTokenizer | None) -> None:
-        self._tokenizer, self._exact = tokenizer, exact
+    def __init__(self, tokenizer: Any, exact: LLTokenizer | None, eos_ids: frozenset[int]) -> None:
+        self._tokenizer, self._exact, self._eos = tokenizer, exact, eos_ids
         self.bytes = functools.lru_cache(maxsize=65536)(self._bytes)
 
     def _bytes(self, token: int) -> bytes:
@@ -39,6 +40,10 @@ class Words:
         """The text of a prompt that came as tokens."""
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return text
+
+    def within(self, found: list[Logprob]) -> list[Logprob]:
+        """Without a token that ended the answer."""
+        return [f for f in found if f.token not in self._eos]
 
     def for_chat(self, found: list[Logprob]) -> list[dict[str, Any]]:
         """As a chat answer has it: `choices[].logprobs.content`."""

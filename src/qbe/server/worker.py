@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from qbe.engine.engine import Choice, Engine
+from qbe.engine.chooser import Choice
+from qbe.engine.engine import Engine
 from qbe.engine.logprobs import Logprob
 from qbe.engine.result import Request, Result
 from qbe.errors import QBEError

@@ -1,0 +1,114 @@
+"""`qbe serve` as a process of its own: start, answer, drain, refuse to start."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from qbe.cli import main
+from qbe.server.keys import digest
+from server_running import LIMIT_S, tiny_parts, until
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("served") / "model"
+    for part in tiny_parts():
+        part.save_pretrained(found)
+    return found
+
+
+@contextmanager
+def serving(*options: str, home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server and its address; it is ready."""
+    process = start(*options, home=home)
+    try:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], LIMIT_S)[0], "it says where it listens"
+        url = process.stdout.readline().split()[-1]
+
+        def ready() -> bool:
+            assert process.poll() is None, process.stderr.read()  # type: ignore[union-attr]
+            return httpx2.get(f"{url}/ready", timeout=LIMIT_S).status_code == 200
+
+        assert httpx2.get(f"{url}/health", timeout=LIMIT_S).status_code == 200  # before the model is there
+        until(ready, "it is ready")
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+def start(*options: str, home: Path) -> subprocess.Popen[str]:
+    environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"))
+    command = [sys.executable, "-m", "qbe", "serve", "--port", "0", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_it_drains_when_it_is_told_to_end(folder: Path, tmp_path: Path) -> None:
+    """What ends within the time does, the rest is cut, and nobody else comes in."""
+    config = tmp_path / "serve.toml"
+    config.write_text("[limits]\ndrain_s = 5\n")
+    options = ("--model", str(folder), "--policy", "uniform", "--config", str(config))
+    with serving(*options, home=tmp_path) as (process, url), httpx2.Client(timeout=LIMIT_S) as http:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+        assert client.models.list().data[0].id == "model"
+        body = {"prompt": "x", "max_tokens": 4000, "n": 16, "stream": True, "ignore_eos": True}
+        asked: Any = dict(model="model", prompt="x", max_tokens=60, extra_body={"ignore_eos": True}, stream=True)
+        with (
+            client.completions.create(**asked) as stream,
+            http.stream("POST", f"{url}/v1/completions", json=body) as long,
+        ):
+            chunks, lines = iter(stream), long.iter_lines()
+            next(chunks)
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [c.choices[0].finish_reason for c in chunks][-1] == "length"
+            with pytest.raises(httpx2.RemoteProtocolError):
+                list(lines)
+        assert process.wait(LIMIT_S) == 0
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--host", "0.0.0.0"), "there are no keys"),
+        (("--host", "no.such.host.invalid"), "no keys"),
+        (("--model", "/no/such/model"), "no/such/model"),
+        (("--config", "/no/such/file.toml"), "cannot be read"),
+        (("--port", "99999"), "out of range"),
+        (("--new-key", "a b"), "letters"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0", *options])
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2, errors
+    assert said in errors
+    assert errors.count("\n") == 1
+    assert errors.startswith("qbe: ")
+
+
+def test_a_new_key_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--new-key", "me"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    key = lines[0].split()[-1]
+    assert lines[1:] == ["[keys.me]", f'sha256 = "{digest(key)}"']
