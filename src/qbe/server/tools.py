@@ -177,9 +177,9 @@ class Reader:
                 break
             yield from self._piece(piece)
             self._within, self._held = ("name", rest) if self._within == "text" else ("text", rest.removeprefix("\n"))
-        keep = 0 if last or not self._tools else overlap(self._held, tag)
-        if last and self._within == "text" and self._held.startswith(_OPEN[: len("<tool_call>")]):
-            return  # a call that was cut off before its name
+        keep = overlap(self._held, tag) if self._tools else 0
+        if last and keep < (len("<tool_call>") if self._within == "text" else len("}\n<")):
+            keep = 0  # it was no tag; longer ones are of a call that was cut off
         piece, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         yield from self._piece(piece)
 
