@@ -223,7 +223,7 @@ class Service:
             )
             one = None if asked.matcher is None or self._grammars is None else self._grammars.constraint(asked.matcher)
             requests.append(replace(request, params=params, constraint=one))
-        return Job(requests, choice, exchange.events, lambda job: self._account(asked, job))
+        return Job(requests, choice, exchange.events, lambda job: self.settle(asked, job))
 
     def _choose(self, asked: Asked, prompt: Prompt) -> tuple[Request, Choice]:
         engine, params, wanted = self.engine(), asked.params, asked.terms.contract
@@ -238,7 +238,7 @@ class Service:
             request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, room))))
         return request, choice
 
-    def _account(self, asked: Asked, job: Job) -> None:
+    def settle(self, asked: Asked, job: Job) -> None:
         """A prompt's answers have ended, whoever still listens: free its place, count it, charge it."""
         results = [r for r in job.results if r is not None]
         if self._admission is not None:
