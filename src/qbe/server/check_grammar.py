@@ -26,4 +26,5 @@ def main() -> None:
         print(json.dumps(matcher.get_error() or None), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

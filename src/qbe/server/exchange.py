@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class Exchange:
     def __init__(self, asked: Asked, cancel: Callable[[Job], None], seconds: float) -> None:
         self.asked, self.jobs = asked, list[Job]()
         self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+        self._early: deque[tuple[Job, Event]] = deque()  # what was heard before all jobs were taken
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
         self.ends_at = self._loop.time() + seconds
         self.gone_at = self.ends_at + _GRACE_S
@@ -97,10 +99,13 @@ class Exchange:
 
     async def taken(self) -> None:
         """Until the engine has taken all jobs. Raises APIError when it refuses one."""
+        early: list[tuple[Job, Event]] = []
         for _ in self.jobs:
-            _, event = await self._next()
-            if isinstance(event, Exception):
-                raise self._failed(event)
+            while (found := await self._next())[1] is not None:  # the first of them may be written already
+                if isinstance(found[1], Exception):
+                    raise self._failed(found[1])
+                early.append(found)
+        self._early.extend(early)
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """What comes of each answer, with its index; `taken` must have been awaited.
@@ -123,7 +128,7 @@ class Exchange:
     async def _next(self) -> tuple[Job, Event]:
         try:
             async with asyncio.timeout_at(self.gone_at):
-                return await self.events.get()
+                return self._early.popleft() if self._early else await self.events.get()
         except TimeoutError:
             raise APIError(504, "the engine does not answer", code="timeout") from None
 

@@ -22,6 +22,7 @@ from qbe.engine.engine import Engine
 from qbe.server.errors import APIError
 
 _CHECKER = Path(__file__).with_name("check_grammar.py")
+_WAITING = 16  # grammars that wait for their check; one more is refused
 _KEPT = 256  # compiled grammars
 _END_S = 5.0  # for a killed process to end
 _START_S = 60.0  # for the checking process to read its tokenizer
@@ -95,7 +96,7 @@ class Grammars:
             self._setup = json.dumps([backend.to_str(), self._vocabulary, eos])
         self._known: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._checker: asyncio.subprocess.Process | None = None
-        self._lock = asyncio.Lock()
+        self._lock, self._waiting = asyncio.Lock(), 0
 
     async def compile(self, grammar: str, seconds: float, most_bytes: int, param: str) -> llguidance.LLMatcher:
         """A compiled grammar; `constraint` makes of it what an answer needs.
@@ -107,7 +108,7 @@ class Grammars:
             param: the field of the body that it came from.
 
         Raises:
-            APIError: it is too long, wrong, or takes too long to check.
+            APIError: it is too long, wrong, or takes too long to check, or too many wait for that.
         """
         if self.tokenizer is None:
             raise APIError(400, f"{param}: this model has no fast tokenizer with an end-of-sequence token, which "
@@ -118,8 +119,15 @@ class Grammars:
         if grammar in self._known:
             self._known.move_to_end(grammar)
             return self._known[grammar]
-        async with self._lock:
-            wrong = await self._check(grammar, seconds)
+        if self._waiting == _WAITING:
+            raise APIError(429, f"{_WAITING} grammars wait to be checked: try again later", param=param,
+                           code="queue_full", retry_after=seconds)  # fmt: skip
+        self._waiting += 1
+        try:
+            async with self._lock:
+                wrong = await self._check(grammar, seconds)
+        finally:
+            self._waiting -= 1
         if wrong is not None:
             raise APIError(400, f"{param}: {_line(wrong)}", param=param, code="invalid_grammar")
         matcher = await asyncio.to_thread(llguidance.LLMatcher, self.tokenizer, grammar, log_level=0)
