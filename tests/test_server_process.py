@@ -59,7 +59,7 @@ def start(*options: str, home: Path) -> subprocess.Popen[str]:
 def test_it_drains_when_it_is_told_to_end(folder: Path, tmp_path: Path) -> None:
     """What ends within the time does, the rest is cut, and nobody else comes in."""
     config = tmp_path / "serve.toml"
-    config.write_text("[limits]\ndrain_s = 5\n")
+    config.write_text("[limits]\ndrain_s = 3\n")
     options = ("--model", str(folder), "--policy", "uniform", "--config", str(config))
     with serving(*options, home=tmp_path) as (process, url), httpx2.Client(timeout=LIMIT_S) as http:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
