@@ -86,7 +86,7 @@ def test_penalties_count_the_answers_tokens() -> None:
 
 
 def engine() -> Engine:
-    return Engine(tiny_llama(), tokenizer=byte_tokenizer(), policy="uniform", records=False)
+    return Engine(tiny_llama(), tokenizer=byte_tokenizer(), policy="uniform", records=False, max_batch_tokens=128)
 
 
 def run(engine: Engine, *requests: Request) -> list[Sequence]:

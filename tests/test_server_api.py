@@ -101,7 +101,7 @@ def test_stop_is_no_part_of_the_answer(api: openai.OpenAI) -> None:
 
 def test_echo_says_how_likely_the_prompt_is(server: Running, api: openai.OpenAI) -> None:
     """What lm-evaluation-harness's local-completions reads."""
-    prompt = "the quick brown fox " * 20  # longer than a step's rows of logits
+    prompt = "the quick brown fox " * 30  # longer than a step
     answer = api.completions.create(
         model="tiny", prompt=prompt, max_tokens=1, echo=True, logprobs=1, temperature=0, extra_body=FULL
     )
