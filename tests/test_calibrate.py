@@ -15,6 +15,7 @@ from qbe.errors import QBEError
 from qbe.kernels.reference import descent as reference
 from qbe.store import calibrate as module
 from qbe.store import checkpoint, descent
+from qbe.store import prepare as prepare_module
 from qbe.store.calibrate import calibrate, damped, read_tokens, second_moments
 from qbe.store.codes import quantise
 from qbe.store.layout import SliceLayout
@@ -168,7 +169,7 @@ def test_texts_that_do_not_do_are_refused(tmp_path: Path) -> None:
 
 
 def test_quantize_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QBE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(prepare_module, "cache_dir", lambda: tmp_path / "cache")
     model = write_folder(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("he said a thing or two, and then another one. " * 200)
