@@ -100,8 +100,7 @@ def calibrate(
             moments = second_moments(model, some, tokens, progress=progress)
             for name in some:
                 weight = linears[name].weight.detach()
-                codes, meta, exponent = (t.cpu() if isinstance(t, torch.Tensor) else t
-                                         for t in quantise(weight, layout, config.group_size))  # fmt: skip
+                codes, meta, exponent = quantise(weight.cpu(), layout, config.group_size)
                 hessian = damped(moments.get(name))
                 if hessian is None:
                     plain.append(name)

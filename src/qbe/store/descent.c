@@ -10,7 +10,7 @@
 #define MOST 8 /* precisions */
 
 #if defined(__x86_64__) && defined(__gnu_linux__)
-#define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FAST
 #endif
