@@ -239,6 +239,8 @@ def test_bad_input_with_a_model(nested: str, home: Path, tmp_path: Path, tiny_fo
     assert "dtype" in refused("generate", "hi", *at, "--dtype", "int3", home=home)
     assert "already exists" in refused("quantize", str(tiny_folder), "-o", nested, home=home)
     assert "slices" in refused("quantize", str(tiny_folder), "-o", str(tmp_path / "a"), "--slices", "x", home=home)
+    no_text = ("--calibrate", str(tmp_path / "no.txt"))
+    assert "cannot be read" in refused("quantize", str(tiny_folder), "-o", str(tmp_path / "a"), *no_text, home=home)
     assert "group size" in refused(
         "quantize", str(tiny_folder), "-o", str(tmp_path / "a"), "--group-size", "7", home=home
     )

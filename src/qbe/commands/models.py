@@ -17,6 +17,9 @@ def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", help="folder to write; it must not exist yet")],
     group_size: Annotated[int, typer.Option(help="inputs that share a scale, a multiple of 64")] = 64,
     slices: Annotated[str, typer.Option(help="widths of the slices, most significant first")] = "4,2,2",
+    calibrate: Annotated[
+        Path | None, typer.Option(help="text to choose the codes on (minutes; better at 6 bits and fewer)")
+    ] = None,
     device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write a model's nested store and its measured sensitivities as a folder that every command takes."""
@@ -29,7 +32,7 @@ def quantize(
     except ValueError:
         raise QBEError(f"--slices '{slices}' is not a list of whole numbers; give 4,2,2 for example") from None
     config = NestedWeightConfig(group_size, widths)
-    quantise_to(model, output, config, pick_device(device), progress=err.is_terminal)
+    quantise_to(model, output, config, pick_device(device), text=calibrate, progress=err.is_terminal)
     described = _about(str(output))
     if as_json:
         print_json(described)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qbe.errors import QBEError
 from qbe.progress import bar
 from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
 from qbe.store import sensitivity, smoothing
+from qbe.store.calibrate import calibrate
 from qbe.store.folding import Fold, edges
 from qbe.store.layout import SliceLayout
 from qbe.store.native_formats import is_native, stored_bytes
@@ -52,8 +55,20 @@ def smooth_model(model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *
         return smoothing.smooth(model, places, tokens, SliceLayout.of(config.slices), config.group_size, step)
 
 
-def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progress: bool) -> SiteTable:
+def nest_model(
+    model: nn.Module,
+    name: str,
+    config: NestedWeightConfig,
+    *,
+    text: torch.Tensor | None = None,
+    keep: Path | None = None,
+    progress: bool,
+) -> SiteTable:
     """Nests every nestable site of a model in place, except layers in one of torchao's formats; returns the site table.
+
+    Args:
+        text: int64 [windows, tokens] to choose the codes on (`qbe.store.calibrate`); without it weights are rounded.
+        keep: where results of a calibration are kept until it is complete.
 
     Raises:
         QBEError: there is nothing to nest.
@@ -64,6 +79,9 @@ def nest_model(model: nn.Module, name: str, config: NestedWeightConfig, *, progr
         raise QBEError(
             f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision"
         )
+    if text is not None:
+        calibrate(model, names, text, config, keep, progress=progress)
+        return with_store(table, model)
     with bar("nesting weights", len(names), progress) as step:
         nest(model, names, config, on_site=lambda _: step())
     return with_store(table, model)

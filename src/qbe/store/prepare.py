@@ -7,6 +7,7 @@ weights keep being read from where they are.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
 from qbe.sites import SiteTable
 from qbe.store import checkpoint, kv_table, sensitivity_table, superseded
+from qbe.store.calibrate import WINDOW, read_tokens
 from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured
 from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
@@ -176,13 +178,18 @@ def quantise_to(
     config: NestedWeightConfig,
     device: torch.device,
     *,
+    text: Path | None = None,
     measure: bool = True,
     progress: bool = True,
 ) -> Path:
     """`qbe quantize`: writes the checkpoint folder of a model, sensitivities included.
 
+    Args:
+        text: a text file to choose the codes on (`qbe.store.calibrate`); without it weights are rounded. What is done
+            of it stays in the cache until the folder is complete, so that the same call goes on after an interruption.
+
     Raises:
-        QBEError: bad input, a target that exists, or a disk that refuses; nothing is left behind then.
+        QBEError: bad input, a target that exists, or a disk that refuses; nothing is left at the target then.
     """
     path = pull(name, progress=progress)
     if checkpoint.is_checkpoint(path):
@@ -192,10 +199,18 @@ def quantise_to(
         with quiet():
             loaded.model.save_pretrained(partial)
             loaded.tokenizer.save_pretrained(partial)
+        tokens = keep = None
+        if text is not None:
+            context = int(getattr(loaded.model.config, "max_position_embeddings", None) or WINDOW)
+            tokens = read_tokens(text, loaded.tokenizer, context)
+            digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+            keep = cache_dir() / "calibration" / f"{fingerprint(path, config)}-{digest}"
         folds = smooth_model(loaded.model, loaded.tokenizer, config, progress=progress)
-        nest_model(loaded.model, name, config, progress=progress)
+        nest_model(loaded.model, name, config, text=tokens, keep=keep, progress=progress)
         checkpoint.write_nested(partial, loaded.model, name, folds=folds)
         del loaded
         if measure:
             measure_into(partial, path, name, device, progress=progress)
+    if keep is not None:
+        shutil.rmtree(keep, ignore_errors=True)
     return out

@@ -1,0 +1,111 @@
+"""What it costs to read many precisions from one store: calibrated nested codes against GPTQ at each width alone.
+
+    python benchmarks/elasticity.py MODEL [--data DIR] [--peer DIR] [--keep DIR] [--windows N] [--calibration N]
+                                    [--slices 3,1,1,1,2] [--only WHAT,...] [--json FILE]
+
+MODEL is a folder in float32 or bf16 (benchmarks/rotated.py makes one of SmolLM2); `--peer` is what
+benchmarks/gptq_peer.py wrote of the same folder. Calibration: the first windows of WikiText-2's validation split; the
+numbers are of its test split, windows of 1024 tokens, float32, group 64. The output head keeps 16 bits everywhere,
+because the peer leaves it alone. Results of single sites stay in `--keep`, so that an interrupted run goes on.
+
+    rounded      each matrix on its own at that width, round to nearest
+    gptq         the peer, on its own at that width
+    nested       one store, plainly rounded, scales refitted: what a store without calibration reads
+    smoothed     the same after smoothing, as `qbe quantize` makes it without a text
+    calibrated   smoothed, codes and scales chosen on the text: `qbe quantize --calibrate`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from perplexity import measure, rounded
+from safetensors.torch import load_file
+
+from qbe.models import load_model, pull
+from qbe.sites import Role
+from qbe.store.calibrate import calibrate
+from qbe.store.nested_tensor import NestedWeightConfig, nest, nested_linears
+from qbe.store.nesting import nestable, smooth_model
+from qbe.tagger import tag
+
+WINDOW = 1024
+WHAT = ("rounded", "gptq", "nested", "smoothed", "calibrated")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("QBE_DATA", "../shared/data")))
+    parser.add_argument("--peer", type=Path)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--windows", type=int, default=20)
+    parser.add_argument("--calibration", type=int, default=32)
+    parser.add_argument("--slices", default="3,1,1,1,2")
+    parser.add_argument("--only", default=",".join(WHAT))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config = NestedWeightConfig(slices=tuple(map(int, args.slices.split(","))))
+    widths = [sum(config.slices[: i + 1]) for i in range(len(config.slices))]
+    path, reference, rows, only = pull(args.model), [], [], args.only.split(",")
+
+    def text(tokenizer, split: str, windows: int) -> torch.Tensor:
+        ids = tokenizer((args.data / f"wikitext2_{split}.txt").read_text()[: 8 * WINDOW * windows])["input_ids"]
+        return torch.tensor(ids[: WINDOW * windows]).view(-1, WINDOW)
+
+    def report(what: str, bits: int, model: torch.nn.Module) -> None:
+        value, divergence = measure(model, test, reference)
+        excess = value / rows[0]["perplexity"] - 1 if rows else 0.0
+        rows.append({"what": what, "bits": bits, "perplexity": value, "excess": excess, "kl": divergence})
+        print(f"{what:10s} {bits:2d} bits {value:9.3f} {excess:+8.2%}  KL {divergence:.5f}", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+
+    def with_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+        for name in names:
+            model.get_submodule(name).weight.copy_(weights[name])
+
+    loaded = load_model(path, dtype="float32")
+    table = tag(loaded.model)
+    heads = {s.name for s in table if s.role is Role.OUTPUT_HEAD}
+    names = [n for n in nestable(table) if n not in heads]
+    test = text(loaded.tokenizer, "test", args.windows)
+    conditions = {"model": args.model, "test_tokens": test.numel(), "calibration_tokens": args.calibration * WINDOW,
+                  "slices": config.slices, "group_size": config.group_size}  # fmt: skip
+    with torch.inference_mode():
+        report("16 bits", 16, loaded.model)
+        own = {n: loaded.model.get_submodule(n).weight.clone() for n in names}
+        for bits in widths:
+            if "rounded" in only:
+                with_weights(loaded.model, {n: rounded(w, bits) for n, w in own.items()})
+                report("rounded", bits, loaded.model)
+            if "gptq" in only and args.peer and (file := args.peer / f"{bits}.safetensors").is_file():
+                with_weights(loaded.model, load_file(file))
+                report("gptq", bits, loaded.model)
+    for what in WHAT[2:]:
+        if what not in only:
+            continue
+        loaded = load_model(path, dtype="float32")
+        began = time.monotonic()
+        if what != "nested":
+            smooth_model(loaded.model, loaded.tokenizer, config, progress=True)
+        if what == "calibrated":
+            tokens = text(loaded.tokenizer, "valid", args.calibration)
+            calibrate(loaded.model, names, tokens, config, args.keep, progress=True)
+        else:
+            nest(loaded.model, names, config)
+        print(f"{what}: made in {time.monotonic() - began:.0f} s", flush=True)
+        for bits in widths:
+            for _, _, weight in nested_linears(loaded.model):
+                weight.bits = torch.tensor([bits], dtype=torch.int32)
+            report(what, bits, loaded.model)
+
+
+if __name__ == "__main__":
+    main()

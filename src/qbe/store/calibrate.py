@@ -1,0 +1,227 @@
+"""Codes chosen by what they do to the outputs of a text: every nestable site of a model nested, one after the other.
+
+The text gives the second moments of each site's inputs (its Hessian, as GPTQ has it), in as many passes as their
+memory needs; `qbe.store.descent` then betters the codes of plain rounding. Each site's result is kept in a folder as
+soon as it is there, so that an interrupted calibration goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from qbe.errors import QBEError
+from qbe.files import reason
+from qbe.progress import bar
+from qbe.sites import FULL_BITS
+from qbe.store import descent
+from qbe.store.codes import quantise
+from qbe.store.layout import SliceLayout
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
+from qbe.store.packing import pack
+
+TOKENS = 32768  # of the text that are used, at most
+FEWEST = 1024
+WINDOW = 1024  # tokens of a forward pass
+CHARACTERS = 16  # read for each token: no tokenizer needs as many
+DAMPING = 0.01  # of the mean of the diagonal, added to it: what the text did not show is not known to be harmless
+MOMENTS_BYTES = 2 << 30  # of Hessians that are kept at a time
+
+Nested = tuple[torch.Tensor, torch.Tensor, int]  # codes, meta and scale exponent
+
+
+def read_tokens(path: Path, tokenizer: Any, context: int) -> torch.Tensor:
+    """The first tokens of a text file as int64 [windows, tokens].
+
+    Args:
+        context: longest input of the model.
+
+    Raises:
+        QBEError: no such file, not UTF-8, or fewer than 1024 tokens.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(TOKENS * CHARACTERS)
+    except OSError as error:
+        raise QBEError(f"the calibration text {path} cannot be read: {reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise QBEError(f"the calibration text {path} is not valid UTF-8 (byte {error.start}); convert it") from None
+    # Paragraph groups, so that the tokenizer does not warn of a sequence beyond the model's context.
+    ids: list[int] = []
+    for start in range(0, len(text), 4 * WINDOW):
+        ids += tokenizer(text[start : start + 4 * WINDOW], add_special_tokens=False)["input_ids"]
+    if len(ids) < FEWEST:
+        raise QBEError(
+            f"the calibration text {path} has {len(ids)} tokens; give some tens of thousands, at least {FEWEST}"
+        )
+    window = min(WINDOW, context)
+    return torch.tensor(ids[: min(len(ids), TOKENS) // window * window]).view(-1, window)
+
+
+def calibrate(
+    model: nn.Module,
+    names: list[str],
+    tokens: torch.Tensor,
+    config: NestedWeightConfig,
+    keep: Path | None = None,
+    *,
+    progress: bool,
+) -> None:
+    """Nests the linears called `names`, in place, with codes chosen on a text.
+
+    Sites that the text never reaches, or whose inputs are not all numbers, are rounded plainly, with a warning.
+
+    Args:
+        tokens: int64 [windows, tokens].
+        keep: folder for the results of single sites; what lies there of this very task is not done again.
+
+    Raises:
+        QBEError: a weight that cannot be nested, or a disk that refuses.
+    """
+    layout = SliceLayout.of(config.slices)
+    linears: dict[str, nn.Linear] = {n: model.get_submodule(n) for n in names}  # type: ignore[misc]
+    done: dict[str, Nested] = {}
+    for name, linear in linears.items():
+        if keep is not None and (kept := _load(keep, name, linear, layout, config.group_size)) is not None:
+            done[name] = kept
+    left = [n for n in names if n not in done]
+    plain = []
+    with bar("calibrating weights", len(left), progress) as step:
+        for some in _batches({n: linears[n].in_features for n in left}):
+            moments = second_moments(model, some, tokens, progress=progress)
+            for name in some:
+                weight = linears[name].weight.detach()
+                codes, meta, exponent = quantise(weight.cpu(), layout, config.group_size)
+                hessian = damped(moments.get(name))
+                if hessian is None:
+                    plain.append(name)
+                else:
+                    codes, meta = descent.descend(weight.cpu(), hessian, codes, meta, exponent, layout)
+                done[name] = codes, meta, exponent
+                if keep is not None:
+                    _save(keep, name, linears[name], done[name])
+                step()
+    if plain:
+        warnings.warn(f"{len(plain)} sites got no usable inputs from the calibration text and are rounded plainly, "
+                      f"{plain[0]} for example", stacklevel=2)  # fmt: skip
+    for name, linear in linears.items():
+        set_weight(linear, _tensor(linear.weight.detach(), done[name], layout, config))
+
+
+def damped(hessian: torch.Tensor | None) -> torch.Tensor | None:
+    """A Hessian made safe for inputs that were rare or dead; None where it says nothing."""
+    if hessian is None or not torch.isfinite(hessian).all() or not hessian.diagonal().amax() > 0:
+        return None
+    hessian = hessian / hessian.diagonal().mean()  # in the middle of float32's range, whatever the inputs were
+    hessian.diagonal().add_(DAMPING)
+    return hessian
+
+
+@torch.inference_mode()
+def second_moments(
+    model: nn.Module, names: list[str], tokens: torch.Tensor, *, progress: bool = False
+) -> dict[str, torch.Tensor]:
+    """Mean outer product of the inputs of linears on a text, float32 [K, K] on the CPU.
+
+    Those that read the same tensor share one; those that are never called are missing.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    leaders: dict[str, str] = {}
+    last: list[tuple[torch.Tensor, str]] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        def add(_module: nn.Module, args: Any) -> None:
+            if last and last[0][0] is args[0]:
+                leaders[name] = last[0][1]
+                return
+            last[:] = [(args[0], name)]
+            leaders[name] = name
+            x = args[0].flatten(0, -2).float()
+            sums[name] = sums[name].addmm_(x.T, x) if name in sums else x.T @ x
+
+        return add
+
+    hooks = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
+    device = next(model.parameters()).device
+    try:
+        with bar("reading the calibration text", len(tokens), progress) as step:
+            for row in tokens:
+                model(input_ids=row[None].to(device), use_cache=False)
+                step()
+    finally:
+        for h in hooks:
+            h.remove()
+    means = {name: (total / tokens.numel()).cpu() for name, total in sums.items()}
+    return {name: means[leader] for name, leader in leaders.items()}
+
+
+def _batches(inputs: dict[str, int]) -> Iterator[list[str]]:
+    """Sites, by name and inputs, in groups whose Hessians fit into memory together."""
+    some: list[str] = []
+    size = 0
+    for name, k in inputs.items():
+        if some and size + 4 * k * k > MOMENTS_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(name)
+        size += 4 * k * k
+    if some:
+        yield some
+
+
+def _tensor(weight: torch.Tensor, nested: Nested, layout: SliceLayout, config: NestedWeightConfig) -> NestedTensor:
+    codes, meta, exponent = nested
+    bits = torch.tensor([FULL_BITS if config.keep_original else layout.total_bits], dtype=torch.int32)
+    return NestedTensor(
+        pack(codes, layout).to(weight.device), meta.to(weight.device), bits.to(weight.device), list(layout.slices),
+        config.group_size, exponent, weight.shape[1], weight.dtype, weight if config.keep_original else None,
+    )  # fmt: skip
+
+
+def _file(keep: Path, name: str) -> Path:
+    return keep / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors"
+
+
+def _digest(linear: nn.Linear) -> str:
+    """Of the weight as it is now: a site's result belongs to it, smoothing included."""
+    raw = linear.weight.detach().cpu().contiguous().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
+
+def _save(keep: Path, name: str, linear: nn.Linear, nested: Nested) -> None:
+    path = _file(keep, name)
+    draft = path.with_suffix(f".{os.getpid()}.partial")
+    about = {"site": name, "weight": _digest(linear), "exponent": str(nested[2])}
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+        save_file({"codes": nested[0].contiguous(), "meta": nested[1].contiguous()}, draft, metadata=about)
+        os.replace(draft, path)
+    except (OSError, SafetensorError) as error:
+        draft.unlink(missing_ok=True)
+        said = reason(error) if isinstance(error, OSError) else str(error)
+        raise QBEError(f"{keep} cannot be written: {said}") from error
+
+
+def _load(keep: Path, name: str, linear: nn.Linear, layout: SliceLayout, group_size: int) -> Nested | None:
+    """What an earlier calibration left of a site; None when nothing usable is there."""
+    try:
+        with safe_open(_file(keep, name), framework="pt") as file:
+            about = file.metadata() or {}
+            codes, meta = file.get_tensor("codes"), file.get_tensor("meta")
+        if about.get("site") != name or about.get("weight") != _digest(linear):
+            return None
+        n, k = linear.weight.shape
+        groups = -(-k // group_size)
+        wanted = (n, groups * group_size), (2 * len(layout.precisions), n, groups)
+        return (codes, meta, int(about["exponent"])) if (tuple(codes.shape), tuple(meta.shape)) == wanted else None
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None

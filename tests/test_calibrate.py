@@ -1,0 +1,199 @@
+"""Calibration of a whole model: what it reads of a text, what it keeps when it is interrupted, what it makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models_tiny import tiny_model, tiny_tokenizer, write_folder
+from qbe.errors import QBEError
+from qbe.kernels.reference import descent as reference
+from qbe.store import calibrate as module
+from qbe.store import checkpoint, descent
+from qbe.store import prepare as prepare_module
+from qbe.store.calibrate import calibrate, damped, read_tokens, second_moments
+from qbe.store.codes import quantise
+from qbe.store.layout import SliceLayout
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nested_linears
+from qbe.store.nesting import nestable
+from qbe.store.packing import pack
+from qbe.store.prepare import prepare, quantise_to
+from qbe.tagger import tag
+
+CPU = torch.device("cpu")
+TOKENS = (torch.arange(8 * 64).view(8, 64) * 7919 % 251) + 2
+CONFIG = NestedWeightConfig(slices=(3, 1, 1, 1, 2))
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return nestable(tag(model))
+
+
+def weights_of(model: nn.Module) -> dict[str, NestedTensor]:
+    return {name: weight for name, _, weight in nested_linears(model)}
+
+
+def test_second_moments_are_those_of_the_inputs() -> None:
+    model = tiny_model()
+    seen: list[torch.Tensor] = []
+    layer = model.model.layers[1].mlp.up_proj
+    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    with torch.inference_mode():
+        for row in TOKENS:
+            model(input_ids=row[None])
+    hook.remove()
+    x = torch.cat(seen)
+    moments = second_moments(model, names_of(model), TOKENS)
+    torch.testing.assert_close(moments["model.layers.1.mlp.up_proj"], x.T @ x / len(x))
+    assert moments["model.layers.1.mlp.gate_proj"] is moments["model.layers.1.mlp.up_proj"]
+    assert set(moments) == set(names_of(model))
+
+
+@torch.no_grad()
+def test_a_calibrated_model_is_nearer_at_every_low_precision() -> None:
+    errors: dict[str, torch.Tensor] = {}
+    for how in ("plain", "calibrated"):
+        model = tiny_model()
+        names = names_of(model)
+        moments = second_moments(model, names, TOKENS)
+        before = {n: model.get_submodule(n).weight.clone() for n in names}
+        if how == "plain":
+            made = {n: NestedTensor.from_weight(w, CONFIG.slices, 64) for n, w in before.items()}
+        else:
+            calibrate(model, names, TOKENS, CONFIG, progress=False)
+            made = weights_of(model)
+        total = torch.zeros(5)
+        for n, w in before.items():
+            off = [w - made[n].dequantise(b) for b in (3, 4, 5, 6, 8)]
+            energy = ((w @ moments[n]) * w).sum()
+            total += torch.stack([((e @ moments[n]) * e).sum() / energy for e in off])
+        errors[how] = total
+    assert (errors["calibrated"][:4] < 0.9 * errors["plain"][:4]).all()
+    assert errors["calibrated"][4] < errors["calibrated"][3] / 2
+
+
+def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tiny_model()
+    names = names_of(whole)
+    calibrate(whole, names, TOKENS, CONFIG, progress=False)
+    calls: list[int] = []
+    descend = descent.descend
+
+    def counted(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return descend(*args)
+
+    monkeypatch.setattr(descent, "descend", counted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tiny_model(), names, TOKENS, CONFIG, tmp_path, progress=False)
+    damaged = sorted(tmp_path.iterdir())
+    assert len(damaged) == 4
+    damaged[0].write_bytes(b"not a result")
+    model = tiny_model()
+    calibrate(model, names, TOKENS, CONFIG, tmp_path, progress=False)
+    assert len(calls) == 5 + len(names) - 3
+    for name, weight in weights_of(model).items():
+        assert torch.equal(weight.packed, weights_of(whole)[name].packed)
+        assert torch.equal(weight.meta, weights_of(whole)[name].meta)
+    calls.clear()
+    other = tiny_model(seed=1)  # the same names and shapes: nothing that was kept is of these weights
+    calibrate(other, names[:3], TOKENS, CONFIG, tmp_path, progress=False)
+    assert len(calls) == 3
+
+
+def test_many_passes_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, many = tiny_model(), tiny_model()
+    names = names_of(one)
+    calibrate(one, names, TOKENS, CONFIG, progress=False)
+    monkeypatch.setattr(module, "MOMENTS_BYTES", 40_000)
+    calibrate(many, names, TOKENS, CONFIG, progress=False)
+    for name, weight in weights_of(many).items():
+        assert torch.equal(weight.packed, weights_of(one)[name].packed)
+
+
+def test_sites_without_usable_inputs_are_rounded_plainly() -> None:
+    model = tiny_model()
+    names = names_of(model)
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = float("nan")
+    with pytest.warns(UserWarning, match=r"rounded plainly, model\.layers\.1"):
+        calibrate(model, names, TOKENS, CONFIG, progress=False)
+    layout = SliceLayout(CONFIG.slices)
+    made = weights_of(model)["model.layers.1.self_attn.q_proj"]
+    codes, meta, _ = quantise(model.model.layers[1].self_attn.q_proj.weight.original, layout, 64)
+    assert torch.equal(made.packed, pack(codes, layout))
+    assert torch.equal(made.meta, meta)
+
+
+@pytest.mark.parametrize("hessian", [None, torch.zeros(4, 4), torch.full((4, 4), float("inf"))])
+def test_what_says_nothing_is_no_hessian(hessian: torch.Tensor | None) -> None:
+    assert damped(hessian) is None
+
+
+def test_dead_inputs_are_rounded_to_nearest() -> None:
+    layout = SliceLayout((4, 2, 2))
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
+    x[:, 10:20] = 0
+    hessian = damped(x.T @ x)
+    assert hessian is not None
+    codes, meta, exponent = quantise(weight, layout, 64)
+    better, new = descent.descend(weight, hessian, codes, meta, exponent, layout)
+    before, after = (
+        reference.objective(weight, hessian, *pair, exponent, layout) for pair in ((codes, meta), (better, new))
+    )
+    assert (after[:2].sum(-1) < before[:2].sum(-1)).all()
+    assert torch.isfinite(after).all()
+
+
+def test_texts_that_do_not_do_are_refused(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(QBEError, match=r"cannot be read: No such file"):
+        read_tokens(tmp_path / "none.txt", tokenizer, 128)
+    (tmp_path / "short.txt").write_text("a few words")
+    with pytest.raises(QBEError, match=r"has \d+ tokens; give"):
+        read_tokens(tmp_path / "short.txt", tokenizer, 128)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00" * 1000)
+    with pytest.raises(QBEError, match="not valid UTF-8"):
+        read_tokens(tmp_path / "binary.txt", tokenizer, 128)
+    (tmp_path / "long.txt").write_text("he said a thing or two. " * 20_000)
+    tokens = read_tokens(tmp_path / "long.txt", tokenizer, 128)
+    assert tokens.shape == (256, 128)
+
+
+def test_quantize_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "cache_dir", lambda: tmp_path / "cache")
+    model = write_folder(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("he said a thing or two, and then another one. " * 200)
+    config = NestedWeightConfig(slices=(3, 1, 1, 1, 2))
+    out = quantise_to(str(model), tmp_path / "out", config, CPU, text=text, measure=False, progress=False)
+    checkpoint.verify(out)
+    assert not list((tmp_path / "cache" / "calibration").iterdir())  # nothing to go on with is left
+    plain = quantise_to(str(model), tmp_path / "plain", config, CPU, measure=False, progress=False)
+    found, rounded = (prepare(p, device=CPU, need_sensitivity=False, progress=False) for p in (out, plain))
+    assert found.table.gears() == (3, 4, 5, 6, 8, 16)
+    some = weights_of(found.model)
+    assert any(not torch.equal(w.packed, weights_of(rounded.model)[n].packed) for n, w in some.items())
+    ids = TOKENS[:1]
+    with torch.inference_mode():
+        assert torch.equal(found.model(input_ids=ids).logits, rounded.model(input_ids=ids).logits)
+
+
+def test_a_site_that_nothing_calls_has_no_moments() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+            return SimpleNamespace(logits=self.used(torch.nn.functional.one_hot(input_ids % 8, 8).float()))
+
+    assert set(second_moments(Lazy(), ["used", "unused"], TOKENS)) == {"used"}
