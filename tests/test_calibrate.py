@@ -106,6 +106,10 @@ def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.
     other = tiny_model(seed=1)  # the same names and shapes: nothing that was kept is of these weights
     calibrate(other, names[:3], TOKENS, CONFIG, tmp_path, progress=False)
     assert len(calls) == 3
+    calls.clear()
+    monkeypatch.setattr(module, "SETTINGS", "as another version has them")
+    calibrate(tiny_model(seed=1), names[:3], TOKENS, CONFIG, tmp_path, progress=False)
+    assert len(calls) == 3
 
 
 def test_many_passes_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from qbe.progress import bar
 from qbe.sites import FULL_BITS
 from qbe.store import descent
 from qbe.store.codes import quantise
+from qbe.store.descent import SETTINGS
 from qbe.store.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
 from qbe.store.packing import pack
@@ -200,7 +201,7 @@ def _digest(linear: nn.Linear) -> str:
 def _save(keep: Path, name: str, linear: nn.Linear, nested: Nested) -> None:
     path = _file(keep, name)
     draft = path.with_suffix(f".{os.getpid()}.partial")
-    about = {"site": name, "weight": _digest(linear), "exponent": str(nested[2])}
+    about = {"site": name, "weight": _digest(linear), "exponent": str(nested[2]), "settings": SETTINGS}
     try:
         keep.mkdir(parents=True, exist_ok=True)
         save_file({"codes": nested[0].contiguous(), "meta": nested[1].contiguous()}, draft, metadata=about)
@@ -217,7 +218,7 @@ def _load(keep: Path, name: str, linear: nn.Linear, layout: SliceLayout, group_s
         with safe_open(_file(keep, name), framework="pt") as file:
             about = file.metadata() or {}
             codes, meta = file.get_tensor("codes"), file.get_tensor("meta")
-        if about.get("site") != name or about.get("weight") != _digest(linear):
+        if (about.get("site"), about.get("settings")) != (name, SETTINGS) or about.get("weight") != _digest(linear):
             return None
         n, k = linear.weight.shape
         groups = -(-k // group_size)

@@ -28,6 +28,7 @@ SWEEPS = 6  # more take less than 1 % off the errors
 # Errors are counted in steps of their own precision. 6 bits pay most for what the first bits gain, so they weigh more;
 # what 7 and 8 bits cost can hardly be seen in a model's answers, and all others gain by the freedom.
 IMPORTANCE = {6: 1.5, 7: 0.1, 8: 0.02}
+SETTINGS = repr((SWEEPS, IMPORTANCE))  # results that are kept belong to them
 
 
 def importance(layout: SliceLayout) -> tuple[float, ...]:
