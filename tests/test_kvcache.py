@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import FORMATS
 from qbe.kernels.reference.rotation import rotate
-from qbe.kvcache.allocator import PageAllocator
-from qbe.kvcache.attention import Span, StepLayout, paged_attention, step
+from qbe.kvcache.allocator import Format, Page, PageAllocator
+from qbe.kvcache.attention import Span, StepLayout, in_runs, paged_attention, step
 from qbe.kvcache.cache import PagedCache, slot_of
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, pages_for
 
@@ -132,6 +132,7 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
     total = sum(pages_for(start + n) for start, n, _ in spans)
     pool = PagePool([KVShape(kv_heads, key_dim, value_dim)], 4 * total, dtype, device)
     cache = PagedCache(LlamaConfig(num_hidden_layers=1), pool)
+    cache.calls[0] = scale, window, softcap  # as after a first step
     allocator = PageAllocator(4 * total, pool.full)
     allocator.release(allocator.allocate(4 * total)[::2])
     module = SimpleNamespace(layer_idx=0, qbe_cache=cache)
@@ -183,3 +184,17 @@ def test_what_attention_cannot_honour_is_named(what: dict[str, torch.Tensor]) ->
         paged_attention(SimpleNamespace(layer_idx=0, qbe_cache=cache), x, x, x, None, **what)
     with pytest.raises(QBEError, match="belongs to an engine"):
         paged_attention(SimpleNamespace(layer_idx=0), x, x, x, None)
+
+
+def test_a_decode_step_reads_full_pages_of_one_format_in_a_run_unless_a_window_slides() -> None:
+    eight, four = Format(1, 512), Format(2, 256)
+    pages = [Page(f, 0, None) for f in (four, eight, four, Format(0, 1024), eight, eight)]
+    runs = in_runs(pages, 5, False)
+    assert [p.format.number for p in runs] == [0, 1, 1, 2, 2, 1]
+    assert runs[-1] is pages[-1], "the open page stays where positions say it is"
+    assert in_runs(pages, 5, True) == pages
+    pool = PagePool([KVShape(1, 8, 8)], 2, torch.float32, torch.device("cpu"))
+    cache = PagedCache(LlamaConfig(num_hidden_layers=1), pool)
+    assert not cache.slides
+    cache.calls[0] = 1.0, 7, None
+    assert cache.slides

@@ -109,7 +109,7 @@ class Cases:
         self.found: dict[str, Case] = {}
         for name, bits in wanted.items():
             own = rows if name == FULL else [
-                in_runs([*self._sealed(b, r), r[-1]], pages - 1, ()) for b, r in zip(bits, rows, strict=True)
+                in_runs([*self._sealed(b, r), r[-1]], pages - 1, False) for b, r in zip(bits, rows, strict=True)
             ]  # fmt: skip
             tables = torch.tensor([[p.entry for p in row] for row in own], device=device)
             used = {b for row in bits for page in row for b in ([page] if isinstance(page, int) else page)}

@@ -275,7 +275,7 @@ class DecodeStep:
         for row, sequence in enumerate(sequences):
             before, owner = self._owners[row], (sequence, sequence.version, sequence.kv_limit)
             if before != owner:
-                pages = in_runs(sequence.pages, work[row].start // PAGE_SIZE, self.cache.windows)
+                pages = in_runs(sequence.pages, work[row].start // PAGE_SIZE, self.cache.slides)
                 entries = torch.tensor([p.entry for p in pages])
                 self._tables[row, : len(entries)].copy_(entries, non_blocking=True)
                 if before is None or before[2] != owner[2]:

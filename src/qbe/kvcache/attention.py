@@ -117,7 +117,7 @@ class StepLayout:
         alone = [s for s in self.spans if s.count == 1 and s.pages] + [s for s in several if s.limit < math.inf]
         if alone:
             width = max(pages_for(s.end) for s in alone)
-            numbers = torch.cat([_rows(s, width, self.cache.windows) for s in alone]).to(device)
+            numbers = torch.cat([_rows(s, width, self.cache.slides) for s in alone]).to(device)
             tables, originals, lengths, rows = numbers.split([width, width, 1, 1], 1)
             entropy = [torch.empty(len(rows), heads, device=device) if heads else None for heads in self.cache.heads]
             bounds = None
@@ -143,25 +143,25 @@ class StepLayout:
         return [counts[s.row : s.row + s.count].sum(0).tolist() for s in self.spans]
 
 
-def in_runs(pages: Many[Page], full: int, windows: Many[int | None]) -> list[Page]:
+def in_runs(pages: Many[Page], full: int, slides: bool) -> list[Page]:
     """A sequence's pages as a decode step reads them: of the first `full`, those of one format after the other.
 
     Attention is a sum over pages in any order, and a walk is faster the seldomer their format changes. A window is told
-    by positions, so that where any layer has one pages stay in order.
+    by positions, so that where one slides in any layer pages stay in order.
     """
-    if any(w is not None for w in windows):
+    if slides:
         return list(pages)
     return [*sorted(pages[:full], key=lambda p: p.format.number), *pages[full:]]
 
 
-def _rows(span: Span, width: int, windows: Many[int | None]) -> torch.Tensor:
+def _rows(span: Span, width: int, slides: bool) -> torch.Tensor:
     """For each token of a span its table and its table of originals, `width` entries each, its length and its row.
 
     int64 `[count, 2 * width + 2]`. Pages before a token's own are sealed, or will be before its attention.
     """
     pages, full = span.pages[: pages_for(span.end)], [0] * (width - pages_for(span.end))
     if span.count == 1:
-        pages = in_runs(pages, span.start // PAGE_SIZE, windows)
+        pages = in_runs(pages, span.start // PAGE_SIZE, slides)
     kept = [p.original if p.original is not None else NO_ORIGINAL if p.frame is None else p.frame for p in pages]
     sealed, own, originals = torch.tensor([[p.sealed_entry for p in pages] + full, [p.entry for p in pages] + full,
                                            kept + full])  # fmt: skip

@@ -141,6 +141,11 @@ class PagedCache(Cache):
         self.calls: list[tuple[float, int | None, float | None] | None] = [None] * len(pool.keys)
         super().__init__(layers=[_PagedLayer(self) for _ in pool.keys])
 
+    @property
+    def slides(self) -> bool:
+        """Whether any layer has a sliding window, by the configuration or by what its attention was called with."""
+        return any(w is not None for w in self.windows) or any(c is not None and c[1] is not None for c in self.calls)
+
     def sites(self) -> tuple[KVSite, ...]:
         """Every key head, by layer; once a step has run."""
         return tuple(
