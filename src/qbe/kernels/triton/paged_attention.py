@@ -13,7 +13,7 @@ from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_att
 from qbe.kernels.triton.rotation import rotate_queries_kernel
 
 MOST_SPLITS = 64
-PROGRAMS = 8  # of two warps, on a processor
+PROGRAMS = 8  # of two warps, on a processor: two rounds of the four whose 255 registers a thread fit
 
 
 @cache
@@ -22,7 +22,7 @@ def _processors(device: torch.device) -> int:
 
 
 def splits_for(batch: int, kv_heads: int, tokens: int, processors: int) -> int:
-    """Parts that a sequence's pages are cut into: eight programs a processor (so many fit), none without a page.
+    """Parts that a sequence's pages are cut into: eight programs a processor, none without a page.
 
     It depends on shapes alone (`tokens` is what a table has room for), never on how long the sequences are now.
     """

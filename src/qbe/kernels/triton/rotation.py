@@ -65,7 +65,7 @@ def rotate_queries_kernel(
 ):  # fmt: skip
     """rotated[row, head] = the query rotated and, behind that, as the sketches of turbo keys are: once more.
 
-    A launch of its own, because each program of attention would wait for its own rotation: 20 us of 170.
+    A launch of its own, because each program of attention would wait for its own rotation.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
