@@ -22,7 +22,7 @@ from qbe.models import cache_dir, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
 from qbe.sites import SiteTable
-from qbe.store import checkpoint, kv_table, sensitivity_table, superseded
+from qbe.store import checkpoint, known, kv_table, sensitivity_table, superseded
 from qbe.store.calibrate import WINDOW, read_tokens
 from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured
 from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
@@ -62,7 +62,8 @@ def prepare(
     Args:
         name: anything `qbe.pull` takes, or a folder that `qbe quantize` wrote.
         originals: where the 16-bit weights of nested sites live: `device`, or `host` (pinned memory).
-        need_sensitivity: measure the sensitivities if they are not stored yet (minutes, once per model).
+        need_sensitivity: measure the sensitivities if they are not stored yet and did not come with the package
+            (minutes, once per model).
 
     Raises:
         QBEError: whatever is wrong with the model or its files.
@@ -96,7 +97,10 @@ def _from_store(
     table = with_store(table, loaded.model)
     measured = sensitivity_table.read(folder)
     if need_sensitivity and (measured is None or kv_table.outdated(folder)):
-        measured = measure_into(folder, path, name, device, progress=progress)
+        if known.bring(folder, manifest):
+            measured = sensitivity_table.read(folder)
+        else:
+            measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
         for site in table.nested:
             if not set(site.gears) <= set(measured.weights.get(site.name, {})):
