@@ -16,6 +16,7 @@ from qbe.kernels.kv_blocks import LEVELS, PAGE_SIZE, TURBO, Block
 PAGE = tl.constexpr(PAGE_SIZE)
 TURBO4 = tl.constexpr(TURBO | 4)
 TURBO2 = tl.constexpr(TURBO | 2)
+SEALED_KINDS = tl.constexpr(5)
 MAGNITUDES = tl.constexpr(sum(level << 8 * i for i, level in enumerate(LEVELS[4])))
 
 
@@ -23,6 +24,12 @@ MAGNITUDES = tl.constexpr(sum(level << 8 * i for i, level in enumerate(LEVELS[4]
 def part(name, kind, key_dim, value_dim, item):
     """A part of `qbe.kernels.kv_blocks.Block`; Triton refuses kernels that refer to a cached function."""
     return getattr(Block(kind, key_dim, value_dim, item), name)
+
+
+@triton.constexpr_function
+def sealed_kind(i):
+    """Of the SEALED_KINDS of blocks that are not at 16 bits."""
+    return (8, 4, 2, TURBO | 4, TURBO | 2)[i]
 
 
 @triton.constexpr_function
@@ -51,28 +58,29 @@ def block_of(count):
 
 
 @triton.constexpr_function
-def origin(dtype, bits):
-    """What `numbers_of` adds to a code."""
-    if dtype == tl.float16:
-        return 1024.0
-    if dtype == tl.bfloat16:
-        return 128.0 if bits < 8 else -128.0
-    return 0.0
+def centre(bits):
+    """The code that `numbers_of` makes 0."""
+    return 2.0 ** (bits - 1)
 
 
 @triton.constexpr_function
 def _numbers_asm(float16, bits, field):
-    """Four bytes -> a field of each as four 16-bit floats, exactly.
+    """Four bytes -> a field of each less `centre` as four 16-bit floats, exactly.
 
     A code goes below the leading one of 1024 (float16) or 128 (bfloat16), which spares a conversion. bfloat16 has room
-    for 7 bits there: 128 or 256 are taken off again, by the highest bit.
+    for 7 bits there: of 8 bits, 128 or 256 are taken off, by the highest bit.
     """
     shift = f"shr.b32 t,$2,{bits * field};" if field else "mov.b32 t,$2;"
     mask = f"0x{(2 ** min(bits, 7 if not float16 else 8) - 1) * 0x01010101:08X}"
     code = "{.reg .b32 t,u,a,c,o; " + shift + (f" and.b32 u,t,{mask};" if mask != "0xFFFFFFFF" else " mov.b32 u,t;")
     one = "0x64646464" if float16 else "0x43434343"
     if float16 or bits < 8:
-        return code + f" prmt.b32 $0,u,{one},0x4140; prmt.b32 $1,u,{one},0x4342;" + "}"
+        off = (0xE400 if float16 else 0xC300) + 2 ** (bits - 1)  # -1024 - centre, -128 - centre
+        kind = "f16x2" if float16 else "bf16x2"
+        code += f" mov.b32 o,0x{off:04X}{off:04X}; mov.b32 c,{'0x3C003C00' if float16 else '0x3F803F80'};"
+        for i, select in ((0, "0x4140"), (1, "0x4342")):
+            code += f" prmt.b32 a,u,{one},{select}; fma.rn.{kind} ${i},a,c,o;"
+        return code + "}"
     # ~t & 0x80: 256 (0x4380) is taken off where the bit is clear, else 128
     code += " mov.b32 o,0x3F803F80; lop3.b32 t,t,0x80808080,0,0x0C;"
     for i, select in ((0, "0x4140"), (1, "0x4342")):
@@ -83,14 +91,14 @@ def _numbers_asm(float16, bits, field):
 
 @triton.jit
 def numbers_of(packed, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """A field of each byte + `origin` in this dtype."""
+    """A field of each byte less `centre` in this dtype."""
     if ASM and DTYPE == tl.float16:
         return tl.inline_asm_elementwise(_numbers_asm(True, BITS, FIELD), "=r,=r,r", [packed], tl.float16, True, 4)
     elif ASM and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(_numbers_asm(False, BITS, FIELD), "=r,=r,r", [packed], tl.bfloat16, True, 4)
     else:
         code = (packed >> (BITS * FIELD)) & (2**BITS - 1)
-        return (code.to(tl.float32) + origin(DTYPE, BITS)).to(DTYPE)
+        return (code.to(tl.float32) - centre(BITS)).to(DTYPE)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from qbe.kernels.kv_blocks import DEVIATION, LEVELS, PAGE_SIZE
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
+    SEALED_KINDS,
     TURBO2,
     TURBO4,
     bits_of,
@@ -21,6 +22,7 @@ from qbe.kernels.triton.kv_blocks import (
     is_turbo,
     part,
     row_bytes,
+    sealed_kind,
     turbo_levels,
     turbo_mean,
     turbo_scales,
@@ -152,16 +154,9 @@ def seal_kernel(
     else:
         rotated_k = rotate(k, KEY_DIM)
         rotated_v = rotate(v, VALUE_DIM)
-        if kind == 8:
-            _seal(rotated_k, rotated_v, memory_ptr, to, 8, KEY_DIM, VALUE_DIM, BK, BV)
-        elif kind == 4:
-            _seal(rotated_k, rotated_v, memory_ptr, to, 4, KEY_DIM, VALUE_DIM, BK, BV)
-        elif kind == 2:
-            _seal(rotated_k, rotated_v, memory_ptr, to, 2, KEY_DIM, VALUE_DIM, BK, BV)
-        elif kind == TURBO4:
-            _seal(rotated_k, rotated_v, memory_ptr, to, TURBO4, KEY_DIM, VALUE_DIM, BK, BV)
-        else:
-            _seal(rotated_k, rotated_v, memory_ptr, to, TURBO2, KEY_DIM, VALUE_DIM, BK, BV)
+        for i in tl.static_range(SEALED_KINDS):
+            if kind == sealed_kind(i):
+                _seal(rotated_k, rotated_v, memory_ptr, to, sealed_kind(i), KEY_DIM, VALUE_DIM, BK, BV)
 
 
 @triton.jit

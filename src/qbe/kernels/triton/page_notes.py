@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.triton.kv_blocks import PAGE, bits_of, fields_of, numbers_of, origin, value_scales
+from qbe.kernels.triton.kv_blocks import PAGE, bits_of, centre, fields_of, numbers_of, value_scales
 
 NOTES = tl.constexpr(4)
 
@@ -39,9 +39,9 @@ def store_notes(notes_ptr, row, page, REPEAT: tl.constexpr, log, e, h, a):
 
 @triton.jit
 def note_full(notes_ptr, row, page, REPEAT: tl.constexpr, weights, top, v):
-    """A page of 16 bits: weights [PAGE, BM] are powers of two less `top` [BM]; v [PAGE, BV]."""
+    """A page of 16 bits: weights [PAGE, BM] are powers of two less `top` [BM]; v [BV, PAGE]."""
     v = v.to(tl.float32)
-    norms = tl.sqrt(tl.sum(v * v, 1))
+    norms = tl.sqrt(tl.sum(v * v, 0))
     total = tl.sum(weights, 0)
     mean = tl.sum(weights * norms[:, None], 0) / tl.where(total > 0, total, 1.0)
     store_notes(notes_ptr, row, page, REPEAT, top + tl.log2(total), total * 0, total * 0, mean)
@@ -63,7 +63,7 @@ def note_sealed(
     for i in tl.static_range(FIELDS):
         scale, low = value_scales(memory_ptr, block, i * ROW + tl.arange(0, ROW), KIND, KEY_DIM, VALUE_DIM)
         moved = number_errors(scale, low, BITS) * VALUE_DIM**0.5
-        codes = numbers_of(packed, i, BITS, DTYPE, ASM).to(tl.float32) - origin(DTYPE, BITS)
+        codes = numbers_of(packed, i, BITS, DTYPE, ASM).to(tl.float32) + centre(BITS)
         v = tl.where(inside, codes * scale[None, :] + low[None, :], 0.0)
         norms = tl.sqrt(tl.sum(v * v, 0)) + moved
         h += tl.sum(parts[i] * moved[:, None], 0)

@@ -15,19 +15,18 @@ import triton.language as tl
 
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
-    TURBO2,
-    TURBO4,
+    SEALED_KINDS,
     bits_of,
     block_of,
+    centre,
     fields_of,
     full_keys,
-    full_values,
     is_turbo,
     key_scales,
     numbers_of,
-    origin,
     row_bytes,
     sealed_keys,
+    sealed_kind,
     sealed_values,
     turbo_levels,
     turbo_mean,
@@ -98,7 +97,7 @@ def _sealed_scores(
     for i in tl.static_range(8 // BITS):
         scale, low = key_scales(memory_ptr, block, i, BITS, KEY_DIM, VALUE_DIM)
         scaled = (q[i].to(tl.float32) * scale[:, None]).to(DTYPE)
-        moved += q[i].to(tl.float32) * low[:, None] - scaled.to(tl.float32) * origin(DTYPE, BITS)
+        moved += q[i].to(tl.float32) * (low + scale * centre(BITS))[:, None]
         if NOTED:
             errors += tl.abs(q[i].to(tl.float32)) * number_errors(scale, low, BITS)[:, None]
         k = numbers_of(packed, i, BITS, DTYPE, ASM)
@@ -134,67 +133,96 @@ def _turbo_scores(
 def _softmax_step(scores, top, total, weighted, MASKED: tl.constexpr):
     """Weights of scores [PAGE, BM] in an online softmax, what it has summed, and the factor of what came before.
 
+    total, weighted [PAGE, BM]: sums over pages, not yet over the places in a page, since that would be a barrier.
     Keys that are not seen have a score of -inf, if MASKED.
     """
     higher = tl.maximum(top, tl.max(scores, 0))
     finite = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen nothing yet
     factor = tl.exp2(top - finite)
     weights = tl.exp2(scores - finite[None, :])
-    total = total * factor + tl.sum(weights, 0)
+    total = total * factor[None, :] + weights
     products = weights * scores
     if MASKED:
         products = tl.where(weights > 0, products, 0.0)
-    weighted = weighted * factor + tl.sum(products, 0)
+    weighted = weighted * factor[None, :] + products
     return weights, factor, higher, total, weighted
+
+
+@triton.jit
+def _factor(before, top):
+    """Of weights relative to a highest score of `before` when it has become `top`."""
+    return tl.exp2(before - tl.where(top == float("-inf"), 0.0, top))
+
+
+@triton.jit
+def _values_by_channel(
+    numbers_ptr, block, ok, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr
+):  # fmt: skip
+    """Values [BV, PAGE] of a block of 16 bits; 0 for tokens that are not `ok`.
+
+    Transposed by their addresses: values that are transposed later would be kept in registers ahead of time.
+    """
+    d = tl.arange(0, BV)
+    at = block // ITEM + PAGE * KEY_DIM + tl.arange(0, PAGE)[None, :] * VALUE_DIM + d[:, None]
+    return tl.load(numbers_ptr + at, mask=ok[None, :] & (d < VALUE_DIM)[:, None], other=0.0)
 
 
 @triton.jit
 def _full_run(
     q_ptr, q_head, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, offset, begin, end, first, past, scaling,
     softcap, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ITEM: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
+    ITEM: tl.constexpr, SOFTCAP: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """Pages [begin, end) of 16 bits, whose blocks of this head lie `offset` bytes into them."""
     t = tl.arange(0, PAGE)
     d = tl.arange(0, BK)
+    before = top
+    totals = tl.zeros((PAGE, top.shape[0]), tl.float32)
+    products = totals
     q = query_columns(q_ptr, q_head, q_one, d, d < KEY_DIM, top.shape[0], REPEAT)
-    for page in tl.range(begin, end, num_stages=STAGES):
-        entry = tl.load(table_ptr + page)
+    entry = tl.load(table_ptr + begin)
+    for page in tl.range(begin, end, num_stages=2):  # 3 would leave room for few programs on a processor
         block = tl.multiple_of(entry - entry % 256 + offset, 256)
+        entry = tl.load(table_ptr + tl.minimum(page + 1, end - 1))  # a page ahead: addresses come from it
         at = page * PAGE + t
         k = full_keys(numbers_ptr, block, at < past, KEY_DIM, BK, ITEM)
         scores = _scaled(tl.dot(k, q, input_precision="ieee"), scaling, softcap, SOFTCAP)
         scores = tl.where(((at >= first) & (at < past))[:, None], scores, float("-inf"))
-        weights, factor, top, total, weighted = _softmax_step(scores, top, total, weighted, True)
-        v = full_values(numbers_ptr, block, at < past, KEY_DIM, VALUE_DIM, BV, ITEM)
-        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * factor[None, :], input_precision="ieee")
+        weights, factor, top, totals, products = _softmax_step(scores, top, totals, products, True)
+        v = _values_by_channel(numbers_ptr, block, at < past, KEY_DIM, VALUE_DIM, BV, ITEM)
+        acc = tl.dot(v, weights.to(v.dtype), acc * factor[None, :], input_precision="ieee")
         if NOTED:
             note_full(notes_ptr, note_row, page, REPEAT, weights, top, v)
-    return top, total, weighted, acc
+    factor = _factor(before, top)
+    return top, total * factor + tl.sum(totals, 0), weighted * factor + tl.sum(products, 0), acc
 
 
 @triton.jit
 def _sealed_run(
     rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, first, scaling, softcap,
     KIND: tl.constexpr, DTYPE: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-    notes_ptr, note_row, NOTED: tl.constexpr,
+    BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row,
+    NOTED: tl.constexpr,
 ):  # fmt: skip
     """The same of sealed pages. acc is rotated.
 
-    A number is scale * (what `numbers_of` gives - ORIGIN) + low. A channel's scale goes into the query and a token's
-    into its weight. ORIGIN is taken off with the scaled query or weight as rounding left it.
+    A number is scale * (what `numbers_of` gives + centre) + low. A channel's scale goes into the query and a token's
+    into its weight. What `numbers_of` gives lies around 0, so that acc stays small beside what is added to it.
     """
     BITS: tl.constexpr = bits_of(KIND)
-    ORIGIN: tl.constexpr = origin(DTYPE, BITS)
     FIELDS: tl.constexpr = 8 // BITS
     t = tl.arange(0, PAGE)
+    before = top
+    totals = tl.zeros((PAGE, top.shape[0]), tl.float32)
+    products = totals
+    bases = totals  # what the lows of values add to all channels
     q = _fields_of_queries(rotated_ptr, BITS, KEY_DIM, top.shape[0], REPEAT)
     if is_turbo(KIND):
         sketch = _fields_of_queries(rotated_ptr + KEY_DIM, BITS, KEY_DIM, top.shape[0], REPEAT)
-    for page in tl.range(begin, end, num_stages=STAGES):
-        entry = tl.load(table_ptr + page)
+    entry = tl.load(table_ptr + begin)
+    for page in tl.range(begin, end, num_stages=3):
         block = tl.multiple_of(entry - entry % 256 + offset, 256)
+        entry = tl.load(table_ptr + tl.minimum(page + 1, end - 1))  # a page ahead: addresses come from it
         if is_turbo(KIND):
             scores = _turbo_scores(q, sketch, memory_ptr, block, KIND, DTYPE, KEY_DIM, VALUE_DIM)
             errors = tl.full((1, top.shape[0]), float("inf"), tl.float32)  # no bound
@@ -204,12 +232,12 @@ def _sealed_run(
         if WINDOW > 0:  # else all tokens of sealed pages are seen
             at = page * PAGE + t
             scores = tl.where(at[:, None] >= first, scores, float("-inf"))
-        weights, factor, top, total, weighted = _softmax_step(scores, top, total, weighted, WINDOW > 0)
+        weights, factor, top, totals, products = _softmax_step(scores, top, totals, products, WINDOW > 0)
         packed = sealed_values(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
         scale, low = value_scales(memory_ptr, block, t, KIND, KEY_DIM, VALUE_DIM)
         scaled = (weights * scale[:, None]).to(DTYPE)
-        base = tl.sum(weights * low[:, None] - scaled.to(tl.float32) * ORIGIN, 0)
-        acc = acc * factor[None, :] + base[None, :]
+        bases = bases * factor[None, :] + weights * (low + scale * centre(BITS))[:, None]
+        acc = acc * factor[None, :]
         parts = fields_of(scaled, FIELDS)
         for i in tl.static_range(FIELDS):
             acc = tl.dot(numbers_of(packed, i, BITS, DTYPE, ASM), parts[i], acc, input_precision="ieee")
@@ -219,7 +247,9 @@ def _sealed_run(
                 notes_ptr, note_row, page, REPEAT, weights, top, e, packed, memory_ptr, block, KIND, DTYPE, KEY_DIM,
                 VALUE_DIM, ASM,
             )  # fmt: skip
-    return top, total, weighted, acc
+    factor = _factor(before, top)
+    acc += tl.sum(bases, 0)[None, :]
+    return top, total * factor + tl.sum(totals, 0), weighted * factor + tl.sum(products, 0), acc
 
 
 @triton.jit
@@ -227,7 +257,7 @@ def attend_pages(
     q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
     begin, end, first, past, scaling, softcap, KV_HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
+    SOFTCAP: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """Goes on with an online softmax over the pages [begin, end) of a sequence.
 
@@ -254,38 +284,14 @@ def attend_pages(
         if kind == 16:
             top, total, weighted, acc = _full_run(
                 q_ptr, q_head, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, word - kind, page, stop, first,
-                past, scaling, softcap, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, STAGES, notes_ptr, note_row,
-                NOTED,
+                past, scaling, softcap, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, notes_ptr, note_row, NOTED,
             )  # fmt: skip
-        elif kind == 8:
-            top, total, weighted, acc = _sealed_run(
-                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
-                softcap, 8, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
-                ASM, notes_ptr, note_row, NOTED,
-            )  # fmt: skip
-        elif kind == 4:
-            top, total, weighted, acc = _sealed_run(
-                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
-                softcap, 4, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
-                ASM, notes_ptr, note_row, NOTED,
-            )  # fmt: skip
-        elif kind == 2:
-            top, total, weighted, acc = _sealed_run(
-                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
-                softcap, 2, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
-                ASM, notes_ptr, note_row, NOTED,
-            )  # fmt: skip
-        elif kind == TURBO4:
-            top, total, weighted, acc = _sealed_run(
-                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
-                softcap, TURBO4, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
-                ASM, notes_ptr, note_row, NOTED,
-            )  # fmt: skip
-        else:
-            top, total, weighted, acc = _sealed_run(
-                rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first, scaling,
-                softcap, TURBO2, numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV, WINDOW, SOFTCAP, STAGES,
-                ASM, notes_ptr, note_row, NOTED,
-            )  # fmt: skip
+        for i in tl.static_range(SEALED_KINDS):
+            if kind == sealed_kind(i):
+                top, total, weighted, acc = _sealed_run(
+                    rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first,
+                    scaling, softcap, sealed_kind(i), numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV,
+                    WINDOW, SOFTCAP, ASM, notes_ptr, note_row, NOTED,
+                )  # fmt: skip
         page = stop
     return top, total, weighted, acc, rotated

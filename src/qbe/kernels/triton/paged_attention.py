@@ -100,7 +100,7 @@ def walk(
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(8, triton.next_power_of_2(repeat)), BK=wide,
         BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,
-        STAGES=2, ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4,
+        ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4,
     )  # fmt: skip
     combine_kernel[(batch * heads,)](
         means, sums, out, entropy, noted.raised, entropy.stride(0), heads, parts, BS=triton.next_power_of_2(parts),

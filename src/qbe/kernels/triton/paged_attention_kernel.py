@@ -65,7 +65,6 @@ def decode_attention_kernel(
     BV: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """memory and numbers are the same bytes as uint8 and as the model's dtype.
@@ -107,7 +106,7 @@ def decode_attention_kernel(
     top, total, weighted, acc, rotated = attend_pages(
         q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
         head, low, high, first, past, scaling, softcap, KV_HEADS, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW,
-        SOFTCAP, STAGES, ASM, notes_ptr, note_row, NOTED,
+        SOFTCAP, ASM, notes_ptr, note_row, NOTED,
     )  # fmt: skip
 
     if part == parts - 1:
