@@ -70,7 +70,7 @@ def generate(
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
         quiet=as_json,
-    ) as engine:
+    ) as engine:  # fmt: skip
         asked: Any = [{"role": "user", "content": text}] if chat else text
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
         results = several or [_stream(engine, asked, params, budget, quiet=as_json)]
