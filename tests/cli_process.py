@@ -1,12 +1,13 @@
 """`qbe` in processes that are forked from one which has imported everything: each as real as `python -m qbe` (streams,
 signals, exit code), without the seconds that importing torch and transformers takes.
 
-    commands = Commands()
-    commands.run(["info", "--json"], environment, stdin=b"")
+    qbe("info", "--json", home=folder)
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import json
 import os
@@ -59,6 +60,34 @@ class Commands:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(timeout=60)
+
+
+@functools.cache
+def _commands() -> Commands:
+    """One for all tests of a process."""
+    commands = Commands()
+    atexit.register(commands.close)
+    return commands
+
+
+def qbe(
+    *args: str | bytes, stdin: bytes = b"", home: Path | None = None, reader: bool = True
+) -> subprocess.CompletedProcess[bytes]:
+    environment = dict(os.environ, NO_COLOR="1")
+    if home is not None:
+        environment |= {"QBE_CACHE": str(home), "QBE_RECORDS": str(home / "records.sqlite")}
+    return _commands().run(args, environment, stdin, reader)
+
+
+def refused(*args: str | bytes, stdin: bytes = b"", home: Path | None = None, out: bytes = b"") -> str:
+    done = qbe(*args, stdin=stdin, home=home)
+    message = done.stderr.decode().strip()
+    assert done.returncode == 2, message
+    assert "Traceback" not in message
+    assert message.startswith("qbe: ")
+    assert "\n" not in message
+    assert done.stdout == out
+    return message
 
 
 def serve() -> None:

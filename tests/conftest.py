@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import qbe  # (before torch: it sets how torch's threads wait)
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,8 +82,9 @@ def _own_blueprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def tiny_llama(seed: int = 0, vocabulary: int = 320, **changes: Any) -> LlamaForCausalLM:
     """A random two-layer Llama whose logits are spread enough that greedy tokens are stable."""
     config = LlamaConfig(
-        hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=vocabulary, bos_token_id=None, eos_token_id=None, **{"max_position_embeddings": 512, **changes},
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=vocabulary, bos_token_id=None, eos_token_id=None,
+        **{"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 512,
+           **changes},
     )  # fmt: skip
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -122,6 +124,28 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_llama().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cache and records of the commands that tests run."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="session")
+def nested(tiny_folder: Path, home: Path) -> str:
+    """The tiny model as `qbe quantize` writes it."""
+    from cli_process import qbe as run
+
+    out = home / "nested"
+    done = run("quantize", str(tiny_folder), "-o", str(out), "--json", home=home)
+    assert done.returncode == 0, done.stderr.decode()
+    described = json.loads(done.stdout)
+    assert described["store"]["bits_per_weight"] <= 9.5
+    assert described["store"]["gears"] == [4, 6, 8, 16]
+    assert described["store"]["sensitivity_measured"]
+    assert described["store"]["kv_sensitivity_measured"]
+    return str(out)
 
 
 @pytest.fixture(scope="session")

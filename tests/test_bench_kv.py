@@ -20,7 +20,7 @@ from qbe.bench.kv_cases import Cases, choices, mixture
 from qbe.bench.machine import Limits
 from qbe.kernels.kv_blocks import KV_BITS, PAGE_SIZE, block
 from qbe.kvcache.pages import KVShape
-from test_bench import CPU, LIMITS, described
+from bench_samples import CPU, LIMITS, described
 
 SHAPE = KVShape(3, 32, 16)
 SIZES = kv.Sizes(6, SHAPE, 5 * PAGE_SIZE, (1, 4), 2, 2 * PAGE_SIZE, rounds=3, model=None, dtype=torch.bfloat16)

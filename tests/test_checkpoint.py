@@ -263,9 +263,10 @@ def test_models_without_linears_are_refused() -> None:
     assert [s.name for s in tag(model) if s.is_linear] == ["lm_head"]  # its other layers are Conv1D
 
 
-def test_tied_weights_stay_one_tensor(device: torch.device, tmp_path: Path) -> None:
+def test_tied_weights_stay_one_tensor(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from conftest import byte_tokenizer
 
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path / "cache"))
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
     byte_tokenizer().save_pretrained(tmp_path / "tied")
     model = prepare(tmp_path / "tied", device=device, need_sensitivity=False, progress=False).model

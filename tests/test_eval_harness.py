@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,6 +118,7 @@ def test_a_task_of_the_harness_in_a_process(tiny_folder: Path, tmp_path: Path) -
          f"model={tiny_folder},policy=uniform,bits=4", "--device", "cpu", "--tasks", "which",
          "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")],
         capture_output=True, text=True, timeout=400, cwd=tmp_path,
+        env={**os.environ, "QBE_CACHE": str(tmp_path / "cache")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     (found,) = (tmp_path / "out").rglob("results_*.json")

@@ -14,7 +14,7 @@ import typer
 from qbe.bench.command import app as bench
 from qbe.cache.command import app as cache
 from qbe.commands.ask import chat, explain, generate
-from qbe.commands.console import say, with_options
+from qbe.commands.console import say, usage, with_options
 from qbe.commands.models import info, pull, quantize
 from qbe.commands.records import records
 from qbe.errors import QBEError
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     except USAGE_ERRORS as error:
         if not error.format_message():  # `qbe` alone: the help has been printed
             sys.exit(2)
-        _fail(f"{error.format_message()}; see 'qbe --help'".replace("\n", " "))
+        _fail(usage(error))
     else:
         sys.exit(code if isinstance(code, int) else 0)
 

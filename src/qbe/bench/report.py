@@ -13,6 +13,7 @@ from qbe.files import write_text
 
 HIGHER_IS_BETTER = ("tokens/s",)
 COUNT = "graphs"  # a unit that is counted, not compared
+PAIRED = "median and quartiles of the differences of pairs, not the difference of the medians"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Row:
         unit: of all values; times are better when lower, `tokens/s` when higher, `graphs` are counted.
         limit: the value at the physical limit, in the same unit; None where there is none.
         note: what the reader must know about this row.
-        added: in the same unit, what the compared action costs more than without it, measured pair by pair.
+        added: in the same unit, what the compared action costs more than without it, measured pair by pair (`PAIRED`).
     """
 
     what: str
@@ -72,6 +73,29 @@ class Row:
         """The ratio that QBE would have if it ran at the physical limit and the peer as it was measured."""
         return None if self.limit is None else self._over_peer(self.limit)
 
+    @property
+    def ratio_spread(self) -> tuple[float, float] | None:
+        """The ratio where both sides are at the quartiles that are worst for QBE, and at those that are best."""
+        if self.ours is None or isinstance(self.theirs, Failed):
+            return None
+        ours, theirs = self.ours, self.theirs
+        ends = ((theirs.low, ours.high), (theirs.high, ours.low))
+        if self.unit in HIGHER_IS_BETTER:
+            ends = ((ours.low, theirs.high), (ours.high, theirs.low))
+        (low, least), (high, most) = ends
+        return (low / least, high / most) if least and most else None
+
+    @property
+    def better(self) -> bool | None:
+        """Whether QBE is better than the peer, or the action quicker than none; None within the quartiles."""
+        if self.added is not None:
+            low, high = -self.added.high, -self.added.low
+        elif self.ratio_spread is not None:
+            low, high = (end - 1 for end in self.ratio_spread)
+        else:
+            return None
+        return None if low <= 0 <= high else low > 0
+
     def _over_peer(self, value: float) -> float | None:
         if self.peer_value is None:
             return None
@@ -99,7 +123,8 @@ class Row:
             "note": "; ".join(n for n in (reason, self.note) if n),
         }
         if self.added is not None:
-            described |= {"added": self.added.median, "added_spread": [self.added.low, self.added.high]}
+            spread = [self.added.low, self.added.high]
+            described |= {"added": self.added.median, "added_spread": spread, "added_statistic": PAIRED}
         return described
 
 

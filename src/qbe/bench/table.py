@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from qbe.bench.report import Report, Row
+from qbe.bench.report import PAIRED, Report, Row
 
 
 def render(report: Report) -> RenderableType:
@@ -23,6 +23,7 @@ def render(report: Report) -> RenderableType:
     table.add_column("ratio", justify="right", no_wrap=True)
     table.add_column("limit", justify="right", no_wrap=True)
     notes: dict[str, None] = {}  # in order, each once
+    last: dict[str, None] = {}
     previous: Row | None = None
     for row in report.rows:
         same = previous is not None and previous.work == row.work
@@ -36,6 +37,7 @@ def render(report: Report) -> RenderableType:
         if row.added is not None:
             added = f"{row.added.median:.1f} {row.unit} ({row.added.low:.1f} to {row.added.high:.1f})"
             notes[f"{row.what}, {row.shape}: a change adds {added}"] = None
+            last[f"Added: {PAIRED}."] = None
         if described["note"]:
             notes[f"{row.peer}: {described['note']}"] = None
         previous = row
@@ -44,8 +46,9 @@ def render(report: Report) -> RenderableType:
         Text(f"qbe bench {report.benchmark}: {machine['device']}, {machine['threads']} threads", style="bold"),
         Text(f"copies {rate / 1e9:.0f} GB/s, load {load[0]:.2f}; {versions}", style="dim"),
         table,
-        *(Text(note, style="dim") for note in notes),
-        Text("Medians, half the quartiles' distance after ±. Ratio: above 1 QBE is better. Limit: the ratio QBE would "
+        *(Text(note, style="dim") for note in (*notes, *last)),
+        Text("Medians, half the quartiles' distance after ±. Ratio: above 1 QBE is better, uncoloured within "
+             "the quartiles. Limit: the ratio QBE would "
              "have at the measured copy bandwidth (or matrix rate, where that binds).", style="dim"),
     )  # fmt: skip
 
@@ -61,4 +64,4 @@ def _value(median: float | None, spread: list[float] | None, unit: str) -> Text:
 def _ratio(row: Row) -> Text:
     if row.ratio is None:
         return Text("-", style="dim")
-    return Text(f"{row.ratio:.2f}", style="green" if row.ratio >= 1 else "red")
+    return Text(f"{row.ratio:.2f}", style={None: "", True: "green", False: "red"}[row.better])

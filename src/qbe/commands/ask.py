@@ -68,8 +68,9 @@ def generate(
     params = make_params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
     budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
     with make_engine(
-        model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier
-    ) as engine:
+        model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
+        quiet=as_json,
+    ) as engine:  # fmt: skip
         asked: Any = [{"role": "user", "content": text}] if chat else text
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
         results = several or [_stream(engine, asked, params, budget, quiet=as_json)]
@@ -99,7 +100,7 @@ def chat(
     params = make_params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
     budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
     with make_engine(
-        model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier
+        model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json
     ) as engine:
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")

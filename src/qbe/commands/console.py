@@ -22,6 +22,22 @@ def say(message: str, style: str) -> None:
     err.print(f"qbe: {message}", style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def usage(error: Any) -> str:
+    """The line for a wrong command line: what is wrong, which commands there are, whose help to read.
+
+    Args:
+        error: one of `qbe.cli.USAGE_ERRORS`.
+    """
+    message = " ".join(error.format_message().split()).rstrip(".")
+    names, context = [], getattr(error, "ctx", None)
+    if message.startswith("No such command") and context is not None:
+        message = f"{message.partition('. ')[0]}: choose {', '.join(context.command.commands)}"
+    while context is not None and context.parent is not None:
+        names.append(context.info_name)
+        context = context.parent
+    return f"{message}; see '{' '.join(['qbe', *reversed(names), '--help'])}'"
+
+
 def with_options(message: str, root: Any) -> str:
     """The message with the library's parameters named as options of a command under `root`: `max_tokens` becomes
     `--max-tokens`.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbe.commands.console import err
+from qbe.commands.console import err, say
 
 if TYPE_CHECKING:  # torch and transformers are imported when a command needs them: `qbe --help` stays quick
     from qbe.budget import Budget
@@ -55,18 +55,20 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object on sta
 
 def make_engine(
     model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None,
-    compile: bool = False, tune: bool = False, answers: int = 1, analysis_tier: int | None = None,
+    compile: bool = False, tune: bool = False, answers: int = 1, analysis_tier: int | None = None, quiet: bool = False,
 ) -> Engine:  # fmt: skip
-    """The engine that the options ask for, with room for so many answers at once."""
+    """The engine that the options ask for, with room for so many answers at once; `quiet` shows no progress."""
     from transformers.utils import logging
 
     from qbe.engine.engine import Engine
 
+    if compile and not quiet and not err.is_terminal:  # a terminal gets a spinner
+        say("--compile takes tens of seconds now, fewer once it is cached", "dim")
     logging.set_verbosity_error()  # its advice on optional kernels would stand in the middle of an answer
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals,
         max_sequences=max(1, min(answers, _TOGETHER)), kv_tokens=kv_tokens, compile=compile, tune=tune,
-        analysis_tier=analysis_tier, progress=err.is_terminal,
+        analysis_tier=analysis_tier, progress=err.is_terminal and not quiet,
     )  # fmt: skip
 
 

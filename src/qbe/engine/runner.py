@@ -18,7 +18,7 @@ from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
 from qbe.kvcache.pages import PAGE_SIZE
-from qbe.progress import bar
+from qbe.progress import bar, spinner
 
 # Rotary embeddings whose frequencies depend on the longest position of the forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -128,7 +128,7 @@ class Runner:
             largest: sequences of the largest step.
             pages: pages that one sequence can have.
             compile: compile the steps of one sequence.
-            progress: show a progress bar.
+            progress: show that it is under way.
         """
         if not self._takes_positions:
             return
@@ -143,9 +143,8 @@ class Runner:
     def compile_decode(self, progress: bool) -> None:
         """Compile the steps of one sequence, if decode steps run at fixed shapes."""
         if self.decode is not None:
-            with bar("compiling the decode step", 1, progress) as advance:
+            with spinner("compiling the decode step: tens of seconds, fewer once it is cached", progress):
                 self.decode.compile(1)
-                advance()
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from qbe.kernels.ops import refuse_gradients
+
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
     "nested_linears(Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, Tensor[] biases, "
@@ -39,7 +41,12 @@ def nested_linears(
 
     Returns:
         [..., N1 + N2 + ...] in x's dtype, the results side by side.
+
+    Raises:
+        QBEError: gradients are enabled, and x or a bias requires one.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients(x, *biases)
     return torch.ops.qbe.nested_linears.default(x, packed, meta, bits, originals, biases, slices, exponents)
 
 

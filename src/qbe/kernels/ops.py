@@ -13,12 +13,23 @@ from collections.abc import Sequence
 
 import torch
 
+from qbe.errors import QBEError
+
 _library = torch.library.Library("qbe", "DEF")
 _library.define(
     "nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
     "int[] slices, int exponent) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+def refuse_gradients(*tensors: torch.Tensor | None) -> None:
+    """Raises QBEError if one of them requires a gradient, which would be lost."""
+    if any(t is not None and t.requires_grad for t in tensors):
+        raise QBEError(
+            "a nested linear layer has no gradient, but its input requires one (or its weight or bias does): call it "
+            "under torch.no_grad(), or model.requires_grad_(False) first"
+        )
 
 
 def nested_linear(
@@ -31,15 +42,16 @@ def nested_linear(
     slices: Sequence[int],
     exponent: int,
 ) -> torch.Tensor:
-    """A linear layer whose weight is read at each row's own precision (inference only: it has no gradient).
+    """A linear layer whose weight is read at each row's own precision. For inference: it has no gradient.
 
     Args:
         x: float16, bfloat16 or float32 [..., K]; R rows.
         packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.store.layout`).
         meta: uint8 [2P, N, G], scales and offsets of every precision (`qbe.store.scales`).
-        bits: int32 [R], a word of precision for each row: the weight's bits in the lowest byte, 16 reads `original`; a
-            width the store lacks is served by the highest precision below it, or by the lowest. The activations' bits
-            in the next byte, 8 or (as 0) 16 (`qbe.kernels.reference.activations`).
+        bits: int32 [R], a word of precision for each row: the weight's bits in the lowest byte, 16 (and what is above)
+            reads `original`; a width the store lacks is served by the highest precision below it, or by the lowest.
+            Kernels read it while they run, so nothing is refused. The activations' bits in the next byte, 8 or (as 0)
+            16 (`qbe.kernels.reference.activations`).
         original: [N, K] in the model's dtype, on x's device or in pinned host memory; None if it was dropped.
         bias: [N] or None.
         slices: widths of the slices, most significant first.
@@ -47,7 +59,12 @@ def nested_linear(
 
     Returns:
         [..., N] in x's dtype; sums are taken in float32.
+
+    Raises:
+        QBEError: gradients are enabled, and x or bias requires one.
     """
+    if torch.is_grad_enabled():
+        refuse_gradients(x, bias)
     return torch.ops.qbe.nested_linear.default(x, packed, meta, bits, original, bias, slices, exponent)
 
 

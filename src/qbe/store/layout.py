@@ -14,6 +14,7 @@ first b/8 of it and nothing else.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,7 +52,12 @@ class SliceLayout:
 
     @classmethod
     def of(cls, slices: Sequence[int]) -> SliceLayout:
-        return cls(tuple(int(s) for s in slices))
+        """The layout with these widths. Raises QBEError for what is no sequence of whole numbers, or no layout."""
+        try:
+            widths = tuple(map(operator.index, slices))
+        except TypeError:
+            raise QBEError(f"slices {slices!r} are not a tuple of whole numbers; give (4, 2, 2) for example") from None
+        return cls(widths)
 
     @cached_property
     def total_bits(self) -> int:
@@ -96,5 +102,5 @@ def padded(in_features: int, group_size: int) -> int:
 
 def check_group_size(group_size: int) -> None:
     """Raises QBEError unless `group_size` is a multiple of 64 from 64 to 1024."""
-    if not BLOCK <= group_size <= MAX_GROUP or group_size % BLOCK:
-        raise QBEError(f"group size {group_size} is not supported: give a multiple of {BLOCK} up to {MAX_GROUP}")
+    if not isinstance(group_size, int) or not BLOCK <= group_size <= MAX_GROUP or group_size % BLOCK:
+        raise QBEError(f"group size {group_size!r} is not supported: give a multiple of {BLOCK} up to {MAX_GROUP}")

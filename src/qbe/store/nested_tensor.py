@@ -39,8 +39,10 @@ class NestedTensor(TorchAOBaseTensor):
             [bytes], the same in the order its kernels read (`qbe.kernels.triton.layout`).
         meta: uint8 [2P, N, Kp/group_size], scales and offsets (`qbe.store.scales`).
         bits: int32 [rows] or [1]: word of precision of each row of the input (`qbe.kernels.ops`); one serves all
-            rows. An engine binds this to a row of its plan, and a write to the plan changes the precision of the next
-            call.
+            rows. `set_bits` sets it. An engine binds it to a row of its plan, and a write to the plan changes the
+            precision of the next call. Kernels read it while they run and cannot refuse what is not a gear: they take
+            its lowest byte, read the original from 16 on (so for 99 and -1 too) and below it the highest precision that
+            is not above it, or the lowest.
         original: [N, K] in the model's dtype, what 16 bits mean; None when it was dropped.
 
     Attributes:
@@ -136,17 +138,52 @@ class NestedTensor(TorchAOBaseTensor):
         """Precisions that can be asked for, ascending; 16 is among them while the original is kept."""
         return (*self.layout.precisions, *((FULL_BITS,) if self.original is not None else ()))
 
+    def set_bits(self, bits: int | Sequence[int]) -> None:
+        """Sets the precision of the next calls, with 16-bit activations: one gear, or one for each row of the input.
+
+        It is written where `bits` lies, and graphs that read it there see it, unless another number of rows is given.
+
+        Raises:
+            QBEError: a number that is no gear.
+        """
+        wanted = list(bits) if isinstance(bits, list | tuple) else [bits] * self.bits.shape[0]
+        for one in wanted:
+            self._check_gear(one)
+        words = torch.tensor(wanted, dtype=torch.int32)
+        if words.shape == self.bits.shape:
+            self.bits.copy_(words)
+        else:
+            self.bits = words.to(self.bits.device)
+
+    def _check_gear(self, bits: object) -> None:
+        if not isinstance(bits, int) or bits not in self.gears:
+            have = ", ".join(map(str, self.gears))
+            raise QBEError(f"{bits!r} bits are not in this store (it has {have}); choose one of those")
+
     def dequantise(self, bits: int | None = None) -> torch.Tensor:
-        """The weight at `bits` (default: the widest gear), [N, K] in the model's dtype."""
+        """The weight at `bits` (default: the widest gear), [N, K] in the model's dtype.
+
+        Raises:
+            QBEError: a number that is no gear.
+        """
         bits = self.gears[-1] if bits is None else bits
-        if bits not in self.gears:
-            raise QBEError(f"{bits} bits are not in this store (it has {', '.join(map(str, self.gears))})")
+        self._check_gear(bits)
         if bits == FULL_BITS:
             assert self.original is not None
             return self.original
         meta = self.meta.to(self.packed.device)  # it is in host memory where the tiled slices hold it too
         weight = dequantise(self.canonical_packed(), meta, self.exponent, self.slices, self.in_features, bits)
         return weight.to(self.logical_dtype)
+
+    def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """torchao's name for `dequantise` at the widest gear, in `output_dtype` (default: the model's).
+
+        Raises:
+            QBEError: `output_dtype` is something else.
+        """
+        if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
+            raise QBEError(f"output_dtype is a torch.dtype, not {output_dtype!r}; dequantise(bits) reads a precision")
+        return self.dequantise().to(output_dtype or self.logical_dtype)
 
     def canonical_packed(self) -> torch.Tensor:
         """The slices in the canonical layout, uint8 [total_bits, N*Kp/8], whatever layout the device has."""
@@ -189,7 +226,21 @@ class NestedTensor(TorchAOBaseTensor):
 def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, weight = args[0], args[1]
     bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    width = x.shape[-1]
+    if width != weight.in_features:
+        raise QBEError(
+            f"the input has {width} numbers a row, but this layer takes {weight.in_features} "
+            f"(input {list(x.shape)}, weight {list(weight.shape)})"
+        )
+    # Under autocast plain layers take mixed dtypes, too: the result is then in the input's.
+    if x.dtype is not weight.logical_dtype and not torch.is_autocast_enabled(x.device.type):
+        raise QBEError(
+            f"the input is {_name(x.dtype)}, but this layer was nested in {_name(weight.logical_dtype)}: "
+            f"convert the input, or convert the model before nesting it"
+        )
+    if torch.is_grad_enabled():
+        ops.refuse_gradients(x, weight, bias)
+    rows = x.numel() // width if width else 0
     bits = weight.bits
     bits = bits.expand(rows) if bits.shape[0] == 1 else bits[:rows]
     if rows >= UNIFORM_ROWS and weight.uniform is not None and weight.packed.dim() == 1:
@@ -204,14 +255,24 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
     return ops.nested_linear(x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent)
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass
 class NestedWeightConfig(AOBaseConfig):
     """`quantize_(model, NestedWeightConfig(...))` replaces each linear layer's weight by a NestedTensor.
+
+    Such a layer is for inference, and its bias is frozen: an input that requires a gradient is refused where gradients
+    are enabled. As a plain layer it takes inputs of the dtype it had (any, under autocast) and returns that.
 
     Attributes:
         group_size: inputs that share a scale, a multiple of 64.
         slices: widths of the slices, most significant first; their running sums are the precisions.
         keep_original: keep the 16-bit weight, so that gear 16 is exact.
+
+    Raises:
+        QBEError: a group size or slices that the store cannot have.
     """
 
     group_size: int = 64
@@ -238,8 +299,10 @@ def _nest(module: nn.Module, config: NestedWeightConfig, **_: Any) -> nn.Module:
 
 
 def set_weight(module: nn.Linear, weight: NestedTensor) -> None:
-    """Makes `weight` the layer's weight and its `extra_repr` tell so."""
+    """Makes `weight` the layer's weight, its `extra_repr` tell so, and its bias as frozen as the weight."""
     module.weight = nn.Parameter(weight, requires_grad=False)
+    if module.bias is not None:
+        module.bias.requires_grad_(False)
     module.extra_repr = types.MethodType(  # type: ignore[method-assign]
         lambda self: f"in_features={self.in_features}, out_features={self.out_features}, weight={self.weight!r}", module
     )

@@ -4,11 +4,16 @@
    Query rows that share a key head are served by one reading of it, page by page at each page's own precision. Sums are
    float32 in an order that depends on the sequence alone. */
 
-#include "kv_pages.c"
+#include "kv_blocks.c"
+
+#include "kv_seal.c"
+
+#include "kv_read.c"
 
 #define MAX_QUERIES 4 /* rows served by one reading */
 
 #include "sealed.c"
+
 /* `_Shape` of paged_attention.py. Strides are in numbers; the last dimension is contiguous. */
 typedef struct {
     int64_t batch, heads, kv_heads, key_dim, value_dim, bytes, table_width;
@@ -35,165 +40,11 @@ typedef struct {
     int backend;
 } Attention;
 
-/* Numbers [i, i + LANES) of a row of `dim`; zero past its end. */
-INLINE Floats load_lanes(const char *row, int dtype, int64_t dim, int64_t i) {
-    const int64_t left = dim - i < LANES ? dim - i : LANES;
-    if (dtype == FLOAT32) {
-        Floats f = {0};
-        if (left == LANES) memcpy(&f, row + 4 * i, sizeof f);
-        else memcpy(&f, row + 4 * i, (size_t)left * 4);
-        return f;
-    }
-    Halves h = {0};
-    if (left == LANES) memcpy(&h, row + 2 * i, sizeof h);
-    else memcpy(&h, row + 2 * i, (size_t)left * 2);
-    return (Floats)(__builtin_convertvector(h, Words) << 16);
-}
+#include "lanes.c"
 
-INLINE float sum_lanes(Floats f) {
-    float lanes[LANES];
-    memcpy(lanes, &f, sizeof f);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
+#include "attention_pages.c"
 
-/* e^x for x <= 88; below -87 that of -87. Cody and Waite's reduction, Taylor's polynomial of degree 7. */
-INLINE Floats exp_lanes(Floats x) {
-    x = pick(x < splat(-87.0f), splat(-87.0f), x);
-    const Floats magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
-    const Floats whole = (x * 1.44269504f + magic) - magic;
-    const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    Floats p = splat(1.0f / 5040);
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r * r + r + 1.0f;
-    return p * (Floats)((__builtin_convertvector(whole, Integers) + 127) << 23);
-}
-
-/* scores[m * room + t] = query[m] . key t, for M queries and the tokens [from, to) of one page, t from 0. */
-INLINE void full_scores(const char *key, int64_t from, int64_t to, int64_t dim, const float *query, int64_t wide,
-                        float *scores, int64_t room, const int M, const int DTYPE) {
-    const int64_t row = dim * (DTYPE == FLOAT32 ? 4 : 2);
-    key += from * row;
-    for (int64_t t = from; t < to; t++, key += row) {
-        Floats sum[MAX_QUERIES] = {{0}};
-        for (int64_t i = 0; i < dim; i += LANES) {
-            const Floats k = load_lanes(key, DTYPE, dim, i);
-            for (int m = 0; m < M; m++) {
-                Floats q;
-                memcpy(&q, query + m * wide + i, sizeof q);
-                sum[m] += q * k;
-            }
-        }
-        for (int m = 0; m < M; m++) scores[m * room + t - from] = sum_lanes(sum[m]);
-    }
-}
-
-/* sum[m * N + n] += over rows [from, to), weights[m * room + row - from] * the row's numbers, N * LANES of them from i. */
-INLINE void add_rows(const char *rows, int64_t from, int64_t to, int64_t dim, const float *weights, int64_t room,
-                     int64_t i, Floats *sum, const int M, const int N, const int DTYPE) {
-    const int64_t size = dim * (DTYPE == FLOAT32 ? 4 : 2);
-    rows += from * size;
-    for (int64_t t = from; t < to; t++, rows += size)
-        for (int n = 0; n < N; n++) {
-            const Floats v = load_lanes(rows, DTYPE, dim, i + n * LANES);
-            for (int m = 0; m < M; m++) sum[m * N + n] += v * weights[m * room + t - from];
-        }
-}
-
-/* query: the M queries as they are, rotated (for sealed pages) and once more (for sketches), `next` floats apart. */
-INLINE void attention_scores(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
-                             int64_t to, const float *query, int64_t next, int64_t wide, float *scores, int64_t room,
-                             const int M, const int DTYPE) {
-    const AttentionShape *s = a->s;
-    for (int64_t t = from, end; t < to; t = end) {
-        const int64_t page = t / PAGE, first = t % PAGE;
-        end = (page + 1) * PAGE < to ? (page + 1) * PAGE : to;
-        const int64_t last = first + end - t;
-        int kind;
-        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &kind);
-        float *out = scores + t - from;
-        if (kind == FULL_BITS)
-            full_scores((const char *)block, first, last, s->key_dim, query, wide, out, room, M, DTYPE);
-        else if (kind > TURBO)
-            turbo_scores(sealed, block, kind, first, last, s->key_dim, s->value_dim, query + next, query + 2 * next,
-                         wide, out, room, M);
-        else
-            sealed_scores(sealed, block, kind, first, last, s->key_dim, s->value_dim, query + next, wide, out, room, M);
-    }
-}
-
-/* out[m] = sum over tokens [from, to) of weights[m * room + t - from] * value t, for N * LANES numbers from i: of those
-   in pages of 16 bits, and `next` floats behind of those in sealed pages, rotated. */
-INLINE void attention_values(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
-                             int64_t to, const float *weights, int64_t room, int64_t i, float *out, int64_t next,
-                             int64_t wide, const int M, const int N, const int DTYPE) {
-    const AttentionShape *s = a->s;
-    const int64_t values = PAGE * s->key_dim * (DTYPE == FLOAT32 ? 4 : 2);
-    Floats sum[MAX_QUERIES * 4] = {{0}}, rotated[MAX_QUERIES * 4] = {{0}};
-    for (int64_t t = from, end; t < to; t = end) {
-        const int64_t page = t / PAGE, first = t % PAGE;
-        end = (page + 1) * PAGE < to ? (page + 1) * PAGE : to;
-        const int64_t last = first + end - t;
-        int kind;
-        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &kind);
-        const float *own = weights + t - from;
-        if (kind == FULL_BITS)
-            add_rows((const char *)block + values, first, last, s->value_dim, own, room, i, sum, M, N, DTYPE);
-        else
-            sealed_values(sealed, block, kind, first, last, s->key_dim, s->value_dim, own, room, i, rotated, M, N);
-    }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) {
-            memcpy(out + m * wide + i + n * LANES, &sum[m * N + n], sizeof(Floats));
-            memcpy(out + next + m * wide + i + n * LANES, &rotated[m * N + n], sizeof(Floats));
-        }
-}
-
-/* The natural logarithm of x >= 1. */
-INLINE float log_of(float x) {
-    const uint32_t u = float_to_bits(x);
-    const double m = bits_to_float((u & 0x7fffff) | 0x3f800000), s = (m - 1) / (m + 1), q = s * s;
-    const double series = 1 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11 + q / 13)))));
-    return (float)(((int)(u >> 23) - 127) * 0.6931471805599453 + 2 * s * series);
-}
-
-/* Scores to weights that add up to 1, `count` of them, room for whole vectors; returns their entropy in nats. */
-INLINE float softmax(float *scores, int64_t count, float softcap) {
-    const int64_t padded = (count + LANES - 1) / LANES * LANES;
-    for (int64_t t = count; t < padded; t++) scores[t] = scores[0];
-    Floats best = splat(-__builtin_inff()), total = {0}, weighted = {0};
-    for (int64_t t = 0; t < padded; t += LANES) {
-        Floats v;
-        memcpy(&v, scores + t, sizeof v);
-        if (softcap != 0) { /* tanh(x) = 1 - 2 / (e^2x + 1) */
-            Floats twice = v * (2 / softcap);
-            twice = pick(twice > splat(80.0f), splat(80.0f), twice);
-            v = softcap * (1.0f - 2.0f / (exp_lanes(twice) + 1.0f));
-            memcpy(scores + t, &v, sizeof v);
-        }
-        best = pick(v > best, v, best);
-    }
-    float top = best[0];
-    for (int i = 1; i < LANES; i++) top = best[i] > top ? best[i] : top;
-    for (int64_t t = 0; t < padded; t += LANES) {
-        Floats v;
-        memcpy(&v, scores + t, sizeof v);
-        const Floats below = v - top;
-        v = exp_lanes(below);
-        for (int i = 0; i < LANES && t + LANES > count; i++) v[i] = t + i < count ? v[i] : 0.0f;
-        memcpy(scores + t, &v, sizeof v);
-        total += v;
-        weighted += v * below;
-    }
-    const float sum = sum_lanes(total), scale = 1.0f / sum;
-    for (int64_t t = 0; t < count; t++) scores[t] *= scale;
-    return log_of(sum) - sum_lanes(weighted) * scale;
-}
+#include "softmax.c"
 
 #include "bounds.c"
 

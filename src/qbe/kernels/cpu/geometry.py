@@ -60,13 +60,15 @@ def geometry(
         or packed[0] != layout.total_bits
         or meta[0] != 2 * len(layout.precisions)
         or kp * n != packed[1] * 8
-        or (n and (groups < 1 or kp % (groups * BLOCK) or not kp - kp // groups < k <= kp))
+        or (n and (groups < 1 or kp % (groups * BLOCK)))
         or not 0 < exponent < 255
     ):
         raise RuntimeError(
             f"packed {list(packed)}, meta {list(meta)} and exponent {exponent} are not a nested weight with slices "
-            f"{slices} for {k} inputs"
+            f"{slices}"
         )
+    if n and not kp - kp // groups < k <= kp:
+        raise RuntimeError(f"x has {k} inputs a row, but its nested weight takes {kp - kp // groups + 1} to {kp}")
     table = _Table(layout.total_bits, len(layout.precisions), len(layout.parts), exponent=exponent)
     table.precision[: len(layout.precisions)] = layout.precisions
     table.first[: len(layout.parts)] = [p.first for p in layout.parts]

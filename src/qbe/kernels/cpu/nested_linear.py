@@ -100,7 +100,10 @@ def check(
             f"bits must be int32 [{rows.shape[0]}], one per row of x, not {bits.dtype} {list(bits.shape)}"
         )
     if original is not None and original.shape != (form.n, form.k):
-        raise RuntimeError(f"the 16-bit original is {list(original.shape)}, its nested weight {[form.n, form.k]}")
+        raise RuntimeError(
+            f"the 16-bit original is {list(original.shape)}, but x has {form.k} inputs a row and the nested weight "
+            f"{form.n} outputs"
+        )
     if bias is not None and bias.shape != (form.n,):
         raise RuntimeError(f"the bias is {list(bias.shape)}, but the weight has {form.n} outputs")
 

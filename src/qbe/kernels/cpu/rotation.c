@@ -1,5 +1,5 @@
 /* The rotation of sealed pages (qbe/kernels/reference/rotation.py) as a fast Walsh-Hadamard transform.
-   Included by kv_pages.c. */
+   Included by kv_blocks.c. */
 
 /* 1 or -1, of Rudin and Shapiro; i < 2^16. */
 INLINE float sign_of(int i) {
