@@ -31,7 +31,7 @@ def refused(call: Callable[[], Any], says: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_an_input_that_requires_a_gradient_is_refused(layer: nn.Linear, device: torch.device) -> None:
+def test_a_gradient_through_it_is_refused(layer: nn.Linear, device: torch.device) -> None:
     w, x = layer.weight, torch.randn(3, 100, device=device)
     bits, wants = w.bits.expand(3), x.clone().requires_grad_(True)
     many = ([w.packed], [w.meta], [bits], [w.original], [], w.slices, [w.exponent])
@@ -39,31 +39,33 @@ def test_an_input_that_requires_a_gradient_is_refused(layer: nn.Linear, device: 
     def one(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.nested_linear(x, w.packed, w.meta, bits, w.original, bias, w.slices, w.exponent)
 
-    calls = (layer, lambda x: linear(x, w), one, lambda x: merged_ops.nested_linears(x, *many))
-    for call in calls:
-        refused(lambda call=call: call(wants), "no gradient.*torch.no_grad")
+    for call in (layer, lambda x: linear(x, w), one, lambda x: merged_ops.nested_linears(x, *many)):
         plain = call(x)
         assert not plain.requires_grad
+        assert torch.equal(call(wants), plain)
+        refused(call(wants).sum().backward, "no gradient.*train the 16-bit model")
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                assert torch.equal(call(wants), plain)
+                assert not call(wants).requires_grad
     bias = torch.zeros(32, device=device, requires_grad=True)
     for with_bias in (lambda: one(x, bias), lambda: linear(x, w, bias)):
-        refused(with_bias, "no gradient")
+        refused(with_bias().sum().backward, "no gradient")
+    assert wants.grad is bias.grad is None
 
 
 def test_a_nested_layer_is_frozen_until_somebody_asks_for_gradients(layer: nn.Linear) -> None:
     assert not any(p.requires_grad for p in layer.parameters())
     x = torch.randn(1, 100, device=layer.weight.device)
-    layer(x)
+    assert not layer(x).requires_grad
     layer.requires_grad_(True)
-    refused(lambda: layer(x), "its weight or bias does")
+    refused(layer(x).sum().backward, "no gradient")
 
 
 def test_a_prompt_on_a_gpu_does_not_lose_one_either(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts of one precision take a way of their own."""
-    monkeypatch.setattr("qbe.kernels.ops.nested_linear", None)
-    refused(lambda: layer(torch.randn(300, 100, device=layer.weight.device, requires_grad=True)), "no gradient")
+    x = torch.randn(300, 100, device=layer.weight.device, requires_grad=True)
+    layer.weight.uniform = 4
+    refused(layer(x).sum().backward, "no gradient")
 
 
 @pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad])
@@ -82,15 +84,30 @@ def test_a_compiled_model_runs_with_and_without_no_grad(guard: Callable[[], Any]
     assert not torch._dynamo.utils.counters["recompiles"]
 
 
-def test_compiled_too_it_refuses_where_a_gradient_would_be_lost() -> None:
+@pytest.mark.parametrize("backend", ["qbe", "inductor"])
+def test_compiled_too_a_gradient_through_it_is_refused(backend: str) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
     quantize_(model, NestedWeightConfig())
-    compiled, x = torch.compile(model, backend="qbe"), torch.randn(2, 64, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"QBEError.*a nested linear layer has no gradient"):
-        compiled(x)
+    compiled, x = torch.compile(model, backend=backend), torch.randn(2, 64, requires_grad=True)
+    y = compiled(x)
+    torch.testing.assert_close(y, model(x))
+    with pytest.raises(QBEError, match="no gradient"):
+        y.sum().backward()
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_model_with_trainable_embeddings_runs_compiled_and_not() -> None:
+    """As transformers gives it: only the nested layers are frozen."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 8)).eval()
+    quantize_(model, NestedWeightConfig())
+    compiled, ids = torch.compile(model, backend="qbe"), torch.tensor([[1, 2, 3]])
+    for bits in (4, 8):
+        model[1].weight.set_bits(bits)
+        torch.testing.assert_close(compiled(ids), model(ids))
+    refused(model(ids).sum().backward, "no gradient")
 
 
 def test_bits_are_set_for_all_rows_or_for_each(layer: nn.Linear, device: torch.device) -> None:

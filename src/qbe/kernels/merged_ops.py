@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.kernels.ops import refuse_gradients
+from qbe.kernels.gradients import without_gradient
 
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
@@ -41,13 +41,9 @@ def nested_linears(
 
     Returns:
         [..., N1 + N2 + ...] in x's dtype, the results side by side.
-
-    Raises:
-        QBEError: gradients are enabled, and x or a bias requires one.
     """
-    if torch.is_grad_enabled():
-        refuse_gradients(x, *biases)
-    return torch.ops.qbe.nested_linears.default(x, packed, meta, bits, originals, biases, slices, exponents)
+    y = torch.ops.qbe.nested_linears.default(x, packed, meta, bits, originals, biases, slices, exponents)
+    return without_gradient(y, x, *biases)
 
 
 @torch.library.register_fake("qbe::nested_linears", lib=_library)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.errors import QBEError
+from qbe.kernels.gradients import without_gradient
 
 _library = torch.library.Library("qbe", "DEF")
 _library.define(
@@ -21,15 +21,6 @@ _library.define(
     "int[] slices, int exponent) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-def refuse_gradients(*tensors: torch.Tensor | None) -> None:
-    """Raises QBEError if one of them requires a gradient, which would be lost."""
-    if any(t is not None and t.requires_grad for t in tensors):
-        raise QBEError(
-            "a nested linear layer has no gradient, but its input requires one (or its weight or bias does): call it "
-            "under torch.no_grad(), or model.requires_grad_(False) first"
-        )
 
 
 def nested_linear(
@@ -42,7 +33,8 @@ def nested_linear(
     slices: Sequence[int],
     exponent: int,
 ) -> torch.Tensor:
-    """A linear layer whose weight is read at each row's own precision. For inference: it has no gradient.
+    """A linear layer whose weight is read at each row's own precision. For inference: a gradient through
+    it raises QBEError (`qbe.kernels.gradients`).
 
     Args:
         x: float16, bfloat16 or float32 [..., K]; R rows.
@@ -59,13 +51,9 @@ def nested_linear(
 
     Returns:
         [..., N] in x's dtype; sums are taken in float32.
-
-    Raises:
-        QBEError: gradients are enabled, and x or bias requires one.
     """
-    if torch.is_grad_enabled():
-        refuse_gradients(x, bias)
-    return torch.ops.qbe.nested_linear.default(x, packed, meta, bits, original, bias, slices, exponent)
+    y = torch.ops.qbe.nested_linear.default(x, packed, meta, bits, original, bias, slices, exponent)
+    return without_gradient(y, x, bias)
 
 
 @torch.library.register_fake("qbe::nested_linear", lib=_library)

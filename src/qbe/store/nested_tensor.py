@@ -22,6 +22,7 @@ from torchao.utils import TorchAOBaseTensor
 from qbe.compile.backend import register
 from qbe.errors import QBEError
 from qbe.kernels import ops
+from qbe.kernels.gradients import without_gradient
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
 from qbe.store.codes import quantise
@@ -238,8 +239,6 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
             f"the input is {_name(x.dtype)}, but this layer was nested in {_name(weight.logical_dtype)}: "
             f"convert the input, or convert the model before nesting it"
         )
-    if torch.is_grad_enabled():
-        ops.refuse_gradients(x, weight, bias)
     rows = x.numel() // width if width else 0
     bits = weight.bits
     bits = bits.expand(rows) if bits.shape[0] == 1 else bits[:rows]
@@ -251,8 +250,9 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
             weight.uniform,
         )  # fmt: skip
         if y is not None:
-            return y
-    return ops.nested_linear(x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent)
+            return without_gradient(y, x, weight, bias)
+    y = ops.nested_linear(x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent)
+    return without_gradient(y, weight)
 
 
 def _name(dtype: torch.dtype) -> str:
