@@ -6,13 +6,14 @@ import functools
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 import torch
 from torch import nn
 
-from qbe.kernels.kv_blocks import KV_BITS
+from qbe.kernels.kv_blocks import KV_BITS, NO_ORIGINAL
 from qbe.kernels.reference.activations import word
-from qbe.kvcache.attention import DecodeLayout, attend_decode
+from qbe.kvcache.attention import Bounds, DecodeLayout, attend_decode
 from qbe.kvcache.cache import PagedCache
 from qbe.kvcache.prompt import Prompt, attend_prompt
 from qbe.progress import bar
@@ -122,7 +123,10 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
             sizes = ((heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
             q, k, v = (torch.zeros(1, h, n, d, dtype=pool.dtype, device=pool.device) for h, d in sizes)
             yield functools.partial(attend_prompt, pool, layer, Prompt(0, n, 0, spare, spare, formats), q, k, v, *call)
-            for width in widths:
+            for width, bounded in product(widths, (False, True)):
                 tables = torch.zeros(n, width, dtype=torch.long, device=pool.device)
-                layout = DecodeLayout(cache, spare.repeat(n), tables, torch.ones_like(tables[:, 0]), [])
+                lengths = torch.ones_like(tables[:, 0])
+                limits = torch.full((n,), float("inf"), device=pool.device)
+                bounds = Bounds(tables + NO_ORIGINAL, limits, torch.zeros_like(tables[:, :1]).repeat(1, 3))
+                layout = DecodeLayout(cache, spare.repeat(n), tables, lengths, [], bounds if bounded else None)
                 yield functools.partial(attend_decode, layout, layer, q, k, v, *call)
