@@ -64,6 +64,18 @@ def test_with_a_broken_compiler_torch_serves_and_nothing_is_left(tmp_path: Path)
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
+def test_the_warning_has_the_compilers_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'x.c: In function f:' >&2\necho 'x.c:3: error: unknown type' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(compiler))
+    assert build.compiled("x.so", ("CC", "cc"), ["x.c"], "torch serves") is None
+    assert "x.c:3: error: unknown type); torch serves" in caplog.text
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_compiles_once_into_the_cache(tmp_path: Path) -> None:
     assert run_python(REPORT, tmp_path).splitlines()[-1] in build.BACKENDS

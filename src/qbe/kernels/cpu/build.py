@@ -132,8 +132,9 @@ def compiled(name: str, compilers: Sequence[str], arguments: Sequence[str], othe
         os.replace(temporary, path)
         return path
     except (OSError, subprocess.SubprocessError) as error:
-        detail = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
-        log.warning("a CPU kernel could not be compiled (%s); %s", " ".join(detail), otherwise)
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        detail = next((line for line in lines if "error" in line), lines[0] if lines else "no reason given")
+        log.warning("a CPU kernel could not be compiled (%s); %s", detail, otherwise)
         return None
     finally:
         if temporary is not None:
