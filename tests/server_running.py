@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from conftest import byte_tokenizer, tiny_llama
 from qbe.engine.engine import Engine
 from qbe.server.app import make_app
+from qbe.server.connections import protocol
 from qbe.server.service import Service
 from qbe.server.settings import Watched
 
@@ -73,14 +74,15 @@ def running(make: Callable[[], Engine] = tiny_engine, config: Path | None = None
     """Start, wait until it is ready, stop."""
     failures: list[BaseException] = []
     services: list[Service] = []
+    watched = Watched(config)
 
     def service() -> Service:
-        services.append(Service(make, Watched(config), False, "tiny", failures.append))
+        services.append(Service(make, watched, False, "tiny", failures.append))
         return services[0]
 
     server = uvicorn.Server(
-        uvicorn.Config(make_app(service), host="127.0.0.1", port=0, log_level="error", http="h11", ws="none",
-                       timeout_graceful_shutdown=5)
+        uvicorn.Config(make_app(service), host="127.0.0.1", port=0, log_level="error", ws="none",
+                       http=protocol(lambda: watched.current), timeout_graceful_shutdown=5)
     )  # fmt: skip
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -71,7 +71,7 @@ def test_the_reply_names_the_tier_served(server: Running, asked: str | None, ser
 @pytest.mark.parametrize(
     ("bounds", "bits", "kv_bits"),
     [({"bits": 6}, 6, 16), ({"max_bits": 6.5}, 6, 16), ({"min_bits": 16}, 16, 16), ({"kv_bits": 4, "bits": 4}, 4, 4),
-     ({"policy": "uniform", "bits": 16, "activation_bits": 8}, 16, 16)],
+     ({"kv_bits": "turbo4", "bits": 4}, 4, 4),     ({"policy": "uniform", "bits": 16, "activation_bits": 8}, 16, 16)],
 )  # fmt: skip
 def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bits: float) -> None:
     usage = ask(server, prompt=(str(bounds) * 20)[:130], qbe=bounds)["usage"]
@@ -94,6 +94,7 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"service_tier": "priority", "qbe": {"min_bits": 9}}, "qbe.min_bits"),
         ({"qbe": {"kv_bits": 1}}, "qbe.kv_bits"),
         ({"qbe": {"kv_bits": 5}}, "qbe.kv_bits"),
+        ({"qbe": {"kv_bits": "turbo3"}}, "qbe.kv_bits"),
         ({"qbe": {"activation_bits": 7}}, "qbe.activation_bits"),
         ({"qbe": {"max_cost": 1e-9}}, "qbe.max_cost"),
         ({"qbe": {"max_cost": 0}}, "qbe.max_cost"),

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,20 @@ def test_a_slow_body_is_not_waited_for(server: Running, tmp_path: Path) -> None:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 50\r\n\r\n"
             connection.sendall(head.encode() + b"{")
             assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_slow_headers_and_too_many_connections_end(server: Running, tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text("[limits]\nheader_s = 0.3\nconnections = 3\n")
+    with running(config=config) as own:
+        host, port = own.url.removeprefix("http://").split(":")
+        with ExitStack() as stack:
+            slow, silent = (stack.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in "ab")
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")
+            until(lambda: own.http.get("/health").status_code == 200, "the third connection is served")
+            with socket.create_connection((host, int(port)), timeout=30) as fourth:
+                assert fourth.recv(1000).startswith(b"HTTP/1.1 503")
+            assert slow.recv(100) == silent.recv(100) == b""
+        for _ in range(3):  # a connection that goes on is no slow one
+            time.sleep(0.15)
+            assert own.http.get("/health").status_code == 200

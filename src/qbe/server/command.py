@@ -38,6 +38,7 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
+    from qbe.server.connections import protocol
     from qbe.server.guard import HEADER_BYTES
     from qbe.server.keys import new_key as make_key
     from qbe.server.settings import Watched
@@ -92,8 +93,8 @@ def serve(
 
     server = Server(
         uvicorn.Config(
-            make_app(service), log_level="error", access_log=False, http="h11", ws="none", lifespan="on",
-            h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
+            make_app(service), log_level="error", access_log=False, http=protocol(lambda: watched.current),
+            ws="none", lifespan="on",            h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
             timeout_graceful_shutdown=watched.current.limits.drain_s,
         )
     )  # fmt: skip

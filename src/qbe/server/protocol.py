@@ -27,7 +27,7 @@ class Contract(Body):
     Attributes:
         bits: average bits of the weights, met within 0.05 from below.
         min_bits, max_bits: bounds of that average instead; the query's score chooses between them.
-        kv_bits: average bits of the KV cache.
+        kv_bits: average bits of the KV cache, or `turbo2` or `turbo4` (keys in TurboQuant's form).
         kv_error: what these may change of attention's outputs, as a part of their norm.
         activation_bits: of the inputs of linear layers, 8 or 16.
         max_latency_ms: the answer ends by then: precision is lowered as far as that is foreseen to need, what is not
@@ -39,7 +39,7 @@ class Contract(Body):
     bits: Bits | None = None
     min_bits: Bits | None = None
     max_bits: Bits | None = None
-    kv_bits: Annotated[float, Field(ge=2, le=FULL_BITS)] | None = None
+    kv_bits: Annotated[float, Field(ge=2, le=FULL_BITS)] | Literal["turbo2", "turbo4"] | None = None
     kv_error: Annotated[float, Field(ge=0)] | None = None
     activation_bits: Literal[8, 16] = 16
     max_latency_ms: Annotated[float, Field(gt=0)] | None = None

@@ -73,6 +73,8 @@ class Limits(_Table):
         drain_s: seconds that running requests have to end after SIGTERM.
         answer_tokens: tokens of a chat answer whose request does not say.
         choices: answers of one request.
+        connections: open ones, idle ones too.
+        header_s: seconds that a request's headers may take to arrive.
         body_bytes, body_s: a request's body, and the seconds it may take to arrive.
         grammar_bytes, grammar_s: a schema or grammar, and the seconds its check may take.
     """
@@ -83,6 +85,8 @@ class Limits(_Table):
     drain_s: Annotated[int, Field(ge=1)] = 60
     answer_tokens: Positive = 1024
     choices: Positive = 128
+    connections: Positive = 4096
+    header_s: Annotated[float, Field(gt=0)] = 10.0
     body_bytes: Positive = 4 * 1024 * 1024
     body_s: Annotated[float, Field(gt=0)] = 30.0
     grammar_bytes: Positive = 64 * 1024
