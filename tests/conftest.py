@@ -62,6 +62,14 @@ def _own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _own_ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nor into the user's ledger."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QBE_LEDGER", str(tmp_path_factory.mktemp("ledger") / "ledger.sqlite"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _own_tuned_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nor do they take the user's tuned kernels, or add to them."""
     from qbe.kernels.tuning.store import shared

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from conftest import byte_tokenizer, tiny_llama
 from qbe.engine.engine import Engine
+from qbe.records.ledger import Ledger
 from qbe.server.app import make_app
 from qbe.server.connections import protocol
 from qbe.server.service import Service
@@ -70,14 +71,16 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 @contextmanager
-def running(make: Callable[[], Engine] = tiny_engine, config: Path | None = None) -> Iterator[Running]:
+def running(
+    make: Callable[[], Engine] = tiny_engine, config: Path | None = None, ledger: Path | None = None
+) -> Iterator[Running]:
     """Start, wait until it is ready, stop."""
     failures: list[BaseException] = []
     services: list[Service] = []
     watched = Watched(config)
 
     def service() -> Service:
-        services.append(Service(make, watched, False, "tiny", failures.append))
+        services.append(Service(make, watched, False, "tiny", failures.append, Ledger(ledger)))
         return services[0]
 
     server = uvicorn.Server(

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +12,13 @@ import pytest
 
 from qbe.cli import main
 from qbe.server.keys import digest
-from server_running import LIMIT_S, tiny_parts, until
+from server_process import save_tiny, serving
+from server_running import LIMIT_S
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("served") / "model"
-    for part in tiny_parts():
-        part.save_pretrained(found)
-    return found
-
-
-@contextmanager
-def serving(*options: str, home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server and its address; it is ready."""
-    process = start(*options, home=home)
-    try:
-        assert process.stdout is not None
-        assert select.select([process.stdout], [], [], LIMIT_S)[0], "it says where it listens"
-        url = process.stdout.readline().split()[-1]
-
-        def ready() -> bool:
-            assert process.poll() is None, process.stderr.read()  # type: ignore[union-attr]
-            return httpx2.get(f"{url}/ready", timeout=LIMIT_S).status_code == 200
-
-        assert httpx2.get(f"{url}/health", timeout=LIMIT_S).status_code == 200  # before the model is there
-        until(ready, "it is ready")
-        yield process, url
-    finally:
-        process.kill()
-        process.communicate(timeout=LIMIT_S)
-
-
-def start(*options: str, home: Path) -> subprocess.Popen[str]:
-    environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"))
-    command = [sys.executable, "-m", "qbe", "serve", "--port", "0", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return save_tiny(tmp_path_factory.mktemp("served") / "model")
 
 
 def test_it_drains_when_it_is_told_to_end(folder: Path, tmp_path: Path) -> None:

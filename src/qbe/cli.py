@@ -15,6 +15,7 @@ from qbe.bench.command import app as bench
 from qbe.cache.command import app as cache
 from qbe.commands.ask import chat, explain, generate
 from qbe.commands.console import say, usage, with_options
+from qbe.commands.ledger import ledger
 from qbe.commands.models import info, pull, quantize
 from qbe.commands.records import records
 from qbe.errors import QBEError
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
 )
-for _command in (generate, chat, explain, quantize, pull, info, records, serve):
+for _command in (generate, chat, explain, quantize, pull, info, records, ledger, serve):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")

@@ -91,10 +91,7 @@ class Result:
     @property
     def tokens_by_bits(self) -> dict[int, int]:
         """Gear -> tokens computed at it. Sites differ within a token: it counts by its share of weights."""
-        share: dict[int, int] = {}
-        for site, gear in zip(self.table.nested, self.blueprint.weight_bits, strict=True):
-            share[gear] = share.get(gear, 0) + site.parameters
-        return {g: round(self.computed_tokens * n / self.table.nested_parameters) for g, n in share.items()}
+        return tokens_by_bits(self.blueprint, self.table, self.computed_tokens)
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -132,3 +129,11 @@ class Result:
                 "decode_tokens_per_s": round(self.decode_tokens_per_s, 2),
             },
         }
+
+
+def tokens_by_bits(blueprint: Blueprint, table: SiteTable, tokens: int) -> dict[int, int]:
+    """Gear -> how many of so many computed tokens count towards it: each by the gear's share of the weights."""
+    share: dict[int, int] = {}
+    for site, gear in zip(table.nested, blueprint.weight_bits, strict=True):
+        share[gear] = share.get(gear, 0) + site.parameters
+    return {g: round(tokens * n / table.nested_parameters) for g, n in share.items()}

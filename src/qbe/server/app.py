@@ -168,7 +168,10 @@ async def _answer(
             pass
 
     async def all_of_it() -> Any:
-        return await whole(await begun)
+        exchange = await begun
+        found = await whole(exchange)
+        await service_of(request.app).booked(exchange)
+        return found
 
     if streams:
         exchange: Exchange | None = await while_connected(gone, begun)

@@ -57,6 +57,8 @@ async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange
             matcher=matcher,
             lenient=asked is None,
             field="messages",
+            prefix="chatcmpl",
+            stream=bool(body.stream),
         )
     )  # fmt: skip
 
@@ -104,7 +106,7 @@ class _Choice:
 
 async def stream(body: ChatRequest, service: Service, exchange: Exchange) -> AsyncIterator[bytes]:
     """The answer as server-sent events; hanging up cancels it."""
-    frame = Frame("chatcmpl", "chat.completion.chunk", service, exchange)
+    frame = Frame("chat.completion.chunk", service, exchange)
     options, written = check_stream(body), 0
     choices = [_Choice(i, body, service) for i in range(exchange.asked.n)]
     try:
@@ -129,7 +131,7 @@ def _running_usage(options: Any, frame: Frame, written: int) -> dict[str, Any]:
 
 async def whole(body: ChatRequest, service: Service, exchange: Exchange) -> dict[str, Any]:
     """The answer in one object: what the stream's deltas add up to. Raises APIError."""
-    frame = Frame("chatcmpl", "chat.completion", service, exchange)
+    frame = Frame("chat.completion", service, exchange)
     readers = [_Choice(i, body, service) for i in range(exchange.asked.n)]
     found = [_Message() for _ in readers]
     try:

@@ -25,6 +25,7 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen on; all but this machine's own need keys")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port; 0 takes a free one and prints it")] = 8000,
     config: Annotated[Path | None, typer.Option(help="TOML file of tiers, prices, limits and keys")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
     policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
     max_sequences: Annotated[int, typer.Option(help="answers that are written at once")] = 16,
     kv_tokens: KVTokens = None, compile: Compile = False, tune: Tune = False,
@@ -68,6 +69,7 @@ def serve(
         server.should_exit = True
 
     def service() -> Service:
+        from qbe.records.ledger import Ledger
         from qbe.server.service import Service
 
         def make() -> Engine:
@@ -81,7 +83,7 @@ def serve(
                 kv_tokens=kv_tokens, compile=compile, tune=tune, progress=sys.stderr.isatty(),
             )  # fmt: skip
 
-        return Service(make, watched, public, Path(model).name, failed)
+        return Service(make, watched, public, Path(model).name, failed, Ledger(ledger))
 
     class Server(uvicorn.Server):
         """Drains on the first signal, ends on the second; the exit code after a drain is 0."""

@@ -35,6 +35,8 @@ async def begin(body: CompletionRequest, client: Client, service: Service) -> Ex
             n=body.n or 1,
             terms=service.terms(client, body.service_tier, body.qbe),
             matcher=matcher,
+            stream=bool(body.stream),
+            hidden=int(body.max_tokens == 0),
         )
     )
 
@@ -79,7 +81,7 @@ class _Choice:
 
 async def stream(body: CompletionRequest, service: Service, exchange: Exchange) -> AsyncIterator[bytes]:
     """The answers as server-sent events; hanging up cancels them."""
-    frame = Frame("cmpl", "text_completion", service, exchange)
+    frame = Frame("text_completion", service, exchange)
     options, written = check_stream(body), 0
     choices = [_Choice(i, body, service, exchange) for i in range(len(exchange.jobs) * exchange.asked.n)]
     try:
@@ -92,7 +94,7 @@ async def stream(body: CompletionRequest, service: Service, exchange: Exchange) 
             if entry["text"] or entry["finish_reason"] or entry["logprobs"]:
                 yield event(frame.object([entry], **more))
         if options.include_usage:
-            yield event(frame.object([], usage=frame.usage(hidden=int(body.max_tokens == 0))))
+            yield event(frame.object([], usage=frame.usage()))
         yield DONE
     except APIError as error:
         yield event(error.body())
@@ -102,7 +104,7 @@ async def stream(body: CompletionRequest, service: Service, exchange: Exchange) 
 
 async def whole(body: CompletionRequest, service: Service, exchange: Exchange) -> dict[str, Any]:
     """The answers in one object. Raises APIError."""
-    frame = Frame("cmpl", "text_completion", service, exchange)
+    frame = Frame("text_completion", service, exchange)
     choices = [_Choice(i, body, service, exchange) for i in range(len(exchange.jobs) * exchange.asked.n)]
     found: list[dict[str, Any]] = [{} for _ in choices]
     try:
@@ -110,7 +112,7 @@ async def whole(body: CompletionRequest, service: Service, exchange: Exchange) -
             _add(found[index], choices[index].delta(delta))
     finally:
         exchange.over()
-    return frame.object(found, usage=frame.usage(hidden=int(body.max_tokens == 0)))
+    return frame.object(found, usage=frame.usage())
 
 
 def _add(found: dict[str, Any], entry: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from qbe import policies
 from qbe.budget import Budget
 from qbe.engine.result import Result
 from qbe.errors import QBEError
+from qbe.records.ledger import UNIT
 from qbe.server.admission import sunk
 from qbe.server.errors import APIError
 from qbe.server.protocol import Contract
@@ -37,13 +38,15 @@ class Terms:
     brownout: float
     contract: Contract
 
-    def cost(self, result: Result, with_prompt: bool = True) -> float:
-        """Of one answer, in the currency of the prices."""
-        cached = min(result.cached_tokens, result.prompt_tokens)
-        read = (result.prompt_tokens - cached) * self.prices.input + cached * self.prices.cached_input
-        return self._at((read if with_prompt else 0.0) + len(result.token_ids) * self.prices.output) * (
-            result.average_weight_bits
-        )
+    def cost(self, read: int, cached: int, written: int, bits: float) -> int:
+        """Of so many tokens at an average of `bits`, in the ledger's units of the currency.
+
+        Args:
+            read, cached: tokens of the prompt that were computed, and that were not.
+        """
+        prices = self.prices
+        at_full = read * prices.input + cached * prices.cached_input + written * prices.output
+        return round(self._at(at_full) * bits * UNIT)
 
     def most_bits(self, prompt_tokens: int, tokens: int, n: int) -> float:
         """The average at which n answers of so many tokens cost `max_cost`; infinity without one."""
@@ -126,13 +129,18 @@ def usage(given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0) -> 
     for result in results:
         for bits, count in result.tokens_by_bits.items():
             by_bits[bits] = by_bits.get(bits, 0) + count
-    cost = sum(given.cost(r, with_prompt=i == 0) for group in groups for i, r in enumerate(group))
+    cost = 0
+    for group in groups:
+        for i, r in enumerate(group):
+            cached = min(r.cached_tokens, r.prompt_tokens)
+            prompt = (r.prompt_tokens - cached, cached) if i == 0 else (0, 0)
+            cost += given.cost(*prompt, len(r.token_ids) - hidden, r.average_weight_bits)
     return {
         "prompt_tokens": read,
         "completion_tokens": written,
         "total_tokens": read + written,
         "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in firsts)},
-        "cost": round(cost, 12),
+        "cost": cost / UNIT,
         "qbe": {
             "average_weight_bits": _mean([r.average_weight_bits for r in results], weights),
             "average_kv_bits": _mean([r.average_kv_bits for r in results], weights),

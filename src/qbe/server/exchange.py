@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -40,6 +41,9 @@ class Asked:
         lenient: whether answers may be shorter because the cache is small.
         matcher: the grammar that every answer follows.
         field: of the body, that the prompt came from.
+        prefix: of the answer's id.
+        stream: whether tokens go out as they come.
+        hidden: tokens of each answer that nobody asked for.
     """
 
     client: Client
@@ -51,6 +55,9 @@ class Asked:
     matcher: LLMatcher | None = None
     lenient: bool = False
     field: str = "prompt"
+    prefix: str = "cmpl"
+    stream: bool = False
+    hidden: int = 0
 
     def refused(self, error: QBEError) -> APIError:
         """The engine's refusal, with the field of the body."""
@@ -65,12 +72,13 @@ class Exchange:
         seconds: until the request has taken too long.
 
     Attributes:
+        id: of the request and of its answer.
         jobs: one for each prompt.
         ends_at, gone_at: in the loop's time, when its answers end, and when nobody waits for them any more.
     """
 
     def __init__(self, asked: Asked, cancel: Callable[[Job], None], seconds: float) -> None:
-        self.asked, self.jobs = asked, list[Job]()
+        self.asked, self.jobs, self.id = asked, list[Job](), f"{asked.prefix}-{uuid.uuid4().hex}"
         self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
         self._early: deque[tuple[Job, Event]] = deque()  # what was heard before all jobs were taken
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
@@ -145,6 +153,8 @@ class Exchange:
             return APIError(504, "the request took too long before it began", code="timeout")
         if isinstance(error, Cancelled):
             return _SHUTTING_DOWN
+        if isinstance(error, APIError):
+            return error
         if isinstance(error, QBEError):
             return self.asked.refused(error)
         return APIError(500, "the request could not be started; the server's log says more", code="engine_error")

@@ -64,14 +64,17 @@ class Metrics:
         if len(result.token_ids) > 1:
             self.per_token.labels(name).observe(result.decode_ms / 1e3 / (len(result.token_ids) - 1))
 
-    def billed(self, terms: Terms, first: Result | None, cost: float) -> None:
+    def served(self, terms: Terms, first: Result | None) -> None:
         """The answers to a prompt have ended; `first` is one of them, if there is one."""
         name = self._model
         if first is not None:
             self.prompt.labels(name).inc(first.prompt_tokens)
             self.cached.labels(name).inc(first.cached_tokens)
         self.by_tier.labels(name, terms.tier).inc()
-        self.cost.labels(name, terms.tier, terms.prices.currency).inc(cost)
+
+    def charged(self, terms: Terms, cost: float) -> None:
+        """So much more is in the ledger."""
+        self.cost.labels(self._model, terms.tier, terms.prices.currency).inc(max(0.0, cost))
 
     def text(self, load: Load | None, inside: int, brownout: float) -> bytes:
         """What `/metrics` shows."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
 
 from qbe import __version__
@@ -82,10 +81,10 @@ def format_rule(wanted: ResponseFormat | None) -> str | None:
 class Frame:
     """What every object of one answer has: id, time, model, the tier served."""
 
-    def __init__(self, prefix: str, kind: str, service: Service, exchange: Exchange) -> None:
+    def __init__(self, kind: str, service: Service, exchange: Exchange) -> None:
         self.exchange = exchange
         self._fields = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": exchange.id,
             "object": kind,
             "created": int(time.time()),
             "model": service.names[0],
@@ -97,10 +96,10 @@ class Frame:
         """One object."""
         return {**self._fields, "choices": choices, **more}
 
-    def usage(self, hidden: int = 0) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         """Of all answers, when they have ended."""
         groups = [[r for r in job.results if r is not None] for job in self.exchange.jobs]
-        return contract.usage(self.exchange.asked.terms, groups, hidden)
+        return contract.usage(self.exchange.asked.terms, groups, self.exchange.asked.hidden)
 
     def usage_so_far(self, written: int) -> dict[str, Any]:
         """Tokens alone, while answers are written."""

@@ -18,8 +18,10 @@ from qbe.engine.engine import Engine
 from qbe.engine.result import Prompt, Request
 from qbe.errors import QBEError
 from qbe.kvcache.pages import PAGE_SIZE
+from qbe.records.ledger import Ledger
 from qbe.server import contract
 from qbe.server.admission import Admission
+from qbe.server.billing import Account, Billing
 from qbe.server.contract import Terms
 from qbe.server.errors import APIError
 from qbe.server.exchange import Asked, Exchange
@@ -46,11 +48,12 @@ class Service:
         public: whether others than this machine can connect, so that keys must not vanish.
         name: what the model is called; the engine's own name for it serves too.
         failed: told of an engine that could not be made or is broken.
+        ledger: where all that is served is booked.
     """
 
     def __init__(
         self, make: Callable[[], Engine], watched: Watched, public: bool, name: str,
-        failed: Callable[[BaseException], None],
+        failed: Callable[[BaseException], None], ledger: Ledger,
     ) -> None:  # fmt: skip
         self._watched, self._public, self.names, self._failed = watched, public, [name], failed
         self.created, self.speed, self.metrics = int(time.time()), Speed(), Metrics(name)
@@ -61,7 +64,8 @@ class Service:
         self._words: Words | None = None
         self._lowest = 0.0
         self._knows_tools: bool | None = None
-        self._worker = Worker(lambda: self._prepared(make()), self._on_ready, self._on_broken)
+        self._billing = Billing(ledger, asyncio.get_running_loop(), self.metrics.charged)
+        self._worker = Worker(lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver)
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -76,6 +80,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to make the engine."""
+        self._billing.start()
         self._worker.start()
         self._watching = asyncio.create_task(self._watch())
 
@@ -87,6 +92,7 @@ class Service:
         self._worker.stop()
         # A model that is still being loaded is not waited for.
         await asyncio.to_thread(self._worker.join, _STOP_S if self._worker.engine is not None else 0.0)
+        await asyncio.to_thread(self._billing.close, _STOP_S)
         self._prepare.shutdown(wait=False, cancel_futures=True)
         if self._grammars is not None:
             await self._grammars.close()
@@ -181,6 +187,7 @@ class Service:
             APIError: there is no room, or something in it cannot be served.
         """
         self.engine()
+        self._billing.check()
         admission, limits = self._admission, self.settings.limits
         assert admission is not None
         count = len(asked.prompts) * asked.n
@@ -189,7 +196,7 @@ class Service:
         admission.enter(count, limits)
         exchange = Exchange(asked, self._worker.cancel, limits.timeout_s)
         try:
-            jobs = [await self._job(exchange, prompt) for prompt in asked.prompts]
+            jobs = [await self._job(exchange, i, prompt) for i, prompt in enumerate(asked.prompts)]
             admission.charge(asked.client, sum(map(_charged, jobs)))
         except BaseException:
             admission.leave(count)
@@ -205,7 +212,12 @@ class Service:
             raise
         return exchange
 
-    async def _job(self, exchange: Exchange, prompt: Prompt) -> Job:
+    async def booked(self, exchange: Exchange) -> None:
+        """Charge for an answer that is complete and goes out whole. Raises APIError when it must not go out."""
+        if not exchange.asked.stream:
+            await self._billing.book([job.account for job in exchange.jobs if job.account is not None])
+
+    async def _job(self, exchange: Exchange, index: int, prompt: Prompt) -> Job:
         """Tokens and blueprint for a prompt, found in another thread."""
         asked, loop = exchange.asked, asyncio.get_running_loop()
         try:
@@ -223,7 +235,9 @@ class Service:
             )
             one = None if asked.matcher is None or self._grammars is None else self._grammars.constraint(asked.matcher)
             requests.append(replace(request, params=params, constraint=one))
-        return Job(requests, choice, exchange.events, lambda job: self.settle(asked, job))
+        job = Job(requests, choice, exchange.events, lambda job: self.settle(asked, job))
+        job.account = Account(asked, exchange.id, index, self.names[0], job)
+        return job
 
     def _choose(self, asked: Asked, prompt: Prompt) -> tuple[Request, Choice]:
         engine, params, wanted = self.engine(), asked.params, asked.terms.contract
@@ -239,20 +253,19 @@ class Service:
         return request, choice
 
     def settle(self, asked: Asked, job: Job) -> None:
-        """A prompt's answers have ended, whoever still listens: free its place, count it, charge it."""
+        """A prompt's answers have ended, whoever still listens: free its place, count it."""
         results = [r for r in job.results if r is not None]
         if self._admission is not None:
             self._admission.leave(len(job.requests))
             used = job.choice[1].prompt_tokens + sum(len(r.token_ids) for r in results)
             self._admission.refund(asked.client, _charged(job) - used)
-        cost = sum(asked.terms.cost(r, with_prompt=i == 0) for i, r in enumerate(results))
         for result in results:
             self.metrics.ended(result)
             self.speed.learn(
                 result.prompt_tokens, result.prefill_ms, len(result.token_ids), result.decode_ms,
                 result.average_weight_bits,
             )  # fmt: skip
-        self.metrics.billed(asked.terms, results[0] if results else None, cost)
+        self.metrics.served(asked.terms, results[0] if results else None)
 
 
 def _knows_tools(tokenizer: Any) -> bool:

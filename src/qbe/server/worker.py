@@ -8,12 +8,16 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from qbe.engine.chooser import Choice
 from qbe.engine.engine import Engine
 from qbe.engine.logprobs import Logprob
 from qbe.engine.result import Request, Result
 from qbe.errors import QBEError
+
+if TYPE_CHECKING:
+    from qbe.server.billing import Account
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ class Delta:
         tokens, logprobs: the new ones; logprobs where they were asked for.
         prompt_logprobs: of the whole prompt, with the first delta of an answer that asks for them.
         result: the answer's end, in its last delta.
+        cached_tokens: of the prompt, that were in the cache.
     """
 
     answer: int
@@ -41,6 +46,7 @@ class Delta:
     logprobs: list[Logprob]
     prompt_logprobs: list[Logprob]
     result: Result | None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Job:
 
     Attributes:
         results: of the answers that have ended, in order of the answers, None for the others.
+        account: what it costs.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class Job:
     ) -> None:  # fmt: skip
         self.requests, self.choice, self._events, self._ended = requests, choice, events, ended
         self.results: list[Result | None] = [None] * len(requests)
+        self.account: Account | None = None
         self._over = False
 
     def hear(self, event: Event) -> None:
@@ -111,17 +119,19 @@ class Worker(threading.Thread):
         make: makes the engine, in this thread.
         ready: called in the event loop when the engine is there, or with what went wrong.
         broken: called in the event loop when the engine cannot go on.
+        deliver: called in this thread with what is new; has `deliver` called in the event loop.
 
     Attributes:
         engine: None until it is ready.
     """
 
     def __init__(
-        self, make: Callable[[], Engine], ready: Callable[[BaseException | None], None], broken: Callable[[], None]
-    ) -> None:
+        self, make: Callable[[], Engine], ready: Callable[[BaseException | None], None], broken: Callable[[], None],
+        deliver: Callable[[list[tuple[Job, Event]]], None],
+    ) -> None:  # fmt: skip
         super().__init__(name="qbe-engine", daemon=True)
         self.engine: Engine | None = None
-        self._make, self._ready, self._broken = make, ready, broken
+        self._make, self._ready, self._broken, self._deliver = make, ready, broken, deliver
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[Job, _Running] = {}
@@ -243,7 +253,7 @@ class Worker(threading.Thread):
                 if running.over_for is not None and len(running.ids) < len(job.requests):
                     self._news.append((job, running.over_for))
         if self._news:
-            self._tell(_deliver, self._news)
+            self._deliver(self._news)
             self._news = []
 
     def _add_news(self, engine: Engine, job: Job, running: _Running, answer: int, request_id: str) -> None:
@@ -256,7 +266,7 @@ class Worker(threading.Thread):
         running.seen[answer] = -1 if done else seen + len(tokens)
         delta = Delta(
             answer, text, tokens, sequence.logprobs[seen:], [] if seen else sequence.prompt_logprobs,
-            engine.take_result(request_id) if done else None,
+            engine.take_result(request_id) if done else None, sequence.cached,
         )  # fmt: skip
         self._news.append((job, delta))
 
@@ -267,7 +277,8 @@ class Worker(threading.Thread):
             log.debug("the event loop has ended")
 
 
-def _deliver(news: list[tuple[Job, Event]]) -> None:
+def deliver(news: list[tuple[Job, Event]]) -> None:
+    """In the event loop: tell every job what is new."""
     for job, event in news:
         job.hear(event)
 

@@ -1,0 +1,246 @@
+"""The ledger: what was served to whom, at which precision, and what it costs. An SQLite file with a write-ahead log.
+
+A row is one prompt of a request with its answers, and holds totals, never increments: written again it says the same,
+so nothing is billed twice. The server writes it before the tokens go out (`qbe.server.billing`), so nothing served is
+missing, and after a crash there is nothing to repair: a row without `finish` is an answer that was cut off there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from qbe.errors import QBEError
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x51424C31  # "QBL1"
+BUSY_TIMEOUT_S = 5.0
+UNIT = 10**12  # costs are whole numbers of trillionths, which add up without rounding
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One prompt of a request and its answers, as far as they were served.
+
+    Attributes:
+        id: of the row: the request's id and the number of the prompt in it.
+        request: id that the client saw.
+        key: name of the client's key.
+        began: when the request came, UTC, ISO 8601.
+        finish: the answers' finish reasons, with commas; None while one is written, or when it was cut off.
+        cached_tokens: those of `prompt_tokens` that were not computed.
+        weight_bits, kv_bits: averages over the tokens, of the weights and of the KV cache.
+        tokens_by_bits: gear -> tokens computed at it.
+        cost: in trillionths of the currency.
+    """
+
+    id: str
+    request: str
+    key: str
+    tier: str
+    model: str
+    policy: str
+    began: str
+    finish: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    weight_bits: float
+    kv_bits: float
+    tokens_by_bits: Mapping[int, int] = field(hash=False)
+    cost: int
+    currency: str
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum of the rows of one key, tier and currency.
+
+    Attributes:
+        requests: HTTP requests.
+        unfinished: rows whose answers are being written or were cut off.
+        average_weight_bits: over computed tokens.
+        cost: in the currency.
+    """
+
+    key: str
+    tier: str
+    currency: str
+    requests: int
+    unfinished: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    average_weight_bits: float
+    tokens_by_bits: Mapping[int, int]
+    cost: float
+
+
+COLUMNS = tuple(f.name for f in fields(Entry))
+_TABLE = f"CREATE TABLE entries ({', '.join(COLUMNS)}, PRIMARY KEY (id)) WITHOUT ROWID"
+_WRITE = (
+    f"INSERT INTO entries ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (id) DO UPDATE "
+    "SET "
+    + ", ".join(f"{c} = excluded.{c}" for c in COLUMNS if c != "id")
+    + " WHERE finish IS NULL"  # what has ended stays
+)
+_PERIOD = "(:since IS NULL OR began >= :since) AND (:until IS NULL OR began < :until)"
+_TOTALS = f"""
+SELECT key, tier, currency, count(DISTINCT request), sum(finish IS NULL), sum(prompt_tokens), sum(cached_tokens),
+    sum(completion_tokens), sum(cost / {UNIT}), sum(cost % {UNIT})
+FROM entries WHERE {_PERIOD} GROUP BY key, tier, currency ORDER BY key, tier, currency"""
+_BY_BITS = f"""
+SELECT e.key, tier, currency, CAST(b.key AS INTEGER), sum(b.value)
+FROM entries AS e, json_each(tokens_by_bits) AS b WHERE {_PERIOD} GROUP BY 1, 2, 3, 4 ORDER BY 4"""
+
+
+def default_path() -> Path:
+    """`$QBE_LEDGER`, else `ledger.sqlite` in the cache folder."""
+    if given := os.environ.get("QBE_LEDGER"):
+        return Path(given).expanduser()
+    from qbe.models import cache_dir
+
+    return cache_dir() / "ledger.sqlite"
+
+
+class Ledger:
+    """The ledger in one file, which the first `write` makes. Threads and processes may share it.
+
+    Args:
+        path: the file; None takes `default_path()`.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = default_path() if path is None else path
+        self._db: sqlite3.Connection | None = None
+        self._lock = threading.Lock()
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Write these rows, all or none; they outlive this process when this returns.
+
+        Raises:
+            QBEError: the file cannot be written, or is no ledger.
+        """
+        rows = [_row(e) for e in entries]
+        with self._lock, self._errors("written"):
+            db = self._open()
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                db.executemany(_WRITE, rows)
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+
+    def entries(self) -> list[Entry]:
+        """All rows, in the order in which their requests came. Raises QBEError where they cannot be read."""
+        rows = self._read(f"SELECT {', '.join(COLUMNS)} FROM entries ORDER BY began, id", {})
+        described = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
+        return [Entry(**d | {"tokens_by_bits": _by_bits(d["tokens_by_bits"])}) for d in described]
+
+    def totals(self, since: str | None = None, until: str | None = None) -> list[Total]:
+        """Sums by key, tier and currency.
+
+        Args:
+            since, until: of requests that came from then on and before then, as in `Entry.began`.
+
+        Raises:
+            QBEError: the file cannot be read, or is no ledger.
+        """
+        period = {"since": since, "until": until}
+        by_bits: dict[tuple[str, str, str], dict[int, int]] = {}
+        for *group, bits, tokens in self._read(_BY_BITS, period):
+            by_bits.setdefault((group[0], group[1], group[2]), {})[bits] = tokens
+        found = []
+        for key, tier, currency, requests, unfinished, prompt, cached, written, whole, part in self._read(
+            _TOTALS, period
+        ):
+            spread = by_bits.get((key, tier, currency), {})
+            bits = sum(b * n for b, n in spread.items()) / max(1, sum(spread.values()))
+            cost = (whole * UNIT + part) / UNIT
+            found.append(
+                Total(key, tier, currency, requests, unfinished, prompt, cached, written, round(bits, 4), spread, cost)
+            )
+        return found
+
+    def close(self) -> None:
+        """Close the file; the next use opens it again."""
+        with self._lock:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+
+    def _read(self, sql: str, values: dict[str, Any]) -> list[tuple[Any, ...]]:
+        with self._lock, self._errors("read"):
+            if self._db is None and not self.path.exists():
+                return []  # a reader leaves no file behind
+            return self._open().execute(sql, values).fetchall()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._db is not None:
+            return self._db
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # SQLite does not wait by itself when several processes make a file and turn its log on at once: try again.
+        end = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            try:
+                self._prepare(db)
+            except BaseException as error:
+                db.close()
+                busy = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+                if not busy or time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+            else:
+                self._db = db
+                return db
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        """Check whose file it is before anything is written to it, then make the table if it is new."""
+        db.execute("BEGIN")
+        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        found = db.execute("PRAGMA user_version").fetchone()[0]
+        owner = db.execute("PRAGMA application_id").fetchone()[0]
+        db.execute("COMMIT")
+        if (tables or found) and owner != APPLICATION_ID:
+            raise QBEError(f"{self.path} is another program's database: give the ledger a file of its own")
+        if found > SCHEMA_VERSION:
+            raise QBEError(f"{self.path} has ledger format {found}, this QBE reads up to {SCHEMA_VERSION}: update QBE")
+        # NORMAL survives the death of the process; only a power cut may lose the last moments.
+        if found < SCHEMA_VERSION:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("BEGIN IMMEDIATE")
+            if not db.execute("PRAGMA user_version").fetchone()[0]:  # nobody else was faster
+                db.execute(_TABLE)
+                db.execute("CREATE INDEX entries_began ON entries (began)")
+                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            db.execute("COMMIT")
+        db.execute("PRAGMA synchronous = NORMAL")
+
+    @contextmanager
+    def _errors(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise QBEError(f"the ledger {self.path} cannot be {done} ({error}): free the disk, mend the permissions or "
+                           "give another file") from error  # fmt: skip
+
+
+def _row(entry: Entry) -> tuple[Any, ...]:
+    spread = json.dumps({str(b): n for b, n in sorted(entry.tokens_by_bits.items())}, separators=(",", ":"))
+    return tuple(spread if isinstance(v, Mapping) else v for v in astuple(entry))
+
+
+def _by_bits(text: str) -> dict[int, int]:
+    return {int(bits): tokens for bits, tokens in json.loads(text).items()}

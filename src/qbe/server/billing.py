@@ -1,0 +1,227 @@
+"""Who pays for what: every token is in the ledger before it goes out, and stays there through `kill -9`.
+
+A stream is booked token by token, a whole answer when it is complete; what nobody was sent is not booked. One thread
+writes: what the engine and the event loop hand it while a transaction runs goes into the next one together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from qbe.engine.result import Result, tokens_by_bits
+from qbe.errors import QBEError
+from qbe.records.ledger import UNIT, Entry, Ledger
+from qbe.server.contract import Terms
+from qbe.server.errors import APIError
+from qbe.server.worker import Delta, Event, Job, deliver
+
+if TYPE_CHECKING:
+    from qbe.server.exchange import Asked
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 2.0  # after a failed write nobody is let in for so long
+
+
+class Account:
+    """What one prompt and its answers have come to. The ledger's thread alone changes it.
+
+    Args:
+        asked: the request.
+        id, index: the request's id and the number of the prompt in it.
+        model: its name.
+        job: the prompt's.
+
+    Attributes:
+        stream: whether tokens are booked as they come.
+        lost: whether something in it could not be booked, so that it was not sent either.
+    """
+
+    def __init__(self, asked: Asked, id: str, index: int, model: str, job: Job) -> None:
+        self.stream, self.lost = asked.stream, False
+        self._asked, self._request, self._id, self._model = asked, id, f"{id}-{index}", model
+        self._prompt_tokens, self._chosen = job.choice[1].prompt_tokens, job.choice[1]
+        self._bits = self._chosen.blueprint.average_weight_bits(self._chosen.table)
+        self._kv_bits = self._chosen.blueprint.average_kv_bits(self._chosen.table)
+        self._cached, self._written = 0, [0] * len(job.requests)
+        self._results: list[Result | None] = [None] * len(job.requests)
+        self._charged = 0
+        self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
+
+    def take(self, delta: Delta) -> None:
+        """More of an answer."""
+        self._written[delta.answer] += len(delta.tokens)
+        self._results[delta.answer] = delta.result
+        if delta.answer == 0:
+            self._cached = min(delta.cached_tokens, self._prompt_tokens)
+
+    @property
+    def cost(self) -> int:
+        """So far, in the ledger's units; an answer that is not done counts at the bits chosen for it."""
+        terms, total = self._asked.terms, 0
+        for i, (written, result) in enumerate(zip(self._written, self._results, strict=True)):
+            read = (self._prompt_tokens - self._cached, self._cached) if i == 0 else (0, 0)
+            bits = self._bits if result is None else result.average_weight_bits
+            total += terms.cost(*read, max(0, written - self._asked.hidden), bits)
+        return total
+
+    def charged(self, entry: Entry) -> tuple[Terms, float]:
+        """It was booked so: its terms, and what that adds to what was booked before, in the currency."""
+        more, self._charged = entry.cost - self._charged, entry.cost
+        return self._asked.terms, more / UNIT
+
+    def entry(self) -> Entry:
+        """The row as it is now."""
+        done = [r for r in self._results if r is not None]
+        begun = [n for n, r in zip(self._written, self._results, strict=True) if r is None and n]
+        # Of an answer that goes on, the last token has not gone through the model.
+        computed = (self._prompt_tokens - self._cached if not done else 0) + sum(n - 1 for n in begun)
+        spread = tokens_by_bits(self._chosen.blueprint, self._chosen.table, computed)
+        weights = [max(1, r.computed_tokens) for r in done]
+        for result in done:
+            for bits, count in result.tokens_by_bits.items():
+                spread[bits] = spread.get(bits, 0) + count
+        total = computed + sum(weights)
+
+        def mean(values: list[float], running: float) -> float:
+            return (running * computed + sum(v * w for v, w in zip(values, weights, strict=True))) / max(1, total)
+
+        finish = ",".join(r.finish_reason for r in done) if len(done) == len(self._results) else None
+        return Entry(
+            id=self._id, request=self._request, key=self._asked.client.name, tier=self._asked.terms.tier,
+            model=self._model, policy=self._chosen.blueprint.policy, began=self._began, finish=finish,
+            prompt_tokens=self._prompt_tokens, cached_tokens=self._cached,
+            completion_tokens=sum(max(0, n - self._asked.hidden) for n in self._written),
+            weight_bits=mean([r.average_weight_bits for r in done], self._bits),
+            kv_bits=mean([r.average_kv_bits for r in done], self._kv_bits),
+            tokens_by_bits={bits: count for bits, count in spread.items() if count}, cost=self.cost,
+            currency=self._asked.terms.prices.currency,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """What is booked together: news for streams, or whole answers and who waits for that."""
+
+    news: list[tuple[Job, Event]]
+    accounts: Sequence[Account] = ()
+    done: asyncio.Future[None] | None = None
+
+
+class Billing(threading.Thread):
+    """The thread between the engine and those who wait for tokens: it books, then it delivers.
+
+    Args:
+        ledger: where to.
+        loop: where what was booked is delivered.
+        charged: told of every charge, in this thread.
+    """
+
+    def __init__(
+        self, ledger: Ledger, loop: asyncio.AbstractEventLoop, charged: Callable[[Terms, float], None]
+    ) -> None:
+        super().__init__(name="qbe-ledger", daemon=True)
+        self._ledger, self._loop, self._charged = ledger, loop, charged
+        self._inbox: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
+        self._failed_at: float | None = None
+
+    def check(self) -> None:
+        """Raises APIError while the ledger cannot be written."""
+        if self._failed_at is not None and time.monotonic() < self._failed_at + _PAUSE_S:
+            raise APIError(503, "the ledger cannot be written: try again later", code="ledger", retry_after=_PAUSE_S)
+
+    def deliver(self, news: list[tuple[Job, Event]]) -> None:
+        """Book what streams have got, then tell everyone."""
+        self._inbox.put(_Parcel(news))
+
+    async def book(self, accounts: Sequence[Account]) -> None:
+        """Book whole answers, of which all deltas were heard. Raises APIError where that fails; nothing is booked."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._inbox.put(_Parcel([], accounts, done))
+        await done
+
+    def close(self, seconds: float) -> None:
+        """Write what there is and end."""
+        self._inbox.put(None)
+        self.join(seconds)
+        self._ledger.close()
+
+    def run(self) -> None:
+        """The thread's life."""
+        while True:
+            parcels = [self._inbox.get()]
+            with suppress(queue.Empty):
+                while parcels[-1] is not None:
+                    parcels.append(self._inbox.get_nowait())
+            self._handle([p for p in parcels if p is not None])
+            if parcels[-1] is None:
+                return
+
+    def _handle(self, parcels: list[_Parcel]) -> None:
+        changed: dict[Account, None] = {}
+        for parcel in parcels:
+            for job, event in parcel.news:
+                if isinstance(event, Delta) and job.account is not None:
+                    job.account.take(event)
+                    if job.account.stream and not job.account.lost:
+                        changed[job.account] = None
+            changed |= dict.fromkeys(parcel.accounts)
+        good = self._write(changed)
+        for parcel in parcels:
+            if parcel.news:
+                self._tell(deliver, list(_sent(parcel.news, good)))
+            if parcel.done is not None:
+                self._tell(_resolve, parcel.done, good)
+
+    def _write(self, accounts: dict[Account, None]) -> bool:
+        try:
+            if accounts:
+                entries = [account.entry() for account in accounts]
+                self._ledger.write(entries)
+                self._failed_at = None
+                for account, entry in zip(accounts, entries, strict=True):
+                    self._charged(*account.charged(entry))
+        except Exception as error:
+            if not isinstance(error, QBEError):
+                log.exception("a defect of the ledger")
+            elif self._failed_at is None:
+                log.error("%s; until then nothing is served", error)
+            self._failed_at = time.monotonic()
+            return False
+        return True
+
+    def _tell(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            log.debug("the event loop has ended")
+
+
+def _sent(news: list[tuple[Job, Event]], good: bool) -> Iterator[tuple[Job, Event]]:
+    """What of it goes out: of a stream that could not be booked, that it ends, and then nothing any more."""
+    for job, event in news:
+        account = job.account
+        if isinstance(event, Delta) and account is not None and account.stream:
+            if account.lost:
+                continue
+            if not good:
+                account.lost, event = True, _unbooked()
+        yield job, event
+
+
+def _unbooked() -> APIError:
+    return APIError(503, "the ledger cannot be written, so the answer ends here", code="ledger", retry_after=_PAUSE_S)
+
+
+def _resolve(done: asyncio.Future[None], good: bool) -> None:
+    if not done.done():
+        done.set_result(None) if good else done.set_exception(_unbooked())

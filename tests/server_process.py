@@ -1,0 +1,58 @@
+"""`qbe serve` as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from server_running import LIMIT_S, tiny_parts, until
+
+
+def save_tiny(folder: Path) -> Path:
+    """The tiny model as a folder."""
+    for part in tiny_parts():
+        part.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def serving(
+    *options: str, home: Path, program: tuple[str, ...] = ("-m", "qbe")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server and its address; it is ready."""
+    process = start(*options, home=home, program=program)
+    try:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], LIMIT_S)[0], "it says where it listens"
+        url = process.stdout.readline().split()[-1]
+
+        def ready() -> bool:
+            assert process.poll() is None, process.stderr.read()  # type: ignore[union-attr]
+            return httpx2.get(f"{url}/ready", timeout=LIMIT_S).status_code == 200
+
+        assert httpx2.get(f"{url}/health", timeout=LIMIT_S).status_code == 200  # before the model is there
+        until(ready, "it is ready")
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+def start(*options: str, home: Path, program: tuple[str, ...] = ("-m", "qbe")) -> subprocess.Popen[str]:
+    """`qbe serve` on a free port.
+
+    Args:
+        home: its cache, records and ledger.
+        program: what runs in place of `qbe`.
+    """
+    environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"),
+                       QBE_LEDGER=str(home / "ledger.sqlite"))  # fmt: skip
+    command = [sys.executable, *program, "serve", "--port", "0", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
