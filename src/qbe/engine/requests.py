@@ -82,7 +82,7 @@ class Requests:
         ids, chosen = self.choose(request) if choice is None else choice
         key = uuid.uuid4().hex
         running = Sequence(key, ids, request.params, chosen.blueprint)
-        running.constraint = request.constraint
+        running.constraint, running.place = request.constraint, request.place
         running.twin = None if twin is None else self._live[twin].running
         if request.params.prompt_logprobs is not None:
             running.scoring, running.twin = prompt_scoring(running), None

@@ -9,7 +9,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.constraint import Constraint
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.sequence import FIRST_COME, Place, SamplingParams
 from qbe.sites import FULL_BITS, SiteTable
 
 Prompt = str | list[dict[str, Any]] | list[int]
@@ -26,6 +26,7 @@ class Request:
         policy: name of the policy; None takes the engine's.
         tools: JSON descriptions of functions, for the chat template.
         constraint: what the answer may be; it belongs to this request alone.
+        place: where it stands in line; without one requests come in the order in which they were made.
     """
 
     prompt: Prompt
@@ -34,6 +35,7 @@ class Request:
     policy: str | None = None
     tools: list[dict[str, Any]] | None = None
     constraint: Constraint | None = None
+    place: Place = FIRST_COME
 
 
 @dataclass(frozen=True)

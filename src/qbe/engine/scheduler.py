@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from qbe.engine.paging import Paging, average_bits
@@ -35,11 +35,12 @@ class Work:
 
 
 class Scheduler:
-    """First come, first served; sequences that are writing go before prompts, so they never wait for a long one.
+    """First come, first served, unless ranks say otherwise; sequences that are writing go before prompts, so they never
+    wait for a long one.
 
     A sequence is admitted when its present tokens fit in the KV cache and takes pages as it grows. When there are none
-    left, the youngest sequence is preempted: it gives its pages up and later computes them again. The oldest one always
-    goes on, because no request is taken that would not fit alone.
+    left, the youngest sequence of the highest rank is preempted: it gives its pages up and later computes them again.
+    The oldest one of the lowest rank always goes on, because no request is taken that would not fit alone.
 
     Args:
         allocator: the pages.
@@ -53,6 +54,8 @@ class Scheduler:
 
     Attributes:
         paging: gives the sequences their pages.
+        choose: which of those that wait is admitted next, beside those that run; None: nobody now. Not called when
+            nobody waits.
         stuck: sequences that ended because even alone they no longer fit.
 
     Raises:
@@ -81,6 +84,7 @@ class Scheduler:
         self.paging = Paging(allocator, chunked, reusable and paged, format_of or (lambda *_: allocator.full))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
+        self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None] = _first
         self.stuck: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._preempted = False  # in the step that is being scheduled
@@ -154,9 +158,11 @@ class Scheduler:
                 work.append(Work(sequence, sequence.computed, 1))
         work = _running(work)
         budget = self.max_batch_tokens - len(work)
-        prompts = [s for s in self.running if s.remaining > 1]
+        prompts = sorted((s for s in self.running if s.remaining > 1), key=_rank)
         while True:
-            if not prompts and (budget <= 0 or not self._admit(prompts)):
+            if budget > 0:
+                self._admit(prompts)
+            if not prompts:
                 return _running(work)
             sequence = prompts.pop(0)
             count = sequence.remaining
@@ -204,7 +210,7 @@ class Scheduler:
                 while self.allocator.drop_idle():
                     pass
                 return 0
-            victim = self.running[-1]
+            victim = max(reversed(self.running), key=_rank)
             self._preempt(victim)
             if victim is sequence:
                 return 0
@@ -216,19 +222,29 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self._preempted = True
 
-    def _admit(self, prompts: list[Sequence]) -> bool:
-        """Move the first waiting sequence to the running ones, if there is room for it."""
+    def _admit(self, prompts: list[Sequence]) -> None:
+        """Move the next waiting sequence to the running ones and to the front of the prompts, if there is room for it
+        and no prompt goes before it."""
         if not self.waiting or len(self.running) >= self.max_sequences or self._preempted:
-            return False
-        sequence = self.waiting[0]
+            return
+        sequence = self.choose(self.waiting, self.running)
+        if sequence is None or (prompts and _rank(prompts[0]) <= _rank(sequence)):
+            return
         if self.paged and self.running and self.paging.needs(sequence) > self.allocator.free_bytes:
-            return False
-        self.waiting.popleft()
+            return
+        self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
         self.running.append(sequence)
-        prompts.append(sequence)
+        prompts.insert(0, sequence)
         self.paging.begin(sequence)
-        return True
+
+
+def _first(waiting: Collection[Sequence], _: list[Sequence]) -> Sequence:
+    return next(iter(waiting))
+
+
+def _rank(sequence: Sequence) -> float:
+    return sequence.place.rank
 
 
 def _running(work: list[Work]) -> list[Work]:

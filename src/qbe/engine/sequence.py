@@ -128,6 +128,22 @@ class Scoring:
     take: Callable[[int, torch.Tensor], None]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a request stands in line.
+
+    Attributes:
+        rank: of two that could run the lower one goes first, with its prompt too; the higher one is preempted first.
+        tier: its queue's name, for a `Scheduler.choose` that has several.
+    """
+
+    rank: float = 0.0
+    tier: str = ""
+
+
+FIRST_COME = Place()
+
+
 class Status(Enum):
     """Where a sequence is in its life."""
 
@@ -171,6 +187,7 @@ class Sequence:
         logprobs: of the answer's tokens, when `params.logprobs` asks.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, when asked for.
         constraint: what the answer may be; None allows everything.
+        place: where it stands in line.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
         error: one line that says what went wrong, when the reason is "error".
@@ -206,6 +223,7 @@ class Sequence:
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     constraint: Constraint | None = None
+    place: Place = FIRST_COME
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
     error: str | None = None

@@ -77,10 +77,14 @@ class Admission:
 
     def _retry_after(self, count: int) -> float:
         """Seconds in which `count` answers end at the pace of the last minute, 1 to 60."""
+        return min(_MINUTE, max(1.0, self.wait(count) or 0.0))
+
+    def wait(self, count: int) -> float | None:
+        """Seconds in which `count` answers end at the pace of the last minute; None when there was none."""
         recent = [t for t in self._left if self._clock() - t < _MINUTE]
         if len(recent) < 2 or recent[-1] == recent[0]:
-            return 1.0
-        return min(_MINUTE, max(1.0, count * (recent[-1] - recent[0]) / (len(recent) - 1)))
+            return None
+        return count * (recent[-1] - recent[0]) / (len(recent) - 1)
 
     def charge(self, client: Client, tokens: int) -> None:
         """Count a request of so many tokens for its key. Raises APIError when a limit is reached."""

@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
-from jinja2 import TemplateError
 from llguidance import LLMatcher
 
 from qbe.engine.chooser import Choice
 from qbe.engine.engine import Engine
 from qbe.engine.result import Prompt, Request
+from qbe.engine.sequence import Place
 from qbe.errors import QBEError
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.records.ledger import Ledger
-from qbe.server import contract
+from qbe.server import contract, tools
 from qbe.server.admission import Admission
 from qbe.server.billing import Account, Billing
 from qbe.server.contract import Terms
@@ -28,6 +27,7 @@ from qbe.server.exchange import Asked, Exchange
 from qbe.server.grammar import Grammars
 from qbe.server.keys import Client
 from qbe.server.metrics import Metrics
+from qbe.server.queues import TierQueues
 from qbe.server.settings import Settings, Watched
 from qbe.server.speed import Speed
 from qbe.server.words import Words
@@ -62,6 +62,7 @@ class Service:
         self._admission: Admission | None = None
         self._grammars: Grammars | None = None
         self._words: Words | None = None
+        self._queues: TierQueues | None = None
         self._lowest = 0.0
         self._knows_tools: bool | None = None
         self._billing = Billing(ledger, asyncio.get_running_loop(), self.metrics.charged)
@@ -102,6 +103,8 @@ class Service:
         total = sum(s.parameters * s.gears[0] for s in engine.table.nested)
         self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
         self._grammars = Grammars(engine)
+        self._queues = TierQueues(lambda: self.settings, engine.core.scheduler.max_sequences)
+        engine.core.scheduler.choose = self._queues.choose
         self._words = Words(engine.tokenizer, self._grammars.tokenizer, engine.core.eos_ids)
         return engine
 
@@ -150,7 +153,7 @@ class Service:
     def knows_tools(self, engine: Engine) -> bool:
         """Whether the model's chat template itself tells of tools."""
         if self._knows_tools is None:
-            self._knows_tools = _knows_tools(engine.tokenizer)
+            self._knows_tools = tools.knows_tools(engine.tokenizer)
         return self._knows_tools
 
     @property
@@ -227,17 +230,40 @@ class Service:
             raise APIError(504, "the request took too long before it began", code="timeout") from None
         except QBEError as error:
             raise asked.refused(error) from error
-        requests = []
+        place, requests = self._place(asked, request, choice), []
         for i in range(asked.n):
             seed = None if request.params.seed is None else (request.params.seed + i) % 2**63
             params = replace(
                 request.params, seed=seed, prompt_logprobs=request.params.prompt_logprobs if i == 0 else None
             )
             one = None if asked.matcher is None or self._grammars is None else self._grammars.constraint(asked.matcher)
-            requests.append(replace(request, params=params, constraint=one))
+            requests.append(replace(request, params=params, constraint=one, place=place))
         job = Job(requests, choice, exchange.events, lambda job: self.settle(asked, job))
         job.account = Account(asked, exchange.id, index, self.names[0], job)
         return job
+
+    def _place(self, asked: Asked, request: Request, choice: Choice) -> Place:
+        """Where its answers stand in line. Raises APIError where that is too far behind for what it wants."""
+        assert self._queues is not None
+        assert self._admission is not None
+        latency, tier = asked.terms.contract.max_latency_ms, asked.terms.tier
+        if latency is None:
+            return self._queues.place(tier)
+        ids, chosen = choice
+        takes = self.speed.foreseen(
+            len(ids), request.params.max_tokens, chosen.blueprint.average_weight_bits(chosen.table)
+        )
+        place = self._queues.place(tier, None if takes is None else max(0.0, latency - takes) / 1e3)
+        others = self._admission.inside - asked.n * len(asked.prompts)
+        ahead = 1 + sum(p.rank <= place.rank for p in self._worker.line) if others >= self._admission.running else 0
+        wait = self._admission.wait(ahead)
+        if wait is not None and wait * 1e3 > latency:
+            raise APIError(
+                429, f"qbe.max_latency_ms is {latency:g}, but {ahead} answers are ahead and take about {wait:.1f} s: "
+                "allow more time, or try again later", param="qbe.max_latency_ms", code="deadline",
+                retry_after=wait - latency / 1e3,
+            )  # fmt: skip
+        return place
 
     def _choose(self, asked: Asked, prompt: Prompt) -> tuple[Request, Choice]:
         engine, params, wanted = self.engine(), asked.params, asked.terms.contract
@@ -266,16 +292,6 @@ class Service:
                 result.average_weight_bits,
             )  # fmt: skip
         self.metrics.served(asked.terms, results[0] if results else None)
-
-
-def _knows_tools(tokenizer: Any) -> bool:
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-    messages = [{"role": "user", "content": "?"}]
-    try:
-        plain, told = (tokenizer.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, [tool]))
-    except (TemplateError, TypeError, ValueError):
-        return False
-    return bool(plain != told)
 
 
 def _charged(job: Job) -> int:

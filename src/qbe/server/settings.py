@@ -15,8 +15,11 @@ from qbe.files import reason
 from qbe.sites import FULL_BITS
 
 TierName = Literal["flex", "default", "priority"]
+TIER_NAMES: tuple[TierName, ...] = ("flex", "default", "priority")  # from the lowest to the highest
 Bits = Annotated[float, Field(ge=1, le=FULL_BITS)]
 Positive = Annotated[int, Field(ge=1, le=2**40)]
+_PATIENCE_S = {"flex": 30.0, "default": 5.0, "priority": 0.0}
+_RESERVED = {"priority": 0.125}
 
 
 class _Table(BaseModel):
@@ -31,12 +34,18 @@ class Tier(_Table):
         floor: under pressure the range sinks to this average ("brownout") before anyone is refused; None: it does not.
         ceiling: the most that a request may ask for by itself.
         price: factor on the prices.
+        patience_s: how long an answer of the tier lets later ones of higher tiers pass; None: 30 s for flex, 5 for
+            default, 0 for priority.
+        reserved: part of the batch's places that lower tiers leave free for it, rounded down; None: an eighth for
+            priority, nothing for the others.
     """
 
     bits: tuple[Bits, Bits]
     floor: Bits | None = None
     ceiling: Bits = float(FULL_BITS)
     price: Annotated[float, Field(ge=0)] = 1.0
+    patience_s: Annotated[float, Field(ge=0)] | None = None
+    reserved: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @model_validator(mode="after")
     def _rises(self) -> Self:
@@ -52,6 +61,38 @@ class Tiers(_Table):
     flex: Tier = Tier(bits=TIER_BITS["flex"])
     default: Tier = Tier(bits=TIER_BITS["default"], floor=TIER_BITS["flex"][0])
     priority: Tier = Tier(bits=TIER_BITS["priority"])
+
+    def patience(self, name: str) -> float:
+        """Seconds."""
+        given: float | None = getattr(self, name).patience_s
+        return _PATIENCE_S[name] if given is None else given
+
+    def reserved(self, name: str) -> float:
+        """A part of the batch's places."""
+        given: float | None = getattr(self, name).reserved
+        return _RESERVED.get(name, 0.0) if given is None else given
+
+    @model_validator(mode="after")
+    def _orders(self) -> Self:
+        low, middle, high = (self.patience(name) for name in TIER_NAMES)
+        if not low >= middle >= high:
+            raise ValueError("patience_s must not rise from flex over default to priority")
+        if sum(map(self.reserved, TIER_NAMES)) >= 1:
+            raise ValueError("the tiers' reserved parts must add up to less than 1")
+        return self
+
+
+class Queues(_Table):
+    """How tiers share the batch.
+
+    Attributes:
+        apart: whether a batch has answers of one tier only, rather than all together. It then runs dry before another
+            tier's turn comes.
+        thin: with `apart`, answers of a tier that wait; with fewer, adjacent tiers fill its batch.
+    """
+
+    apart: bool = False
+    thin: Annotated[int, Field(ge=0)] = 4
 
 
 class Prices(_Table):
@@ -114,6 +155,7 @@ class Settings(_Table):
     tiers: Tiers = Tiers()
     prices: Prices = Prices()
     limits: Limits = Limits()
+    queues: Queues = Queues()
     keys: dict[str, Key] = {}
 
     @model_validator(mode="after")

@@ -25,6 +25,24 @@ class Speed:
         self._n, self._x, self._y = self._n + 1, self._x + bits, self._y + y
         self._xx, self._xy = self._xx + bits * bits, self._xy + bits * y
 
+    def foreseen(self, prompt_tokens: int, tokens: int, bits: float) -> float | None:
+        """Milliseconds that so long an answer is foreseen to take; None while nothing is known."""
+        if not self._n:
+            return None
+        per_token = self._mean + self._slope * (bits - self._x / self._n)
+        return prompt_tokens * self._prompt + max(0, tokens - 1) * per_token
+
+    @property
+    def _mean(self) -> float:
+        return self._y / self._n
+
+    @property
+    def _slope(self) -> float:
+        """Milliseconds per token and bit; 0 where there is none to see."""
+        mean_bits = self._x / self._n
+        variance = self._xx / self._n - mean_bits**2
+        return max(0.0, (self._xy / self._n - mean_bits * self._mean) / variance) if variance > _SPREAD else 0.0
+
     def most_bits(self, latency_ms: float, prompt_tokens: int, tokens: int) -> float | None:
         """The highest average at which so long an answer is foreseen to take at most `latency_ms`.
 
@@ -33,9 +51,6 @@ class Speed:
         if not self._n:
             return None
         allowed = (latency_ms - prompt_tokens * self._prompt) / max(1, tokens - 1)
-        mean_bits, mean_ms = self._x / self._n, self._y / self._n
-        variance = self._xx / self._n - mean_bits**2
-        slope = (self._xy / self._n - mean_bits * mean_ms) / variance if variance > _SPREAD else 0.0
-        if slope <= 0:  # more bits are not seen to be slower
-            return float("inf") if allowed >= mean_ms else 0.0
-        return mean_bits + (allowed - mean_ms) / slope
+        if not self._slope:  # more bits are not seen to be slower
+            return float("inf") if allowed >= self._mean else 0.0
+        return self._x / self._n + (allowed - self._mean) / self._slope

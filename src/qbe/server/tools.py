@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from qbe.engine.detokenize import overlap
 from qbe.server.errors import APIError
 from qbe.server.grammar import rule
@@ -189,3 +191,14 @@ class Reader:
                 yield Arguments(self.calls - 1, piece)
         elif piece and not (self.calls and not piece.strip()):  # the line between two calls
             yield Text(piece)
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Whether a chat template itself tells of tools."""
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+    messages = [{"role": "user", "content": "?"}]
+    try:
+        plain, told = (tokenizer.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, [tool]))
+    except (TemplateError, TypeError, ValueError):
+        return False
+    return bool(plain != told)

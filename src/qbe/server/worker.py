@@ -14,6 +14,7 @@ from qbe.engine.chooser import Choice
 from qbe.engine.engine import Engine
 from qbe.engine.logprobs import Logprob
 from qbe.engine.result import Request, Result
+from qbe.engine.sequence import Place
 from qbe.errors import QBEError
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class Worker(threading.Thread):
 
     Attributes:
         engine: None until it is ready.
+        line: places of the answers that waited after the last step.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Worker(threading.Thread):
     ) -> None:  # fmt: skip
         super().__init__(name="qbe-engine", daemon=True)
         self.engine: Engine | None = None
+        self.line: tuple[Place, ...] = ()
         self._make, self._ready, self._broken, self._deliver = make, ready, broken, deliver
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -235,6 +238,7 @@ class Worker(threading.Thread):
 
     def _report(self, engine: Engine) -> None:
         """Tell every job what is new; start the other answers of those whose prompt is through."""
+        self.line = tuple(s.place for s in engine.core.scheduler.waiting)
         for job, running in list(self._jobs.items()):
             rest = job.requests[len(running.ids) :]
             if rest and running.over_for is None and engine.started(running.ids[0]):

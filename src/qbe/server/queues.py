@@ -1,0 +1,81 @@
+"""Which waiting answer begins next: a queue for each tier, aged priorities, places kept free, batches apart or shared.
+
+An answer's rank is the time until which its tier has patience: when it came plus the tier's `patience_s`. The lowest
+rank goes first. So a tier with less patience overtakes, but only those who came up to the difference of the two before
+it: whoever waits long enough is overtaken by nobody any more, whatever comes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from qbe.engine.sequence import Place, Sequence
+from qbe.server.settings import TIER_NAMES, Settings, TierName
+
+
+class TierQueues:
+    """The order of a server's answers, as `qbe.engine.scheduler.Scheduler.choose`.
+
+    Args:
+        settings: those in use now.
+        places: answers that are written at once.
+        clock: seconds, as in the ranks.
+    """
+
+    def __init__(
+        self, settings: Callable[[], Settings], places: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings, self._places, self._clock = settings, places, clock
+
+    def place(self, tier: TierName, slack: float | None = None) -> Place:
+        """Where an answer that comes now stands.
+
+        Args:
+            slack: seconds that it may wait and still be done when its client wants it, where that is known. It counts
+                as patience, but never as less than the next higher tier's: a wish buys no priority.
+        """
+        tiers, number = self._settings().tiers, TIER_NAMES.index(tier)
+        patience = tiers.patience(tier)
+        if slack is not None:
+            above = tiers.patience(TIER_NAMES[number + 1]) if number + 1 < len(TIER_NAMES) else 0.0
+            patience = min(patience, max(slack, above))
+        return Place(self._clock() + patience, tier)
+
+    def choose(self, waiting: Collection[Sequence], running: list[Sequence]) -> Sequence | None:
+        """The one that begins next; None while nobody may."""
+        count = Counter(s.place.tier for s in running)
+        may = [s for s in waiting if self._has_place(s, count)]
+        if not may:
+            return None
+        queues = self._settings().queues
+        first = min(may, key=_rank)
+        if not queues.apart or not running or count[first.place.tier] < self._kept(first.place.tier):
+            return first
+        # Batches of one tier: it goes on while nobody else has lost patience, and else runs dry.
+        together = set(count)
+        if sum(s.place.tier in together for s in waiting) < queues.thin:
+            together |= {near for tier in count for near in _adjacent(tier)}
+        if first.place.tier not in together and first.place.rank <= self._clock():
+            return None
+        return min((s for s in may if s.place.tier in together), key=_rank, default=None)
+
+    def _has_place(self, sequence: Sequence, running: Counter[str]) -> bool:
+        """Whether a place is free that is not kept for a higher tier."""
+        above = TIER_NAMES[TIER_NAMES.index(sequence.place.tier) + 1 :]
+        kept = sum(max(0, self._kept(tier) - running[tier]) for tier in above)
+        return running.total() + kept < self._places
+
+    def _kept(self, tier: str) -> int:
+        return math.floor(self._settings().tiers.reserved(tier) * self._places)
+
+
+def _rank(sequence: Sequence) -> float:
+    return sequence.place.rank
+
+
+def _adjacent(tier: str) -> tuple[TierName, ...]:
+    number = TIER_NAMES.index(tier)
+    return TIER_NAMES[max(0, number - 1) : number + 2]
