@@ -51,8 +51,8 @@ def main() -> None:
     for way, numbers in found.items():
         speed, first = numbers["tokens/s"], numbers["first"]
         print(
-            f"{way:7} {statistics.median(speed):7.1f} tokens/s ({min(speed):.1f} to {max(speed):.1f}), priority's first "
-            f"token {statistics.median(first):.2f} s, worst {max(first):.2f} s"
+            f"{way:7} {statistics.median(speed):7.1f} tokens/s ({min(speed):.1f} to {max(speed):.1f}), "
+            f"priority's first token {statistics.median(first):.2f} s, worst {max(first):.2f} s"
         )
     if args.json:
         args.json.write_text(json.dumps(found))

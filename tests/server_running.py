@@ -19,6 +19,7 @@ from qbe.engine.engine import Engine
 from qbe.records.ledger import Ledger
 from qbe.server.app import make_app
 from qbe.server.connections import protocol
+from qbe.server.observe.traces import Traces
 from qbe.server.service import Service
 from qbe.server.settings import Watched
 
@@ -72,15 +73,16 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 @contextmanager
 def running(
-    make: Callable[[], Engine] = tiny_engine, config: Path | None = None, ledger: Path | None = None
-) -> Iterator[Running]:
+    make: Callable[[], Engine] = tiny_engine, config: Path | None = None, ledger: Path | None = None,
+    traces: Traces | None = None,
+) -> Iterator[Running]:  # fmt: skip
     """Start, wait until it is ready, stop."""
     failures: list[BaseException] = []
     services: list[Service] = []
     watched = Watched(config)
 
     def service() -> Service:
-        services.append(Service(make, watched, False, "tiny", failures.append, Ledger(ledger)))
+        services.append(Service(make, watched, False, "tiny", failures.append, Ledger(ledger), traces))
         return services[0]
 
     server = uvicorn.Server(

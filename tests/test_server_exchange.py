@@ -13,10 +13,10 @@ from qbe.errors import QBEError
 from qbe.server.contract import terms
 from qbe.server.errors import APIError
 from qbe.server.exchange import Asked, Exchange
+from qbe.server.job import Cancelled, Delta, Job
 from qbe.server.keys import Client
 from qbe.server.protocol import Contract
 from qbe.server.settings import Settings
-from qbe.server.worker import Cancelled, Delta, Job
 
 
 def exchange(answers: int = 1, prompts: int = 2, **contract: Any) -> tuple[Exchange, list[Job], list[Job]]:

@@ -57,6 +57,8 @@ class Scheduler:
         choose: which of those that wait is admitted next, beside those that run; None: nobody now. Not called when
             nobody waits.
         stuck: sequences that ended because even alone they no longer fit.
+        last: the work of the last step that has run, for whoever counts.
+        preempted: how often a sequence was.
 
     Raises:
         QBEError: sizes that do not fit together.
@@ -86,6 +88,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of their arrival
         self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None] = _first
         self.stuck: list[Sequence] = []
+        self.last: list[Work] = []
+        self.preempted = 0
         self._by_id: dict[str, Sequence] = {}
         self._preempted = False  # in the step that is being scheduled
 
@@ -179,6 +183,7 @@ class Scheduler:
 
     def complete(self, work: list[Work]) -> None:
         """The step has run: pages that it filled are sealed, and others may find them."""
+        self.last = work
         for w in work:
             self.paging.complete(w.sequence, w.start)
 
@@ -220,7 +225,7 @@ class Scheduler:
         self.restart(sequence)
         sequence.status, sequence.preemptions = Status.WAITING, sequence.preemptions + 1
         self.waiting.appendleft(sequence)
-        self._preempted = True
+        self._preempted, self.preempted = True, self.preempted + 1
 
     def _admit(self, prompts: list[Sequence]) -> None:
         """Move the next waiting sequence to the running ones and to the front of the prompts, if there is room for it

@@ -23,6 +23,7 @@ from qbe.server.errors import APIError, ErrorBody
 from qbe.server.exchange import Exchange, while_connected
 from qbe.server.guard import Guard
 from qbe.server.keys import Client
+from qbe.server.observe import logs
 from qbe.server.protocol import ChatRequest, CompletionRequest
 from qbe.server.service import Service
 from qbe.server.wire import dumps
@@ -121,6 +122,7 @@ def make_app(make_service: Callable[[], Service]) -> FastAPI:
 
     def counted(error: APIError) -> None:
         service_of(app).metrics.refused.labels(service_of(app).names[0], str(error.status), error.code or "").inc()
+        logs.say("refused", {"status": error.status, "code": error.code, "param": error.param})
 
     def answer(error: APIError) -> Response:
         counted(error)

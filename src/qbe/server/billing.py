@@ -22,7 +22,8 @@ from qbe.errors import QBEError
 from qbe.records.ledger import UNIT, Entry, Ledger
 from qbe.server.contract import Terms
 from qbe.server.errors import APIError
-from qbe.server.worker import Delta, Event, Job, deliver
+from qbe.server.job import Delta, Event, Job, deliver
+from qbe.server.observe.metrics import Metrics
 
 if TYPE_CHECKING:
     from qbe.server.exchange import Asked
@@ -43,11 +44,15 @@ class Account:
 
     Attributes:
         stream: whether tokens are booked as they come.
+        first_at, waited_s: when its first token came, by `time.monotonic`, and the longest wait of its answers.
         lost: whether something in it could not be booked, so that it was not sent either.
     """
 
     def __init__(self, asked: Asked, id: str, index: int, model: str, job: Job) -> None:
         self.stream, self.lost = asked.stream, False
+        self.first_at: float | None = None
+        self.waited_s = 0.0
+        self._last_at: list[float | None] = [None] * len(job.requests)
         self._asked, self._request, self._id, self._model = asked, id, f"{id}-{index}", model
         self._prompt_tokens, self._chosen = job.choice[1].prompt_tokens, job.choice[1]
         self._bits = self._chosen.blueprint.average_weight_bits(self._chosen.table)
@@ -57,12 +62,18 @@ class Account:
         self._charged = 0
         self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
 
-    def take(self, delta: Delta) -> None:
-        """More of an answer."""
+    def take(self, delta: Delta, now: float) -> float | None:
+        """More of an answer; returns the seconds between its tokens, None with the first of them."""
         self._written[delta.answer] += len(delta.tokens)
         self._results[delta.answer] = delta.result
         if delta.answer == 0:
             self._cached = min(delta.cached_tokens, self._prompt_tokens)
+        self.waited_s = max(self.waited_s, delta.waited_s)
+        if not delta.tokens:
+            return None
+        self.first_at = self.first_at or now
+        last, self._last_at[delta.answer] = self._last_at[delta.answer], now
+        return None if last is None else (now - last) / len(delta.tokens)
 
     @property
     def cost(self) -> int:
@@ -123,14 +134,12 @@ class Billing(threading.Thread):
     Args:
         ledger: where to.
         loop: where what was booked is delivered.
-        charged: told of every charge, in this thread.
+        metrics: told of every token and charge, in this thread.
     """
 
-    def __init__(
-        self, ledger: Ledger, loop: asyncio.AbstractEventLoop, charged: Callable[[Terms, float], None]
-    ) -> None:
+    def __init__(self, ledger: Ledger, loop: asyncio.AbstractEventLoop, metrics: Metrics) -> None:
         super().__init__(name="qbe-ledger", daemon=True)
-        self._ledger, self._loop, self._charged = ledger, loop, charged
+        self._ledger, self._loop, self._metrics = ledger, loop, metrics
         self._inbox: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         self._failed_at: float | None = None
 
@@ -168,10 +177,13 @@ class Billing(threading.Thread):
 
     def _handle(self, parcels: list[_Parcel]) -> None:
         changed: dict[Account, None] = {}
+        now = time.monotonic()
         for parcel in parcels:
             for job, event in parcel.news:
                 if isinstance(event, Delta) and job.account is not None:
-                    job.account.take(event)
+                    between = job.account.take(event, now)
+                    if between is not None:
+                        self._metrics.written(len(event.tokens), between)
                     if job.account.stream and not job.account.lost:
                         changed[job.account] = None
             changed |= dict.fromkeys(parcel.accounts)
@@ -189,7 +201,7 @@ class Billing(threading.Thread):
                 self._ledger.write(entries)
                 self._failed_at = None
                 for account, entry in zip(accounts, entries, strict=True):
-                    self._charged(*account.charged(entry))
+                    self._metrics.charged(*account.charged(entry))
         except Exception as error:
             if not isinstance(error, QBEError):
                 log.exception("a defect of the ledger")

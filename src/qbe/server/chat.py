@@ -9,6 +9,7 @@ from qbe.server import tools
 from qbe.server.errors import APIError
 from qbe.server.exchange import Asked, Exchange
 from qbe.server.grammar import lark
+from qbe.server.job import Delta
 from qbe.server.keys import Client
 from qbe.server.protocol import ChatRequest
 from qbe.server.requests import (
@@ -23,7 +24,6 @@ from qbe.server.requests import (
 from qbe.server.service import Service
 from qbe.server.tools import Arguments, Begun, Reader
 from qbe.server.wire import DONE, event
-from qbe.server.worker import Delta
 
 
 async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import re
 import socket
 import sys
@@ -42,6 +41,7 @@ def serve(
     from qbe.server.connections import protocol
     from qbe.server.guard import HEADER_BYTES
     from qbe.server.keys import new_key as make_key
+    from qbe.server.observe import logs, traces
     from qbe.server.settings import Watched
 
     if new_key is not None:
@@ -57,11 +57,11 @@ def serve(
             f"--host {host} lets others connect, but there are no keys: make one with 'qbe serve --new-key NAME', put "
             "it into a file and give --config FILE, or stay at --host 127.0.0.1"
         )
+    sending = traces.start()
     listening = _listen(host, port)
     from qbe.server.app import make_app  # seconds, with all of torch: only what can start takes them
 
-    logging.basicConfig(level=logging.WARNING, format="qbe: %(message)s", stream=sys.stderr)
-    logging.getLogger("qbe.server").setLevel(logging.INFO)
+    logs.start(lambda: watched.current)
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:
@@ -83,7 +83,7 @@ def serve(
                 kv_tokens=kv_tokens, compile=compile, tune=tune, progress=sys.stderr.isatty(),
             )  # fmt: skip
 
-        return Service(make, watched, public, Path(model).name, failed, Ledger(ledger))
+        return Service(make, watched, public, Path(model).name, failed, Ledger(ledger), sending)
 
     class Server(uvicorn.Server):
         """Drains on the first signal, ends on the second; the exit code after a drain is 0."""

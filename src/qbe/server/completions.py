@@ -9,12 +9,12 @@ from qbe.engine.logprobs import Logprob
 from qbe.engine.result import Prompt
 from qbe.server.errors import APIError
 from qbe.server.exchange import Asked, Exchange
+from qbe.server.job import Delta
 from qbe.server.keys import Client
 from qbe.server.protocol import CompletionRequest
 from qbe.server.requests import FORMAT, Frame, check_model, check_stream, format_grammar, sampling
 from qbe.server.service import Service
 from qbe.server.wire import DONE, event
-from qbe.server.worker import Delta
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 

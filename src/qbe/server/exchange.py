@@ -17,8 +17,9 @@ from qbe.engine.sequence import SamplingParams
 from qbe.errors import QBEError
 from qbe.server.contract import Terms
 from qbe.server.errors import APIError, refused
+from qbe.server.job import Cancelled, Delta, Event, Job
 from qbe.server.keys import Client
-from qbe.server.worker import Cancelled, Delta, Event, Job
+from qbe.server.observe import traces
 
 _GRACE_S = 30.0  # after its time limit, for the engine to end a request
 # How the engine calls what it refuses -> the field of the body.
@@ -73,24 +74,30 @@ class Exchange:
 
     Attributes:
         id: of the request and of its answer.
-        jobs: one for each prompt.
+        jobs, left: one for each prompt, and how many of them are not over.
+        came: when it did, in the loop's time.
+        late: why it was cut, "timeout" or "latency"; empty when it was not.
+        parent: headers of the trace that it belongs to.
         ends_at, gone_at: in the loop's time, when its answers end, and when nobody waits for them any more.
     """
 
     def __init__(self, asked: Asked, cancel: Callable[[Job], None], seconds: float) -> None:
         self.asked, self.jobs, self.id = asked, list[Job](), f"{asked.prefix}-{uuid.uuid4().hex}"
+        self.left = 0
         self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
         self._early: deque[tuple[Job, Event]] = deque()  # what was heard before all jobs were taken
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
-        self.ends_at = self._loop.time() + seconds
+        self.came = self._loop.time()
+        self.parent = traces.parent.get()
+        self.ends_at = self.came + seconds
         self.gone_at = self.ends_at + _GRACE_S
-        latency, self._late = asked.terms.contract.max_latency_ms, ""
+        latency, self.late = asked.terms.contract.max_latency_ms, ""
         self._timers = [self._loop.call_at(self.ends_at, self._expire, "timeout")]
         if latency is not None:
             self._timers.append(self._loop.call_later(latency / 1e3, self._expire, "latency"))
 
     def _expire(self, why: str) -> None:
-        self._late = self._late or why
+        self.late = self.late or why
         self.cancel()
 
     def cancel(self) -> None:
@@ -143,13 +150,13 @@ class Exchange:
     def _check(self, result: Result) -> None:
         if result.finish_reason == "error":
             raise APIError(500, result.error or "the model failed", code="engine_error")
-        if result.finish_reason == "cancelled" and self._late == "timeout":
+        if result.finish_reason == "cancelled" and self.late == "timeout":
             raise APIError(504, "the request took too long: ask for fewer tokens", code="timeout")
-        if result.finish_reason == "cancelled" and not self._late:
+        if result.finish_reason == "cancelled" and not self.late:
             raise _SHUTTING_DOWN
 
     def _failed(self, error: Exception) -> APIError:
-        if isinstance(error, Cancelled) and self._late:
+        if isinstance(error, Cancelled) and self.late:
             return APIError(504, "the request took too long before it began", code="timeout")
         if isinstance(error, Cancelled):
             return _SHUTTING_DOWN

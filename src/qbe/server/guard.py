@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qbe.server.errors import APIError
 from qbe.server.keys import client_of
+from qbe.server.observe import traces
 from qbe.server.settings import Settings
 
 HEADER_BYTES = 16 * 1024
@@ -40,6 +41,7 @@ class Guard:
             if not settings.keys and _host(headers.get(b"host", b"")) not in _LOCAL:
                 # A page of another site whose name was made to mean this machine (DNS rebinding).
                 raise APIError(403, "this server has no keys and answers to localhost only", code="not_local")
+            traces.remember_parent(headers)
             if scope["path"].startswith("/v1/"):
                 scope.setdefault("state", {})["client"] = client_of(headers, settings)
             if scope["method"] == "POST":

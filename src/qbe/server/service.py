@@ -25,18 +25,21 @@ from qbe.server.contract import Terms
 from qbe.server.errors import APIError
 from qbe.server.exchange import Asked, Exchange
 from qbe.server.grammar import Grammars
+from qbe.server.job import Job
 from qbe.server.keys import Client
-from qbe.server.metrics import Metrics
+from qbe.server.observe.observer import Observer
+from qbe.server.observe.traces import Traces
 from qbe.server.queues import TierQueues
 from qbe.server.settings import Settings, Watched
 from qbe.server.speed import Speed
 from qbe.server.words import Words
-from qbe.server.worker import Job, Worker
+from qbe.server.worker import Worker
 
 log = logging.getLogger(__name__)
 
 _RELOAD_S = 1.0  # between two looks at the settings file
 _STOP_S = 30.0  # for the engine's thread to end
+_TRACES_S = 5.0  # for the last traces to leave
 
 
 class Service:
@@ -49,14 +52,17 @@ class Service:
         name: what the model is called; the engine's own name for it serves too.
         failed: told of an engine that could not be made or is broken.
         ledger: where all that is served is booked.
+        traces: told of every request.
     """
 
     def __init__(
         self, make: Callable[[], Engine], watched: Watched, public: bool, name: str,
-        failed: Callable[[BaseException], None], ledger: Ledger,
+        failed: Callable[[BaseException], None], ledger: Ledger, traces: Traces | None = None,
     ) -> None:  # fmt: skip
         self._watched, self._public, self.names, self._failed = watched, public, [name], failed
-        self.created, self.speed, self.metrics = int(time.time()), Speed(), Metrics(name)
+        self.created, self.speed = int(time.time()), Speed()
+        self._observer = Observer(name, lambda: self.settings, traces)
+        self.metrics = self._observer.metrics
         self.broken = self.stopping = False
         self._prepare = ThreadPoolExecutor(1, "qbe-prepare")  # tokenizes, analyses and allocates beside the steps
         self._admission: Admission | None = None
@@ -65,8 +71,14 @@ class Service:
         self._queues: TierQueues | None = None
         self._lowest = 0.0
         self._knows_tools: bool | None = None
-        self._billing = Billing(ledger, asyncio.get_running_loop(), self.metrics.charged)
-        self._worker = Worker(lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver)
+        self._billing = Billing(ledger, asyncio.get_running_loop(), self.metrics)
+        self._worker = Worker(
+            lambda: self._prepared(make()),
+            self._on_ready,
+            self._on_broken,
+            self._billing.deliver,
+            self._observer.step,
+        )
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -97,12 +109,14 @@ class Service:
         self._prepare.shutdown(wait=False, cancel_futures=True)
         if self._grammars is not None:
             await self._grammars.close()
+        await asyncio.to_thread(self._observer.close, _TRACES_S)
 
     def _prepared(self, engine: Engine) -> Engine:
         """In the engine's thread: what is made of an engine once."""
         total = sum(s.parameters * s.gears[0] for s in engine.table.nested)
         self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
         self._grammars = Grammars(engine)
+        self._observer.begin(engine.core)
         self._queues = TierQueues(lambda: self.settings, engine.core.scheduler.max_sequences)
         engine.core.scheduler.choose = self._queues.choose
         self._words = Words(engine.tokenizer, self._grammars.tokenizer, engine.core.eos_ids)
@@ -206,6 +220,7 @@ class Service:
             exchange.over()
             raise
         exchange.jobs += jobs
+        exchange.left = len(jobs)
         for job in jobs:
             self._worker.submit(job)
         try:
@@ -238,7 +253,7 @@ class Service:
             )
             one = None if asked.matcher is None or self._grammars is None else self._grammars.constraint(asked.matcher)
             requests.append(replace(request, params=params, constraint=one, place=place))
-        job = Job(requests, choice, exchange.events, lambda job: self.settle(asked, job))
+        job = Job(requests, choice, exchange.events, lambda job: self.settle(exchange, job))
         job.account = Account(asked, exchange.id, index, self.names[0], job)
         return job
 
@@ -278,20 +293,22 @@ class Service:
             request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, room))))
         return request, choice
 
-    def settle(self, asked: Asked, job: Job) -> None:
+    def settle(self, exchange: Exchange, job: Job) -> None:
         """A prompt's answers have ended, whoever still listens: free its place, count it."""
-        results = [r for r in job.results if r is not None]
+        results, asked = [r for r in job.results if r is not None], exchange.asked
         if self._admission is not None:
             self._admission.leave(len(job.requests))
             used = job.choice[1].prompt_tokens + sum(len(r.token_ids) for r in results)
             self._admission.refund(asked.client, _charged(job) - used)
         for result in results:
-            self.metrics.ended(result)
+            self._observer.answer(result, 0.0 if job.account is None else job.account.waited_s)
             self.speed.learn(
                 result.prompt_tokens, result.prefill_ms, len(result.token_ids), result.decode_ms,
                 result.average_weight_bits,
             )  # fmt: skip
-        self.metrics.served(asked.terms, results[0] if results else None)
+        exchange.left -= 1
+        if not exchange.left:
+            self._observer.request(exchange)
 
 
 def _charged(job: Job) -> int:

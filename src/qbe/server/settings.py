@@ -134,6 +134,18 @@ class Limits(_Table):
     grammar_s: Annotated[float, Field(gt=0)] = 5.0
 
 
+class Logs(_Table):
+    """Lines on standard error.
+
+    Attributes:
+        format: `text` or `json`, an object a line.
+        prompts: whether a request's line has its prompt and its answers.
+    """
+
+    format: Literal["text", "json"] = "text"
+    prompts: bool = False
+
+
 class Key(_Table):
     """A client's key; only its hash is kept.
 
@@ -156,6 +168,7 @@ class Settings(_Table):
     prices: Prices = Prices()
     limits: Limits = Limits()
     queues: Queues = Queues()
+    logs: Logs = Logs()
     keys: dict[str, Key] = {}
 
     @model_validator(mode="after")

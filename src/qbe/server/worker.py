@@ -6,48 +6,18 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from qbe.engine.chooser import Choice
 from qbe.engine.engine import Engine
-from qbe.engine.logprobs import Logprob
-from qbe.engine.result import Request, Result
-from qbe.engine.sequence import Place
+from qbe.engine.sequence import Place, Status
 from qbe.errors import QBEError
-
-if TYPE_CHECKING:
-    from qbe.server.billing import Account
+from qbe.server.job import Cancelled, Delta, Event, Job
 
 log = logging.getLogger(__name__)
 
 _FAILURES = 3  # steps that fail in a row; then the engine counts as broken
-
-
-class Cancelled(Exception):
-    """A job was cancelled before all of its answers began."""
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What a step added to one answer.
-
-    Attributes:
-        answer: which of the job's, from 0.
-        tokens, logprobs: the new ones; logprobs where they were asked for.
-        prompt_logprobs: of the whole prompt, with the first delta of an answer that asks for them.
-        result: the answer's end, in its last delta.
-        cached_tokens: of the prompt, that were in the cache.
-    """
-
-    answer: int
-    text: str
-    tokens: list[int]
-    logprobs: list[Logprob]
-    prompt_logprobs: list[Logprob]
-    result: Result | None
-    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,50 +33,22 @@ class Load:
     kv_usage: float
 
 
-Event = Delta | Exception | None  # None: the engine has taken the job
-
-
-class Job:
-    """The answers to one prompt, which goes through the model once.
-
-    Args:
-        requests: one for each answer; they differ in seed and constraint.
-        choice: the prompt's tokens and blueprint, as `Engine.choose` gave them.
-        events: gets, in the event loop, None once the engine has taken the job, then deltas; an exception if it
-            refuses.
-        ended: called once in the event loop, when no answer will go on.
-
-    Attributes:
-        results: of the answers that have ended, in order of the answers, None for the others.
-        account: what it costs.
-    """
-
-    def __init__(
-        self, requests: Sequence[Request], choice: Choice, events: asyncio.Queue[tuple[Job, Event]],
-        ended: Callable[[Job], None],
-    ) -> None:  # fmt: skip
-        self.requests, self.choice, self._events, self._ended = requests, choice, events, ended
-        self.results: list[Result | None] = [None] * len(requests)
-        self.account: Account | None = None
-        self._over = False
-
-    def hear(self, event: Event) -> None:
-        """In the event loop: take what the engine's thread says."""
-        if isinstance(event, Delta) and event.result is not None:
-            self.results[event.answer] = event.result
-        if not self._over and (isinstance(event, Exception) or None not in self.results):
-            self._over = True
-            self._ended(self)
-        self._events.put_nowait((self, event))
-
-
 @dataclass
 class _Running:
     """A job in the engine."""
 
-    ids: list[str]
+    ids: list[str] = field(default_factory=list)
     over_for: Exception | None = None  # why no further answer begins
     seen: list[int] = field(default_factory=list)  # tokens of each answer that were told; -1 when it has ended
+    asked_at: list[float] = field(default_factory=list)
+    waited_s: list[float | None] = field(default_factory=list)
+
+    def add(self, request_id: str) -> None:
+        """One more answer is in the engine."""
+        self.ids.append(request_id)
+        self.seen.append(0)
+        self.asked_at.append(time.monotonic())
+        self.waited_s.append(None)
 
     @property
     def over(self) -> bool:
@@ -121,6 +63,7 @@ class Worker(threading.Thread):
         ready: called in the event loop when the engine is there, or with what went wrong.
         broken: called in the event loop when the engine cannot go on.
         deliver: called in this thread with what is new; has `deliver` called in the event loop.
+        stepped: called in this thread after each step.
 
     Attributes:
         engine: None until it is ready.
@@ -129,12 +72,13 @@ class Worker(threading.Thread):
 
     def __init__(
         self, make: Callable[[], Engine], ready: Callable[[BaseException | None], None], broken: Callable[[], None],
-        deliver: Callable[[list[tuple[Job, Event]]], None],
+        deliver: Callable[[list[tuple[Job, Event]]], None], stepped: Callable[[], None],
     ) -> None:  # fmt: skip
         super().__init__(name="qbe-engine", daemon=True)
         self.engine: Engine | None = None
         self.line: tuple[Place, ...] = ()
-        self._make, self._ready, self._broken, self._deliver = make, ready, broken, deliver
+        self._make, self._ready, self._broken = make, ready, broken
+        self._deliver, self._stepped = deliver, stepped
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[Job, _Running] = {}
@@ -190,6 +134,7 @@ class Worker(threading.Thread):
                 if engine.core.has_work():
                     try:
                         engine.step()
+                        self._stepped()
                         failures = 0
                     except Exception:
                         log.exception("a step failed")
@@ -224,7 +169,8 @@ class Worker(threading.Thread):
                 log.exception("a request could not be started")
             self._tell(job.hear, error)
             return
-        self._jobs[job] = _Running([first], seen=[0])
+        self._jobs[job] = running = _Running()
+        running.add(first)
         self._tell(job.hear, None)
 
     def _end(self, job: Job) -> None:
@@ -244,8 +190,7 @@ class Worker(threading.Thread):
             if rest and running.over_for is None and engine.started(running.ids[0]):
                 try:
                     for request in rest:
-                        running.ids.append(engine.submit(request, twin=running.ids[0], choice=job.choice))
-                        running.seen.append(0)
+                        running.add(engine.submit(request, twin=running.ids[0], choice=job.choice))
                 except QBEError as error:
                     running.over_for = error
                     self._end(job)
@@ -261,7 +206,9 @@ class Worker(threading.Thread):
             self._news = []
 
     def _add_news(self, engine: Engine, job: Job, running: _Running, answer: int, request_id: str) -> None:
-        sequence, seen = engine.sequence(request_id), running.seen[answer]
+        sequence, seen, waited = engine.sequence(request_id), running.seen[answer], running.waited_s[answer]
+        if waited is None and sequence.status is not Status.WAITING:
+            waited = running.waited_s[answer] = time.monotonic() - running.asked_at[answer]
         tokens = sequence.token_ids[len(sequence.prompt_ids) + seen :]
         done = engine.finished(request_id)
         if not tokens and not done:
@@ -271,6 +218,7 @@ class Worker(threading.Thread):
         delta = Delta(
             answer, text, tokens, sequence.logprobs[seen:], [] if seen else sequence.prompt_logprobs,
             engine.take_result(request_id) if done else None, sequence.cached,
+            waited or 0.0,
         )  # fmt: skip
         self._news.append((job, delta))
 
@@ -279,12 +227,6 @@ class Worker(threading.Thread):
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the loop has ended: nobody listens
             log.debug("the event loop has ended")
-
-
-def deliver(news: list[tuple[Job, Event]]) -> None:
-    """In the event loop: tell every job what is new."""
-    for job, event in news:
-        job.hear(event)
 
 
 def _resolve(answer: asyncio.Future[Load], load: Load) -> None:

@@ -1,0 +1,66 @@
+"""Where everything that a server sees of its work comes together, and from where it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from qbe.engine.core import Core
+from qbe.engine.result import Result
+from qbe.server.observe import logs
+from qbe.server.observe.metrics import Metrics
+from qbe.server.observe.report import report
+from qbe.server.observe.steps import Steps
+from qbe.server.observe.traces import Traces
+from qbe.server.settings import Settings
+
+if TYPE_CHECKING:
+    from qbe.server.exchange import Exchange
+
+
+class Observer:
+    """Sees steps, answers and requests.
+
+    Args:
+        model: its name.
+        settings: those in use now.
+        traces: told of every request.
+    """
+
+    def __init__(self, model: str, settings: Callable[[], Settings], traces: Traces | None) -> None:
+        self.metrics = Metrics(model)
+        self._model, self._settings, self._traces = model, settings, traces
+        self._steps: Steps | None = None
+
+    def begin(self, core: Core) -> None:
+        """There is an engine."""
+        self._steps = Steps(core)
+
+    def step(self) -> None:
+        """In the engine's thread: a step has run."""
+        step = None if self._steps is None else self._steps.last()
+        if step is not None:
+            self.metrics.step(step)
+
+    def answer(self, result: Result, waited_s: float) -> None:
+        """An answer has ended."""
+        self.metrics.answer(result, waited_s)
+
+    def request(self, exchange: Exchange) -> None:
+        """All answers of a request have ended."""
+        found = report(exchange, self._model)
+        self.metrics.request(found)
+        logs.say("request", found.describe() | (_texts(exchange) if self._settings().logs.prompts else {}))
+        if self._traces is not None:
+            self._traces.request(found)
+
+    def close(self, seconds: float) -> None:
+        """Tell what is not told yet, for so long at most."""
+        if self._traces is not None:
+            self._traces.close(seconds)
+
+
+def _texts(exchange: Exchange) -> dict[str, Any]:
+    """What was asked and answered, for a log that shall have it."""
+    answers = [r.text for job in exchange.jobs for r in job.results if r is not None]
+    return {"prompts": list(exchange.asked.prompts), "answers": answers}

@@ -1,0 +1,106 @@
+"""One request when it has ended: what metrics, traces, logs and the console tell of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qbe.engine.sequence import SamplingParams
+from qbe.records.ledger import UNIT
+
+if TYPE_CHECKING:
+    from qbe.server.exchange import Exchange
+
+_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A request and its answers.
+
+    Attributes:
+        id: that the client saw.
+        operation: `chat` or `text_completion`.
+        ended: seconds since 1970.
+        seconds, waited_s, first_s: from its arrival to its end, in the queue (the longest of its answers), and from its
+            arrival to the first token of its first answer; None when there was none.
+        tokens_by_bits: gear -> tokens computed at it.
+        finish: reasons, one for each answer that began.
+        error: a word for programs, when it failed.
+        cache: what the blueprint cache did for its prompts.
+        parent: headers of the trace that it belongs to.
+    """
+
+    id: str
+    operation: str
+    key: str
+    tier: str
+    model: str
+    policy: str
+    stream: bool
+    n: int
+    params: SamplingParams
+    ended: float
+    seconds: float
+    waited_s: float
+    first_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    weight_bits: float
+    kv_bits: float
+    tokens_by_bits: Mapping[int, int]
+    cost: float
+    currency: str
+    brownout: float
+    finish: tuple[str, ...]
+    error: str | None
+    cache: tuple[str, ...]
+    parent: Mapping[str, str]
+
+    def describe(self) -> dict[str, Any]:
+        """As a line of a log has it."""
+        return {
+            "id": self.id, "operation": self.operation, "key": self.key, "tier": self.tier, "policy": self.policy,
+            "stream": self.stream, "n": self.n, "seconds": round(self.seconds, 4), "waited_s": round(self.waited_s, 4),
+            "first_s": None if self.first_s is None else round(self.first_s, 4), "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens, "completion_tokens": self.completion_tokens,
+            "weight_bits": round(self.weight_bits, 3), "kv_bits": round(self.kv_bits, 3),
+            "tokens_by_bits": {str(b): n for b, n in sorted(self.tokens_by_bits.items())},
+            "cost": round(self.cost, 12), "currency": self.currency, "brownout": self.brownout,
+            "finish": ",".join(self.finish), "error": self.error,
+        }  # fmt: skip
+
+
+def report(exchange: Exchange, model: str) -> Report:
+    """Of a request whose jobs are over."""
+    asked, now = exchange.asked, time.monotonic()
+    accounts = [job.account for job in exchange.jobs if job.account is not None]
+    entries = [account.entry() for account in accounts]
+    spread: dict[int, int] = {}
+    for entry in entries:
+        for bits, count in entry.tokens_by_bits.items():
+            spread[bits] = spread.get(bits, 0) + count
+    weights = [max(1, sum(e.tokens_by_bits.values())) for e in entries]
+    results = [r for job in exchange.jobs for r in job.results if r is not None]
+    finish = tuple(r.finish_reason for r in results)
+    firsts = [a.first_at - exchange.came for a in accounts if a.first_at is not None]
+    chosen = [job.choice[1] for job in exchange.jobs]
+
+    def mean(values: list[float]) -> float:
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
+
+    return Report(
+        id=exchange.id, operation=_OPERATIONS[asked.prefix], key=asked.client.name, tier=asked.terms.tier, model=model,
+        policy=chosen[0].blueprint.policy, stream=asked.stream, n=asked.n, params=asked.params, ended=time.time(),
+        seconds=now - exchange.came, waited_s=max((a.waited_s for a in accounts), default=0.0),
+        first_s=min(firsts, default=None), prompt_tokens=sum(e.prompt_tokens for e in entries),
+        cached_tokens=sum(e.cached_tokens for e in entries),
+        completion_tokens=sum(e.completion_tokens for e in entries), weight_bits=mean([e.weight_bits for e in entries]),
+        kv_bits=mean([e.kv_bits for e in entries]), tokens_by_bits=spread, cost=sum(e.cost for e in entries) / UNIT,
+        currency=asked.terms.prices.currency, brownout=asked.terms.brownout, finish=finish,
+        error="engine_error" if "error" in finish else exchange.late if exchange.late == "timeout" else None,
+        cache=tuple(c.cache for c in chosen if c.cache is not None), parent=exchange.parent,
+    )  # fmt: skip
