@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from qbe import __version__
 from qbe.server import chat, completions
+from qbe.server.console import add_console
 from qbe.server.errors import APIError, ErrorBody
 from qbe.server.exchange import Exchange, while_connected
 from qbe.server.guard import Guard
@@ -119,6 +120,8 @@ def make_app(make_service: Callable[[], Service]) -> FastAPI:
         return await _answer(request, completions.begin(body, client, service), bool(body.stream),
                              lambda e: completions.stream(body, service, e),
                              lambda e: completions.whole(body, service, e))  # fmt: skip
+
+    add_console(app, service_of, bearer)
 
     def counted(error: APIError) -> None:
         service_of(app).metrics.refused.labels(service_of(app).names[0], str(error.status), error.code or "").inc()

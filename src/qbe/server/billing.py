@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 from qbe.engine.result import Result, tokens_by_bits
 from qbe.errors import QBEError
 from qbe.records.ledger import UNIT, Entry, Ledger
-from qbe.server.contract import Terms
 from qbe.server.errors import APIError
 from qbe.server.job import Delta, Event, Job, deliver
-from qbe.server.observe.metrics import Metrics
+from qbe.server.observe.observer import Observer
 
 if TYPE_CHECKING:
     from qbe.server.exchange import Asked
@@ -37,7 +36,7 @@ class Account:
     """What one prompt and its answers have come to. The ledger's thread alone changes it.
 
     Args:
-        asked: the request.
+        asked: the request; an attribute, too.
         id, index: the request's id and the number of the prompt in it.
         model: its name.
         job: the prompt's.
@@ -45,6 +44,7 @@ class Account:
     Attributes:
         stream: whether tokens are booked as they come.
         first_at, waited_s: when its first token came, by `time.monotonic`, and the longest wait of its answers.
+        written, bits: tokens of each answer so far, and the average bits that were chosen for them.
         lost: whether something in it could not be booked, so that it was not sent either.
     """
 
@@ -53,18 +53,18 @@ class Account:
         self.first_at: float | None = None
         self.waited_s = 0.0
         self._last_at: list[float | None] = [None] * len(job.requests)
-        self._asked, self._request, self._id, self._model = asked, id, f"{id}-{index}", model
+        self.asked, self._request, self._id, self._model = asked, id, f"{id}-{index}", model
         self._prompt_tokens, self._chosen = job.choice[1].prompt_tokens, job.choice[1]
-        self._bits = self._chosen.blueprint.average_weight_bits(self._chosen.table)
+        self.bits = self._chosen.blueprint.average_weight_bits(self._chosen.table)
         self._kv_bits = self._chosen.blueprint.average_kv_bits(self._chosen.table)
-        self._cached, self._written = 0, [0] * len(job.requests)
+        self._cached, self.written = 0, [0] * len(job.requests)
         self._results: list[Result | None] = [None] * len(job.requests)
         self._charged = 0
         self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
 
     def take(self, delta: Delta, now: float) -> float | None:
         """More of an answer; returns the seconds between its tokens, None with the first of them."""
-        self._written[delta.answer] += len(delta.tokens)
+        self.written[delta.answer] += len(delta.tokens)
         self._results[delta.answer] = delta.result
         if delta.answer == 0:
             self._cached = min(delta.cached_tokens, self._prompt_tokens)
@@ -78,22 +78,22 @@ class Account:
     @property
     def cost(self) -> int:
         """So far, in the ledger's units; an answer that is not done counts at the bits chosen for it."""
-        terms, total = self._asked.terms, 0
-        for i, (written, result) in enumerate(zip(self._written, self._results, strict=True)):
+        terms, total = self.asked.terms, 0
+        for i, (written, result) in enumerate(zip(self.written, self._results, strict=True)):
             read = (self._prompt_tokens - self._cached, self._cached) if i == 0 else (0, 0)
-            bits = self._bits if result is None else result.average_weight_bits
-            total += terms.cost(*read, max(0, written - self._asked.hidden), bits)
+            bits = self.bits if result is None else result.average_weight_bits
+            total += terms.cost(*read, max(0, written - self.asked.hidden), bits)
         return total
 
-    def charged(self, entry: Entry) -> tuple[Terms, float]:
-        """It was booked so: its terms, and what that adds to what was booked before, in the currency."""
+    def charged(self, entry: Entry) -> float:
+        """It was booked so: what that adds to what was booked before, in the currency."""
         more, self._charged = entry.cost - self._charged, entry.cost
-        return self._asked.terms, more / UNIT
+        return more / UNIT
 
     def entry(self) -> Entry:
         """The row as it is now."""
         done = [r for r in self._results if r is not None]
-        begun = [n for n, r in zip(self._written, self._results, strict=True) if r is None and n]
+        begun = [n for n, r in zip(self.written, self._results, strict=True) if r is None and n]
         # Of an answer that goes on, the last token has not gone through the model.
         computed = (self._prompt_tokens - self._cached if not done else 0) + sum(n - 1 for n in begun)
         spread = tokens_by_bits(self._chosen.blueprint, self._chosen.table, computed)
@@ -108,14 +108,14 @@ class Account:
 
         finish = ",".join(r.finish_reason for r in done) if len(done) == len(self._results) else None
         return Entry(
-            id=self._id, request=self._request, key=self._asked.client.name, tier=self._asked.terms.tier,
+            id=self._id, request=self._request, key=self.asked.client.name, tier=self.asked.terms.tier,
             model=self._model, policy=self._chosen.blueprint.policy, began=self._began, finish=finish,
             prompt_tokens=self._prompt_tokens, cached_tokens=self._cached,
-            completion_tokens=sum(max(0, n - self._asked.hidden) for n in self._written),
-            weight_bits=mean([r.average_weight_bits for r in done], self._bits),
+            completion_tokens=sum(max(0, n - self.asked.hidden) for n in self.written),
+            weight_bits=mean([r.average_weight_bits for r in done], self.bits),
             kv_bits=mean([r.average_kv_bits for r in done], self._kv_bits),
             tokens_by_bits={bits: count for bits, count in spread.items() if count}, cost=self.cost,
-            currency=self._asked.terms.prices.currency,
+            currency=self.asked.terms.prices.currency,
         )  # fmt: skip
 
 
@@ -134,12 +134,12 @@ class Billing(threading.Thread):
     Args:
         ledger: where to.
         loop: where what was booked is delivered.
-        metrics: told of every token and charge, in this thread.
+        observer: told of every token and charge, in this thread.
     """
 
-    def __init__(self, ledger: Ledger, loop: asyncio.AbstractEventLoop, metrics: Metrics) -> None:
+    def __init__(self, ledger: Ledger, loop: asyncio.AbstractEventLoop, observer: Observer) -> None:
         super().__init__(name="qbe-ledger", daemon=True)
-        self._ledger, self._loop, self._metrics = ledger, loop, metrics
+        self._ledger, self._loop, self._observer = ledger, loop, observer
         self._inbox: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         self._failed_at: float | None = None
 
@@ -182,8 +182,7 @@ class Billing(threading.Thread):
             for job, event in parcel.news:
                 if isinstance(event, Delta) and job.account is not None:
                     between = job.account.take(event, now)
-                    if between is not None:
-                        self._metrics.written(len(event.tokens), between)
+                    self._observer.written(job.account.asked, len(event.tokens), job.account.bits, between)
                     if job.account.stream and not job.account.lost:
                         changed[job.account] = None
             changed |= dict.fromkeys(parcel.accounts)
@@ -201,7 +200,7 @@ class Billing(threading.Thread):
                 self._ledger.write(entries)
                 self._failed_at = None
                 for account, entry in zip(accounts, entries, strict=True):
-                    self._metrics.charged(*account.charged(entry))
+                    self._observer.charged(account.asked, account.charged(entry))
         except Exception as error:
             if not isinstance(error, QBEError):
                 log.exception("a defect of the ledger")

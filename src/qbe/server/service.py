@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from llguidance import LLMatcher
 
@@ -71,7 +72,7 @@ class Service:
         self._queues: TierQueues | None = None
         self._lowest = 0.0
         self._knows_tools: bool | None = None
-        self._billing = Billing(ledger, asyncio.get_running_loop(), self.metrics)
+        self._billing = Billing(ledger, asyncio.get_running_loop(), self._observer)
         self._worker = Worker(
             lambda: self._prepared(make()),
             self._on_ready,
@@ -197,6 +198,17 @@ class Service:
         inside = 0 if self._admission is None else self._admission.inside
         return self.metrics.text(load, inside, self.brownout())
 
+    async def live(self, client: Client) -> dict[str, Any]:
+        """What the console shows to this client."""
+        load = await self._worker.load(2.0) if self.ready else None
+        running = 0 if load is None else load.running
+        inside = 0 if self._admission is None else self._admission.inside
+        return {
+            "model": self.names[0], "ready": self.ready, "running": running, "waiting": max(0, inside - running),
+            "brownout": self.brownout(), "currency": self.settings.prices.currency,
+            **self._observer.live.describe(client),
+        }  # fmt: skip
+
     async def begin(self, asked: Asked) -> Exchange:
         """Let a request in and hand it to the engine, which has taken it when this returns.
 
@@ -221,6 +233,7 @@ class Service:
             raise
         exchange.jobs += jobs
         exchange.left = len(jobs)
+        self._observer.began(exchange)
         for job in jobs:
             self._worker.submit(job)
         try:

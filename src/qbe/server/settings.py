@@ -152,11 +152,13 @@ class Key(_Table):
     Attributes:
         sha256: of the key, in hex.
         tiers: those it may use; `auto` is `default` where it may, else the first of them.
+        operator: whether the console shows it everybody's requests, rather than its own.
         requests_per_minute, tokens_per_minute: prompt tokens and `max_tokens` count; None has no limit.
     """
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     tiers: Annotated[tuple[TierName, ...], Field(min_length=1)] = ("flex", "default", "priority")
+    operator: bool = False
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
 

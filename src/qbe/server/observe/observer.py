@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qbe.engine.core import Core
 from qbe.engine.result import Result
 from qbe.server.observe import logs
+from qbe.server.observe.live import Live
 from qbe.server.observe.metrics import Metrics
 from qbe.server.observe.report import report
 from qbe.server.observe.steps import Steps
@@ -15,7 +16,7 @@ from qbe.server.observe.traces import Traces
 from qbe.server.settings import Settings
 
 if TYPE_CHECKING:
-    from qbe.server.exchange import Exchange
+    from qbe.server.exchange import Asked, Exchange
 
 
 class Observer:
@@ -28,7 +29,7 @@ class Observer:
     """
 
     def __init__(self, model: str, settings: Callable[[], Settings], traces: Traces | None) -> None:
-        self.metrics = Metrics(model)
+        self.metrics, self.live = Metrics(model), Live()
         self._model, self._settings, self._traces = model, settings, traces
         self._steps: Steps | None = None
 
@@ -42,6 +43,22 @@ class Observer:
         if step is not None:
             self.metrics.step(step)
 
+    def began(self, exchange: Exchange) -> None:
+        """A request was taken."""
+        self.live.began(exchange)
+
+    def written(self, asked: Asked, tokens: int, bits: float, between: float | None) -> None:
+        """In the ledger's thread: tokens of an answer have come, so many seconds after each other unless it is its
+        first."""
+        self.live.wrote(asked.client.name, asked.terms.tier, tokens, bits)
+        if between is not None:
+            self.metrics.written(tokens, between)
+
+    def charged(self, asked: Asked, cost: float) -> None:
+        """In the ledger's thread: so much more was booked."""
+        self.live.charged(asked.client.name, asked.terms.tier, cost)
+        self.metrics.charged(asked.terms, cost)
+
     def answer(self, result: Result, waited_s: float) -> None:
         """An answer has ended."""
         self.metrics.answer(result, waited_s)
@@ -50,6 +67,7 @@ class Observer:
         """All answers of a request have ended."""
         found = report(exchange, self._model)
         self.metrics.request(found)
+        self.live.ended(exchange, ",".join(found.finish))
         logs.say("request", found.describe() | (_texts(exchange) if self._settings().logs.prompts else {}))
         if self._traces is not None:
             self._traces.request(found)
