@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from qbe.cli import main
 from qbe.errors import QBEError
-from qbe.records.ledger import UNIT, Entry, Ledger
+from qbe.records.ledger import APPLICATION_ID, COLUMNS, UNIT, Entry, Ledger
 
 
 def entry(number: int = 0, **changes: Any) -> Entry:
@@ -104,6 +104,23 @@ def test_threads_and_two_openers_share_a_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert len(books[0].entries()) == 100
+
+
+def test_a_file_of_version_1_gets_its_new_columns(tmp_path: Path) -> None:
+    path, old = tmp_path / "ledger.sqlite", COLUMNS[:-2]
+    with sqlite3.connect(path) as db:
+        db.execute(f"CREATE TABLE entries ({', '.join(old)}, PRIMARY KEY (id)) WITHOUT ROWID")
+        values = [entry().__dict__[c] for c in old]
+        values[old.index("tokens_by_bits")] = '{"4":5,"6":5}'
+        db.execute(f"INSERT INTO entries VALUES ({', '.join('?' * len(old))})", values)
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    ledger = Ledger(path)
+    ledger.write([entry(1, joules=2.0, energy="rapl")])
+    assert ledger.entries() == [entry(), entry(1, joules=2.0, energy="rapl")]
+    (total,) = ledger.totals()
+    assert (total.joules, total.energy) == (2.0, "rapl")
 
 
 def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:

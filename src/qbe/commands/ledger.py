@@ -33,14 +33,16 @@ def ledger(
     if as_json:
         print_json([asdict(t) for t in totals])
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), caption=str(book.path), caption_justify="left")
+    table = Table(box=None, padding=(0, 1, 0, 0), caption=str(book.path), caption_justify="left")
     for column in ("key", "tier"):
-        table.add_column(column, no_wrap=True)
-    for column in ("requests", "unfinished", "in", "cached", "out", "bits", "cost", ""):
+        table.add_column(column, overflow="fold")
+    for column in ("requests", "open", "in", "cached", "out", "bits", "cost", "J/token"):
         table.add_column(column, justify="right", no_wrap=True)
     for t in totals:
         numbers = t.requests, t.unfinished, t.prompt_tokens, t.cached_tokens, t.completion_tokens
-        table.add_row(t.key, t.tier, *map(str, numbers), f"{t.average_weight_bits:.2f}", f"{t.cost:.6f}", t.currency)
+        joules = f"{t.joules_per_token:.3g} {t.energy}" if t.energy else "-"
+        cost = f"{t.cost:.6f} {t.currency}"
+        table.add_row(t.key, t.tier, *map(str, numbers), f"{t.average_weight_bits:.2f}", cost, joules)
     out.print(table)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from qbe.errors import QBEError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 lacks joules and energy
 APPLICATION_ID = 0x51424C31  # "QBL1"
 BUSY_TIMEOUT_S = 5.0
 UNIT = 10**12  # costs are whole numbers of trillionths, which add up without rounding
@@ -40,6 +40,7 @@ class Entry:
         weight_bits, kv_bits: averages over the tokens, of the weights and of the KV cache.
         tokens_by_bits: gear -> tokens computed at it.
         cost: in trillionths of the currency.
+        joules, energy: what the answers took, and who says so: `nvml`, `rapl` or `model`; None in rows of version 1.
     """
 
     id: str
@@ -58,6 +59,8 @@ class Entry:
     tokens_by_bits: Mapping[int, int] = field(hash=False)
     cost: int
     currency: str
+    joules: float | None = None
+    energy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Total:
         unfinished: rows whose answers are being written or were cut off.
         average_weight_bits: over computed tokens.
         cost: in the currency.
+        joules, energy: as far as they are known, and who says so, with commas.
+        joules_per_token: of these, over computed tokens.
     """
 
     key: str
@@ -82,10 +87,13 @@ class Total:
     average_weight_bits: float
     tokens_by_bits: Mapping[int, int]
     cost: float
+    joules: float
+    joules_per_token: float
+    energy: str
 
 
 COLUMNS = tuple(f.name for f in fields(Entry))
-_TABLE = f"CREATE TABLE entries ({', '.join(COLUMNS)}, PRIMARY KEY (id)) WITHOUT ROWID"
+_TABLE = f"CREATE TABLE IF NOT EXISTS entries ({', '.join(COLUMNS)}, PRIMARY KEY (id)) WITHOUT ROWID"
 _WRITE = (
     f"INSERT INTO entries ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (id) DO UPDATE "
     "SET "
@@ -95,7 +103,8 @@ _WRITE = (
 _PERIOD = "(:since IS NULL OR began >= :since) AND (:until IS NULL OR began < :until)"
 _TOTALS = f"""
 SELECT key, tier, currency, count(DISTINCT request), sum(finish IS NULL), sum(prompt_tokens), sum(cached_tokens),
-    sum(completion_tokens), sum(cost / {UNIT}), sum(cost % {UNIT})
+    sum(completion_tokens), sum(cost / {UNIT}), sum(cost % {UNIT}),
+    total(joules), coalesce(group_concat(DISTINCT energy), '')
 FROM entries WHERE {_PERIOD} GROUP BY key, tier, currency ORDER BY key, tier, currency"""
 _BY_BITS = f"""
 SELECT e.key, tier, currency, CAST(b.key AS INTEGER), sum(b.value)
@@ -161,15 +170,13 @@ class Ledger:
         for *group, bits, tokens in self._read(_BY_BITS, period):
             by_bits.setdefault((group[0], group[1], group[2]), {})[bits] = tokens
         found = []
-        for key, tier, currency, requests, unfinished, prompt, cached, written, whole, part in self._read(
-            _TOTALS, period
-        ):
-            spread = by_bits.get((key, tier, currency), {})
-            bits = sum(b * n for b, n in spread.items()) / max(1, sum(spread.values()))
+        for *named, whole, part, joules, energy in self._read(_TOTALS, period):
+            spread = by_bits.get((named[0], named[1], named[2]), {})
+            tokens = max(1, sum(spread.values()))
+            bits = sum(b * n for b, n in spread.items()) / tokens
             cost = (whole * UNIT + part) / UNIT
-            found.append(
-                Total(key, tier, currency, requests, unfinished, prompt, cached, written, round(bits, 4), spread, cost)
-            )
+            more: Any = (round(bits, 4), spread, cost, joules, joules / tokens, energy)
+            found.append(Total(*named, *more))
         return found
 
     def close(self) -> None:
@@ -220,11 +227,14 @@ class Ledger:
         if found < SCHEMA_VERSION:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("BEGIN IMMEDIATE")
-            if not db.execute("PRAGMA user_version").fetchone()[0]:  # nobody else was faster
-                db.execute(_TABLE)
-                db.execute("CREATE INDEX entries_began ON entries (began)")
-                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            db.execute(_TABLE)
+            db.execute("CREATE INDEX IF NOT EXISTS entries_began ON entries (began)")
+            there = {row[1] for row in db.execute("PRAGMA table_info(entries)")}
+            for name in COLUMNS:  # an earlier version made a table without these
+                if name not in there:
+                    db.execute(f"ALTER TABLE entries ADD COLUMN {name}")
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             db.execute("COMMIT")
         db.execute("PRAGMA synchronous = NORMAL")
 

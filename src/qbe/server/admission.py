@@ -124,10 +124,13 @@ class Admission:
         return math.ceil(max(0.0, (filled - limits.brownout) / (1 - limits.brownout)) * _STEPS) / _STEPS
 
 
-def sunk(tier: Tier, brownout: float) -> tuple[float, float]:
-    """The range of average bits of a tier under pressure."""
+def sunk(tier: Tier, brownout: float, raised: float = 0.0) -> tuple[float, float]:
+    """The range of average bits of a tier under pressure, or with room for more.
+
+    Args:
+        brownout: how far both ends sink to the floor, 0 to 1.
+        raised: how far the lower end rises to the higher one, 0 to 1.
+    """
     floor = tier.bits[0] if tier.floor is None else tier.floor
-    if tier.floor is None:
-        return tier.bits
-    low, high = (b - brownout * (b - floor) for b in tier.bits)
-    return low, high
+    low, high = (b if tier.floor is None else b - brownout * (b - floor) for b in tier.bits)
+    return low + raised * (high - low), high

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from qbe.engine.result import Result, tokens_by_bits
 from qbe.errors import QBEError
 from qbe.records.ledger import UNIT, Entry, Ledger
+from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
 from qbe.server.job import Delta, Event, Job, deliver
 from qbe.server.observe.observer import Observer
@@ -45,13 +46,14 @@ class Account:
         stream: whether tokens are booked as they come.
         first_at, waited_s: when its first token came, by `time.monotonic`, and the longest wait of its answers.
         written, bits: tokens of each answer so far, and the average bits that were chosen for them.
+        joules, energy: what its answers took, and who says so: `nvml`, `rapl`, or `model` if any of it is modelled.
         lost: whether something in it could not be booked, so that it was not sent either.
     """
 
     def __init__(self, asked: Asked, id: str, index: int, model: str, job: Job) -> None:
         self.stream, self.lost = asked.stream, False
         self.first_at: float | None = None
-        self.waited_s = 0.0
+        self.waited_s, self.joules, self.energy = 0.0, 0.0, ""
         self._last_at: list[float | None] = [None] * len(job.requests)
         self.asked, self._request, self._id, self._model = asked, id, f"{id}-{index}", model
         self._prompt_tokens, self._chosen = job.choice[1].prompt_tokens, job.choice[1]
@@ -62,8 +64,14 @@ class Account:
         self._charged = 0
         self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
 
-    def take(self, delta: Delta, now: float) -> float | None:
-        """More of an answer; returns the seconds between its tokens, None with the first of them."""
+    def take(self, delta: Delta, now: float, energy: str) -> float | None:
+        """More of an answer; returns the seconds between its tokens, None with the first of them.
+
+        Args:
+            energy: who says what it took.
+        """
+        self.joules += delta.joules
+        self.energy = energy if self.energy in ("", energy) else MODEL
         self.written[delta.answer] += len(delta.tokens)
         self._results[delta.answer] = delta.result
         if delta.answer == 0:
@@ -115,7 +123,7 @@ class Account:
             weight_bits=mean([r.average_weight_bits for r in done], self.bits),
             kv_bits=mean([r.average_kv_bits for r in done], self._kv_bits),
             tokens_by_bits={bits: count for bits, count in spread.items() if count}, cost=self.cost,
-            currency=self.asked.terms.prices.currency,
+            currency=self.asked.terms.prices.currency, joules=self.joules, energy=self.energy or MODEL,
         )  # fmt: skip
 
 
@@ -181,8 +189,10 @@ class Billing(threading.Thread):
         for parcel in parcels:
             for job, event in parcel.news:
                 if isinstance(event, Delta) and job.account is not None:
-                    between = job.account.take(event, now)
-                    self._observer.written(job.account.asked, len(event.tokens), job.account.bits, between)
+                    between = job.account.take(event, now, self._observer.energy)
+                    self._observer.written(
+                        job.account.asked, len(event.tokens), job.account.bits, event.joules, between
+                    )
                     if job.account.stream and not job.account.lost:
                         changed[job.account] = None
             changed |= dict.fromkeys(parcel.accounts)

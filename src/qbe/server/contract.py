@@ -29,6 +29,7 @@ class Terms:
         tier: the one served.
         prices, price: of the settings when it came in.
         brownout: how far its tier had sunk to its floor, 0 to 1.
+        raised: how far its tier's low end had risen to the high one, 0 to 1.
         contract: what it asked for itself.
     """
 
@@ -37,6 +38,7 @@ class Terms:
     prices: Prices
     brownout: float
     contract: Contract
+    raised: float = 0.0
 
     def cost(self, read: int, cached: int, written: int, bits: float) -> int:
         """Of so many tokens at an average of `bits`, in the ledger's units of the currency.
@@ -59,8 +61,17 @@ class Terms:
         return at_full / _MILLION * self.tier_settings.price / FULL_BITS
 
 
-def terms(tier: TierName, contract: Contract | None, settings: Settings, brownout: float) -> Terms:
-    """Raises APIError, which names the field, where the contract contradicts itself or its tier."""
+def terms(
+    tier: TierName, contract: Contract | None, settings: Settings, brownout: float, shift: float = 0.0
+) -> Terms:  # fmt: skip
+    """What a request is served on.
+
+    Args:
+        shift: of the default tier, for the sake of energy: -1 to its floor, 1 to its high end.
+
+    Raises:
+        APIError: the contract contradicts itself or its tier; it names the field.
+    """
     contract, limits = contract or Contract(), getattr(settings.tiers, tier)
     low, high, exact = contract.min_bits, contract.max_bits, contract.bits
     if exact is not None and (low is not None or high is not None):
@@ -74,8 +85,9 @@ def terms(tier: TierName, contract: Contract | None, settings: Settings, brownou
         known = ", ".join(policies.available())
         raise APIError(400, f"qbe.policy: unknown policy '{contract.policy[:64]}': choose one of {known}",
                        param="qbe.policy", code="unknown_policy")  # fmt: skip
-    sinks = brownout if limits.floor is not None and exact is None else 0.0
-    return Terms(tier, limits, settings.prices, sinks, contract)
+    shift = shift if tier == "default" and exact is None else 0.0
+    sinks = max(brownout, -shift) if limits.floor is not None and exact is None else 0.0
+    return Terms(tier, limits, settings.prices, sinks, contract, 0.0 if sinks else max(0.0, shift))
 
 
 def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float, speed: Speed) -> Budget:
@@ -110,16 +122,19 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
     if c.max_latency_ms is not None:
         fast = speed.most_bits(c.max_latency_ms, prompt_tokens, tokens)
         most = most if fast is None else max(least, min(most, fast))
-    low, high = (max(least, min(b, most)) for b in sunk(given.tier_settings, given.brownout))
+    low, high = (max(least, min(b, most)) for b in sunk(given.tier_settings, given.brownout, given.raised))
     return Budget(within=(low, high), **rest)
 
 
-def usage(given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0) -> dict[str, Any]:
+def usage(
+    given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0, joules: float = 0.0, source: str = "model"
+) -> dict[str, Any]:  # fmt: skip
     """Tokens, precision and cost of the answers to the prompts of one request.
 
     Args:
         groups: for each prompt its answers.
         hidden: tokens of each answer that were not asked for.
+        joules, source: what they took, and who says so.
     """
     results = [r for group in groups for r in group]
     firsts = [group[0] for group in groups if group]
@@ -147,6 +162,8 @@ def usage(given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0) -> 
             "tokens_by_bits": {str(bits): by_bits[bits] for bits in sorted(by_bits)},
             "policy": firsts[0].blueprint.policy,
             "brownout": given.brownout,
+            "raised": given.raised,
+            "energy": {"joules": round(joules, 6), "source": source},
             "currency": given.prices.currency,
         },
     }

@@ -7,12 +7,12 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 
-from qbe.engine.result import Prompt, Result
+from qbe.engine.result import Prompt, Request, Result
 from qbe.engine.sequence import SamplingParams
 from qbe.errors import QBEError
 from qbe.server.contract import Terms
@@ -20,6 +20,10 @@ from qbe.server.errors import APIError, refused
 from qbe.server.job import Cancelled, Delta, Event, Job
 from qbe.server.keys import Client
 from qbe.server.observe import traces
+
+if TYPE_CHECKING:
+    from qbe.server.billing import Account
+    from qbe.server.grammar import Grammars
 
 _GRACE_S = 30.0  # after its time limit, for the engine to end a request
 # How the engine calls what it refuses -> the field of the body.
@@ -60,6 +64,16 @@ class Asked:
     stream: bool = False
     hidden: int = 0
 
+    def requests(self, first: Request, grammars: Grammars | None) -> list[Request]:
+        """The answers to a prompt: the first as it is given, the others with seeds of their own."""
+        found = []
+        for i in range(self.n):
+            seed = None if first.params.seed is None else (first.params.seed + i) % 2**63
+            params = replace(first.params, seed=seed, prompt_logprobs=first.params.prompt_logprobs if i == 0 else None)
+            one = None if self.matcher is None or grammars is None else grammars.constraint(self.matcher)
+            found.append(replace(first, params=params, constraint=one))
+        return found
+
     def refused(self, error: QBEError) -> APIError:
         """The engine's refusal, with the field of the body."""
         return refused(error, {**_FIELDS, "prompt": self.field})
@@ -95,6 +109,11 @@ class Exchange:
         self._timers = [self._loop.call_at(self.ends_at, self._expire, "timeout")]
         if latency is not None:
             self._timers.append(self._loop.call_later(latency / 1e3, self._expire, "latency"))
+
+    @property
+    def accounts(self) -> list[Account]:
+        """What each of its prompts costs."""
+        return [job.account for job in self.jobs if job.account is not None]
 
     def _expire(self, why: str) -> None:
         self.late = self.late or why

@@ -29,6 +29,7 @@ class Delta:
         prompt_logprobs: of the whole prompt, with the first delta of an answer that asks for them.
         result: the answer's end, in its last delta.
         cached_tokens: of the prompt, that were in the cache.
+        joules: that its steps have taken since the delta before.
         waited_s: seconds that the answer waited in the engine before its first step.
     """
 
@@ -40,6 +41,7 @@ class Delta:
     result: Result | None
     cached_tokens: int = 0
     waited_s: float = 0.0
+    joules: float = 0.0
 
 
 Event = Delta | Exception | None  # None: the engine has taken the job
@@ -68,6 +70,11 @@ class Job:
         self.results: list[Result | None] = [None] * len(requests)
         self.account: Account | None = None
         self._over = False
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the prompt and its answers may have."""
+        return self.choice[1].prompt_tokens + sum(r.params.max_tokens for r in self.requests)
 
     def hear(self, event: Event) -> None:
         """In the event loop: take what the engine's thread says."""

@@ -11,9 +11,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Line
+from typing import TYPE_CHECKING
 
+from qbe.engine.chooser import Choice
+from qbe.engine.result import Request
 from qbe.engine.sequence import Place, Sequence
+from qbe.server.admission import Admission
+from qbe.server.errors import APIError
 from qbe.server.settings import TIER_NAMES, Settings, TierName
+from qbe.server.speed import Speed
+
+if TYPE_CHECKING:
+    from qbe.server.exchange import Asked
 
 
 class TierQueues:
@@ -70,6 +80,36 @@ class TierQueues:
 
     def _kept(self, tier: str) -> int:
         return math.floor(self._settings().tiers.reserved(tier) * self._places)
+
+
+def stand(
+    asked: Asked, request: Request, choice: Choice, queues: TierQueues, admission: Admission, speed: Speed,
+    line: Line[Place] | None,
+) -> Place:  # fmt: skip
+    """Where the answers to a prompt stand in line.
+
+    Args:
+        line: places of the answers that wait; None while nobody has to.
+
+    Raises:
+        APIError: its time will be over before it begins.
+    """
+    latency, tier = asked.terms.contract.max_latency_ms, asked.terms.tier
+    if latency is None:
+        return queues.place(tier)
+    tokens, chosen = choice
+    bits = chosen.blueprint.average_weight_bits(chosen.table)
+    takes = speed.foreseen(len(tokens), request.params.max_tokens, bits)
+    place = queues.place(tier, None if takes is None else max(0.0, latency - takes) / 1e3)
+    ahead = 0 if line is None else 1 + sum(p.rank <= place.rank for p in line)
+    wait = admission.wait(ahead)
+    if wait is not None and wait * 1e3 > latency:
+        raise APIError(
+            429, f"qbe.max_latency_ms is {latency:g}, but {ahead} answers are ahead and take about {wait:.1f} s: allow "
+            "more time, or try again later", param="qbe.max_latency_ms", code="deadline",
+            retry_after=wait - latency / 1e3,
+        )  # fmt: skip
+    return place
 
 
 def _rank(sequence: Sequence) -> float:

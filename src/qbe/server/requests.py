@@ -99,7 +99,9 @@ class Frame:
     def usage(self) -> dict[str, Any]:
         """Of all answers, when they have ended."""
         groups = [[r for r in job.results if r is not None] for job in self.exchange.jobs]
-        return contract.usage(self.exchange.asked.terms, groups, self.exchange.asked.hidden)
+        asked, accounts = self.exchange.asked, self.exchange.accounts
+        joules, source = sum(a.joules for a in accounts), accounts[0].energy if accounts else "model"
+        return contract.usage(asked.terms, groups, asked.hidden, joules, source)
 
     def usage_so_far(self, written: int) -> dict[str, Any]:
         """Tokens alone, while answers are written."""

@@ -15,7 +15,6 @@ from llguidance import LLMatcher
 from qbe.engine.chooser import Choice
 from qbe.engine.engine import Engine
 from qbe.engine.result import Prompt, Request
-from qbe.engine.sequence import Place
 from qbe.errors import QBEError
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.records.ledger import Ledger
@@ -30,7 +29,7 @@ from qbe.server.job import Job
 from qbe.server.keys import Client
 from qbe.server.observe.observer import Observer
 from qbe.server.observe.traces import Traces
-from qbe.server.queues import TierQueues
+from qbe.server.queues import TierQueues, stand
 from qbe.server.settings import Settings, Watched
 from qbe.server.speed import Speed
 from qbe.server.words import Words
@@ -74,12 +73,8 @@ class Service:
         self._knows_tools: bool | None = None
         self._billing = Billing(ledger, asyncio.get_running_loop(), self._observer)
         self._worker = Worker(
-            lambda: self._prepared(make()),
-            self._on_ready,
-            self._on_broken,
-            self._billing.deliver,
-            self._observer.step,
-        )
+            lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._observer.step
+        )  # fmt: skip
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -144,6 +139,7 @@ class Service:
         """Take over a changed settings file; keep what there is while it is wrong, and say so."""
         while True:
             await asyncio.sleep(_RELOAD_S)
+            await self._observer.look()
             try:
                 changed = self._watched.changed()
                 if changed is not None:
@@ -190,12 +186,15 @@ class Service:
 
     def terms(self, client: Client, tier: str | None, wanted: contract.Contract | None) -> Terms:
         """Raises APIError."""
-        return contract.terms(client.tier(tier or "auto"), wanted, self.settings, self.brownout())
+        return contract.terms(
+            client.tier(tier or "auto"), wanted, self.settings, self.brownout(), self._observer.governor.shift
+        )
 
     async def scrape(self) -> bytes:
         """What `/metrics` shows."""
         load = await self._worker.load(2.0) if self.ready else None
         inside = 0 if self._admission is None else self._admission.inside
+        self._observer.scrape()
         return self.metrics.text(load, inside, self.brownout())
 
     async def live(self, client: Client) -> dict[str, Any]:
@@ -205,7 +204,7 @@ class Service:
         inside = 0 if self._admission is None else self._admission.inside
         return {
             "model": self.names[0], "ready": self.ready, "running": running, "waiting": max(0, inside - running),
-            "brownout": self.brownout(), "currency": self.settings.prices.currency,
+            "brownout": self.brownout(), "currency": self.settings.prices.currency, "energy": self._observer.energy,
             **self._observer.live.describe(client),
         }  # fmt: skip
 
@@ -226,7 +225,7 @@ class Service:
         exchange = Exchange(asked, self._worker.cancel, limits.timeout_s)
         try:
             jobs = [await self._job(exchange, i, prompt) for i, prompt in enumerate(asked.prompts)]
-            admission.charge(asked.client, sum(map(_charged, jobs)))
+            admission.charge(asked.client, sum(job.most_tokens for job in jobs))
         except BaseException:
             admission.leave(count)
             exchange.over()
@@ -246,7 +245,7 @@ class Service:
     async def booked(self, exchange: Exchange) -> None:
         """Charge for an answer that is complete and goes out whole. Raises APIError when it must not go out."""
         if not exchange.asked.stream:
-            await self._billing.book([job.account for job in exchange.jobs if job.account is not None])
+            await self._billing.book(exchange.accounts)
 
     async def _job(self, exchange: Exchange, index: int, prompt: Prompt) -> Job:
         """Tokens and blueprint for a prompt, found in another thread."""
@@ -258,40 +257,15 @@ class Service:
             raise APIError(504, "the request took too long before it began", code="timeout") from None
         except QBEError as error:
             raise asked.refused(error) from error
-        place, requests = self._place(asked, request, choice), []
-        for i in range(asked.n):
-            seed = None if request.params.seed is None else (request.params.seed + i) % 2**63
-            params = replace(
-                request.params, seed=seed, prompt_logprobs=request.params.prompt_logprobs if i == 0 else None
-            )
-            one = None if asked.matcher is None or self._grammars is None else self._grammars.constraint(asked.matcher)
-            requests.append(replace(request, params=params, constraint=one, place=place))
+        assert self._admission is not None
+        assert self._queues is not None
+        others = self._admission.inside - asked.n * len(asked.prompts)
+        line = self._worker.line if others >= self._admission.running else None
+        place = stand(asked, request, choice, self._queues, self._admission, self.speed, line)
+        requests = asked.requests(replace(request, place=place), self._grammars)
         job = Job(requests, choice, exchange.events, lambda job: self.settle(exchange, job))
         job.account = Account(asked, exchange.id, index, self.names[0], job)
         return job
-
-    def _place(self, asked: Asked, request: Request, choice: Choice) -> Place:
-        """Where its answers stand in line. Raises APIError where that is too far behind for what it wants."""
-        assert self._queues is not None
-        assert self._admission is not None
-        latency, tier = asked.terms.contract.max_latency_ms, asked.terms.tier
-        if latency is None:
-            return self._queues.place(tier)
-        ids, chosen = choice
-        takes = self.speed.foreseen(
-            len(ids), request.params.max_tokens, chosen.blueprint.average_weight_bits(chosen.table)
-        )
-        place = self._queues.place(tier, None if takes is None else max(0.0, latency - takes) / 1e3)
-        others = self._admission.inside - asked.n * len(asked.prompts)
-        ahead = 1 + sum(p.rank <= place.rank for p in self._worker.line) if others >= self._admission.running else 0
-        wait = self._admission.wait(ahead)
-        if wait is not None and wait * 1e3 > latency:
-            raise APIError(
-                429, f"qbe.max_latency_ms is {latency:g}, but {ahead} answers are ahead and take about {wait:.1f} s: "
-                "allow more time, or try again later", param="qbe.max_latency_ms", code="deadline",
-                retry_after=wait - latency / 1e3,
-            )  # fmt: skip
-        return place
 
     def _choose(self, asked: Asked, prompt: Prompt) -> tuple[Request, Choice]:
         engine, params, wanted = self.engine(), asked.params, asked.terms.contract
@@ -312,18 +286,14 @@ class Service:
         if self._admission is not None:
             self._admission.leave(len(job.requests))
             used = job.choice[1].prompt_tokens + sum(len(r.token_ids) for r in results)
-            self._admission.refund(asked.client, _charged(job) - used)
+            self._admission.refund(asked.client, job.most_tokens - used)
         for result in results:
-            self._observer.answer(result, 0.0 if job.account is None else job.account.waited_s)
+            waited_s = 0.0 if job.account is None else job.account.waited_s
+            self._observer.answer(result, waited_s)
             self.speed.learn(
-                result.prompt_tokens, result.prefill_ms, len(result.token_ids), result.decode_ms,
-                result.average_weight_bits,
+                result.prompt_tokens, max(0.0, result.prefill_ms - waited_s * 1e3), len(result.token_ids),
+                result.decode_ms, result.average_weight_bits,
             )  # fmt: skip
         exchange.left -= 1
         if not exchange.left:
             self._observer.request(exchange)
-
-
-def _charged(job: Job) -> int:
-    """Tokens that a prompt and its answers may have."""
-    return job.choice[1].prompt_tokens + sum(r.params.max_tokens for r in job.requests)

@@ -134,6 +134,34 @@ class Limits(_Table):
     grammar_s: Annotated[float, Field(gt=0)] = 5.0
 
 
+class Energy(_Table):
+    """Budgets of power and carbon, which shift the default tier between its floor and its high end.
+
+    Attributes:
+        watts: power of the busy machine, assumed where nothing measures it; None: 5 a core, 300 for a GPU.
+        power_w: average power that shall not be exceeded.
+        carbon_g_per_h: grams of CO2 an hour that shall not be exceeded; needs `intensity`.
+        intensity: of carbon, grams a kilowatt-hour: a number, a file or an http(s) URL.
+        intensity_field: where in their JSON it is, as in `data.0.intensity.actual`; empty: they are the number.
+        window_s: over which power is averaged before the tier is shifted by a quarter of the way.
+        refresh_s: after which the intensity is asked for again.
+    """
+
+    watts: Annotated[float, Field(gt=0)] | None = None
+    power_w: Annotated[float, Field(gt=0)] | None = None
+    carbon_g_per_h: Annotated[float, Field(gt=0)] | None = None
+    intensity: Annotated[float, Field(ge=0)] | str | None = None
+    intensity_field: str = ""
+    window_s: Annotated[float, Field(gt=0)] = 30.0
+    refresh_s: Annotated[float, Field(gt=0)] = 300.0
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.carbon_g_per_h is not None and self.intensity is None:
+            raise ValueError("carbon_g_per_h needs an intensity")
+        return self
+
+
 class Logs(_Table):
     """Lines on standard error.
 
@@ -171,6 +199,7 @@ class Settings(_Table):
     limits: Limits = Limits()
     queues: Queues = Queues()
     logs: Logs = Logs()
+    energy: Energy = Energy()
     keys: dict[str, Key] = {}
 
     @model_validator(mode="after")

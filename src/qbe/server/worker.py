@@ -63,7 +63,7 @@ class Worker(threading.Thread):
         ready: called in the event loop when the engine is there, or with what went wrong.
         broken: called in the event loop when the engine cannot go on.
         deliver: called in this thread with what is new; has `deliver` called in the event loop.
-        stepped: called in this thread after each step.
+        stepped: called in this thread after each step, with its seconds; returns the joules of the answers in it.
 
     Attributes:
         engine: None until it is ready.
@@ -72,7 +72,7 @@ class Worker(threading.Thread):
 
     def __init__(
         self, make: Callable[[], Engine], ready: Callable[[BaseException | None], None], broken: Callable[[], None],
-        deliver: Callable[[list[tuple[Job, Event]]], None], stepped: Callable[[], None],
+        deliver: Callable[[list[tuple[Job, Event]]], None], stepped: Callable[[float], dict[str, float]],
     ) -> None:  # fmt: skip
         super().__init__(name="qbe-engine", daemon=True)
         self.engine: Engine | None = None
@@ -83,6 +83,7 @@ class Worker(threading.Thread):
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[Job, _Running] = {}
         self._news: list[tuple[Job, Event]] = []
+        self._spent: dict[str, float] = {}  # joules of answers that were not told yet
 
     def submit(self, job: Job) -> None:
         """Have a job answered."""
@@ -133,8 +134,10 @@ class Worker(threading.Thread):
             while self._take_orders():
                 if engine.core.has_work():
                     try:
+                        begun = time.monotonic()
                         engine.step()
-                        self._stepped()
+                        for request_id, joules in self._stepped(time.monotonic() - begun).items():
+                            self._spent[request_id] = self._spent.get(request_id, 0.0) + joules
                         failures = 0
                     except Exception:
                         log.exception("a step failed")
@@ -218,7 +221,7 @@ class Worker(threading.Thread):
         delta = Delta(
             answer, text, tokens, sequence.logprobs[seen:], [] if seen else sequence.prompt_logprobs,
             engine.take_result(request_id) if done else None, sequence.cached,
-            waited or 0.0,
+            waited or 0.0, self._spent.pop(request_id, 0.0),
         )  # fmt: skip
         self._news.append((job, delta))
 

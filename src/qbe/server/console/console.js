@@ -37,6 +37,8 @@ function showTiers(lastMinute, currency) {
   $("bits").textContent = total ? bits(weighted / total) : "–";
   $("cost").textContent = money(TIERS.reduce((sum, tier) => sum + lastMinute[tier].cost, 0));
   $("currency").textContent = currency;
+  const joules = TIERS.reduce((sum, tier) => sum + lastMinute[tier].joules, 0);
+  $("energy").textContent = total ? (joules / total).toPrecision(2) : "–";
 }
 
 function showRequests(requests) {
@@ -77,6 +79,7 @@ async function look() {
     $("speed").textContent = now.tokens_per_s.toFixed(now.tokens_per_s < 10 ? 1 : 0);
     $("answers").textContent = `${now.running} + ${now.waiting}`;
     $("pressure").textContent = now.brownout ? `written + waiting, brownout ${now.brownout}` : "written + waiting";
+    $("says").textContent = `, ${now.energy}`;
     showTiers(now.last_minute, now.currency);
     showRequests(now.requests);
   } catch {

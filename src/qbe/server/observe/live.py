@@ -30,6 +30,7 @@ class _Sum:
 
     tokens: int = 0
     bits: float = 0.0  # times tokens
+    joules: float = 0.0
     cost: float = 0.0
     requests: int = 0
 
@@ -64,9 +65,9 @@ class Live:
         self._ended.appendleft((exchange.asked.client.name, self._row(exchange) | {"state": finish or "refused"}))
         self._add(exchange.asked.client.name, exchange.asked.terms.tier, _Sum(requests=1))
 
-    def wrote(self, key: str, tier: str, tokens: int, bits: float) -> None:
+    def wrote(self, key: str, tier: str, tokens: int, bits: float, joules: float) -> None:
         """Tokens have come, at so many bits on average."""
-        self._add(key, tier, _Sum(tokens, bits * tokens))
+        self._add(key, tier, _Sum(tokens, bits * tokens, joules))
 
     def charged(self, key: str, tier: str, cost: float) -> None:
         """So much was booked."""
@@ -82,6 +83,7 @@ class Live:
             found = self._seconds[-1].sums.setdefault((key, tier), _Sum())
             found.tokens += more.tokens
             found.bits += more.bits
+            found.joules += more.joules
             found.cost += more.cost
             found.requests += more.requests
 
@@ -98,6 +100,7 @@ class Live:
                     total = tiers[tier]  # type: ignore[index]
                     total.tokens += found.tokens
                     total.bits += found.bits
+                    total.joules += found.joules
                     total.cost += found.cost
                     total.requests += found.requests
                     recent += found.tokens if now - 5 <= second.at < now else 0
@@ -108,7 +111,7 @@ class Live:
         return {
             "tokens_per_s": recent / 5,
             "last_minute": {
-                tier: {"requests": s.requests, "tokens": s.tokens, "cost": s.cost,
+                tier: {"requests": s.requests, "tokens": s.tokens, "cost": s.cost, "joules": s.joules,
                        "average_weight_bits": s.bits / s.tokens if s.tokens else None} for tier, s in tiers.items()
             },
             "requests": rows,

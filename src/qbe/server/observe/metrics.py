@@ -69,6 +69,12 @@ class Metrics:
         self.blueprints = counter("qbe:blueprint_cache", "blueprints that were asked of the cache", "result")
         self.by_tier = counter("qbe:requests", "requests that ended", "tier")
         self.cost = counter("qbe:cost", "what was charged", "tier", "currency")
+        self.joules = counter("qbe:joules", "of requests, by tier and by who says so", "tier", "source")
+        self.joules_by_bits = counter("qbe:joules_by_bits", "of requests, by their average bits", "bits", "source")
+        self.tokens_by_bits = counter("qbe:joules_by_bits_tokens", "computed tokens of these", "bits", "source")
+        self.watts = Gauge("qbe:power_watts", "while steps run", ["model_name", "source"], registry=self.registry)
+        self.shift = gauge("qbe:energy_shift", "of the default tier: -1 at its floor, 1 at its high end")
+        self.intensity = gauge("qbe:carbon_intensity", "grams of CO2 a kilowatt-hour; NaN when unknown")
         self.refused = counter("qbe:requests_refused", "requests that got an error", "status", "code")
 
     def step(self, step: Step) -> None:
@@ -117,11 +123,22 @@ class Metrics:
         self.prompt_size.observe(report.prompt_tokens)
         self.params_n.observe(report.n)
         self.params_tokens.observe(report.params.max_tokens)
+        self.joules.labels(name, report.tier, report.energy).inc(report.joules)
+        bits = f"{round(2 * report.weight_bits) / 2:g}"
+        self.joules_by_bits.labels(name, bits, report.energy).inc(report.joules)
+        self.tokens_by_bits.labels(name, bits, report.energy).inc(sum(report.tokens_by_bits.values()))
         for result in report.cache:
             self.blueprints.labels(name, result).inc()
         if report.first_s is not None:
             self.first.observe(report.first_s)
             self.whole.observe(report.seconds)
+
+    def energy(self, watts: float, source: str, shift: float, intensity: float | None) -> None:
+        """Power and what it is budgeted by."""
+        self.watts.clear()
+        self.watts.labels(self._model, source).set(watts)
+        self.shift.set(shift)
+        self.intensity.set(float("nan") if intensity is None else intensity)
 
     def text(self, load: Load | None, inside: int, brownout: float) -> bytes:
         """What `/metrics` shows."""

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from qbe.engine.core import Core
 from qbe.engine.result import Result
+from qbe.server.energy.governor import Governor
+from qbe.server.energy.meter import find
+from qbe.server.energy.spending import MODEL, Spending, assumed_watts
 from qbe.server.observe import logs
 from qbe.server.observe.live import Live
 from qbe.server.observe.metrics import Metrics
@@ -31,26 +34,47 @@ class Observer:
     def __init__(self, model: str, settings: Callable[[], Settings], traces: Traces | None) -> None:
         self.metrics, self.live = Metrics(model), Live()
         self._model, self._settings, self._traces = model, settings, traces
+        self.governor = Governor(lambda: settings().energy)
         self._steps: Steps | None = None
+        self._spending: Spending | None = None
 
     def begin(self, core: Core) -> None:
         """There is an engine."""
+        assumed = assumed_watts(core.device)
         self._steps = Steps(core)
+        self._spending = Spending(find(core.device), lambda: self._settings().energy.watts or assumed)
 
-    def step(self) -> None:
-        """In the engine's thread: a step has run."""
+    def step(self, seconds: float) -> dict[str, float]:
+        """In the engine's thread: a step has run. Returns the joules of the answers in it."""
         step = None if self._steps is None else self._steps.last()
-        if step is not None:
-            self.metrics.step(step)
+        if step is None or self._spending is None:
+            return {}
+        self.metrics.step(step)
+        return self._spending.step(seconds, step.shares)
+
+    @property
+    def energy(self) -> str:
+        """Who says what is spent: `nvml`, `rapl` or `model`."""
+        return MODEL if self._spending is None else self._spending.source
+
+    async def look(self) -> None:
+        """About once a second: keep within the energy's budget."""
+        await self.governor.look(self._spending)
+
+    def scrape(self) -> None:
+        """Somebody asks for the metrics."""
+        if self._spending is not None:
+            governor = self.governor
+            self.metrics.energy(self._spending.watts, self._spending.source, governor.shift, governor.intensity.now)
 
     def began(self, exchange: Exchange) -> None:
         """A request was taken."""
         self.live.began(exchange)
 
-    def written(self, asked: Asked, tokens: int, bits: float, between: float | None) -> None:
+    def written(self, asked: Asked, tokens: int, bits: float, joules: float, between: float | None) -> None:
         """In the ledger's thread: tokens of an answer have come, so many seconds after each other unless it is its
         first."""
-        self.live.wrote(asked.client.name, asked.terms.tier, tokens, bits)
+        self.live.wrote(asked.client.name, asked.terms.tier, tokens, bits, joules)
         if between is not None:
             self.metrics.written(tokens, between)
 

@@ -28,6 +28,7 @@ class Report:
             arrival to the first token of its first answer; None when there was none.
         tokens_by_bits: gear -> tokens computed at it.
         finish: reasons, one for each answer that began.
+        joules, energy: what it took, and who says so.
         error: a word for programs, when it failed.
         cache: what the blueprint cache did for its prompts.
         parent: headers of the trace that it belongs to.
@@ -54,6 +55,8 @@ class Report:
     tokens_by_bits: Mapping[int, int]
     cost: float
     currency: str
+    joules: float
+    energy: str
     brownout: float
     finish: tuple[str, ...]
     error: str | None
@@ -69,7 +72,8 @@ class Report:
             "cached_tokens": self.cached_tokens, "completion_tokens": self.completion_tokens,
             "weight_bits": round(self.weight_bits, 3), "kv_bits": round(self.kv_bits, 3),
             "tokens_by_bits": {str(b): n for b, n in sorted(self.tokens_by_bits.items())},
-            "cost": round(self.cost, 12), "currency": self.currency, "brownout": self.brownout,
+            "cost": round(self.cost, 12), "currency": self.currency, "joules": round(self.joules, 6),
+            "energy": self.energy, "brownout": self.brownout,
             "finish": ",".join(self.finish), "error": self.error,
         }  # fmt: skip
 
@@ -77,7 +81,7 @@ class Report:
 def report(exchange: Exchange, model: str) -> Report:
     """Of a request whose jobs are over."""
     asked, now = exchange.asked, time.monotonic()
-    accounts = [job.account for job in exchange.jobs if job.account is not None]
+    accounts = exchange.accounts
     entries = [account.entry() for account in accounts]
     spread: dict[int, int] = {}
     for entry in entries:
@@ -89,6 +93,10 @@ def report(exchange: Exchange, model: str) -> Report:
     firsts = [a.first_at - exchange.came for a in accounts if a.first_at is not None]
     chosen = [job.choice[1] for job in exchange.jobs]
 
+    # Of answers that would have gone out whole and did not, nothing was booked.
+    unpaid = not asked.stream and exchange.late != "latency" and {"error", "cancelled"} & set(finish)
+    cost = 0.0 if unpaid else sum(e.cost for e in entries) / UNIT
+
     def mean(values: list[float]) -> float:
         return sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
 
@@ -99,8 +107,9 @@ def report(exchange: Exchange, model: str) -> Report:
         first_s=min(firsts, default=None), prompt_tokens=sum(e.prompt_tokens for e in entries),
         cached_tokens=sum(e.cached_tokens for e in entries),
         completion_tokens=sum(e.completion_tokens for e in entries), weight_bits=mean([e.weight_bits for e in entries]),
-        kv_bits=mean([e.kv_bits for e in entries]), tokens_by_bits=spread, cost=sum(e.cost for e in entries) / UNIT,
-        currency=asked.terms.prices.currency, brownout=asked.terms.brownout, finish=finish,
+        kv_bits=mean([e.kv_bits for e in entries]), tokens_by_bits=spread, cost=cost,
+        currency=asked.terms.prices.currency, joules=sum(a.joules for a in accounts),
+        energy=entries[0].energy or "", brownout=asked.terms.brownout, finish=finish,
         error="engine_error" if "error" in finish else exchange.late if exchange.late == "timeout" else None,
         cache=tuple(c.cache for c in chosen if c.cache is not None), parent=exchange.parent,
     )  # fmt: skip

@@ -20,6 +20,7 @@ class Step:
         weight_bytes: of weights and scales, each read once at the highest precision that a row asks for.
         switched: whether its rows had other blueprints than those of the step before.
         preempted: answers that gave their pages up.
+        shares: ids of its answers with their tokens times the bytes of weights that one of them alone would read.
     """
 
     tokens: int
@@ -27,6 +28,7 @@ class Step:
     weight_bytes: int
     switched: bool
     preempted: int
+    shares: list[tuple[str, int]]
 
 
 class Steps:
@@ -38,7 +40,7 @@ class Steps:
 
     def __init__(self, core: Core) -> None:
         self._core, self._before, self._preempted = core, tuple[str, ...](), 0
-        self._bytes: dict[frozenset[str], int] = {}
+        self._bytes: dict[frozenset[str], int] = {}  # of weights that such rows read together
 
     def last(self) -> Step | None:
         """The step that has just run; None when it did nothing."""
@@ -48,14 +50,20 @@ class Steps:
             return None
         blueprints = {w.sequence.blueprint.linear_key: w.sequence.blueprint for w in work}
         rows = tuple(w.sequence.blueprint.linear_key for w in work)
-        key = frozenset(blueprints)
+        alone = {name: self._bytes_of([blueprint]) for name, blueprint in blueprints.items()}
+        shares = [(w.sequence.request_id, w.count * alone[w.sequence.blueprint.linear_key]) for w in work]
+        preempted, self._preempted = scheduler.preempted - self._preempted, scheduler.preempted
+        switched, self._before = rows != self._before, rows
+        together = self._bytes_of(list(blueprints.values()))
+        return Step(sum(w.count for w in work), len(work), together, switched, preempted, shares)
+
+    def _bytes_of(self, blueprints: list[Blueprint]) -> int:
+        key = frozenset(b.linear_key for b in blueprints)
         if key not in self._bytes:
             if len(self._bytes) == _KEPT:
                 self._bytes.clear()
-            self._bytes[key] = bytes_of_step(self._core.table, list(blueprints.values()))
-        preempted, self._preempted = scheduler.preempted - self._preempted, scheduler.preempted
-        switched, self._before = rows != self._before, rows
-        return Step(sum(w.count for w in work), len(work), self._bytes[key], switched, preempted)
+            self._bytes[key] = bytes_of_step(self._core.table, blueprints)
+        return self._bytes[key]
 
 
 def bytes_of_step(table: SiteTable, blueprints: list[Blueprint]) -> int:

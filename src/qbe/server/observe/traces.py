@@ -120,6 +120,8 @@ def attributes(report: Report) -> dict[str, Any]:
         "qbe.average_kv_bits": report.kv_bits,
         "qbe.cost": report.cost,
         "qbe.currency": report.currency,
+        "qbe.joules": report.joules,
+        "qbe.energy_source": report.energy,
         "qbe.brownout": report.brownout,
         "qbe.queue_seconds": report.waited_s,
         **{f"qbe.tokens_by_bits.{bits}": count for bits, count in report.tokens_by_bits.items()},

@@ -1,0 +1,67 @@
+"""Keeps power or carbon within a budget by shifting the default tier between its floor and its high end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from qbe.server.energy.intensity import Intensity
+from qbe.server.energy.spending import Spending
+from qbe.server.settings import Energy
+
+_STEP = 0.25  # of the way, at each look; the same four steps as a brownout's, so that requests share blueprints
+_LOW = 0.75  # part of the budget below which there is room for more precision
+
+
+class Governor:
+    """Looks at the average power once in a while and moves one step.
+
+    Args:
+        settings: those in use now.
+        clock: seconds.
+
+    Attributes:
+        shift: -1: the default tier is at its floor, 0: as its settings have it, 1: at the high end of its bits.
+        watts: average power between the last two looks; None before.
+        intensity: of carbon.
+    """
+
+    def __init__(self, settings: Callable[[], Energy], clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._clock = settings, clock
+        self.shift, self.intensity = 0.0, Intensity(clock)
+        self.watts: float | None = None
+        self._mark: tuple[float, float] | None = None
+        self._asked_at = -float("inf")
+
+    async def look(self, spending: Spending | None) -> None:
+        """Called often; does something as often as the settings say."""
+        settings, now = self._settings(), self._clock()
+        if settings.intensity is not None and now - self._asked_at >= settings.refresh_s:
+            self._asked_at = now
+            await asyncio.to_thread(self.intensity.renew, settings.intensity, settings.intensity_field)
+        if spending is None or (self._mark is not None and now - self._mark[0] < settings.window_s):
+            return
+        joules = spending.counter()
+        if self._mark is not None:
+            self.watts = max(0.0, joules - self._mark[1]) / (now - self._mark[0])
+            self._move(settings)
+        self._mark = now, joules
+
+    def used(self, settings: Energy) -> float | None:
+        """What part of the budget is used, of two the larger; None without a budget or a measurement."""
+        parts = []
+        if self.watts is not None and settings.power_w is not None:
+            parts.append(self.watts / settings.power_w)
+        if self.watts is not None and settings.carbon_g_per_h is not None and self.intensity.now is not None:
+            parts.append(self.watts / 1e3 * self.intensity.now / settings.carbon_g_per_h)
+        return max(parts, default=None)
+
+    def _move(self, settings: Energy) -> None:
+        used = self.used(settings)
+        if used is None:
+            self.shift = 0.0
+        elif used > 1:
+            self.shift = max(-1.0, self.shift - _STEP)
+        elif used < _LOW:
+            self.shift = min(1.0, self.shift + _STEP)
