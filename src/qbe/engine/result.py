@@ -135,7 +135,12 @@ class Result:
 
 def tokens_by_bits(blueprint: Blueprint, table: SiteTable, tokens: int) -> dict[int, int]:
     """Gear -> how many of so many computed tokens count towards it: each by the gear's share of the weights."""
-    share: dict[int, int] = {}
+    return {g: round(tokens * n / table.nested_parameters) for g, n in weights_by_bits(blueprint, table).items()}
+
+
+def weights_by_bits(blueprint: Blueprint, table: SiteTable) -> dict[int, int]:
+    """Gear -> weights of the nested sites that are read at it."""
+    found: dict[int, int] = {}
     for site, gear in zip(table.nested, blueprint.weight_bits, strict=True):
-        share[gear] = share.get(gear, 0) + site.parameters
-    return {g: round(tokens * n / table.nested_parameters) for g, n in share.items()}
+        found[gear] = found.get(gear, 0) + site.parameters
+    return found

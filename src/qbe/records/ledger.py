@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +248,8 @@ class Ledger:
 
 
 def _row(entry: Entry) -> tuple[Any, ...]:
-    spread = json.dumps({str(b): n for b, n in sorted(entry.tokens_by_bits.items())}, separators=(",", ":"))
-    return tuple(spread if isinstance(v, Mapping) else v for v in astuple(entry))
+    values = entry.__dict__ | {"tokens_by_bits": json.dumps(entry.tokens_by_bits, separators=(",", ":"))}
+    return tuple(map(values.__getitem__, COLUMNS))
 
 
 def _by_bits(text: str) -> dict[int, int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from qbe.engine.result import Result, tokens_by_bits
+from qbe.engine.result import Result, weights_by_bits
 from qbe.errors import QBEError
 from qbe.records.ledger import UNIT, Entry, Ledger
 from qbe.server.energy.spending import MODEL
@@ -58,6 +58,8 @@ class Account:
         self.asked, self._request, self._id, self._model = asked, id, f"{id}-{index}", model
         self._prompt_tokens, self._chosen = job.choice[1].prompt_tokens, job.choice[1]
         self.bits = self._chosen.blueprint.average_weight_bits(self._chosen.table)
+        weights = weights_by_bits(self._chosen.blueprint, self._chosen.table)
+        self._shares = {bits: n / max(1, self._chosen.table.nested_parameters) for bits, n in weights.items()}
         self._kv_bits = self._chosen.blueprint.average_kv_bits(self._chosen.table)
         self._cached, self.written = 0, [0] * len(job.requests)
         self._results: list[Result | None] = [None] * len(job.requests)
@@ -99,30 +101,28 @@ class Account:
         return more / UNIT
 
     def entry(self) -> Entry:
-        """The row as it is now."""
+        """The row as it is now. Streams ask for it at every token: it takes microseconds."""
         done = [r for r in self._results if r is not None]
-        begun = [n for n, r in zip(self.written, self._results, strict=True) if r is None and n]
         # Of an answer that goes on, the last token has not gone through the model.
-        computed = (self._prompt_tokens - self._cached if not done else 0) + sum(n - 1 for n in begun)
-        spread = tokens_by_bits(self._chosen.blueprint, self._chosen.table, computed)
-        weights = [max(1, r.computed_tokens) for r in done]
+        begun = [n - 1 for n, r in zip(self.written, self._results, strict=True) if r is None and n]
+        computed = (0 if done else self._prompt_tokens - self._cached) + sum(begun)
+        spread = {bits: round(computed * share) for bits, share in self._shares.items()}
+        total, bits_sum, kv_sum = computed, self.bits * computed, self._kv_bits * computed
         for result in done:
+            weight = max(1, result.computed_tokens)
+            total += weight
+            bits_sum += result.average_weight_bits * weight
+            kv_sum += result.average_kv_bits * weight
             for bits, count in result.tokens_by_bits.items():
                 spread[bits] = spread.get(bits, 0) + count
-        total = computed + sum(weights)
-
-        def mean(values: list[float], running: float) -> float:
-            return (running * computed + sum(v * w for v, w in zip(values, weights, strict=True))) / max(1, total)
-
-        finish = ",".join(r.finish_reason for r in done) if len(done) == len(self._results) else None
         return Entry(
             id=self._id, request=self._request, key=self.asked.client.name, tier=self.asked.terms.tier,
-            model=self._model, policy=self._chosen.blueprint.policy, began=self._began, finish=finish,
+            model=self._model, policy=self._chosen.blueprint.policy, began=self._began,
+            finish=",".join(r.finish_reason for r in done) if len(done) == len(self._results) else None,
             prompt_tokens=self._prompt_tokens, cached_tokens=self._cached,
             completion_tokens=sum(max(0, n - self.asked.hidden) for n in self.written),
-            weight_bits=mean([r.average_weight_bits for r in done], self.bits),
-            kv_bits=mean([r.average_kv_bits for r in done], self._kv_bits),
-            tokens_by_bits={bits: count for bits, count in spread.items() if count}, cost=self.cost,
+            weight_bits=bits_sum / total if total else self.bits, kv_bits=kv_sum / total if total else self._kv_bits,
+            tokens_by_bits={bits: spread[bits] for bits in sorted(spread) if spread[bits]}, cost=self.cost,
             currency=self.asked.terms.prices.currency, joules=self.joules, energy=self.energy or MODEL,
         )  # fmt: skip
 
