@@ -134,11 +134,12 @@ def contrast(page: Any, selector: str) -> float:
     """Of an element's text on its nearest ground."""
     from qbe.explain.palette import contrast as ratio
 
-    found = page.eval_on_selector(selector, """element => {
+    found = page.evaluate("""selector => {  // in one go: the page renews its lists every second
+        const element = document.querySelector(selector);
         let ground = element;
         while (getComputedStyle(ground).backgroundColor === "rgba(0, 0, 0, 0)") ground = ground.parentElement;
         return [getComputedStyle(element).color, getComputedStyle(ground).backgroundColor];
-    }""")  # fmt: skip
+    }""", selector)  # fmt: skip
     one, two = (tuple(int(float(n)) for n in c[c.index("(") + 1 : -1].split(",")[:3]) for c in found)
     return ratio(one, two)  # type: ignore[arg-type]
 

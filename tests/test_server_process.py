@@ -55,6 +55,7 @@ def test_it_drains_when_it_is_told_to_end(folder: Path, tmp_path: Path) -> None:
         (("--model", "/no/such/model"), "no/such/model"),
         (("--config", "/no/such/file.toml"), "cannot be read"),
         (("--port", "99999"), "out of range"),
+        (("--ledger", "/proc/no/ledger.sqlite"), "cannot be written"),
         (("--new-key", "a b"), "letters"),
     ],
 )

@@ -38,6 +38,7 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
+    from qbe.records.ledger import Ledger
     from qbe.server.connections import protocol
     from qbe.server.guard import HEADER_BYTES
     from qbe.server.keys import new_key as make_key
@@ -57,7 +58,8 @@ def serve(
             f"--host {host} lets others connect, but there are no keys: make one with 'qbe serve --new-key NAME', put "
             "it into a file and give --config FILE, or stay at --host 127.0.0.1"
         )
-    sending = traces.start()
+    sending, book = traces.start(), Ledger(ledger)
+    book.write([])  # now it is there, or says why it cannot be
     listening = _listen(host, port)
     from qbe.server.app import make_app  # seconds, with all of torch: only what can start takes them
 
@@ -69,7 +71,6 @@ def serve(
         server.should_exit = True
 
     def service() -> Service:
-        from qbe.records.ledger import Ledger
         from qbe.server.service import Service
 
         def make() -> Engine:
@@ -83,7 +84,7 @@ def serve(
                 kv_tokens=kv_tokens, compile=compile, tune=tune, progress=sys.stderr.isatty(),
             )  # fmt: skip
 
-        return Service(make, watched, public, Path(model).name, failed, Ledger(ledger), sending)
+        return Service(make, watched, public, Path(model).name, failed, book, sending)
 
     class Server(uvicorn.Server):
         """Drains on the first signal, ends on the second; the exit code after a drain is 0."""

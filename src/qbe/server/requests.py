@@ -8,6 +8,7 @@ from typing import Any
 from qbe import __version__
 from qbe.engine.sequence import SamplingParams
 from qbe.server import contract
+from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
 from qbe.server.exchange import Exchange
 from qbe.server.grammar import json_schema, lark, rule
@@ -100,7 +101,7 @@ class Frame:
         """Of all answers, when they have ended."""
         groups = [[r for r in job.results if r is not None] for job in self.exchange.jobs]
         asked, accounts = self.exchange.asked, self.exchange.accounts
-        joules, source = sum(a.joules for a in accounts), accounts[0].energy if accounts else "model"
+        joules, source = sum(a.joules for a in accounts), (accounts[0].energy if accounts else "") or MODEL
         return contract.usage(asked.terms, groups, asked.hidden, joules, source)
 
     def usage_so_far(self, written: int) -> dict[str, Any]:

@@ -41,6 +41,16 @@ function showTiers(lastMinute, currency) {
   $("energy").textContent = total ? (joules / total).toPrecision(2) : "–";
 }
 
+function showScale(scale) {
+  if ($("scale").childElementCount) return;
+  $("scale").append(...scale.map(([gear, colour]) => {
+    const one = element("span"), dot = element("i", "dot");
+    dot.style.background = colour;
+    one.append(dot, `${gear}`);
+    return one;
+  }));
+}
+
 function showRequests(requests) {
   $("requests").replaceChildren(...requests.map((one) => {
     const line = element("li", ["running", "waiting"].includes(one.state) ? "" : "over");
@@ -81,6 +91,7 @@ async function look() {
     $("pressure").textContent = now.brownout ? `written + waiting, brownout ${now.brownout}` : "written + waiting";
     $("says").textContent = `, ${now.energy}`;
     showTiers(now.last_minute, now.currency);
+    showScale(now.scale);
     showRequests(now.requests);
   } catch {
     $("state").textContent = "the server does not answer";

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 WINDOW_S = 60
 _ENDED = 10  # requests that have ended and are still shown
+_SCALE = (4, 6, 8, 16)  # bits whose colours the console explains
 _STRIPS = 512  # that are remembered
 
 
@@ -114,7 +115,7 @@ class Live:
                 tier: {"requests": s.requests, "tokens": s.tokens, "cost": s.cost, "joules": s.joules,
                        "average_weight_bits": s.bits / s.tokens if s.tokens else None} for tier, s in tiers.items()
             },
-            "requests": rows,
+            "requests": rows, "scale": [(bits, colour(bits)) for bits in _SCALE],
         }  # fmt: skip
 
     def _row(self, exchange: Exchange) -> dict[str, Any]:
