@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
@@ -258,12 +259,10 @@ def test_a_server_says_what_answers_took_and_keeps_its_budget(tmp_path: Path, mo
     over = threading.Event()
 
     def draw() -> None:
-        joules, counter = 1.0, domain / "energy_uj"
+        begun, new = time.monotonic(), domain / "new"
         while not over.wait(0.02):
-            joules += 0.02 * 40
-            new = domain / "new"
-            new.write_text(str(int(joules * 1e6)))
-            new.replace(counter)
+            new.write_text(str(int((1 + 40 * (time.monotonic() - begun)) * 1e6)))
+            new.replace(domain / "energy_uj")
 
     thread = threading.Thread(target=draw, daemon=True)
     thread.start()

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
 from qbe.server.observe import traces
 from qbe.server.observe.logs import Lines
+from qbe.server.observe.steps import bytes_of_step
 from server_running import Running, running, tiny_engine, until
 
 SECRET = "the prompt that nobody shall read"
@@ -77,6 +79,15 @@ def test_metrics_count_what_was_done(server: Running) -> None:
     assert more("qbe:average_kv_bits_sum") == 3 * 16
     assert more("qbe:cost_total") == pytest.approx((12 * 4 + 6 * 8) / 16 / 1e6)
     assert sum(more(n) for n in after if n.startswith("qbe:tokens_by_bits_total")) >= 2 * prompt
+
+
+def test_a_step_reads_each_site_at_its_highest_row(server: Running) -> None:
+    table = server.engine.table
+    low, high = (Blueprint.of("x", table, (bits,) * len(table.nested)) for bits in (4, 8))
+    mixed = Blueprint.of("x", table, [4, 8] * (len(table.nested) // 2) + [4] * (len(table.nested) % 2))
+    assert bytes_of_step(table, [low]) == low.bytes_per_token(table)
+    assert bytes_of_step(table, [low, mixed]) == mixed.bytes_per_token(table)
+    assert bytes_of_step(table, [low, mixed, high]) == high.bytes_per_token(table)
 
 
 def test_the_dashboard_shows_what_there_is(server: Running) -> None:

@@ -191,17 +191,20 @@ def test_a_server_orders_its_queue_and_refuses_what_comes_too_late(server: Runni
         assert server.post("completions", body).status_code == 200
         ended.append(tier)
 
-    step = server.engine.core.step
-    server.engine.core.step = lambda: (time.sleep(0.005), step())[1]  # type: ignore[method-assign]
+    step, pause = server.engine.core.step, [0.02]
+    server.engine.core.step = lambda: (time.sleep(pause[0]), step())[1]  # type: ignore[method-assign]
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, "default", 150)]
+        asked = [pool.submit(ask, "default", 400)]
         until(lambda: len(server.engine.core.scheduler.running) == 1, "the only place is taken")
         for number, tier in enumerate(("flex", "flex", "default", "priority"), 1):
-            asked.append(pool.submit(ask, tier, 60))
+            asked.append(pool.submit(ask, tier, 150))
             until(lambda number=number: len(server.engine.core.scheduler.waiting) == number, "it waits")
+        pause[0] = 0.0  # all of them wait: on
         until(lambda: len(ended) >= 3, "there is a pace")
+        pause[0] = 0.02  # two are left
         late = {"prompt": "x", "service_tier": "flex", "max_tokens": 9, "qbe": {"max_latency_ms": 0.5}}
         refused = server.post("completions", late)
+        pause[0] = 0.0
         for one in asked:
             one.result(60)
     assert ended == ["default", "priority", "default", "flex", "flex"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.sites import FULL_BITS, SiteTable
+from qbe.sites import SiteTable
 
 _KEPT = 256  # sets of blueprints whose bytes are remembered
 
@@ -39,8 +39,11 @@ class Steps:
     """
 
     def __init__(self, core: Core) -> None:
-        self._core, self._before, self._preempted = core, tuple[str, ...](), 0
-        self._bytes: dict[frozenset[str], int] = {}  # of weights that such rows read together
+        self._core, self._preempted = core, 0
+        self._rows: tuple[str, ...] = ()  # blueprints of the last step
+        self._alone: list[int] = []  # bytes that each of its rows would read alone
+        self._together = 0
+        self._bytes: dict[frozenset[str], int] = {}  # that rows with these blueprints read
 
     def last(self) -> Step | None:
         """The step that has just run; None when it did nothing."""
@@ -48,14 +51,15 @@ class Steps:
         work, scheduler.last = scheduler.last, []
         if not work:
             return None
-        blueprints = {w.sequence.blueprint.linear_key: w.sequence.blueprint for w in work}
         rows = tuple(w.sequence.blueprint.linear_key for w in work)
-        alone = {name: self._bytes_of([blueprint]) for name, blueprint in blueprints.items()}
-        shares = [(w.sequence.request_id, w.count * alone[w.sequence.blueprint.linear_key]) for w in work]
+        switched = rows != self._rows
+        if switched:
+            blueprints = [w.sequence.blueprint for w in work]
+            self._rows, self._together = rows, self._bytes_of(blueprints)
+            self._alone = [self._bytes_of([b]) for b in blueprints]
+        shares = [(w.sequence.request_id, w.count * alone) for w, alone in zip(work, self._alone, strict=True)]
         preempted, self._preempted = scheduler.preempted - self._preempted, scheduler.preempted
-        switched, self._before = rows != self._before, rows
-        together = self._bytes_of(list(blueprints.values()))
-        return Step(sum(w.count for w in work), len(work), together, switched, preempted, shares)
+        return Step(sum(w.count for w in work), len(work), self._together, switched, preempted, shares)
 
     def _bytes_of(self, blueprints: list[Blueprint]) -> int:
         key = frozenset(b.linear_key for b in blueprints)
@@ -68,9 +72,5 @@ class Steps:
 
 def bytes_of_step(table: SiteTable, blueprints: list[Blueprint]) -> int:
     """Bytes of weights and scales of a step with these rows, each site read once at the highest of its gears."""
-    highest = [max(gears) for gears in zip(*(b.weight_bits for b in blueprints), strict=True)]
-    gears, total = iter(highest), 0
-    for site in table:
-        gear = next(gears) if site.nested else FULL_BITS
-        total += site.bytes_at.get(gear, site.parameters * gear // 8)
-    return total
+    highest = tuple(map(max, zip(*(b.weight_bits for b in blueprints), strict=True)))
+    return replace(blueprints[0], weight_bits=highest).bytes_per_token(table)
