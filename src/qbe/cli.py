@@ -21,6 +21,7 @@ from qbe.commands.records import records
 from qbe.errors import QBEError
 from qbe.eval.command import app as evaluate
 from qbe.files import reason
+from qbe.learning.command import app as train
 from qbe.server.command import serve
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ for _command in (generate, chat, explain, quantize, pull, info, records, ledger,
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
 app.add_typer(cache, name="cache")
+app.add_typer(train, name="train")
 # What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
 USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

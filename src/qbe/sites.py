@@ -6,6 +6,7 @@ The table is what a policy sees of a model (DESIGN decision 6). `qbe.tagger` mak
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -191,6 +192,16 @@ class SiteTable:
     def kv_measured(self) -> bool:
         """Whether every key head has a measured sensitivity."""
         return bool(self.kv) and all(s.sensitivity for s in self.kv)
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits that change with the model's sites, their store and what was measured of them."""
+        sites = [
+            (s.name, s.role, s.layer, s.shape, s.gears, sorted(s.bytes_at.items()), sorted(s.sensitivity.items()),
+             sorted(s.activation_sensitivity.items()))
+            for s in self
+        ]  # fmt: skip
+        return hashlib.blake2b(repr((self.layers, sites)).encode(), digest_size=16).hexdigest()
 
     def gears(self) -> tuple[int, ...]:
         """Precisions available at every nested site, ascending."""

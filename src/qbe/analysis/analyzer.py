@@ -77,8 +77,9 @@ class Analyzer:
         if tier != 3:
             return profile
         encoder = default_encoder()
-        cluster, similarity = encoder.nearest(encoder.encode(text))
-        return replace(profile, tier=3, cluster=cluster, similarity=similarity)
+        vector = encoder.encode(text)
+        cluster, similarity = encoder.nearest(vector)
+        return replace(profile, tier=3, cluster=cluster, similarity=similarity, vector=vector)
 
 
 def _checked(tier: int | None) -> int | None:

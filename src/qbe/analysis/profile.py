@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 CLASSES = (
     "question_answering",
     "dialogue",
@@ -27,6 +30,7 @@ class QueryProfile:
         context: tokens that the request may come to have, prompt and answer; 0 when that is not known.
         cluster: the nearest of the encoder's centroids; None below tier 3.
         similarity: cosine of the query's vector and that centroid, at most 1; None below tier 3.
+        vector: the encoder's vector, float32 [64] of norm 1; None below tier 3, and never recorded.
     """
 
     score: float
@@ -36,6 +40,7 @@ class QueryProfile:
     context: int = 0
     cluster: int | None = None
     similarity: float | None = None
+    vector: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
 
     def describe(self) -> dict[str, Any]:
         """The profile as JSON."""

@@ -20,13 +20,8 @@ _SOURCES = ("analysis", "policies", "cache/fingerprint.py", "blueprint.py", "bud
 def version_of(table: SiteTable, policy: Policy, policy_version: str) -> str:
     """32 hex digits that change with the model, its store, what was measured on it, the policy and QBE's own code."""
     kv = [(s.layer, s.head, s.query_heads, s.numbers, sorted(s.sensitivity.items()), s.entropy) for s in table.kv]
-    sites = [
-        (s.name, s.role, s.layer, s.shape, s.gears, sorted(s.bytes_at.items()), sorted(s.sensitivity.items()),
-         sorted(s.activation_sensitivity.items()))
-        for s in table
-    ]  # fmt: skip
     of_policy = (policy.name, policy_version, type(policy).__qualname__, _source_of(type(policy)))
-    facts = (FORMAT, qbe.__version__, constants(), _code(), of_policy, table.layers, table.difficult_entropy, sites, kv)
+    facts = (FORMAT, qbe.__version__, constants(), _code(), of_policy, table.digest, table.difficult_entropy, kv)
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -43,6 +43,7 @@ class Chooser:
         self.cache = cache
         if cache is not None:
             cache.prepare(policy)
+        _prepare(policy, table)
         self._default, self._policies = policy, {name: policy}
         self._tokenizer, self._model_name, self._table, self._context = tokenizer, model_name, table, context
         self.analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
@@ -59,7 +60,7 @@ class Chooser:
         text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools)
         policy = self._policy(request.policy)
         start = time.perf_counter()
-        profile: QueryProfile = self.analyzer.analyze(text, words)
+        profile: QueryProfile = self.analyzer.analyze(text, words, tier=getattr(policy, "analysis_tier", None))
         analysed = time.perf_counter()
         context = len(ids) + request.params.max_tokens
         profile = self._within(profile, context)
@@ -115,7 +116,15 @@ class Chooser:
         if name is None:
             return self._default
         if name not in self._policies:
-            self._policies[name] = policies.load(name)
+            found = policies.load(name)
+            _prepare(found, self._table)
+            self._policies[name] = found
         if self._policies[name].needs_sensitivity and not self._table.measured:
             raise QBEError(f"this engine was started without a sensitivity table; start it with policy='{name}'")
         return self._policies[name]
+
+
+def _prepare(policy: Policy, table: SiteTable) -> None:
+    prepare = getattr(policy, "prepare", None)
+    if prepare is not None:
+        prepare(table)

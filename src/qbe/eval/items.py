@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -70,8 +70,18 @@ def read(datasets: tuple[str, ...], data: Path | None, limit: int) -> list[Item]
     return [item for name in datasets for item in _some(name, folder, limit)]
 
 
-def _some(dataset: str, folder: Path, limit: int) -> list[Item]:
-    file, parse = DATASETS[dataset]
+def read_training(data: Path | None, limit: int) -> list[Item]:
+    """The same of data that no comparison asks: what policies are trained on. No answers are asked for.
+
+    Raises:
+        QBEError: a file is missing, or not what its name says.
+    """
+    folder = data or Path(os.environ.get("QBE_DATA") or DATA)
+    return [replace(item, right=None) for name in TRAINING for item in _some(name, folder, limit, TRAINING)]
+
+
+def _some(dataset: str, folder: Path, limit: int, of: Datasets | None = None) -> list[Item]:
+    file, parse = (DATASETS if of is None else of)[dataset]
     try:
         items = parse(folder / file)
     except FileNotFoundError:
@@ -147,10 +157,26 @@ def _humaneval(path: Path) -> list[Item]:
     return items
 
 
-DATASETS: dict[str, tuple[str, Callable[[Path], list[Item]]]] = {
+def _alpaca(path: Path) -> list[Item]:
+    items = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        task = json.loads(line)
+        for i, case in enumerate(task["instances"]):
+            asked = f"{task['instruction']}\n{case['input']}".strip()
+            form = Form(f"{asked}\nAnswer:", f" {case['output']}")
+            items.append(Item("alpaca", f"{task['id']}/{i}", form, Form(asked, case["output"])))
+    return items
+
+
+Datasets = dict[str, tuple[str, Callable[[Path], list[Item]]]]
+DATASETS: Datasets = {
     "text": (TEXT, _text), "gsm8k": (GSM8K, _gsm8k), "bbh": (BBH, _bbh), "humaneval": (HUMANEVAL, _humaneval),
 }  # fmt: skip
 """name -> file or folder in the data folder, and what reads it."""
+TRAINING: Datasets = {
+    "text": ("wikitext2_valid.txt", _text), "gsm8k": ("gsm8k_train4000.jsonl", _gsm8k),
+    "alpaca": ("alpaca_seed_tasks.jsonl", _alpaca),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ class Policy(Protocol):
     without asking it. It says that the blueprint follows from profile, budget and table alone, from the context as
     `qbe.policies.kv.average_bits` goes by it, and from what the text names: it changes with trained weights, say. A
     random policy has none.
+
+    `analysis_tier` says that it needs profiles of that tier, and `prepare(table)` is called when an engine takes the
+    policy: it raises QBEError where it cannot serve that model.
     """
 
     name: str
@@ -52,6 +55,8 @@ _BUILT_IN = {
     "uniform": "qbe.policies.uniform:UniformPolicy",
     "static": "qbe.policies.static:StaticPolicy",
     "random": "qbe.policies.random:RandomPolicy",
+    "paq": "qbe.policies.paq:PAQPolicy",
+    "proxy": "qbe.policies.proxy:ProxyPolicy",
 }
 
 

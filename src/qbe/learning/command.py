@@ -1,0 +1,111 @@
+"""`qbe train …`: what learned policies need before they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from qbe.commands.console import err, out, print_json
+from qbe.commands.options import DEFAULT, Device, Dtype, Json, Model, make_engine
+from qbe.errors import QBEError
+
+app = typer.Typer(no_args_is_help=True, help="Train a learned policy for a model; what it learns stays in the cache.")
+Data = Annotated[
+    Path | None, typer.Option(help="folder with the data sets; left out, $QBE_DATA, else ../shared/data")
+]
+
+
+@app.command()
+def paq(
+    model: Model = DEFAULT, data: Data = None,
+    limit: Annotated[int, typer.Option(help="prompts of each data set at most, spread over it")] = 100,
+    dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train PAQ's router: the smallest width that is enough for a prompt, by perplexity on training data.
+
+    What was measured is kept: an interrupted run goes on, and one with a higher --limit adds to it.
+    """
+    from qbe.eval.items import read_training
+    from qbe.learning import fitting
+    from qbe.learning.paq import comparison, train
+    from qbe.policies import learned
+    from qbe.progress import bar
+
+    fitting.check()
+    _positive("--limit", limit)
+    items = read_training(data, limit)
+    from qbe.eval.results import Results, identity
+    from qbe.models.load import quiet
+
+    with (
+        quiet(),
+        make_engine(model, "static", dtype, device, "device") as engine,
+        closing(Results(identity(model, engine))) as results,
+    ):
+        with bar("prompts", comparison(engine, items, results).steps, err.is_terminal) as tick:
+            found = train(engine, items, results, tick)
+        path = learned.write("paq", engine.table, found)
+    if as_json:
+        print_json({"file": str(path), **found.about})
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), caption=f"wrote {path}", caption_justify="left")
+    for column in ("threshold", "tier", "right (95 %)", "constant", "share of each width", "labels' share", "bits"):
+        table.add_column(column)
+    for router in found.about["routers"]:
+        for seed in router["seeds"]:
+            span = seed["accuracy_interval"]
+            right = f"{seed['accuracy']:.1%}" + (f" ({span[0]:.1%} to {span[1]:.1%})" if span else "")
+            table.add_row(
+                f"{router['threshold']:g}", router["tier"], right, f"{seed['constant_accuracy']:.1%}",
+                _shares(seed["share"]), _shares(seed["share_of_labels"]), f"{seed['bits']:.2f}",
+            )  # fmt: skip
+    out.print(f"{found.about['prompts']} prompts, a quarter of them held out, three splits", highlight=False)
+    out.print(table)
+
+
+@app.command()
+def proxy(
+    model: Model = DEFAULT,
+    policy: Annotated[str, typer.Option(help="the policy to learn from")] = "tiered",
+    records: Annotated[
+        Path | None, typer.Option(help="records in JSON lines ('qbe records --export'); left out, the user's own")
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train the proxy scorer on past requests: their features, and the blueprints that a policy chose for them."""
+    from qbe.learning import fitting
+    from qbe.learning.proxy import read_records, train
+    from qbe.policies import learned
+    from qbe.progress import bar
+    from qbe.records import RecordStore
+
+    fitting.check()
+    past: Sequence[Any] = list(RecordStore()) if records is None else read_records(records)
+    with make_engine(model, policy, "auto", "cpu", "device", kv_tokens=1024) as engine:
+        with bar("records", len(past), err.is_terminal) as tick:
+            found = train(past, policy, engine.table, tick)
+        path = learned.write("proxy", engine.table, found)
+    if as_json:
+        print_json({"file": str(path), **found.about})
+        return
+    about = found.about
+    out.print(
+        f"{about['records']} records of '{policy}', {about['distinct']} blueprints in {about['clusters']} clusters; "
+        f"{about['parameters']} numbers. Of the newest quarter it answers {about['handled']:.1%}, of these "
+        f"{about['agreed']:.1%} within 0.1 bits of the policy\nwrote {path}",
+        highlight=False,
+    )  # fmt: skip
+
+
+def _shares(shares: dict[str, float]) -> str:
+    return ", ".join(f"{w}: {s:.0%}" for w, s in shares.items())
+
+
+def _positive(option: str, value: int) -> None:
+    if value < 1:
+        raise QBEError(f"{option} is {value}, but must be 1 or more")

@@ -1,0 +1,118 @@
+"""Files of learned policies: the matrices that training found, for one model and the store it has.
+
+They lie in the user's cache (`learned`), one for each policy and model. What they were trained for is written in them:
+a file of another store, of other measurements or of another analysis is refused, and so is a damaged one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qbe.errors import QBEError
+from qbe.files import write_bytes
+from qbe.sites import SiteTable
+
+FORMAT = 1
+# Code and trained data of the analysis that learned policies read the results of.
+_ANALYSIS = ("classifier.json", "encoder.safetensors", "encoder.py", "features.py", "thresholds.py")
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What training found.
+
+    Attributes:
+        tensors: by name.
+        about: as JSON: how it was made and what it reached on held-out data.
+    """
+
+    tensors: Mapping[str, Array]
+    about: Mapping[str, Any]
+
+
+def path_of(policy: str, table: SiteTable) -> Path:
+    """The file of a policy for a model, by the name that the model is called by."""
+    from qbe.models import cache_dir
+
+    name = table.model_name
+    called = f"{Path(name).name}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+    return cache_dir() / "learned" / f"{policy}-{called}.safetensors"
+
+
+def version_of(policy: str, table: SiteTable, of_policy: str = "") -> str:
+    """32 hex digits that change with the model, its store, what was measured of it, the analysis and the policy.
+
+    Args:
+        of_policy: what else the file depends on, such as the version of the policy that it was learned from.
+    """
+    facts = (FORMAT, policy, of_policy, table.digest, _analysis())
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def write(policy: str, table: SiteTable, found: Learned, of_policy: str = "") -> Path:
+    """Keeps what was learned; returns where. Raises QBEError when the disk refuses."""
+    from safetensors.numpy import save
+
+    path = path_of(policy, table)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: np.ascontiguousarray(t) for name, t in found.tensors.items()}
+    about = json.dumps(dict(found.about), sort_keys=True, allow_nan=False)
+    metadata = {"version": version_of(policy, table, of_policy), "about": about, "checksum": _checksum(tensors, about)}
+    write_bytes(path, save(tensors, metadata))
+    return path
+
+
+def read(policy: str, table: SiteTable, of_policy: str = "") -> Learned:
+    """What was learned for this model.
+
+    Raises:
+        QBEError: nothing was, or it was for another store, measurement or analysis than there is now, or the file is
+            damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path, again = path_of(policy, table), f"run 'qbe train {policy} --model {table.model_name}'"
+    if not path.is_file():
+        raise QBEError(f"the policy '{policy}' has not been trained for {table.model_name}: {again}")
+    try:
+        with safe_open(path, "np") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        version, about, checksum = (metadata[k] for k in ("version", "about", "checksum"))
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise QBEError(f"{path} is damaged ({type(error).__name__}): {again} again") from None
+    if version != version_of(policy, table, of_policy):
+        raise QBEError(
+            f"{path} was trained for another store, policy or version of qbe than {table.model_name} has now: "
+            f"{again} again"
+        )
+    if checksum != _checksum(tensors, about):
+        raise QBEError(f"{path} is damaged (its checksum does not fit): {again} again")
+    return Learned(tensors, json.loads(about))
+
+
+def _checksum(tensors: Mapping[str, Array], about: str) -> str:
+    found = hashlib.blake2b(about.encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        found.update(repr((name, str(tensor.dtype), tensor.shape)).encode() + tensor.tobytes())
+    return found.hexdigest()
+
+
+@cache
+def _analysis() -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for name in _ANALYSIS:
+        found.update((files("qbe.analysis") / name).read_bytes())
+    return found.hexdigest()
