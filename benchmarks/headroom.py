@@ -1,10 +1,12 @@
 """How much an allocation of bits made for one query can save over the best one made for all of them.
 
-    python benchmarks/headroom.py [--model M] [--data DIR] [--limit N] [--keep FILE] [--json FILE]
+    python benchmarks/headroom.py [--model M] [--data DIR] [--limit N] [--lowered 4,6] [--prompt N] [--answer N]
+                                  [--keep FILE] [--json FILE]
 
-Every nested site is lowered alone, at 4 and at 6 bits, and the divergence from the 16-bit model is taken for each query
-by itself; 8 bits count as 6 times the ratio that the model's sensitivities give. From these the exact allocation makes
-an assignment at an average, and the assignment is run: what is reported is the measured divergence of the whole model.
+Every nested site is lowered alone, to the widths of `--lowered`, and the divergence from the 16-bit model is taken for
+each query by itself; wider ones count as the last of these times the ratio that the model's sensitivities give. From
+these the exact allocation makes an assignment at an average, and the assignment is run: what is reported is the
+measured divergence of the whole model.
 
     static      from the model's own sensitivities, measured on the built-in text: what the policy does
     others      from the mean over the other queries: the best fixed assignment for this traffic
@@ -14,8 +16,8 @@ an assignment at an average, and the assignment is run: what is reported is the 
     both        `oracle` with a shared average
     random      drawn, of the same average
 
-Queries: passages of WikiText-2, GSM8K and HumanEval, at most 96 tokens of the prompt and 128 of the reference answer,
-on which divergences are counted. Float32. Sensitivities stay in `--keep`, so that an interrupted run goes on.
+Queries: passages of WikiText-2, GSM8K and HumanEval, the last tokens of the prompt and the first ones of the reference
+answer, on which divergences are counted. Float32. Sensitivities stay in `--keep`, so that an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -39,18 +41,20 @@ from qbe.sites import SiteTable
 from qbe.store.prepare import prepare
 from qbe.store.sensitivity import decoder_layers, divergence_of_rows, full_bits, recorded_outputs, replay
 
-PROMPT, ANSWER = 96, 128  # tokens
-MEASURED = (4, 6)
 ROWS = 64  # of logits at a time
 
 
 class Queries:
-    """Token ids int64 [queries, PROMPT + ANSWER], padded at the right, and which rows of logits tell of what."""
+    """Token ids int64 [queries, tokens], padded at the right, and which rows of logits tell of what.
 
-    def __init__(self, items: list, tokenizer: object) -> None:
+    Args:
+        most: tokens of a prompt, and of an answer.
+    """
+
+    def __init__(self, items: list, tokenizer: object, most: tuple[int, int]) -> None:
         self.sets = [item.dataset for item in items]
         encoded = [encode(item, tokenizer) for item in items]
-        ids = [(e.prompt_ids[-PROMPT:], e.reference_ids[:ANSWER]) for e in encoded]
+        ids = [(e.prompt_ids[-most[0] :], e.reference_ids[: most[1]]) for e in encoded]
         longest = max(len(p) + len(a) for p, a in ids)
         self.tokens = torch.zeros(len(ids), longest, dtype=torch.int64)
         self.parts = torch.zeros(2, *self.tokens.shape, dtype=torch.bool)  # rows of the prompt, of the answer
@@ -75,8 +79,10 @@ def divergences(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def sensitivities(model: torch.nn.Module, table: SiteTable, queries: Queries, keep: Path | None) -> np.ndarray:
-    """Divergence summed over the tokens, float64 [sites, gears of MEASURED, 2, queries]."""
+def sensitivities(
+    model: torch.nn.Module, table: SiteTable, queries: Queries, lowered: tuple[int, ...], keep: Path | None
+) -> np.ndarray:
+    """Divergence summed over the tokens, float64 [sites, gears of `lowered`, 2, queries]."""
     known: dict[str, list] = json.loads(keep.read_text()) if keep and keep.exists() else {}
     with full_bits(model, table) as weights:
         layers = decoder_layers(model, table)
@@ -87,7 +93,7 @@ def sensitivities(model: torch.nn.Module, table: SiteTable, queries: Queries, ke
             with ExitStack() as stack:
                 stack.enter_context(replay(layers[: len(layers) if site.layer is None else site.layer], outputs))
                 found = []
-                for gear in MEASURED:
+                for gear in lowered:
                     weights[site.name].bits = torch.tensor([gear], dtype=torch.int32)
                     logits = model(input_ids=queries.tokens, use_cache=False).logits.flatten(0, 1)
                     found.append(queries.split(divergences(reference, logits)).tolist())
@@ -144,19 +150,25 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("QBE_DATA", "../shared/data")))
     parser.add_argument("--limit", type=int, default=8, help="queries of each data set")
     parser.add_argument("--bits", default="4.5,5,6")
+    parser.add_argument("--lowered", default="4,6", help="widths at which sites are lowered alone")
+    parser.add_argument("--prompt", type=int, default=96, help="tokens")
+    parser.add_argument("--answer", type=int, default=128, help="tokens")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
     prepared = prepare(args.model, dtype="float32", device=pick_device("cpu"), progress=True)
     model, table = prepared.model.eval(), prepared.table
-    queries = Queries(read(("text", "gsm8k", "humaneval"), args.data, args.limit), prepared.tokenizer)
-    measured = sensitivities(model, table, queries, args.keep)
+    queries = Queries(read(("text", "gsm8k", "humaneval"), args.data, args.limit), prepared.tokenizer,
+                      (args.prompt, args.answer))  # fmt: skip
+    lowered = tuple(map(int, args.lowered.split(",")))
+    measured = sensitivities(model, table, queries, lowered, args.keep)
 
     gears = tuple(g for g in table.gears() if g < 16)
     own = np.array([[max(s.sensitivity[g], 0.0) for g in gears] for s in table.nested])  # [sites, gears]
-    eighth = own[:, -1] / np.maximum(own[:, -2], 1e-12)
-    whole = np.concatenate([measured, measured[:, -1:] * eighth[:, None, None, None]], 1)  # gears 4, 6, 8
+    last = len(lowered) - 1
+    wider = own[:, last + 1 :] / np.maximum(own[:, last : last + 1], 1e-12)
+    whole = np.concatenate([measured, measured[:, -1:] * wider[:, :, None, None]], 1)  # every gear below 16
     prompt, answer = whole.transpose(2, 3, 0, 1)  # each [queries, sites, gears]
     tokens = queries.counts[1]
     n = len(tokens)
@@ -219,7 +231,8 @@ def main() -> None:
                 flush=True,
             )
         if args.json:
-            about = {"model": args.model, "datasets": queries.sets, "prompt": PROMPT, "answer": ANSWER}
+            about = {"model": args.model, "datasets": queries.sets, "prompt": args.prompt, "answer": args.answer,
+                     "lowered": lowered}  # fmt: skip
             args.json.write_text(json.dumps({"conditions": about, "rows": rows}, indent=1) + "\n")
 
 

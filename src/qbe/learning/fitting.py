@@ -24,12 +24,12 @@ def logistic_regression(x: Any, y: Any, strength: float) -> Any:
 
 
 def network(x: Any, y: Any, hidden: int, seed: int) -> Any:
-    """A fitted classifier with one hidden layer of rectified units."""
+    """A fitted regression with one hidden layer of rectified units."""
     from sklearn.exceptions import ConvergenceWarning
-    from sklearn.neural_network import MLPClassifier
+    from sklearn.neural_network import MLPRegressor
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # that many passes are what is wanted
-        return MLPClassifier(
-            (hidden,), max_iter=200, learning_rate_init=5e-3, alpha=1e-5, random_state=seed, tol=0.0
+        return MLPRegressor(
+            hidden_layer_sizes=(hidden,), max_iter=150, learning_rate_init=5e-3, alpha=1e-4, random_state=seed, batch_size=64, tol=0.0
         ).fit(x, y)

@@ -20,14 +20,15 @@ from qbe.files import reason
 from qbe.learning.fitting import network
 from qbe.policies import Policy
 from qbe.policies.learned import Learned
-from qbe.policies.proxy import AGREEMENT, COUNTS, FAR, NAMES, Net
+from qbe.policies.proxy import AGREEMENT, COUNTS, FAR, NAMES, Net, nearest
 from qbe.records import Record
 from qbe.sites import FULL_BITS, SiteTable
 
-HIDDEN = 64
+HIDDEN, NETWORKS = 32, 4
 HELD_OUT = 0.25  # the newest requests: what the proxy is judged by
-CHECKED = 0.15  # of the others: what says how sure is sure enough
+CHECKED = 0.15  # of the others: what says how far the networks may be apart
 RIGHT = 0.99  # share of the answers that shall agree
+SAME = 0.01  # bits of the average: the solver may find another of several assignments that are as good
 FEWEST = 50  # records of an analysis tier, below which the policy stays in charge of it
 
 Widths = npt.NDArray[np.int64]
@@ -69,6 +70,7 @@ def pairs_of(
         if (
             record.policy != policy.name or record.model != table.model_name or tier is None or record.score is None
             or record.prompt_class is None or not set(names) <= set(record.features)
+            or len(record.weight_bits) != len(table.nested)
         ):  # fmt: skip
             left["other"] += 1
             continue
@@ -79,30 +81,23 @@ def pairs_of(
         )
         if record.budget_bits is not None:
             left["asked_for"] += 1
-        elif policy.blueprint(profile, budget, table).weight_bits != tuple(record.weight_bits):
+        elif abs(_average(record.weight_bits, table) - _average(_bits(policy, profile, budget, table), table)) > SAME:
             left["outdated"] += 1
         else:
             pairs.append(Pair(profile, budget, places.setdefault(tuple(record.weight_bits), len(places))))
     return pairs, list(places), left
 
 
-def clusters(distinct: Sequence[tuple[int, ...]], counts: Sequence[int], sizes: Sequence[int]) -> tuple[Widths, Widths]:
-    """Assignments that stand for those near them, int64 [medoids] into `distinct`, and whose each is, [distinct].
+def clusters(averages: Numbers, counts: Widths) -> Widths:
+    """The assignments, by their place, that stand for those near them, in ascending order of their average bits.
 
-    Near is a change of `AGREEMENT` bits a weight at most, up or down. The commonest ones come first; each is taken in
-    by the nearest medoid before it, or becomes one.
+    Near is half of `AGREEMENT`. The commonest ones come first; each has one before it near enough, or becomes a centre.
     """
-    bits, weight = np.array(distinct), np.array(sizes) / sum(sizes)
-    medoids: list[int] = []
-    owner = np.zeros(len(distinct), np.int64)
-    for at in np.argsort(-np.array(counts), kind="stable"):
-        apart = np.abs(bits[medoids] - bits[at]) @ weight if medoids else np.array([np.inf])
-        if apart.min() > AGREEMENT:
-            medoids.append(int(at))
-            owner[at] = len(medoids) - 1
-        else:
-            owner[at] = int(apart.argmin())
-    return np.array(medoids), owner
+    centres: list[int] = []
+    for at in np.argsort(-counts, kind="stable"):
+        if not centres or np.abs(averages[centres] - averages[at]).min() > AGREEMENT / 2:
+            centres.append(int(at))
+    return np.array(sorted(centres, key=lambda i: averages[i]), np.int64)
 
 
 def train(
@@ -118,16 +113,14 @@ def train(
     if version is None:
         raise QBEError(f"the policy '{policy_name}' reads more than a record holds: no proxy can be learned of it")
     pairs, distinct, left = pairs_of(records, policy, table, tick)
-    sizes = [s.parameters for s in table.nested]
-    counts = np.bincount([p.gears for p in pairs], minlength=len(distinct))
-    medoids, owner = clusters(distinct, list(counts), sizes) if pairs else (np.array([], int), np.array([], int))
-    averages = np.array(distinct) @ (np.array(sizes) / sum(sizes)) if pairs else np.array([])
+    averages = np.array([_average(bits, table) for bits in distinct])
+    centres = clusters(averages, np.bincount([p.gears for p in pairs], minlength=len(distinct)))
     tensors: dict[str, npt.NDArray[Any]] = {}
     tiers: list[dict[str, Any]] = []
     for tier in NAMES:
         of = [p for p in pairs if min(p.profile.tier, 2) == tier]
         if len(of) >= FEWEST:
-            found, report = _fit(tier, of, averages, averages[medoids], owner)
+            found, report = _fit(tier, of, averages, averages[centres])
             tensors |= {f"{tier}.{k}": v for k, v in found.items()}
             tiers.append({"analysis_tier": tier, **report})
     if not tiers:
@@ -137,13 +130,14 @@ def train(
             "serve some requests first, or give --records"
         )
     budgets = sorted({(p.budget.bits_for(0.0), p.budget.bits_for(1.0)) for p in pairs})
-    tensors["blueprints"] = np.array([distinct[m] for m in medoids], np.int16)
+    tensors["blueprints"] = np.array([distinct[c] for c in centres], np.int16)
+    tensors["averages"] = averages[centres]
     tensors["budgets"] = np.array(budgets, np.float64)
     numbers = sum(int(t.size) for k, t in tensors.items() if k.endswith(("w1", "b1", "w2", "b2")))
     held = sum(t["held_out"] for t in tiers)
     about = {
         "policy": policy_name, "policy_version": version, "records": len(pairs), "left_out": left,
-        "distinct": len(distinct), "clusters": len(medoids), "parameters": numbers, "tiers": tiers,
+        "distinct": len(distinct), "clusters": len(centres), "parameters": numbers, "tiers": tiers,
         "handled": sum(t["handled"] * t["held_out"] for t in tiers) / held,
         "agreed": sum(t["agreed"] * t["handled"] * t["held_out"] for t in tiers)
         / max(1e-9, sum(t["handled"] * t["held_out"] for t in tiers)),
@@ -151,57 +145,66 @@ def train(
     return Learned(tensors, about)
 
 
+def _bits(policy: Policy, profile: QueryProfile, budget: Budget, table: SiteTable) -> tuple[int, ...]:
+    return policy.blueprint(profile, budget, table).weight_bits
+
+
+def _average(bits: Sequence[int], table: SiteTable) -> float:
+    return sum(s.parameters * b for s, b in zip(table.nested, bits, strict=True)) / table.nested_parameters
+
+
 def _fit(
-    tier: int, pairs: Sequence[Pair], averages: Numbers, medoids: Numbers, owner: Widths
+    tier: int, pairs: Sequence[Pair], averages: Numbers, centres: Numbers
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
-    """The tensors of a `Net`, and what it reaches on the newest requests."""
+    """The tensors of a `Net`, and what it reaches on the newest requests.
+
+    Args:
+        averages: of the distinct assignments. centres: of those that stand for others, ascending.
+    """
     rows = [[*(p.profile.features[n] for n in NAMES[tier]), p.budget.bits_for(0.0), p.budget.bits_for(1.0)]
             for p in pairs]  # fmt: skip
     x = np.array(rows, np.float64)
     x[:, : COUNTS[tier]] = np.log1p(x[:, : COUNTS[tier]])
     target = averages[[p.gears for p in pairs]]
-    y = owner[[p.gears for p in pairs]]
     old = round(len(pairs) * (1 - HELD_OUT))
     check = np.zeros(len(pairs), bool)
     check[np.random.default_rng(0).permutation(old)[: round(old * CHECKED)]] = True
     fitted = ~check & (np.arange(len(pairs)) < old)
     mean, scale = x[fitted].mean(0), np.maximum(x[fitted].std(0), 1e-6)
-    z = np.clip((x - mean) / scale, -FAR, FAR).astype(np.float32)
-    model = network(z[fitted], y[fitted], HIDDEN, seed=0)
-    w1, w2 = (c.astype(np.float32) for c in model.coefs_)
-    b1, b2 = (c.astype(np.float32) for c in model.intercepts_)
-    if len(model.classes_) == 2:  # scikit-learn has one output then
-        w2, b2 = np.concatenate([-w2, w2], 1) / 2, np.concatenate([-b2, b2]) / 2
-    whole_w2, whole_b2 = np.zeros((HIDDEN, len(medoids)), np.float32), np.full(len(medoids), -30, np.float32)
-    whole_w2[:, model.classes_], whole_b2[model.classes_] = w2, b2
-    alike = (np.abs(medoids[:, None] - medoids[None]) <= AGREEMENT).astype(np.float32)
+    z = (x - mean) / scale
+    near = np.abs(z).max(-1) <= FAR
+    z = np.clip(z, -FAR, FAR).astype(np.float32)
+    middle, width = target[fitted].mean(), max(float(target[fitted].std()), 1e-6)
+    models = [network(z[fitted], (target[fitted] - middle) / width, HIDDEN, seed) for seed in range(NETWORKS)]
+    w2 = np.zeros((HIDDEN * NETWORKS, NETWORKS))
+    for i, model in enumerate(models):
+        w2[i * HIDDEN : (i + 1) * HIDDEN, i] = model.coefs_[1][:, 0] * width
     tensors: dict[str, npt.NDArray[Any]] = {
-        "mean": mean.astype(np.float32), "scale": scale.astype(np.float32), "w1": w1, "b1": b1, "w2": whole_w2,
-        "b2": whole_b2, "alike": alike, "least": np.float32(0.0),
+        "mean": mean, "scale": scale, "w1": np.concatenate([m.coefs_[0] for m in models], 1), "w2": w2,
+        "b1": np.concatenate([m.intercepts_[0] for m in models]),
+        "b2": np.array([m.intercepts_[1][0] * width + middle for m in models]), "most": np.zeros(1),
     }  # fmt: skip
-    p = Net(tier, tensors).chances(z)
-    at = p.argmax(-1)
-    confidence = (p * alike[at]).sum(-1)
-    near = np.abs((x - mean) / scale).max(-1) <= FAR
-    agreed = np.abs(medoids[at] - target) <= AGREEMENT + 1e-9
-    least = enough(confidence[check & near], agreed[check & near])
-    tensors["least"] = np.float32(least)
+    tensors = {k: v.astype(np.float32) for k, v in tensors.items()}
+    said = Net(tier, tensors).averages(z)
+    spread = np.ptp(said, -1)
+    answers = centres[[nearest(centres.tolist(), m) for m in said.mean(-1).tolist()]]
+    agreed = np.abs(answers - target) <= AGREEMENT + 1e-9
+    most = harmless(spread[check & near], agreed[check & near])
+    tensors["most"] = np.array([most], np.float32)
     held = np.arange(len(pairs)) >= old
-    handled = held & near & (confidence >= least)
-    share = handled[held].astype(np.float64)
-    right = agreed[handled].astype(np.float64)
+    handled = held & near & (spread <= most)
+    share, right = handled[held].astype(np.float64), agreed[handled].astype(np.float64)
     return tensors, {
         "held_out": int(held.sum()), "handled": float(share.mean()),
         "handled_interval": interval(share, np.ones(len(share))),
         "agreed": float(right.mean()) if len(right) else 0.0, "agreed_interval": interval(right, np.ones(len(right))),
-        "largest_change": float(np.abs(medoids[at] - target)[handled].max()) if len(right) else 0.0,
-        "least_confidence": least,
+        "largest_change": float(np.abs(answers - target)[handled].max()) if len(right) else 0.0, "largest_spread": most,
     }  # fmt: skip
 
 
-def enough(confidence: Numbers, agreed: npt.NDArray[np.bool_]) -> float:
-    """The lowest confidence from which on the share `RIGHT` of the answers agrees; above 1 if there is none."""
-    order = np.argsort(-confidence, kind="stable")
+def harmless(spread: Numbers, agreed: npt.NDArray[np.bool_]) -> float:
+    """The largest spread up to which the share `RIGHT` of the answers agrees; -1, which is none, where there is none."""
+    order = np.argsort(spread, kind="stable")
     shares = np.cumsum(agreed[order]) / np.arange(1, len(order) + 1)
     good = np.flatnonzero(shares >= RIGHT)
-    return float(confidence[order[good[-1]]]) if len(good) else 2.0
+    return float(spread[order[good[-1]]]) if len(good) else -1.0

@@ -1,13 +1,14 @@
-"""The proxy scorer: features -> blueprint in one small network, and the real policy where that is unsure.
+"""The proxy scorer: features -> blueprint by small networks, and the real policy where they are unsure.
 
-It was trained on what a policy chose for past requests (`qbe train proxy`). Its classes are clusters of blueprints, each
-stood for by one that the policy itself has given: the nearest cluster's blueprint is the answer. It leaves a query to
-the policy when the caller asked for more than a tier, when the features are unlike those of training, and when the
-network's confidence that the answer is within a tenth of a bit is lower than what proved right on other requests.
+They were trained on what a policy chose for past requests (`qbe train proxy`), whose blueprints were put into clusters by
+their average bits, each with one of them for its centre: the nearest centre is the answer. A query is left to the policy
+when the caller asked for more than a tier, when its features are unlike those of training, and when the networks
+disagree by more than proved harmless on other requests.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
 from operator import itemgetter
 
@@ -28,6 +29,14 @@ AGREEMENT = 0.1  # bits of the average within which two blueprints count as the 
 FAR = 6.0  # deviations from the mean of training, beyond which a feature is unlike what was learned
 NAMES = {1: MARKS, 2: (*LOGARITHMIC, *(f for f in FEATURES if f not in LOGARITHMIC))}
 COUNTS = {1: 0, 2: len(LOGARITHMIC)}  # how many of these, from the first on, count as log(1 + x)
+
+
+def nearest(averages: list[float], wanted: float) -> int:
+    """The place of the number nearest to `wanted` in an ascending list."""
+    at = bisect_left(averages, wanted)
+    if at == len(averages) or (at and wanted - averages[at - 1] <= averages[at] - wanted):
+        at -= 1
+    return at
 
 
 class ProxyPolicy:
@@ -64,19 +73,19 @@ def plain(budget: Budget) -> bool:
 
 
 class Net:
-    """A layer of rectified units and a softmax, for the features of one analysis tier.
+    """Several small networks side by side, for the features of one analysis tier: each has a layer of rectified units
+    and says how many bits on average the policy would give. Where they say different things, they do not know.
 
     Args:
-        tensors: `mean` and `scale` [inputs], `w1` [inputs, hidden], `b1`, `w2` [hidden, blueprints], `b2`, float32;
-            `alike` float32 [blueprints, blueprints]: 1 where two averages are within `AGREEMENT`; `least`: the
-            confidence that is enough.
+        tensors: float32 `mean` and `scale` [inputs], `w1` [inputs, hidden], `b1`, `w2` [hidden, networks], `b2`;
+            `most` [1]: the largest spread of the networks, in bits, at which their mean proved right often enough.
     """
 
     def __init__(self, tier: int, tensors: dict[str, Array]) -> None:
         self.read, self.counts = itemgetter(*NAMES[tier]), COUNTS[tier]
         self.mean, self.scale = tensors["mean"], 1 / tensors["scale"]
         self.w1, self.b1, self.w2, self.b2 = (tensors[k] for k in ("w1", "b1", "w2", "b2"))
-        self.alike, self.least = tensors["alike"], float(tensors["least"])
+        self.most = float(tensors["most"][0])
 
     def inputs(self, profile: QueryProfile, budget: Budget) -> Array:
         """Standardised features and the range that the tier leaves to the score, float32 [inputs]."""
@@ -87,23 +96,12 @@ class Net:
         x *= self.scale
         return x
 
-    def chances(self, z: Array) -> Array:
-        """Probabilities [..., blueprints] for inputs [..., inputs]."""
+    def averages(self, z: Array) -> Array:
+        """What each network says, bits [..., networks], for inputs [..., inputs]."""
         hidden = z @ self.w1
         hidden += self.b1
         np.maximum(hidden, 0, out=hidden)
-        logits = hidden @ self.w2
-        logits += self.b2
-        logits -= logits.max(-1, keepdims=True)
-        np.exp(logits, out=logits)
-        logits /= logits.sum(-1, keepdims=True)
-        return logits
-
-    def choose(self, z: Array) -> tuple[int, float]:
-        """The likeliest blueprint for inputs [inputs], and the probability of one like it."""
-        p = self.chances(z)
-        at = int(p.argmax())
-        return at, float(p @ self.alike[at])
+        return hidden @ self.w2 + self.b2
 
 
 class Scorer:
@@ -119,6 +117,7 @@ class Scorer:
         }
         self.budgets = {(float(low), float(high)) for low, high in tensors["budgets"]}
         self._gears = [tuple(map(int, row)) for row in tensors["blueprints"]]
+        self._averages = tensors["averages"].tolist()  # ascending
         self._known: dict[tuple[int, int], tuple[Blueprint, int]] = {}
         self._with_kv: dict[tuple[int, int, float], Blueprint] = {}
 
@@ -130,8 +129,9 @@ class Scorer:
         z = net.inputs(profile, budget)
         if max(z.max(), -z.min()) > FAR:
             return None
-        at, confidence = net.choose(z)
-        return at if confidence >= net.least else None
+        said = net.averages(z).tolist()
+        low, high = min(said), max(said)
+        return None if high - low > net.most else nearest(self._averages, sum(said) / len(said))
 
     def blueprint(self, at: int, profile: QueryProfile, budget: Budget) -> Blueprint:
         """The blueprint of that number, with the budget's activations and the KV bits for the context."""

@@ -49,7 +49,7 @@ class TieredPolicy:
         full_kv, weight_bytes = self._once((table, bits, budget.activation_bits), weights)
         average = kv.average_bits(profile, budget, table, weight_bytes)
         kv_bits = self._once((table, average), lambda: kv.allocate_kv(table, average))
-        return self._once((full_kv, kv_bits), lambda: full_kv.with_kv_bits(kv_bits))
+        return self._once((table, bits, budget.activation_bits, average), lambda: full_kv.with_kv_bits(kv_bits))
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """What `make` gave for this key the first time."""
