@@ -19,6 +19,20 @@ CLASSES = (
 
 
 @dataclass(frozen=True)
+class PromptSignals:
+    """What a prompt's prefill showed.
+
+    Attributes:
+        inputs: for each nested site the mean square of every channel of its inputs, float32 [inputs]; None where they
+            were not seen.
+        entropy: of the distribution that the prompt ended in, nats.
+    """
+
+    inputs: tuple[npt.NDArray[np.float32] | None, ...]
+    entropy: float
+
+
+@dataclass(frozen=True)
 class QueryProfile:
     """Features and complexity of one query.
 
@@ -31,6 +45,7 @@ class QueryProfile:
         cluster: the nearest of the encoder's centroids; None below tier 3.
         similarity: cosine of the query's vector and that centroid, at most 1; None below tier 3.
         vector: the encoder's vector, float32 [64] of norm 1; None below tier 3, and never recorded.
+        signals: of the prefill, for policies that read it; None before it has run, and for all others.
     """
 
     score: float
@@ -41,6 +56,7 @@ class QueryProfile:
     cluster: int | None = None
     similarity: float | None = None
     vector: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    signals: PromptSignals | None = field(default=None, compare=False, repr=False)
 
     def describe(self) -> dict[str, Any]:
         """The profile as JSON."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from qbe import policies
 from qbe.analysis import Analyzer, QueryProfile
+from qbe.analysis.profile import PromptSignals
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.cache import BlueprintCache
@@ -82,6 +83,16 @@ class Chooser:
             bytes_per_token_16bit=self._full_bytes,
         )
         return ids, chosen
+
+    def reads_prompt(self, request: Request) -> bool:
+        """Whether its policy chooses anew when the prompt has run."""
+        return getattr(self._policy(request.policy), "reads_prompt", False)
+
+    def again(self, request: Request, chosen: Explanation, signals: PromptSignals) -> Blueprint:
+        """The blueprint for the rest of a request of such a policy. The KV cache keeps what it has."""
+        profile = replace(chosen.profile, signals=signals)
+        found = self._policy(request.policy).blueprint(profile, request.budget, self._table)
+        return replace(chosen.blueprint, weight_bits=found.weight_bits, activation_bits=found.activation_bits)
 
     def remember(self, asked: Asked) -> None:
         """Puts the blueprint of a past request into the cache.

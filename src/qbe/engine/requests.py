@@ -15,6 +15,7 @@ from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.live import Live
 from qbe.engine.logprobs import prompt_scoring
+from qbe.engine.moments import Moments
 from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
@@ -90,6 +91,8 @@ class Requests:
         running.watched = request.budget.kv_bits is None and chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
         if request.budget.careful_tokens:
             running.difficult = self._table.difficult_entropy
+        if self._chooser.reads_prompt(request):
+            running.moments = Moments([None] * len(self._table.nested))
         self.core.add(running)
         chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
         text = Detokenizer(self.tokenizer, request.params.stop, self.core.eos_ids)
@@ -110,6 +113,7 @@ class Requests:
         for output in outputs:
             live = self._live[output.sequence.request_id]
             self._raise_kv(live)
+            self._choose_again(live)
             if output.new_token is not None:
                 live.first_token = live.first_token or now
                 live.pieces.append(live.detokenizer.push(output.new_token))
@@ -180,6 +184,18 @@ class Requests:
         bits = kv.raised(live.chosen.blueprint.kv_bits, now, self._table, running.entropies)
         if bits != now:
             self.core.raise_kv(running, bits)
+
+    def _choose_again(self, live: Live) -> None:
+        """Another blueprint for the answer, where the policy reads the prompt and that has run."""
+        running = live.running
+        if running.moments is None or running.remaining > 1 or running.finish_reason == "error":
+            return
+        moments, running.moments = running.moments, None
+        if not moments.tokens:  # all of it but one token was in known pages
+            return
+        running.blueprint = self._chooser.again(live.request, live.chosen, moments.signals())
+        bytes_per_token = running.blueprint.bytes_per_token(self._table)
+        live.chosen = replace(live.chosen, blueprint=running.blueprint, bytes_per_token=bytes_per_token)
 
     def _finish(self, live: Live, now: float | None = None) -> None:
         """Makes the result and its record."""

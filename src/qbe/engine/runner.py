@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.distributions import Categorical
 from transformers import PretrainedConfig
 
 from qbe.engine import entropy
 from qbe.engine.decode import DecodeStep, batch_sizes
+from qbe.engine.moments import gathering
 from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
@@ -102,6 +105,9 @@ class Runner:
             if any(w.sequence.scoring for w in work):
                 logits = self._hand_out(work, logits)
             best = likeliest(logits)
+            for row, w in enumerate(w for w in work if w.samples):
+                if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
+                    w.sequence.moments.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
         for w in work:
             w.sequence.computed = w.start + w.count
         # Prompts seal what they fill layer by layer (`PagedCache.update`).
@@ -120,6 +126,15 @@ class Runner:
             if w.samples:
                 last.append(at - 1)
         return logits[last]
+
+    def _gathering(self, work: Many[Work], tokens: int) -> AbstractContextManager[None]:
+        """While the forward runs, what prompts show to policies that read them (`qbe.engine.moments`) is gathered."""
+        at, parts = 0, []
+        for w in work:
+            if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
+                parts.append((slice(at, at + w.count), w.sequence.moments))
+            at += w.count
+        return gathering(self.model, self.plan.table, parts, tokens) if parts else nullcontext()
 
     def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool) -> None:
         """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
@@ -180,7 +195,7 @@ class Runner:
                 sequence.recurrent = new_state(self.config)
             self.cache.use_state(sequence.recurrent)
         layout = StepLayout(self.cache, spans, slot_ids)
-        with step(layout):
+        with self._gathering(work, t), step(layout):
             logits = self.model(**arguments).logits[0]
         if layout.single is not None:
             entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)

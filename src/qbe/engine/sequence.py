@@ -19,6 +19,7 @@ from qbe.sites import FULL_BITS, KVBits
 
 if TYPE_CHECKING:
     from qbe.engine.logprobs import Logprob
+    from qbe.engine.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ class Sequence:
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, when asked for.
         constraint: what the answer may be; None allows everything.
         place: where it stands in line.
+        moments: what its prompt shows, for a policy that reads it; tokens of known pages show nothing. Else None.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
         error: one line that says what went wrong, when the reason is "error".
@@ -224,6 +226,7 @@ class Sequence:
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     constraint: Constraint | None = None
     place: Place = FIRST_COME
+    moments: Moments | None = None
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
     error: str | None = None

@@ -174,9 +174,11 @@ class Comparison:
         return Outcome(self.queries, self.settings, self.skipped, self.left_out)
 
     def _blueprint(self, query: Query, setting: Setting) -> Blueprint:
-        return self.engine.explain(
-            query.encoded.prompt, _params(query), budget=setting.budget, policy=setting.name
-        ).blueprint
+        """Of a policy that reads the prompt, which then runs here, the one that the answer has."""
+        prompt, asked = query.encoded.prompt, {"budget": setting.budget, "policy": setting.name}
+        if getattr(policies.load(setting.name), "reads_prompt", False):
+            return self.engine.generate(prompt, SamplingParams(max_tokens=1), **asked).blueprint
+        return self.engine.explain(prompt, _params(query), **asked).blueprint
 
     def _fidelity(self, query: Query, teacher: Teacher, blueprint: Blueprint) -> Fidelity:
         known = self.results.get("forced", query.key, blueprint.key)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from qbe.errors import QBEError
 from qbe.models import cache_dir, pull
 from qbe.store.nested_tensor import NestedWeightConfig
@@ -78,10 +80,14 @@ class Results:
 
 def identity(model: str, engine: Engine) -> list[str]:
     """Of an engine made of this model: the files of model and store, the dtype and the kind of device."""
+    return identity_of(model, engine.core.pool.dtype, engine.core.device)
+
+
+def identity_of(model: str, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """The same where no engine runs it."""
     path, config = pull(model, progress=False), NestedWeightConfig()
     store = store_folder(model, progress=False)
-    dtype = str(engine.core.pool.dtype)
-    return [fingerprint(path, config), fingerprint(store, config), dtype, engine.core.device.type]
+    return [fingerprint(path, config), fingerprint(store, config), str(dtype), device.type]
 
 
 def digest(value: Any) -> str:

@@ -69,6 +69,49 @@ def paq(
 
 
 @app.command()
+def predicted(
+    model: Model = DEFAULT, data: Data = None,
+    limit: Annotated[int, typer.Option(help="queries of each data set at most, spread over it")] = 32,
+    dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train the predictor of a query's sensitivities from what its prompt's prefill shows.
+
+    What was measured is kept: an interrupted run goes on, and one with a higher --limit adds to it.
+    """
+    from qbe.engine.devices import pick_device
+    from qbe.eval.items import read_training
+    from qbe.learning.predicted import train
+    from qbe.policies import learned
+    from qbe.progress import bar
+
+    _positive("--limit", limit)
+    items = read_training(data, limit)
+    from qbe.eval.results import Results, identity_of
+    from qbe.models.load import quiet
+    from qbe.store.prepare import prepare
+
+    with quiet():
+        prepared = prepare(model, dtype=dtype, device=pick_device(device), progress=err.is_terminal)
+        kind = next(prepared.model.parameters())
+        with (
+            closing(Results(identity_of(model, kind.dtype, kind.device))) as results,
+            bar("queries", len(items), err.is_terminal) as tick,
+        ):
+            found = train(prepared, items, results, tick)
+    path = learned.write("predicted", prepared.table, found)
+    about = found.about
+    if as_json:
+        print_json({"file": str(path), **about})
+        return
+    out.print(
+        f"{about['queries']} queries; sensitivities differ between queries by a factor of "
+        f"e^{about['pattern_deviation']:.2f} (one deviation), of which {about['explained_of_pattern']:.0%} is predicted "
+        f"on {about['held_out']} held-out ones\nwrote {path}",
+        highlight=False,
+    )  # fmt: skip
+
+
+@app.command()
 def proxy(
     model: Model = DEFAULT,
     policy: Annotated[str, typer.Option(help="the policy to learn from")] = "tiered",

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.distributions import Categorical
 from torch.nn.functional import linear
 
 from qbe.errors import QBEError
@@ -27,7 +28,7 @@ Numbers = npt.NDArray[np.float64]
 
 def estimate(
     model: nn.Module, table: SiteTable, tokens: torch.Tensor, counted: torch.Tensor, gear: int, draws: int, seed: int = 0
-) -> tuple[Numbers, list[torch.Tensor]]:
+) -> tuple[Numbers, list[torch.Tensor], torch.Tensor]:
     """Divergence of each text when one site alone runs at a gear, summed over its counted tokens.
 
     Args:
@@ -38,7 +39,8 @@ def estimate(
 
     Returns:
         nats, float64 [texts, nested sites], and for every nested site the mean square of each channel of its inputs
-        over the tokens before the first counted one, and that one: float32 [texts, inputs].
+        over the tokens up to the first counted one: float32 [texts, inputs]; and the entropy of that one's distribution,
+        nats, float32 [texts].
 
     Raises:
         QBEError: a nested site lost its 16-bit original.
@@ -54,12 +56,14 @@ def estimate(
         logits = model(inputs_embeds=states, use_cache=False).logits
         rows = logits[counted].float()
         p = rows.detach().softmax(-1)
+        first = logits.detach()[torch.arange(len(tokens), device=device), read.sum(-1) - 1].float()
         generator = torch.Generator(device).manual_seed(seed)
         for draw[0] in range(draws):
             r = torch.randn(p.shape, generator=generator, device=device) * p.sqrt()
             r -= p * r.sum(-1, keepdim=True)
             rows.backward(r, retain_graph=draw[0] + 1 < draws)
-    return (found.square().mean(0) / 2).T.cpu().numpy(), moments
+    entropy = Categorical(logits=first, validate_args=False).entropy()
+    return (found.square().mean(0) / 2).T.cpu().numpy(), moments, entropy.cpu()
 
 
 @contextmanager

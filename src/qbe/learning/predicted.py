@@ -1,0 +1,171 @@
+"""Trains the predictor of a query's sensitivities: gradients say what they are, the prompt's prefill what can be known.
+
+A site's sensitivity to one query is its divergence there over that of all queries. What is fitted is the logarithm of
+that ratio, less the query's mean over the sites, which changes no allocation under a given average. Ridge regression
+from a few directions that all signals share, and the site's own two (`qbe.policies.predicted.features`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.special import polygamma
+
+from qbe.analysis.profile import PromptSignals
+from qbe.errors import QBEError
+from qbe.eval.items import Item, encode
+from qbe.eval.results import Results, digest
+from qbe.learning.sensitivities import estimate
+from qbe.policies.learned import Learned
+from qbe.policies.predicted import features
+from qbe.sites import Role
+from qbe.store.prepare import PreparedModel
+from qbe.store.sensitivity import full_bits
+
+PROMPT, ANSWER = 128, 96  # tokens: the last ones of a prompt, the first ones of its answer
+DRAWS = 8  # backward passes for each query
+TOGETHER = 4  # queries of a pass
+DIRECTIONS = 8
+STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # of the regression's penalty
+HELD_OUT = 0.25
+
+Numbers = npt.NDArray[np.float64]
+
+
+def train(
+    prepared: PreparedModel, items: Sequence[Item], results: Results, tick: Callable[[], None] = lambda: None
+) -> Learned:
+    """Measures the items, which goes on where an interrupted run was, and fits the predictor.
+
+    Args:
+        prepared: not yet served by an engine.
+        tick: called after each item.
+
+    Raises:
+        QBEError: too few queries, or a model without its 16-bit weights.
+    """
+    table = prepared.table
+    errors = _errors(prepared)
+    rows = _measured(prepared, items, results, errors, tick)
+    if len(rows) < 8:
+        raise QBEError(f"{len(rows)} queries are too few to train on; give a higher --limit")
+    kl, x = np.array([r["kl"] for r in rows]), np.array([r["features"] for r in rows])
+    tokens = np.array([r["tokens"] for r in rows], np.float64)
+    per_token = np.maximum(kl, 1e-30) / tokens[:, None]
+    order = np.random.default_rng(0).permutation(len(rows))
+    held, kept = order[: round(len(rows) * HELD_OUT)], order[round(len(rows) * HELD_OUT) :]
+    found, strength = _fit(x[kept], _pattern(per_token[kept], per_token[kept]))
+    report = _report(found, x[held], _pattern(per_token[held], per_token[kept]))
+    lowest = kl[kept].sum(0) / tokens[kept].sum()
+    base = [
+        [value * site.sensitivity[g] / max(site.sensitivity[site.gears[0]], 1e-30) for g in site.gears]
+        for site, value in zip(table.nested, lowest, strict=True)
+    ]
+    tensors: dict[str, npt.NDArray[Any]] = {
+        **found, "base": np.array(base), "errors": np.concatenate(errors), "inputs": np.array([len(e) for e in errors]),
+    }  # fmt: skip
+    about = {"queries": len(rows), "draws": DRAWS, "held_out": len(held), "strength": strength, **report}
+    return Learned(tensors, about)
+
+
+def _errors(prepared: PreparedModel) -> list[npt.NDArray[np.float32]]:
+    """For every site the squared error of the columns of its weight at the lowest gear."""
+    with torch.inference_mode(), full_bits(prepared.model, prepared.table) as weights:
+        return [
+            (weights[s.name].dequantise(s.gears[0]).float() - weights[s.name].dequantise().float())
+            .square().sum(0).cpu().numpy()
+            for s in prepared.table.nested
+        ]  # fmt: skip
+
+
+def _measured(
+    prepared: PreparedModel, items: Sequence[Item], results: Results, errors: list[npt.NDArray[np.float32]],
+    tick: Callable[[], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """For each item `kl` [sites], nats summed over the answer, `features` of its prompt, and `tokens`."""
+    table, known, missing = prepared.table, dict[int, dict[str, Any]](), list[tuple[int, list[int], list[int], str]]()
+    for i, item in enumerate(items):
+        e = encode(item, prepared.tokenizer)
+        prompt, answer = e.prompt_ids[-PROMPT:], e.reference_ids[:ANSWER]
+        key = digest([prompt, answer])
+        found = results.get("sensitivity", key, f"gear {table.gears()[0]}, {DRAWS} draws")
+        if found is not None:
+            known[i] = found
+            tick()
+        elif prompt and answer:
+            missing.append((i, prompt, answer, key))
+        else:
+            tick()
+    missing.sort(key=lambda m: len(m[1]) + len(m[2]))  # those of about the same length share a pass
+    for at in range(0, len(missing), TOGETHER):
+        some = missing[at : at + TOGETHER]
+        tokens = torch.zeros(len(some), max(len(p) + len(a) for _, p, a, _ in some), dtype=torch.int64)
+        counted = torch.zeros(tokens.shape, dtype=torch.bool)
+        for row, (_, prompt, answer, _) in enumerate(some):
+            ids = prompt + answer
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            counted[row, len(prompt) - 1 : len(ids) - 1] = True
+        kl, moments, entropy = estimate(prepared.model, table, tokens, counted, table.gears()[0], DRAWS, seed=at)
+        for row, (i, _, answer, key) in enumerate(some):
+            inputs = tuple(
+                None if s.role is Role.OUTPUT_HEAD else m[row].numpy() for s, m in zip(table.nested, moments, strict=True)
+            )
+            x = features(PromptSignals(inputs, float(entropy[row])), errors)
+            known[i] = {"kl": kl[row].tolist(), "features": x.tolist(), "tokens": len(answer)}
+            results.put("sensitivity", key, f"gear {table.gears()[0]}, {DRAWS} draws", known[i])
+            tick()
+    return [known[i] for i in sorted(known)]
+
+
+def _pattern(per_token: Numbers, trained_on: Numbers) -> Numbers:
+    """Logarithms [queries, sites] of sensitivities over the mean of training's, less each query's mean."""
+    ratio = np.log(per_token) - np.log(trained_on).mean(0)
+    return ratio - ratio.mean(1, keepdims=True)
+
+
+def _fit(x: Numbers, y: Numbers) -> tuple[dict[str, npt.NDArray[Any]], float]:
+    """The tensors of `qbe.policies.predicted.Predictor` that tell ratios y [queries, sites] from features x, and the
+    penalty whose predictions of single queries by the others were best.
+    """
+    mean, scale = x.mean(0), np.maximum(x.std(0), 1e-3)
+    z = (x - mean) / scale
+    _, lengths, across = np.linalg.svd(z, full_matrices=False)
+    kept = min(DIRECTIONS, int((lengths > 1e-6 * lengths[0]).sum()))
+    directions = across[:kept].T / (lengths[:kept] / np.sqrt(len(z)))
+    sites, shared = y.shape[1], z @ directions
+    inputs = [np.concatenate([shared, z[:, [s, sites + s]]], 1) for s in range(sites)]
+    losses = []
+    for strength in STRENGTHS:
+        loss = 0.0
+        for s, own in enumerate(inputs):
+            hat = own @ np.linalg.solve(own.T @ own + strength * np.eye(own.shape[1]), own.T)
+            loss += float((((y[:, s] - hat @ y[:, s]) / (1 - np.diag(hat))) ** 2).sum())
+        losses.append(loss)
+    strength = STRENGTHS[int(np.argmin(losses))]
+    weights = np.array([
+        np.linalg.solve(own.T @ own + strength * np.eye(own.shape[1]), own.T @ y[:, s])
+        for s, own in enumerate(inputs)
+    ])  # fmt: skip
+    return {
+        "mean": mean, "scale": scale, "directions": directions, "shared": weights[:, :kept].T,
+        "own": weights[:, kept:].T,
+    }, strength  # fmt: skip
+
+
+def _report(found: dict[str, npt.NDArray[Any]], x: Numbers, y: Numbers) -> dict[str, float]:
+    """How much of held-out queries' patterns the predictor explains, and how much of them is the estimate's noise."""
+    z = (x - found["mean"]) / found["scale"]
+    own = z[:, : 2 * y.shape[1]].reshape(len(z), 2, -1)
+    said = (z @ found["directions"]) @ found["shared"] + (own * found["own"]).sum(1)
+    noise = float(polygamma(1, DRAWS / 2))  # variance of the logarithm of a mean of so many squares
+    return {
+        "pattern_deviation": float(np.sqrt(max(0.0, float(y.var()) - noise))),
+        "noise_deviation": float(np.sqrt(noise)),
+        "predicted_deviation": float(said.std()),
+        "explained": float(1 - ((y - said) ** 2).mean() / (y**2).mean()),
+        "explained_of_pattern": float((1 - ((y - said) ** 2).mean() / (y**2).mean()) * y.var() / max(1e-9, y.var() - noise)),
+    }

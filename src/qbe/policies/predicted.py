@@ -1,0 +1,109 @@
+"""Bits for each query from what its own prompt shows: sensitivities predicted from the prefill, allocated exactly."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from qbe.analysis.profile import PromptSignals, QueryProfile
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.errors import QBEError
+from qbe.policies import learned
+from qbe.policies.allocate import TOLERANCE, solve
+from qbe.policies.kv import allocate_kv
+from qbe.sites import FULL_BITS, SiteTable
+
+MOST = 1.5  # of a logarithm of a predicted ratio, up or down: what training saw little of is not believed
+Numbers = npt.NDArray[np.float64]
+
+
+class PredictedPolicy:
+    """The prompt runs at the best assignment for all of training's queries (`qbe train predicted`), what its prefill
+    shows of every site's inputs predicts how this query's sensitivities differ from theirs, and the answer is written at
+    the exact allocation for these. The average is the budget's, else the middle of its tier; the KV cache has the
+    budget's bits, else 16.
+    """
+
+    name = "predicted"
+    needs_sensitivity = True
+    reads_prompt = True
+
+    def prepare(self, table: SiteTable) -> None:
+        """Raises QBEError where no predictor was trained for this model."""
+        _predictor(table)
+
+    def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
+        """Raises QBEError without a trained predictor, or for a budget below the store's lowest average."""
+        predictor, bits = _predictor(table), budget.bits_for(0.5)
+        if profile.signals is None:
+            gears = _for_all(table, bits)
+        else:
+            gears = _allocation(table, predictor.base * np.exp(predictor.ratios(profile.signals))[:, None], bits)
+        kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
+        return Blueprint.of(
+            self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
+        )
+
+
+class Predictor:
+    """A linear map of a prompt's signals. See `qbe.learning.predicted`.
+
+    Attributes:
+        base: sensitivities of training's queries, nats per token, float64 [sites, gears].
+    """
+
+    def __init__(self, tensors: dict[str, learned.Array]) -> None:
+        self.base: Numbers = tensors["base"].astype(np.float64)
+        self._mean, self._scale = tensors["mean"], tensors["scale"]
+        self._directions, self._shared, self._own = tensors["directions"], tensors["shared"], tensors["own"]
+        ends = np.cumsum(tensors["inputs"])
+        self._errors = np.split(tensors["errors"], ends[:-1])
+
+    def ratios(self, signals: PromptSignals) -> Numbers:
+        """Logarithms of this query's sensitivities over `base`, float64 [sites]."""
+        x = (features(signals, self._errors) - self._mean) / self._scale
+        own = x[: 2 * len(self.base)].reshape(2, -1)
+        found = (x @ self._directions) @ self._shared + (own * self._own).sum(0)
+        return np.clip(found, -MOST, MOST)
+
+
+def features(signals: PromptSignals, errors: list[learned.Array]) -> Numbers:
+    """Of every site the logarithm of the squared error that its lowest gear is expected to make at these inputs, then
+    of the share of it that the largest channels have; and the entropy that the prompt ended in. float64 [2 sites + 1].
+
+    Args:
+        errors: for each site the squared error of its weight's columns at that gear, float32 [inputs]; the channels'
+            errors add up, as far as channels are not correlated.
+
+    A site whose inputs were not seen, like an output head, has zeros.
+    """
+    size, share = np.zeros(len(errors)), np.zeros(len(errors))
+    for at, (squares, error) in enumerate(zip(signals.inputs, errors, strict=True)):
+        if squares is not None:
+            by_channel = squares.astype(np.float64) * error
+            total = max(float(by_channel.sum()), 1e-30)
+            size[at], share[at] = np.log(total), np.log(max(float(by_channel @ by_channel), 1e-60)) - 2 * np.log(total)
+    return np.concatenate([size, share, [signals.entropy]])
+
+
+@lru_cache(maxsize=8)
+def _predictor(table: SiteTable) -> Predictor:
+    return Predictor(dict(learned.read("predicted", table).tensors))
+
+
+@lru_cache(maxsize=256)
+def _for_all(table: SiteTable, bits: float) -> tuple[int, ...]:
+    return _allocation(table, _predictor(table).base, bits)
+
+
+def _allocation(table: SiteTable, costs: Numbers, bits: float) -> tuple[int, ...]:
+    """The exact allocation of costs [sites, gears] at an average of `bits`."""
+    rows = [dict(zip(s.gears, row, strict=True)) for s, row in zip(table.nested, costs, strict=True)]
+    sizes = [s.parameters for s in table.nested]
+    found = solve(rows, sizes, bits, bits - TOLERANCE) or solve(rows, sizes, bits)
+    if found is None:
+        raise QBEError(f"no assignment was found for a budget of {bits:g} bits; try a higher one")
+    return found
