@@ -98,14 +98,14 @@ def test_numbers_are_those_of_the_model_itself(outcome: Outcome, engine: Engine,
 
 def test_rows_comparisons_and_flips(outcome: Outcome) -> None:
     described = json.loads(json.dumps(describe(outcome), allow_nan=False))
-    assert len(described["rows"]) == len(outcome.settings) * 4
+    assert len(described["rows"]) == len(outcome.settings) * 5
     for row in described["rows"]:
         low, high = row["kl_interval"] if row["n"] > 1 else (row["kl"], row["kl"])
         assert low * (1 - 1e-9) <= row["kl"] <= high * (1 + 1e-9)
         assert 0 <= row["top1"] <= 1
         assert row["perplexity"] > 1
         assert (row["accuracy"] is None) == (row["dataset"] == "text")
-        own = [q for q in outcome.queries if q.item.dataset == row["dataset"]]
+        own = [q for q in outcome.queries if row["dataset"] in (q.item.dataset, "all")]
         setting = Setting(row["policy"], row["bits"], row["seed"])
         kl = [q.measured[setting].fidelity for q in own]
         assert row["kl"] == pytest.approx(sum(f.kl for f in kl) / sum(f.tokens for f in kl))

@@ -195,10 +195,17 @@ class SiteTable:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits that change with the model's sites, their store and what was measured of them."""
+        """32 hex digits that change with the model's sites, their store and what was measured of them.
+
+        Measurements count with six digits, which is what their file keeps.
+        """
+
+        def rounded(measured: Mapping[int, float]) -> list[str]:
+            return [f"{gear}: {kl:.6g}" for gear, kl in sorted(measured.items())]
+
         sites = [
-            (s.name, s.role, s.layer, s.shape, s.gears, sorted(s.bytes_at.items()), sorted(s.sensitivity.items()),
-             sorted(s.activation_sensitivity.items()))
+            (s.name, s.role, s.layer, s.shape, s.gears, sorted(s.bytes_at.items()), rounded(s.sensitivity),
+             rounded(s.activation_sensitivity))
             for s in self
         ]  # fmt: skip
         return hashlib.blake2b(repr((self.layers, sites)).encode(), digest_size=16).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,7 @@ def compare(
     datasets: Annotated[str, typer.Option(help="of text, gsm8k, bbh and humaneval")] = "text,gsm8k,bbh,humaneval",
     limit: Annotated[int, typer.Option(help="queries of each data set at most, spread over it")] = 50,
     seeds: Annotated[int, typer.Option(help="seeds of each policy that draws")] = 3,
+    answers: Annotated[bool, typer.Option(help="write answers and count the right ones, which takes longest")] = True,
     dtype: Dtype = "float32",
     device: Device = "auto",
     as_json: Json = None,
@@ -68,7 +70,7 @@ def compare(
     for name in wanted:
         if name not in DATASETS:
             raise QBEError(f"--datasets has '{name}': give some of {', '.join(DATASETS)}")
-    items = read(wanted, data, limit)
+    items = [item if answers else replace(item, right=None) for item in read(wanted, data, limit)]
     from contextlib import closing
 
     from qbe.engine.engine import Engine

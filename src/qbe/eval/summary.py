@@ -18,10 +18,16 @@ BASELINES = ("static", "random", "uniform")
 
 
 def describe(outcome: Outcome) -> dict[str, Any]:
-    """`reference` (16 bits) and `rows` for each data set and setting, `comparisons` with the baselines, `flips`."""
+    """`reference` (16 bits) and `rows` for each data set and setting, `comparisons` with the baselines, `flips`.
+
+    Several data sets count as one more, `all`: where a policy gives one kind of query more bits than another, only the
+    whole has the average that was asked for.
+    """
     by_dataset: dict[str, list[Query]] = {}
     for query in outcome.queries:
         by_dataset.setdefault(query.item.dataset, []).append(query)
+    if len(by_dataset) > 1:
+        by_dataset["all"] = outcome.queries
     rows = [row(name, queries, s) for s in outcome.settings for name, queries in by_dataset.items()]
     return {
         "reference": [row(name, queries, FULL) for name, queries in by_dataset.items()],

@@ -1,0 +1,161 @@
+"""The proxy scorer: what it learns of a policy from records, and what it leaves to it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qbe import QBEError, policies
+from qbe.analysis.classifier import default_classifier
+from qbe.analysis.features import FEATURES, LOGARITHMIC
+from qbe.analysis.profile import CLASSES, QueryProfile
+from qbe.analysis.thresholds import MARKS
+from qbe.budget import Budget
+from qbe.cli import main
+from qbe.learning import proxy
+from qbe.policies import learned
+from qbe.policies.proxy import ProxyPolicy, nearest
+from qbe.records import Record
+from qbe.sites import FULL_BITS
+from test_policies import smollm2_like
+
+TABLE = smollm2_like(4)
+TIERS = ("default", "flex")
+
+
+def requests(n: int, seed: int) -> Iterator[tuple[QueryProfile, Budget]]:
+    """Made-up queries: around the mean of the classifier's training prompts in two directions, and some of tier 1."""
+    rng, draw, c = np.random.default_rng(seed), random.Random(seed), default_classifier()
+    directions = np.random.default_rng(0).standard_normal((2, len(FEATURES))) * c.scale / 2
+    for i in range(n):
+        budget = Budget(tier=draw.choice(TIERS))
+        if i % 4 == 0:
+            marks = dict.fromkeys(MARKS, 0.0) | {m: draw.random() for m in MARKS[:2]}
+            score = min(1.0, 0.3 + sum(c.thresholds[m] * v for m, v in marks.items()))
+            yield QueryProfile(max(0.0, score), "code", 1, marks, 500), budget
+            continue
+        x = np.maximum(rng.standard_normal(2) @ directions + c.mean, 0)
+        raw = np.where(np.isin(FEATURES, LOGARITHMIC), np.expm1(x), x)
+        z = c.standardise(raw)
+        p = c.probabilities(z)
+        features = dict(zip(FEATURES, raw.tolist(), strict=True))
+        yield QueryProfile(float(c.score(z, p)), CLASSES[int(p.argmax())], 2, features, 500), budget
+
+
+def records(n: int, seed: int, policy: str = "tiered") -> list[Record]:
+    chooser = policies.load("tiered")
+    found = []
+    for profile, budget in requests(n, seed):
+        chosen = chooser.blueprint(profile, budget, TABLE)
+        found.append(Record(
+            model=TABLE.model_name, policy=policy, tier=budget.tier, prompt_tokens=400, completion_tokens=100,
+            finish_reason="stop", score=profile.score, prompt_class=profile.prompt_class, analysis_tier=profile.tier,
+            features=profile.features, weight_bits=chosen.weight_bits, activation_bits=chosen.activation_bits,
+        ))  # fmt: skip
+    return found
+
+
+@pytest.fixture(scope="module")
+def past() -> list[Record]:
+    return records(700, 0)
+
+
+@pytest.fixture(scope="module")
+def trained(past: list[Record], tmp_path_factory: pytest.TempPathFactory) -> Iterator[learned.Learned]:
+    pytest.importorskip("sklearn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QBE_CACHE", str(tmp_path_factory.mktemp("proxy")))
+        found = proxy.train(past, "tiered", TABLE)
+        learned.write("proxy", TABLE, found)
+        yield found
+
+
+def test_it_agrees_with_the_policy_where_it_answers(trained: learned.Learned) -> None:
+    assert trained.about["parameters"] < 1_000_000
+    assert trained.about["handled"] > 0.5
+    real, policy = policies.load("tiered"), ProxyPolicy()
+    apart = []
+    for profile, budget in requests(300, 7):
+        before, found = policy.handled, policy.blueprint(profile, budget, TABLE)
+        wanted = real.blueprint(profile, budget, TABLE)
+        if policy.handled == before:
+            assert found == wanted
+        else:
+            assert found.policy == "proxy"
+            assert found.kv_bits == wanted.kv_bits
+            apart.append(abs(found.average_weight_bits(TABLE) - wanted.average_weight_bits(TABLE)))
+    assert policy.handled + policy.passed == 300
+    assert len(apart) > 150
+    assert np.mean(np.array(apart) <= 0.1) > 0.95
+
+
+def test_it_leaves_to_the_policy_what_it_does_not_know(trained: learned.Learned) -> None:
+    policy = ProxyPolicy()
+    profile, _ = next(p for p in requests(300, 7) if p[0].tier == 2 and _answered(*p))
+    far = replace(profile, features={**profile.features, "digit_density": 50.0})
+    for of, budget in (
+        (profile, Budget(bits=5)), (profile, Budget(kv_bits=4)), (profile, Budget(within=(5.0, 7.0))),
+        (profile, Budget(tier="priority")), (far, Budget(tier="default")),
+    ):  # fmt: skip
+        assert policy.blueprint(of, budget, TABLE).policy == "tiered", budget
+    assert policy.handled == 0
+    eight = policy.blueprint(profile, Budget(tier="default", activation_bits=8), TABLE)
+    assert (eight.policy, set(eight.activation_bits)) == ("proxy", {8, FULL_BITS})
+
+
+def _answered(profile: QueryProfile, budget: Budget) -> bool:
+    policy = ProxyPolicy()
+    policy.blueprint(profile, budget, TABLE)
+    return bool(policy.handled) and budget.tier == "default"
+
+
+def test_which_records_count(past: list[Record]) -> None:
+    real = policies.load("tiered")
+    other = [replace(past[0], policy="uniform"), replace(past[0], model="another"), replace(past[1], features={})]
+    asked = replace(past[2], budget_bits=5.0)
+    old = replace(past[3], weight_bits=tuple(s.gears[-1] for s in TABLE.nested))
+    pairs, distinct, left = proxy.pairs_of([*other, asked, old, *past[4:9]], real, TABLE)
+    assert left == {"other": 3, "asked_for": 1, "outdated": 1}
+    assert [distinct[p.gears] for p in pairs] == [tuple(r.weight_bits) for r in past[4:9]]
+    with pytest.raises(QBEError, match="10 records of 'tiered' on like are too few, 50 are needed"):
+        proxy.train(past[:10], "tiered", TABLE)
+    with pytest.raises(QBEError, match="the policy 'random' reads more than a record holds"):
+        proxy.train(past, "random", TABLE)
+
+
+def test_centres_and_the_nearest_of_them() -> None:
+    averages = np.array([5.0, 5.04, 5.2, 6.0, 5.02])
+    centres = proxy.clusters(averages, np.array([1, 9, 1, 1, 2]))
+    assert averages[centres].tolist() == [5.04, 5.2, 6.0]
+    assert [nearest([1.0, 2.0, 4.0], x) for x in (0.0, 1.4, 1.6, 2.9, 3.1, 9.0)] == [0, 0, 1, 1, 2, 2]
+    spread, agreed = np.array([0.1, 0.2, 0.3, 0.4]), np.array([True, True, False, True])
+    assert proxy.harmless(spread, agreed) == 0.2
+    assert proxy.harmless(spread, ~agreed) == -1
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "hello"}\n')
+    for args, says in (
+        (["--records", str(bad)], f"'{bad}' has no records"),
+        (["--records", "nowhere"], "'nowhere' cannot be read"),
+        (["--policy", "best"], "unknown policy 'best'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "proxy", *args])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err.strip()
+        assert says in said
+        assert "\n" not in said
+
+
+def test_exported_records_are_read(past: list[Record], tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(r.describe()) + "\n" for r in past[:5]))
+    assert proxy.read_records(tmp_path / "r.jsonl") == past[:5]
