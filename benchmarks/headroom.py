@@ -213,10 +213,11 @@ def main() -> None:
         kl = {way: run(model, table, queries, reference, chosen) for way, chosen in ways.items()}
         for way, chosen in ways.items():
             average = float((sizes / sizes.sum()) @ chosen @ tokens / tokens.sum())
-            linear = np.take_along_axis(per_token.transpose(1, 0, 2), np.array(gears).searchsorted(chosen)[..., None], 2)
+            at = np.array(gears).searchsorted(chosen)[..., None]
+            linear = np.take_along_axis(per_token.transpose(1, 0, 2), at, 2).sum((0, 2))  # by query
             row = {
                 "bits": bits, "way": way, "average_bits": average, "n": n, "tokens": int(tokens.sum()),
-                "kl": float(kl[way].sum() / tokens.sum()), "summed": float((linear.sum((0, 2)) * tokens).sum() / tokens.sum()),
+                "kl": float(kl[way].sum() / tokens.sum()), "summed": float((linear * tokens).sum() / tokens.sum()),
                 "over_others": float(ratio(kl[way], kl["others"])), "interval": interval(kl[way], kl["others"]),
                 "over_static": float(ratio(kl[way], kl["static"])), "interval_static": interval(kl[way], kl["static"]),
             }  # fmt: skip

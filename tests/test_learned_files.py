@@ -48,7 +48,7 @@ def test_no_damaged_file_is_read(at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(QBEError, match="damaged|another store") as error:
+    with pytest.raises(QBEError, match=r"damaged|another store") as error:
         learned.read("paq", TABLE)
     assert "\n" not in str(error.value)
     path.write_bytes(bytes(data[:50]))

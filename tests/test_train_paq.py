@@ -25,7 +25,7 @@ from qbe.policies import learned
 from qbe.policies.paq import THRESHOLDS, _Sample, price
 
 pytest.importorskip("sklearn")
-WORDS = "river stone window garden letter music winter animal number market doctor island".split()
+WORDS = ["river", "stone", "window", "garden", "letter", "music", "winter", "animal", "number", "market", "doctor"]
 
 
 def items(n: int) -> list[Item]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import byte_tokenizer, tiny_llama
+from conftest import tiny_llama
 from qbe import Engine, QBEError
 from qbe.analysis.profile import PromptSignals
 from qbe.budget import Budget

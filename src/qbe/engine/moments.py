@@ -1,7 +1,7 @@
 """What the prefill says of a prompt beside its logits: how large the channels of every nested site's inputs were.
 
-A policy that `reads_prompt` gets these once the prompt has run (`qbe.analysis.profile.PromptSignals`) and chooses anew for
-what is to come. Hooks are there while such a prompt runs, and at no other time.
+A policy that `reads_prompt` gets these once the prompt has run (`qbe.analysis.profile.PromptSignals`) and chooses anew
+for what is to come. Hooks are there while such a prompt runs, and at no other time.
 """
 
 from __future__ import annotations

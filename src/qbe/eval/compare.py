@@ -175,10 +175,10 @@ class Comparison:
 
     def _blueprint(self, query: Query, setting: Setting) -> Blueprint:
         """Of a policy that reads the prompt, which then runs here, the one that the answer has."""
-        prompt, asked = query.encoded.prompt, {"budget": setting.budget, "policy": setting.name}
-        if getattr(policies.load(setting.name), "reads_prompt", False):
-            return self.engine.generate(prompt, SamplingParams(max_tokens=1), **asked).blueprint
-        return self.engine.explain(prompt, _params(query), **asked).blueprint
+        prompt, budget, name = query.encoded.prompt, setting.budget, setting.name
+        if getattr(policies.load(name), "reads_prompt", False):
+            return self.engine.generate(prompt, SamplingParams(max_tokens=1), budget=budget, policy=name).blueprint
+        return self.engine.explain(prompt, _params(query), budget=budget, policy=name).blueprint
 
     def _fidelity(self, query: Query, teacher: Teacher, blueprint: Blueprint) -> Fidelity:
         known = self.results.get("forced", query.key, blueprint.key)

@@ -1,1 +1,1 @@
-"""`qbe train`: what learned policies learn, from data and from records. Policies read the result (`policies.learned`)."""
+"""`qbe train`: learns from data or records what policies read (`qbe.policies.learned`)."""

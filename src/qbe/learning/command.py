@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from qbe.commands.console import err, out, print_json
@@ -15,9 +16,7 @@ from qbe.commands.options import DEFAULT, Device, Dtype, Json, Model, make_engin
 from qbe.errors import QBEError
 
 app = typer.Typer(no_args_is_help=True, help="Train a learned policy for a model; what it learns stays in the cache.")
-Data = Annotated[
-    Path | None, typer.Option(help="folder with the data sets; left out, $QBE_DATA, else ../shared/data")
-]
+Data = Annotated[Path | None, typer.Option(help="folder with the data sets; left out, $QBE_DATA, else ../shared/data")]
 
 
 @app.command()
@@ -54,18 +53,19 @@ def paq(
         print_json({"file": str(path), **found.about})
         return
     table = Table(box=None, padding=(0, 2, 0, 0), caption=f"wrote {path}", caption_justify="left")
-    for column in ("threshold", "tier", "right (95 %)", "constant", "share of each width", "labels' share", "bits"):
-        table.add_column(column)
+    for column in ("threshold", "right", "constant", "share of each width", "as labelled", "bits"):
+        table.add_column(column, no_wrap=True)
     for router in found.about["routers"]:
-        for seed in router["seeds"]:
-            span = seed["accuracy_interval"]
-            right = f"{seed['accuracy']:.1%}" + (f" ({span[0]:.1%} to {span[1]:.1%})" if span else "")
-            table.add_row(
-                f"{router['threshold']:g}", router["tier"], right, f"{seed['constant_accuracy']:.1%}",
-                _shares(seed["share"]), _shares(seed["share_of_labels"]), f"{seed['bits']:.2f}",
-            )  # fmt: skip
-    out.print(f"{found.about['prompts']} prompts, a quarter of them held out, three splits", highlight=False)
-    out.print(table)
+        seeds = router["seeds"]
+        right = [s["accuracy"] for s in seeds]
+        table.add_row(
+            f"{router['threshold']:g} ({router['tier']})", f"{_mean(right):.0%} ({min(right):.0%} to {max(right):.0%})",
+            f"{_mean([s['constant_accuracy'] for s in seeds]):.0%}", _shares([s["share"] for s in seeds]),
+            _shares([s["share_of_labels"] for s in seeds]), f"{_mean([s['bits'] for s in seeds]):.2f}",
+        )  # fmt: skip
+    console = out if out.is_terminal else Console(width=max(out.width, 150))  # a file need not fold its lines
+    console.print(f"{found.about['prompts']} prompts, a quarter of them held out, three splits", highlight=False)
+    console.print(table)
 
 
 @app.command()
@@ -104,7 +104,7 @@ def predicted(
         print_json({"file": str(path), **about})
         return
     out.print(
-        f"{about['queries']} queries; sensitivities differ between queries by a factor of "
+        f"{about['queries']} queries; a site's share of the damage differs between them by a factor of "
         f"e^{about['pattern_deviation']:.2f} (one deviation), of which {about['explained_of_pattern']:.0%} is predicted "
         f"on {about['held_out']} held-out ones\nwrote {path}",
         highlight=False,
@@ -145,8 +145,12 @@ def proxy(
     )  # fmt: skip
 
 
-def _shares(shares: dict[str, float]) -> str:
-    return ", ".join(f"{w}: {s:.0%}" for w, s in shares.items())
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _shares(splits: Sequence[dict[str, float]]) -> str:
+    return ", ".join(f"{width}: {_mean([s[width] for s in splits]):.0%}" for width in splits[0])
 
 
 def _positive(option: str, value: int) -> None:

@@ -73,9 +73,7 @@ def fit(x: Numbers, y: Classes, classes: int) -> tuple[Numbers, Numbers]:
     return weight, bias
 
 
-def train(
-    engine: Engine, items: Sequence[Item], results: Results, tick: Callable[[], None] = lambda: None
-) -> Learned:
+def train(engine: Engine, items: Sequence[Item], results: Results, tick: Callable[[], None] = lambda: None) -> Learned:
     """Measures the items, which goes on where an interrupted run was, and fits a router for each threshold.
 
     The router that is kept is that of the first split; what is reported is of each split's held-out prompts.

@@ -112,7 +112,8 @@ def _measured(
         kl, moments, entropy = estimate(prepared.model, table, tokens, counted, table.gears()[0], DRAWS, seed=at)
         for row, (i, _, answer, key) in enumerate(some):
             inputs = tuple(
-                None if s.role is Role.OUTPUT_HEAD else m[row].numpy() for s, m in zip(table.nested, moments, strict=True)
+                None if site.role is Role.OUTPUT_HEAD else means[row].numpy()
+                for site, means in zip(table.nested, moments, strict=True)
             )
             x = features(PromptSignals(inputs, float(entropy[row])), errors)
             known[i] = {"kl": kl[row].tolist(), "features": x.tolist(), "tokens": len(answer)}
@@ -162,10 +163,10 @@ def _report(found: dict[str, npt.NDArray[Any]], x: Numbers, y: Numbers) -> dict[
     own = z[:, : 2 * y.shape[1]].reshape(len(z), 2, -1)
     said = (z @ found["directions"]) @ found["shared"] + (own * found["own"]).sum(1)
     noise = float(polygamma(1, DRAWS / 2))  # variance of the logarithm of a mean of so many squares
+    explained, pattern = float((y**2).mean() - ((y - said) ** 2).mean()), max(1e-9, float((y**2).mean()) - noise)
     return {
-        "pattern_deviation": float(np.sqrt(max(0.0, float(y.var()) - noise))),
+        "pattern_deviation": float(np.sqrt(pattern)),
         "noise_deviation": float(np.sqrt(noise)),
         "predicted_deviation": float(said.std()),
-        "explained": float(1 - ((y - said) ** 2).mean() / (y**2).mean()),
-        "explained_of_pattern": float((1 - ((y - said) ** 2).mean() / (y**2).mean()) * y.var() / max(1e-9, y.var() - noise)),
+        "explained_of_pattern": explained / pattern,
     }

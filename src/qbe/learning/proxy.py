@@ -203,7 +203,7 @@ def _fit(
 
 
 def harmless(spread: Numbers, agreed: npt.NDArray[np.bool_]) -> float:
-    """The largest spread up to which the share `RIGHT` of the answers agrees; -1, which is none, where there is none."""
+    """The largest spread up to which the share `RIGHT` of the answers agrees; -1, which no spread is, without one."""
     order = np.argsort(spread, kind="stable")
     shares = np.cumsum(agreed[order]) / np.arange(1, len(order) + 1)
     good = np.flatnonzero(shares >= RIGHT)

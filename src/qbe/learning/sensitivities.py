@@ -27,8 +27,9 @@ Numbers = npt.NDArray[np.float64]
 
 
 def estimate(
-    model: nn.Module, table: SiteTable, tokens: torch.Tensor, counted: torch.Tensor, gear: int, draws: int, seed: int = 0
-) -> tuple[Numbers, list[torch.Tensor], torch.Tensor]:
+    model: nn.Module, table: SiteTable, tokens: torch.Tensor, counted: torch.Tensor, gear: int, draws: int,
+    seed: int = 0,
+) -> tuple[Numbers, list[torch.Tensor], torch.Tensor]:  # fmt: skip
     """Divergence of each text when one site alone runs at a gear, summed over its counted tokens.
 
     Args:
@@ -38,8 +39,8 @@ def estimate(
         draws: backward passes.
 
     Returns:
-        nats, float64 [texts, nested sites], and for every nested site the mean square of each channel of its inputs
-        over the tokens up to the first counted one: float32 [texts, inputs]; and the entropy of that one's distribution,
+        nats, float64 [texts, nested sites]; for every nested site the mean square of each channel of its inputs over
+        the tokens up to the first counted one, float32 [texts, inputs]; and the entropy of that one's distribution,
         nats, float32 [texts].
 
     Raises:
@@ -100,7 +101,7 @@ def _with_errors(
     try:
         for at, site in enumerate(table.nested):
             module = modules[site.name]
-            module.forward = site_forward(at, module.weight, module.bias)  # type: ignore[arg-type, assignment, method-assign]
+            module.forward = site_forward(at, module.weight, module.bias)
             changed.append(module)
         yield
     finally:

@@ -33,8 +33,8 @@ class Policy(Protocol):
     random policy has none.
 
     `analysis_tier` says that it needs profiles of that tier, and `prepare(table)` is called when an engine takes the
-    policy: it raises QBEError where it cannot serve that model. One with `reads_prompt` is asked once more when the prompt
-    has run, now with `profile.signals`; what it says then is for the answer.
+    policy: it raises QBEError where it cannot serve that model. One with `reads_prompt` is asked once more when the
+    prompt has run, now with `profile.signals`; what it says then is for the answer.
     """
 
     name: str

@@ -22,8 +22,8 @@ Numbers = npt.NDArray[np.float64]
 
 class PredictedPolicy:
     """The prompt runs at the best assignment for all of training's queries (`qbe train predicted`), what its prefill
-    shows of every site's inputs predicts how this query's sensitivities differ from theirs, and the answer is written at
-    the exact allocation for these. The average is the budget's, else the middle of its tier; the KV cache has the
+    shows of every site's inputs predicts how this query's sensitivities differ from theirs, and the answer is written
+    at the exact allocation for these. The average is the budget's, else the middle of its tier; the KV cache has the
     budget's bits, else 16.
     """
 

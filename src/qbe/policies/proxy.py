@@ -1,8 +1,8 @@
 """The proxy scorer: features -> blueprint by small networks, and the real policy where they are unsure.
 
-They were trained on what a policy chose for past requests (`qbe train proxy`), whose blueprints were put into clusters by
-their average bits, each with one of them for its centre: the nearest centre is the answer. A query is left to the policy
-when the caller asked for more than a tier, when its features are unlike those of training, and when the networks
+They were trained on what a policy chose for past requests (`qbe train proxy`), whose blueprints were put into clusters
+by their average bits, each with one of them for its centre: the nearest centre is the answer. A query is left to the
+policy when the caller asked for more than a tier, when its features are unlike those of training, and when the networks
 disagree by more than proved harmless on other requests.
 """
 
