@@ -18,7 +18,7 @@ from qbe.eval.results import Results
 from qbe.learning import predicted
 from qbe.learning.sensitivities import estimate
 from qbe.policies import learned
-from qbe.policies.predicted import Predictor, features
+from qbe.policies.predicted import VECTOR, Predictor, features
 from qbe.sites import Role
 from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model
@@ -65,12 +65,14 @@ def test_gradients_estimate_what_lowering_a_site_does() -> None:
 def test_a_linear_pattern_is_found() -> None:
     rng = np.random.default_rng(0)
     sites, n = 6, 80
-    x = np.concatenate([rng.standard_normal((n, 2 * sites)), rng.standard_normal((n, 1))], 1)
-    y = 0.3 * x[:, :sites] + 0.2 * x[:, -1:] * rng.standard_normal(sites)
-    found, strength = predicted._fit(x, y)
+    shown = rng.standard_normal((n, 3))  # three things that differ between queries
+    x = shown @ rng.standard_normal((3, 2 * sites + 1))
+    y = shown @ rng.standard_normal((3, sites)) / 5
+    v = rng.standard_normal((n, 64)) * 1e-3
+    found, strength = predicted._fit(x, v, y)
     assert strength in predicted.STRENGTHS
-    report = predicted._report(found, x, y)
-    assert report["explained"] > 0.8
+    report = predicted._report(found, x, v, y)
+    assert report["predicted_deviation"] == pytest.approx(y.std(), rel=0.1)
     tensors = {**found, "base": np.ones((sites, 4)), "errors": np.ones(sites), "inputs": np.ones(sites, int)}
     predictor = Predictor(tensors)
     squares = np.exp(x[0, :sites]).astype(np.float32)
@@ -79,8 +81,8 @@ def test_a_linear_pattern_is_found() -> None:
     assert seen[:sites] == pytest.approx(x[0, :sites], abs=1e-5)
     assert seen[sites : 2 * sites] == pytest.approx(np.zeros(sites), abs=1e-5)  # one channel has all of it
     z = (seen - found["mean"]) / found["scale"]
-    wanted = (z @ found["directions"]) @ found["shared"] + (z[: 2 * sites].reshape(2, -1) * found["own"]).sum(0)
-    assert predictor.ratios(signals) == pytest.approx(np.clip(wanted, -1.5, 1.5))
+    inputs = np.concatenate([z @ found["directions"], VECTOR * (v[0] - found["centre"])])
+    assert predictor.ratios(signals, v[0]) == pytest.approx(np.clip(inputs @ found["weights"], -1.5, 1.5))
 
 
 def test_trained_and_served(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,8 @@ def test_trained_and_served(tiny_folder: Path, tmp_path: Path, monkeypatch: pyte
         predicted.train(prepared, items[:2], results)
     learned.write("predicted", prepared.table, found)
     # A predictor that tells queries apart, whatever ten of them and a random model gave.
-    strong = {**found.tensors, "own": np.where(np.arange(found.tensors["own"].shape[1]) % 2, 3.0, -3.0) * [[1], [0]]}
+    weights = found.tensors["weights"]
+    strong = {**found.tensors, "weights": 9 * np.where(np.arange(weights.shape[1]) % 2, 1.0, -1.0) + 0 * weights}
 
     with Engine(tiny_folder, policy="predicted", dtype="float32", device="cpu", records=False) as engine:
         before = engine.explain(PROMPT, budget=Budget(bits=5)).blueprint
@@ -122,9 +125,9 @@ def test_trained_and_served(tiny_folder: Path, tmp_path: Path, monkeypatch: pyte
 def _spied(seen: list[PromptSignals]):  # type: ignore[no-untyped-def]
     real = Predictor.ratios
 
-    def ratios(self: Predictor, signals: PromptSignals) -> np.ndarray:
+    def ratios(self: Predictor, signals: PromptSignals, vector: np.ndarray) -> np.ndarray:
         seen.append(signals)
-        return real(self, signals)
+        return real(self, signals, vector)
 
     return ratios
 

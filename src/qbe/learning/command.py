@@ -105,8 +105,8 @@ def predicted(
         return
     out.print(
         f"{about['queries']} queries; a site's share of the damage differs between them by a factor of "
-        f"e^{about['pattern_deviation']:.2f} (one deviation), of which {about['explained_of_pattern']:.0%} is predicted "
-        f"on {about['held_out']} held-out ones\nwrote {path}",
+        f"e^{about['pattern_deviation']:.2f} (one deviation), of which {about['explained_of_pattern']:.0%} is "
+        f"predicted on {about['held_out']} held-out ones\nwrote {path}",
         highlight=False,
     )  # fmt: skip
 

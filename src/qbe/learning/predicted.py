@@ -1,8 +1,9 @@
 """Trains the predictor of a query's sensitivities: gradients say what they are, the prompt's prefill what can be known.
 
 A site's sensitivity to one query is its divergence there over that of all queries. What is fitted is the logarithm of
-that ratio, less the query's mean over the sites, which changes no allocation under a given average. Ridge regression
-from a few directions that all signals share, and the site's own two (`qbe.policies.predicted.features`).
+that ratio, less the query's mean over the sites, which changes no allocation under a given average: ridge regression
+from the few directions in which the signals (`qbe.policies.predicted.features`) differ most between queries, and from
+the sentence encoder's vector.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import numpy.typing as npt
 import torch
 from scipy.special import polygamma
 
+from qbe.analysis.encoder import default_encoder
 from qbe.analysis.profile import PromptSignals
 from qbe.errors import QBEError
 from qbe.eval.items import Item, encode
 from qbe.eval.results import Results, digest
 from qbe.learning.sensitivities import estimate
 from qbe.policies.learned import Learned
-from qbe.policies.predicted import features
+from qbe.policies.predicted import VECTOR, features
 from qbe.sites import Role
 from qbe.store.prepare import PreparedModel
 from qbe.store.sensitivity import full_bits
@@ -29,8 +31,8 @@ from qbe.store.sensitivity import full_bits
 PROMPT, ANSWER = 128, 96  # tokens: the last ones of a prompt, the first ones of its answer
 DRAWS = 8  # backward passes for each query
 TOGETHER = 4  # queries of a pass
-DIRECTIONS = 8
-STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # of the regression's penalty
+DIRECTIONS = 4
+STRENGTHS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # of the regression's penalty
 HELD_OUT = 0.25
 
 Numbers = npt.NDArray[np.float64]
@@ -53,13 +55,13 @@ def train(
     rows = _measured(prepared, items, results, errors, tick)
     if len(rows) < 8:
         raise QBEError(f"{len(rows)} queries are too few to train on; give a higher --limit")
-    kl, x = np.array([r["kl"] for r in rows]), np.array([r["features"] for r in rows])
+    kl, x, v = (np.array([r[k] for r in rows]) for k in ("kl", "features", "vector"))
     tokens = np.array([r["tokens"] for r in rows], np.float64)
     per_token = np.maximum(kl, 1e-30) / tokens[:, None]
     order = np.random.default_rng(0).permutation(len(rows))
     held, kept = order[: round(len(rows) * HELD_OUT)], order[round(len(rows) * HELD_OUT) :]
-    found, strength = _fit(x[kept], _pattern(per_token[kept], per_token[kept]))
-    report = _report(found, x[held], _pattern(per_token[held], per_token[kept]))
+    found, strength = _fit(x[kept], v[kept], _pattern(per_token[kept], per_token[kept]))
+    report = _report(found, x[held], v[held], _pattern(per_token[held], per_token[kept]))
     lowest = kl[kept].sum(0) / tokens[kept].sum()
     base = [
         [value * site.sensitivity[g] / max(site.sensitivity[site.gears[0]], 1e-30) for g in site.gears]
@@ -86,10 +88,12 @@ def _measured(
     prepared: PreparedModel, items: Sequence[Item], results: Results, errors: list[npt.NDArray[np.float32]],
     tick: Callable[[], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """For each item `kl` [sites], nats summed over the answer, `features` of its prompt, and `tokens`."""
+    """For each item `kl` [sites], nats summed over the answer, `features` and `vector` of its prompt, and `tokens`."""
     table, known, missing = prepared.table, dict[int, dict[str, Any]](), list[tuple[int, list[int], list[int], str]]()
+    texts: list[str] = []
     for i, item in enumerate(items):
         e = encode(item, prepared.tokenizer)
+        texts.append(e.prompt if isinstance(e.prompt, str) else e.prompt[-1]["content"])
         prompt, answer = e.prompt_ids[-PROMPT:], e.reference_ids[:ANSWER]
         key = digest([prompt, answer])
         found = results.get("sensitivity", key, f"gear {table.gears()[0]}, {DRAWS} draws")
@@ -119,7 +123,7 @@ def _measured(
             known[i] = {"kl": kl[row].tolist(), "features": x.tolist(), "tokens": len(answer)}
             results.put("sensitivity", key, f"gear {table.gears()[0]}, {DRAWS} draws", known[i])
             tick()
-    return [known[i] for i in sorted(known)]
+    return [known[i] | {"vector": default_encoder().encode(texts[i])} for i in sorted(known)]
 
 
 def _pattern(per_token: Numbers, trained_on: Numbers) -> Numbers:
@@ -128,40 +132,30 @@ def _pattern(per_token: Numbers, trained_on: Numbers) -> Numbers:
     return ratio - ratio.mean(1, keepdims=True)
 
 
-def _fit(x: Numbers, y: Numbers) -> tuple[dict[str, npt.NDArray[Any]], float]:
-    """The tensors of `qbe.policies.predicted.Predictor` that tell ratios y [queries, sites] from features x, and the
-    penalty whose predictions of single queries by the others were best.
+def _fit(x: Numbers, v: Numbers, y: Numbers) -> tuple[dict[str, npt.NDArray[Any]], float]:
+    """The tensors of `qbe.policies.predicted.Predictor` that tell ratios y [queries, sites] from features x and
+    vectors v, and the penalty whose predictions of single queries by the others were best.
     """
     mean, scale = x.mean(0), np.maximum(x.std(0), 1e-3)
     z = (x - mean) / scale
     _, lengths, across = np.linalg.svd(z, full_matrices=False)
     kept = min(DIRECTIONS, int((lengths > 1e-6 * lengths[0]).sum()))
     directions = across[:kept].T / (lengths[:kept] / np.sqrt(len(z)))
-    sites, shared = y.shape[1], z @ directions
-    inputs = [np.concatenate([shared, z[:, [s, sites + s]]], 1) for s in range(sites)]
+    centre = v.mean(0)
+    d = np.concatenate([z @ directions, VECTOR * (v - centre)], 1)
     losses = []
     for strength in STRENGTHS:
-        loss = 0.0
-        for s, own in enumerate(inputs):
-            hat = own @ np.linalg.solve(own.T @ own + strength * np.eye(own.shape[1]), own.T)
-            loss += float((((y[:, s] - hat @ y[:, s]) / (1 - np.diag(hat))) ** 2).sum())
-        losses.append(loss)
+        hat = d @ np.linalg.solve(d.T @ d + strength * np.eye(d.shape[1]), d.T)
+        losses.append(float((((y - hat @ y) / (1 - np.diag(hat))[:, None]) ** 2).sum()))
     strength = STRENGTHS[int(np.argmin(losses))]
-    weights = np.array([
-        np.linalg.solve(own.T @ own + strength * np.eye(own.shape[1]), own.T @ y[:, s])
-        for s, own in enumerate(inputs)
-    ])  # fmt: skip
-    return {
-        "mean": mean, "scale": scale, "directions": directions, "shared": weights[:, :kept].T,
-        "own": weights[:, kept:].T,
-    }, strength  # fmt: skip
+    weights = np.linalg.solve(d.T @ d + strength * np.eye(d.shape[1]), d.T @ y)
+    return {"mean": mean, "scale": scale, "directions": directions, "centre": centre, "weights": weights}, strength
 
 
-def _report(found: dict[str, npt.NDArray[Any]], x: Numbers, y: Numbers) -> dict[str, float]:
+def _report(found: dict[str, npt.NDArray[Any]], x: Numbers, v: Numbers, y: Numbers) -> dict[str, float]:
     """How much of held-out queries' patterns the predictor explains, and how much of them is the estimate's noise."""
-    z = (x - found["mean"]) / found["scale"]
-    own = z[:, : 2 * y.shape[1]].reshape(len(z), 2, -1)
-    said = (z @ found["directions"]) @ found["shared"] + (own * found["own"]).sum(1)
+    shown = ((x - found["mean"]) / found["scale"]) @ found["directions"]
+    said = np.concatenate([shown, VECTOR * (v - found["centre"])], 1) @ found["weights"]
     noise = float(polygamma(1, DRAWS / 2))  # variance of the logarithm of a mean of so many squares
     explained, pattern = float((y**2).mean() - ((y - said) ** 2).mean()), max(1e-9, float((y**2).mean()) - noise)
     return {

@@ -1,4 +1,4 @@
-"""Bits for each query from what its own prompt shows: sensitivities predicted from the prefill, allocated exactly."""
+"""Bits for each query from what its own prompt says and shows: predicted sensitivities, allocated exactly."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from qbe.policies.allocate import TOLERANCE, solve
 from qbe.policies.kv import allocate_kv
 from qbe.sites import FULL_BITS, SiteTable
 
+VECTOR = 3.0  # what the encoder's vector is multiplied with beside the signals' directions, which have a deviation of 1
 MOST = 1.5  # of a logarithm of a predicted ratio, up or down: what training saw little of is not believed
 Numbers = npt.NDArray[np.float64]
 
 
 class PredictedPolicy:
-    """The prompt runs at the best assignment for all of training's queries (`qbe train predicted`), what its prefill
-    shows of every site's inputs predicts how this query's sensitivities differ from theirs, and the answer is written
-    at the exact allocation for these. The average is the budget's, else the middle of its tier; the KV cache has the
-    budget's bits, else 16.
+    """The prompt runs at the best assignment for all of training's queries (`qbe train predicted`); what its prefill
+    shows of every site's inputs, and the sentence encoder's vector, predict how this query's sensitivities differ from
+    theirs, and the answer is written at the exact allocation for these. The average is the budget's, else the middle
+    of its tier; the KV cache has the budget's bits, else 16.
     """
 
     name = "predicted"
     needs_sensitivity = True
+    analysis_tier = 3
     reads_prompt = True
 
     def prepare(self, table: SiteTable) -> None:
@@ -38,10 +40,11 @@ class PredictedPolicy:
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without a trained predictor, or for a budget below the store's lowest average."""
         predictor, bits = _predictor(table), budget.bits_for(0.5)
-        if profile.signals is None:
+        if profile.signals is None or profile.vector is None:
             gears = _for_all(table, bits)
         else:
-            gears = _allocation(table, predictor.base * np.exp(predictor.ratios(profile.signals))[:, None], bits)
+            ratios = predictor.ratios(profile.signals, profile.vector)
+            gears = _allocation(table, predictor.base * np.exp(ratios)[:, None], bits)
         kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
         return Blueprint.of(
             self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
@@ -49,7 +52,7 @@ class PredictedPolicy:
 
 
 class Predictor:
-    """A linear map of a prompt's signals. See `qbe.learning.predicted`.
+    """A linear map of a prompt's signals and vector. See `qbe.learning.predicted`.
 
     Attributes:
         base: sensitivities of training's queries, nats per token, float64 [sites, gears].
@@ -58,16 +61,15 @@ class Predictor:
     def __init__(self, tensors: dict[str, learned.Array]) -> None:
         self.base: Numbers = tensors["base"].astype(np.float64)
         self._mean, self._scale = tensors["mean"], tensors["scale"]
-        self._directions, self._shared, self._own = tensors["directions"], tensors["shared"], tensors["own"]
+        self._directions, self._centre, self._weights = tensors["directions"], tensors["centre"], tensors["weights"]
         ends = np.cumsum(tensors["inputs"])
         self._errors = np.split(tensors["errors"], ends[:-1])
 
-    def ratios(self, signals: PromptSignals) -> Numbers:
+    def ratios(self, signals: PromptSignals, vector: npt.NDArray[np.float32]) -> Numbers:
         """Logarithms of this query's sensitivities over `base`, float64 [sites]."""
         x = (features(signals, self._errors) - self._mean) / self._scale
-        own = x[: 2 * len(self.base)].reshape(2, -1)
-        found = (x @ self._directions) @ self._shared + (own * self._own).sum(0)
-        return np.clip(found, -MOST, MOST)
+        inputs = np.concatenate([x @ self._directions, VECTOR * (vector - self._centre)])
+        return np.clip(inputs @ self._weights, -MOST, MOST)
 
 
 def features(signals: PromptSignals, errors: list[learned.Array]) -> Numbers:
