@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,6 +38,7 @@ from qbe.eval.intervals import interval, ratio
 from qbe.eval.items import encode, read
 from qbe.policies.allocate import TOLERANCE, solve
 from qbe.policies.random import _draw
+from qbe.progress import bar
 from qbe.sites import SiteTable
 from qbe.store.prepare import prepare
 from qbe.store.sensitivity import decoder_layers, divergence_of_rows, full_bits, recorded_outputs, replay
@@ -84,10 +86,11 @@ def sensitivities(
 ) -> np.ndarray:
     """Divergence summed over the tokens, float64 [sites, gears of `lowered`, 2, queries]."""
     known: dict[str, list] = json.loads(keep.read_text()) if keep and keep.exists() else {}
-    with full_bits(model, table) as weights:
+    with full_bits(model, table) as weights, bar("sites", len(table.nested), sys.stderr.isatty()) as tick:
         layers = decoder_layers(model, table)
         outputs, reference = recorded_outputs(model, layers, queries.tokens)
-        for n, site in enumerate(table.nested):
+        for site in table.nested:
+            tick()
             if site.name in known:
                 continue
             with ExitStack() as stack:
@@ -101,7 +104,6 @@ def sensitivities(
             known[site.name] = found
             if keep:
                 keep.write_text(json.dumps(known))
-            print(f"site {n + 1} of {len(table.nested)}", end="\r", flush=True)
     return np.array([known[s.name] for s in table.nested])
 
 

@@ -107,6 +107,8 @@ def test_trained_and_served(tiny_folder: Path, tmp_path: Path, monkeypatch: pyte
 
     with Engine(tiny_folder, policy="predicted", dtype="float32", device="cpu", records=False) as engine:
         before = engine.explain(PROMPT, budget=Budget(bits=5)).blueprint
+        fixed = engine.explain(PROMPT, budget=Budget(bits=5), policy="fixed").blueprint
+        assert (fixed.policy, fixed.weight_bits) == ("fixed", before.weight_bits)
         result = engine.generate(PROMPT, SamplingParams(max_tokens=4), budget=Budget(bits=5))
         assert result.error is None
         assert (before.policy, result.blueprint.policy) == ("predicted", "predicted")

@@ -14,7 +14,7 @@ from rich.text import Text
 from qbe.eval.compare import FULL, Measured, Outcome, Query, Setting
 from qbe.eval.intervals import Numbers, difference, interval, verdict
 
-BASELINES = ("static", "random", "uniform")
+BASELINES = ("static", "fixed", "random", "uniform")
 
 
 def describe(outcome: Outcome) -> dict[str, Any]:

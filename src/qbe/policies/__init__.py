@@ -57,6 +57,7 @@ _BUILT_IN = {
     "static": "qbe.policies.static:StaticPolicy",
     "random": "qbe.policies.random:RandomPolicy",
     "paq": "qbe.policies.paq:PAQPolicy",
+    "fixed": "qbe.policies.predicted:FixedPolicy",
     "predicted": "qbe.policies.predicted:PredictedPolicy",
     "proxy": "qbe.policies.proxy:ProxyPolicy",
 }

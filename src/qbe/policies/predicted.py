@@ -21,6 +21,23 @@ MOST = 1.5  # of a logarithm of a predicted ratio, up or down: what training saw
 Numbers = npt.NDArray[np.float64]
 
 
+class FixedPolicy:
+    """What `predicted` begins with, for every query: the best fixed assignment by the sensitivities of training's
+    queries. Without it nobody knows which part of what `predicted` gains comes from the query.
+    """
+
+    name = "fixed"
+    needs_sensitivity = True
+
+    def prepare(self, table: SiteTable) -> None:
+        """Raises QBEError where no predictor was trained for this model."""
+        _predictor(table)
+
+    def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
+        """Raises QBEError without a trained predictor, or for a budget below the store's lowest average."""
+        return _of(self.name, table, _for_all(table, budget.bits_for(0.5)), budget)
+
+
 class PredictedPolicy:
     """The prompt runs at the best assignment for all of training's queries (`qbe train predicted`); what its prefill
     shows of every site's inputs, and the sentence encoder's vector, predict how this query's sensitivities differ from
@@ -45,10 +62,7 @@ class PredictedPolicy:
         else:
             ratios = predictor.ratios(profile.signals, profile.vector)
             gears = _allocation(table, predictor.base * np.exp(ratios)[:, None], bits)
-        kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
-        return Blueprint.of(
-            self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
-        )
+        return _of(self.name, table, gears, budget)
 
 
 class Predictor:
@@ -89,6 +103,11 @@ def features(signals: PromptSignals, errors: list[learned.Array]) -> Numbers:
             total = max(float(by_channel.sum()), 1e-30)
             size[at], share[at] = np.log(total), np.log(max(float(by_channel @ by_channel), 1e-60)) - 2 * np.log(total)
     return np.concatenate([size, share, [signals.entropy]])
+
+
+def _of(policy: str, table: SiteTable, gears: tuple[int, ...], budget: Budget) -> Blueprint:
+    kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
+    return Blueprint.of(policy, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits))
 
 
 @lru_cache(maxsize=8)
