@@ -118,6 +118,20 @@ def run(model: torch.nn.Module, table: SiteTable, queries: Queries, reference: t
         return queries.split(divergences(reference, logits))[1]
 
 
+def patterns(prompt: np.ndarray, answer: np.ndarray) -> dict[str, float]:
+    """How sensitivities [queries, sites] differ between queries, as deviations of logarithms: `of_a_query`, in all, and
+    `of_a_site`, its share of a query's; and how alike the latter are for a query's prompt and its answer.
+    """
+
+    def parts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        logs = np.log(np.maximum(sums, 1e-30) / sums.mean(0))
+        return logs.mean(1), logs - logs.mean(1, keepdims=True)
+
+    (_, shown), (whole, own) = parts(prompt), parts(answer)
+    alike = float(np.corrcoef(shown.ravel(), own.ravel())[0, 1])
+    return {"of_a_query": float(whole.std()), "of_a_site": float(own.std()), "prompt_and_answer": alike}
+
+
 def best(costs: np.ndarray, gears: tuple[int, ...], sizes: list[int], bits: float) -> tuple[int, ...]:
     """The exact allocation of costs [sites, gears]."""
     rows = [dict(zip(gears, row, strict=True)) for row in costs]
@@ -175,6 +189,8 @@ def main() -> None:
     tokens = queries.counts[1]
     n = len(tokens)
     per_token = answer / tokens[:, None, None]
+    differ = patterns(prompt[..., 0] / queries.counts[0][:, None], per_token[..., 0])
+    print("deviations between queries:", {k: round(v, 3) for k, v in differ.items()}, flush=True)
     sizes = np.array([s.parameters for s in table.nested])
     others = [answer[np.arange(n) != q].sum(0) / tokens[np.arange(n) != q].sum() for q in range(n)]
     with torch.inference_mode(), full_bits(model, table):
@@ -235,7 +251,7 @@ def main() -> None:
             )
         if args.json:
             about = {"model": args.model, "datasets": queries.sets, "prompt": args.prompt, "answer": args.answer,
-                     "lowered": lowered}  # fmt: skip
+                     "lowered": lowered, "deviations": differ}  # fmt: skip
             args.json.write_text(json.dumps({"conditions": about, "rows": rows}, indent=1) + "\n")
 
 

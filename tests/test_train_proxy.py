@@ -115,6 +115,16 @@ def _answered(profile: QueryProfile, budget: Budget) -> bool:
     return bool(policy.handled) and budget.tier == "default"
 
 
+def test_a_proxy_of_another_version_of_the_policy_is_refused(
+    trained: learned.Learned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
+    table = smollm2_like(5)
+    learned.write("proxy", table, replace(trained, about={**trained.about, "policy_version": "0"}))
+    with pytest.raises(QBEError, match="another version of the policy 'tiered': run 'qbe train proxy --model like'"):
+        ProxyPolicy().prepare(table)
+
+
 def test_which_records_count(past: list[Record]) -> None:
     real = policies.load("tiered")
     other = [replace(past[0], policy="uniform"), replace(past[0], model="another"), replace(past[1], features={})]

@@ -212,6 +212,10 @@ class SiteTable:
 
     def gears(self) -> tuple[int, ...]:
         """Precisions available at every nested site, ascending."""
+        return self._gears
+
+    @cached_property
+    def _gears(self) -> tuple[int, ...]:  # policies ask for every query
         common: set[int] | None = None
         for s in self.nested:
             common = set(s.gears) if common is None else common & set(s.gears)

@@ -51,17 +51,13 @@ def path_of(policy: str, table: SiteTable) -> Path:
     return cache_dir() / "learned" / f"{policy}-{called}.safetensors"
 
 
-def version_of(policy: str, table: SiteTable, of_policy: str = "") -> str:
-    """32 hex digits that change with the model, its store, what was measured of it, the analysis and the policy.
-
-    Args:
-        of_policy: what else the file depends on, such as the version of the policy that it was learned from.
-    """
-    facts = (FORMAT, policy, of_policy, table.digest, _analysis())
+def version_of(policy: str, table: SiteTable) -> str:
+    """32 hex digits that change with the model, its store, what was measured of it, the analysis and the policy."""
+    facts = (FORMAT, policy, table.digest, _analysis())
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
-def write(policy: str, table: SiteTable, found: Learned, of_policy: str = "") -> Path:
+def write(policy: str, table: SiteTable, found: Learned) -> Path:
     """Keeps what was learned; returns where. Raises QBEError when the disk refuses."""
     from safetensors.numpy import save
 
@@ -69,12 +65,12 @@ def write(policy: str, table: SiteTable, found: Learned, of_policy: str = "") ->
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: np.ascontiguousarray(t) for name, t in found.tensors.items()}
     about = json.dumps(dict(found.about), sort_keys=True, allow_nan=False)
-    metadata = {"version": version_of(policy, table, of_policy), "about": about, "checksum": _checksum(tensors, about)}
+    metadata = {"version": version_of(policy, table), "about": about, "checksum": _checksum(tensors, about)}
     write_bytes(path, save(tensors, metadata))
     return path
 
 
-def read(policy: str, table: SiteTable, of_policy: str = "") -> Learned:
+def read(policy: str, table: SiteTable) -> Learned:
     """What was learned for this model.
 
     Raises:
@@ -93,10 +89,9 @@ def read(policy: str, table: SiteTable, of_policy: str = "") -> Learned:
         version, about, checksum = (metadata[k] for k in ("version", "about", "checksum"))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise QBEError(f"{path} is damaged ({type(error).__name__}): {again} again") from None
-    if version != version_of(policy, table, of_policy):
+    if version != version_of(policy, table):
         raise QBEError(
-            f"{path} was trained for another store, policy or version of qbe than {table.model_name} has now: "
-            f"{again} again"
+            f"{path} was trained for another store or version of qbe than {table.model_name} has now: {again} again"
         )
     if checksum != _checksum(tensors, about):
         raise QBEError(f"{path} is damaged (its checksum does not fit): {again} again")
