@@ -32,7 +32,8 @@ PROMPT, ANSWER = 128, 96  # tokens: the last ones of a prompt, the first ones of
 DRAWS = 8  # backward passes for each query
 TOGETHER = 4  # queries of a pass
 DIRECTIONS = 4
-STRENGTHS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # of the regression's penalty
+STRENGTHS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)  # of the regression's penalty; the last one predicts nothing
+FOLDS = 6
 HELD_OUT = 0.25
 
 Numbers = npt.NDArray[np.float64]
@@ -134,7 +135,7 @@ def _pattern(per_token: Numbers, trained_on: Numbers) -> Numbers:
 
 def _fit(x: Numbers, v: Numbers, y: Numbers) -> tuple[dict[str, npt.NDArray[Any]], float]:
     """The tensors of `qbe.policies.predicted.Predictor` that tell ratios y [queries, sites] from features x and
-    vectors v, and the penalty whose predictions of single queries by the others were best.
+    vectors v, and the penalty with which queries were predicted best by the others.
     """
     mean, scale = x.mean(0), np.maximum(x.std(0), 1e-3)
     z = (x - mean) / scale
@@ -143,13 +144,25 @@ def _fit(x: Numbers, v: Numbers, y: Numbers) -> tuple[dict[str, npt.NDArray[Any]
     directions = across[:kept].T / (lengths[:kept] / np.sqrt(len(z)))
     centre = v.mean(0)
     d = np.concatenate([z @ directions, VECTOR * (v - centre)], 1)
-    losses = []
-    for strength in STRENGTHS:
-        hat = d @ np.linalg.solve(d.T @ d + strength * np.eye(d.shape[1]), d.T)
-        losses.append(float((((y - hat @ y) / (1 - np.diag(hat))[:, None]) ** 2).sum()))
-    strength = STRENGTHS[int(np.argmin(losses))]
-    weights = np.linalg.solve(d.T @ d + strength * np.eye(d.shape[1]), d.T @ y)
+    folds = np.array_split(np.random.default_rng(0).permutation(len(d)), FOLDS)
+
+    def loss(strength: float) -> float:
+        total = 0.0
+        for out in folds:
+            rest = np.setdiff1d(np.arange(len(d)), out)
+            middle, level = d[rest].mean(0), y[rest].mean(0)
+            said = (d[out] - middle) @ _ridge(d[rest] - middle, y[rest] - level, strength)
+            total += float(((y[out] - level - said) ** 2).sum())
+        return total
+
+    strength = min(STRENGTHS, key=loss)
+    weights = _ridge(d, y, strength)
     return {"mean": mean, "scale": scale, "directions": directions, "centre": centre, "weights": weights}, strength
+
+
+def _ridge(inputs: Numbers, outputs: Numbers, strength: float) -> Numbers:
+    penalty = strength * np.eye(inputs.shape[1])
+    return np.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ outputs)
 
 
 def _report(found: dict[str, npt.NDArray[Any]], x: Numbers, v: Numbers, y: Numbers) -> dict[str, float]:
