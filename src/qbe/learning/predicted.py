@@ -162,7 +162,7 @@ def _fit(x: Numbers, v: Numbers, y: Numbers) -> tuple[dict[str, npt.NDArray[Any]
 
 def _ridge(inputs: Numbers, outputs: Numbers, strength: float) -> Numbers:
     penalty = strength * np.eye(inputs.shape[1])
-    return np.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ outputs)
+    return np.asarray(np.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ outputs), np.float64)
 
 
 def _report(found: dict[str, npt.NDArray[Any]], x: Numbers, v: Numbers, y: Numbers) -> dict[str, float]:
