@@ -61,7 +61,7 @@ class Chooser:
         text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools)
         policy = self._policy(request.policy)
         start = time.perf_counter()
-        profile: QueryProfile = self.analyzer.analyze(text, words, tier=getattr(policy, "analysis_tier", None))
+        profile: QueryProfile = self.analyzer.analyze(text, words, tier=_tier_of(policy))
         analysed = time.perf_counter()
         context = len(ids) + request.params.max_tokens
         profile = self._within(profile, context)
@@ -104,7 +104,7 @@ class Chooser:
             profile, tokens = asked.profile, 0
         else:
             text, words, ids = encode(asked.text or "", self._tokenizer, self._model_name)
-            profile, tokens = self.analyzer.analyze(text, words), len(ids)
+            profile, tokens = self.analyzer.analyze(text, words, tier=_tier_of(self._default)), len(ids)
         context = tokens + asked.max_tokens if asked.context is None else asked.context
         self._blueprint(self._default, self._within(profile, context), asked.budget, near=False)
 
@@ -133,6 +133,11 @@ class Chooser:
         if self._policies[name].needs_sensitivity and not self._table.measured:
             raise QBEError(f"this engine was started without a sensitivity table; start it with policy='{name}'")
         return self._policies[name]
+
+
+def _tier_of(policy: Policy) -> int | None:
+    """Of the analysis that the policy needs; None leaves it to the analyser."""
+    return getattr(policy, "analysis_tier", None)
 
 
 def _prepare(policy: Policy, table: SiteTable) -> None:
