@@ -184,7 +184,7 @@ def test_refused_requests(llama: Core, prompt: list[int], params: dict, message:
 def test_a_request_larger_than_the_cache_is_refused_with_the_numbers() -> None:
     core = Core(build("llama"), NO_SITES, kv_tokens=64)
     with pytest.raises(
-        QBEError, match="10 prompt tokens and up to 100 new ones do not fit in the KV cache of 64 tokens"
+        QBEError, match="10 prompt tokens and up to 100 new ones do not fit in the KV cache, which holds 64 tokens"
     ):
         core.add(request("a", prompts(10)[0], max_tokens=100))
     core.add(request("a", prompts(10)[0], max_tokens=54))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -160,3 +161,15 @@ def test_a_plug_in_is_found_and_checked(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(policies, "entry_points", lambda group: [Entry(object())])
     with pytest.raises(QBEError, match="lacks name"):
         policies.load("mine")
+
+
+@pytest.mark.parametrize("within", [5, (1,), ("a", "b"), (7.0, 5.0), (0.5, 4.0), (5.0, 10**400), (True, 4)])
+def test_ranges_that_are_none_are_refused_in_one_short_line(within: Any) -> None:
+    with pytest.raises(QBEError, match=r"within is .* must be two numbers of bits") as error:
+        Budget(within=within)
+    assert len(str(error.value)) < 160
+
+
+def test_careful_tokens_is_yes_or_no() -> None:
+    with pytest.raises(QBEError, match="careful_tokens is 'no', but must be true or false"):
+        Budget(careful_tokens="no")  # type: ignore[arg-type]

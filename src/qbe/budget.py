@@ -17,6 +17,8 @@ TIER_BITS: dict[str, tuple[float, float]] = {
 TIER_ALIASES = {"auto": "default", "fast": "priority"}
 TIERS = (*TIER_BITS, *TIER_ALIASES)
 
+MOST_KV_ERROR = 1_000_000  # so that it is a number for every kernel; a bound of 100 is none already
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -39,7 +41,7 @@ class Budget:
 
     Raises:
         QBEError: an unknown tier, bits or a range outside 1 to 16, or activation or KV bits that there are not, or
-            a KV error that is no number of at least 0.
+            a KV error that is no number of at least 0 or above a million.
     """
 
     bits: float | None = None
@@ -55,27 +57,29 @@ class Budget:
             raise QBEError(f"unknown tier '{self.tier}': choose one of {', '.join(TIERS)}")
         if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
             have = " or ".join(map(str, ACTIVATION_GEARS))
-            raise QBEError(f"activation_bits is {self.activation_bits!r}, but must be {have}")
+            raise QBEError(f"activation_bits is {_told(self.activation_bits)}, but must be {have}")
         kv, (least, *_) = self.kv_bits, KV_BITS
-        average = isinstance(kv, int | float) and not isinstance(kv, bool) and least <= kv <= FULL_BITS
+        average = _is_number(kv) and least <= kv <= FULL_BITS  # type: ignore[operator]
         if kv is not None and not average and not (isinstance(kv, str) and kv in TURBO_KINDS):
             have = " or ".join(TURBO_KINDS)
-            raise QBEError(f"kv_bits is {kv!r}, but must be an average between {least} and {FULL_BITS}, or {have}")
+            raise QBEError(f"kv_bits is {_told(kv)}, but must be an average between {least} and {FULL_BITS}, or {have}")
         error = self.kv_error
-        if error is not None and (
-            isinstance(error, bool) or not isinstance(error, int | float) or not 0 <= error < float("inf")
-        ):
-            raise QBEError(f"kv_error is {error!r}, but must be a number of at least 0, such as 0.05 for 5 %")
+        if error is not None and (not _is_number(error) or not 0 <= error <= MOST_KV_ERROR):
+            raise QBEError(
+                f"kv_error is {_told(error)}, but must be at least 0 and at most {MOST_KV_ERROR}, such as 0.05 for 5 %"
+            )
+        if not isinstance(self.careful_tokens, bool):
+            raise QBEError(f"careful_tokens is {_told(self.careful_tokens)}, but must be true or false")
         if self.within is not None:
-            low, high = self.within
-            if self.bits is not None or not 1 <= low <= high <= FULL_BITS:
+            ends = self.within if isinstance(self.within, tuple | list) else ()
+            rises = len(ends) == 2 and all(map(_is_number, ends)) and 1 <= ends[0] <= ends[1] <= FULL_BITS
+            if not rises or self.bits is not None:
                 raise QBEError(
-                    f"within is {low:g} to {high:g} bits, but must rise, lie between 1 and 16 and stand alone"
+                    f"within is {_told(self.within)}, but must be two numbers of bits that rise, lie between 1 and 16 "
+                    "and stand alone"
                 )
-        if self.bits is None:
-            return
-        if not isinstance(self.bits, int | float) or isinstance(self.bits, bool) or not 1 <= self.bits <= 16:
-            raise QBEError(f"a budget of {self.bits!r} bits is out of range: give an average between 1 and 16")
+        if self.bits is not None and (not _is_number(self.bits) or not 1 <= self.bits <= 16):
+            raise QBEError(f"a budget of {_told(self.bits)} bits is out of range: give an average between 1 and 16")
 
     def bits_for(self, score: float) -> float:
         """Average bits for a query of complexity `score` in [0, 1]."""
@@ -83,3 +87,13 @@ class Budget:
             return self.bits
         low, high = self.within or TIER_BITS[TIER_ALIASES.get(self.tier, self.tier)]
         return low + (high - low) * min(1.0, max(0.0, score))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _told(value: object) -> str:
+    """What was given, in a few characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:30]}..."

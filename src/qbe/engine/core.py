@@ -255,8 +255,8 @@ class Core:
             where = self.pool.not_numbers(sequence.pages, sequence.computed) or "the model's logits"
             refused = sequence.constraint.error if sequence.constraint is not None else None
             sequence.error = refused or (
-                f"{where} were not numbers (NaN or infinity) after {len(sequence.token_ids)} tokens: "
-                "use a wider dtype (bfloat16 or float32) or more bits"
+                f"{where} were not numbers (NaN or infinity, or too large for the KV bits) after "
+                f"{len(sequence.token_ids)} tokens: use a wider dtype (bfloat16 or float32) or more KV bits"
             )
             reason: str | None = "error"
         else:

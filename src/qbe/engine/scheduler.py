@@ -112,8 +112,8 @@ class Scheduler:
         length = self.length(sequence)
         if self.paged and (most := self.paging.capacity(sequence)) < length:
             raise QBEError(
-                f"{prompt} prompt tokens and up to {length - prompt} new ones do not fit in the KV cache of "
-                f"{most} tokens: lower max_tokens or raise kv_tokens"
+                f"{prompt} prompt tokens and up to {length - prompt} new ones do not fit in the KV cache, which holds "
+                f"{most} tokens at this request's KV bits: lower max_tokens or raise kv_tokens"
             )
         sequence.max_length = length
         sequence.status = Status.WAITING

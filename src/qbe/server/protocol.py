@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from qbe.budget import MOST_KV_ERROR
 from qbe.sites import FULL_BITS
 
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
@@ -40,7 +41,7 @@ class Contract(Body):
     min_bits: Bits | None = None
     max_bits: Bits | None = None
     kv_bits: Annotated[float, Field(ge=2, le=FULL_BITS)] | Literal["turbo2", "turbo4"] | None = None
-    kv_error: Annotated[float, Field(ge=0)] | None = None
+    kv_error: Annotated[float, Field(ge=0, le=MOST_KV_ERROR)] | None = None
     activation_bits: Literal[8, 16] = 16
     max_latency_ms: Annotated[float, Field(gt=0)] | None = None
     max_cost: Annotated[float, Field(gt=0)] | None = None
