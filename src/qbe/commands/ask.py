@@ -31,6 +31,7 @@ from qbe.commands.options import (
     Originals,
     Penalty,
     Policy,
+    Refresh,
     Seed,
     Stop,
     Temperature,
@@ -58,7 +59,8 @@ def generate(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
-    n: Answers = 1, chat: Chat = False, analysis_tier: Analysis = None, compile: Compile = False, as_json: Json = False,
+    n: Answers = 1, chat: Chat = False, refresh: Refresh = False, analysis_tier: Analysis = None,
+    compile: Compile = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text.
 
@@ -66,7 +68,7 @@ def generate(
     """
     text = _prompt(prompt)
     params = make_params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
         quiet=as_json,
@@ -91,14 +93,15 @@ def chat(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
-    analysis_tier: Analysis = None, compile: Compile = False, tune: Tune = False, as_json: Json = False,
+    refresh: Refresh = False, analysis_tier: Analysis = None, compile: Compile = False, tune: Tune = False,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
     With --json every answer is one line of JSON.
     """
     params = make_params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json
     ) as engine:
@@ -140,13 +143,13 @@ def chat(
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, kv_bits: KVBits = None, kv_error: KVError = None,
-    max_tokens: MaxTokens = 128, tier: Tier = "default", analysis_tier: Analysis = None, chat: Chat = False,
-    as_json: Json = False,
+    max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False, analysis_tier: Analysis = None,
+    chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         found = engine.explain(asked, make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None), budget=budget)
@@ -215,3 +218,9 @@ def _summary(result: Result) -> None:
         style="dim",
     )
     err.print(line, soft_wrap=True)
+    for r in result.refreshes:
+        err.print(
+            f"  refresh after {r.token} tokens, {r.kind}: {r.entropy:.2f} nats, margin {r.margin:.1f}; "
+            f"{r.bits_before:.2f} to {r.bits:.2f} bits",
+            style="dim", highlight=False,
+        )  # fmt: skip

@@ -24,6 +24,9 @@ KVBits = Annotated[str | None, typer.Option(help="budget: average bits of the KV
 KVError = Annotated[
     float | None, typer.Option(help="budget: what KV bits may change of attention's outputs, as a part of their norm")
 ]
+Refresh = Annotated[
+    bool, typer.Option("--refresh", help="budget: choose again within the tier while the answer is hard or easy")
+]
 Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -73,7 +76,8 @@ def make_engine(
 
 
 def make_budget(
-    bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None
+    bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None,
+    refresh: bool = False,
 ) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
@@ -81,7 +85,7 @@ def make_budget(
     if kv_bits is not None:
         with suppress(ValueError):
             kv = float(kv_bits)
-    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error)
+    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error, refresh=refresh)
 
 
 def make_params(

@@ -155,13 +155,29 @@ class Core:
         return self.pool.format(kv_bits, allocator.uses)
 
     def raise_kv(self, sequence: Sequence, kv_bits: tuple[KVBits, ...]) -> None:
-        """Give a running request's pages to come these KV bits, if what it may still write then fits in the cache."""
+        """Give a running request's pages to come these KV bits, if what it may still write then fits in the cache.
+
+        Wherever they come from: from its own attention, or from another blueprint (`refresh`).
+        """
         before = sequence.blueprint
         sequence.blueprint = before.with_kv_bits(kv_bits)
         if not self.pool.has_number(kv_bits, self.scheduler.allocator.uses) or (
             self.scheduler.paging.capacity(sequence) < sequence.max_length
         ):
             sequence.blueprint = before
+
+    def refresh(self, sequence: Sequence, blueprint: Blueprint) -> bool:
+        """Let a running request go on at this blueprint from its next step on; whether that is another one.
+
+        Pages that are written stay. Those to come get its KV bits if what the request may still write then fits.
+        """
+        before = sequence.blueprint
+        blueprint = replace(blueprint, kv_error=before.kv_error)
+        if blueprint.key == before.key:
+            return False
+        sequence.exchange(blueprint.with_kv_bits(before.kv_bits))
+        self.raise_kv(sequence, blueprint.kv_bits)
+        return True
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -179,6 +195,8 @@ class Core:
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
         if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
             sequence.difficult = None
+        if not self.runner.packed:
+            sequence.monitor = None
         if self.originals.refused:
             sequence.blueprint = replace(sequence.blueprint, kv_error=None)
         if sequence.watched and self.scheduler.paging.capacity(sequence) < self.scheduler.length(sequence):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import torch
-from torch.distributions import Categorical
 
 from qbe.engine.logprobs import logprobs
 from qbe.engine.sequence import Sequence
@@ -63,11 +62,11 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
 
 
 def _choose(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
-    asked = [i for i, s in enumerate(sequences) if s.difficult is not None]
+    asked = [i for i, s in enumerate(sequences) if s.difficult is not None or s.monitor is not None]
     measured = None
     if asked:  # before the logits are overwritten
-        rows = logits if len(asked) == len(sequences) else logits[asked]
-        measured = Categorical(logits=rows, validate_args=False).entropy()
+        rows, likely = (logits, best) if len(asked) == len(sequences) else (logits[asked], best[asked])
+        measured = difficulty(rows, likely)
     plain = [i for i, s in enumerate(sequences) if s.params.greedy and not _adjusts(s)]
     found = best
     if len(plain) < len(sequences):
@@ -86,10 +85,24 @@ def _choose(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence])
         found = torch.where(valid, tokens, -1)
     if measured is None:
         return [t if t >= 0 else None for t in found.tolist()]  # the step's one wait for the device
-    numbers = torch.cat([found.double(), measured.double()]).tolist()  # or this one
-    for i, value in zip(asked, numbers[len(sequences) :], strict=True):
-        sequences[i].token_entropies.append(value)
-    return [int(t) if t >= 0 else None for t in numbers[: len(sequences)]]
+    numbers = torch.cat([found.double(), measured.double().flatten()]).tolist()  # or this one
+    n, told = len(sequences), len(asked)
+    for i, entropy, margin in zip(asked, numbers[n : n + told], numbers[n + told :], strict=True):
+        sequences[i].token_entropies.append(entropy)
+        sequences[i].token_margins.append(margin)
+    return [int(t) if t >= 0 else None for t in numbers[:n]]
+
+
+def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """How hard tokens are to predict, `[2, n]` on the logits' device: entropies in nats, and by how much the likeliest
+    token's logit exceeds the next one's. Args: as those of `sample`; the logits stay.
+    """
+    first = best.clamp_min(0)[:, None]
+    below = (logits - logits.gather(-1, first)).clamp_min_(-1e4)  # 0 * -inf would be NaN
+    weights = below.exp()
+    total = weights.sum(-1)
+    entropy = total.log() - (weights * below).sum(-1) / total
+    return torch.stack([entropy, -below.scatter_(-1, first, -torch.inf).amax(-1)])
 
 
 def _adjusts(sequence: Sequence) -> bool:

@@ -20,6 +20,7 @@ from qbe.sites import FULL_BITS, KVBits
 if TYPE_CHECKING:
     from qbe.engine.logprobs import Logprob
     from qbe.engine.moments import Moments
+    from qbe.engine.refresh import Monitor
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class Sequence:
         version: changes whenever an entry of `pages` does.
         page_keys: what its full pages are known by, as far as they are.
         sealed_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
-        keyed_by: `Blueprint.computed_key` that all of its tokens had; None once it was exchanged.
+        keyed_by: `first_key` as all of its tokens up to `alike` had it; None once it was another.
         twin: a sequence of the same prompt whose pages it may begin with; None once it has begun.
         watched: whether to gather `entropies`.
         entropies: of the attention in the steps of one token that filled a page, one list each: per key head the mean
@@ -180,9 +181,13 @@ class Sequence:
         pages_raised, host_bytes: those of them that were read again from their originals, and the bytes of that.
         preemptions: how often it gave its pages up and waited again.
         alone_at: length at which it did so although no other sequence ran.
+        past: blueprints that it had before, each with the position up to which; the first one first.
         difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
             activations; None where nobody asked for that or its blueprint has no others.
-        token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` asks.
+        monitor: decides when another blueprint is due (`qbe.engine.refresh`); None where nobody asked.
+        token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` or
+            `monitor` asks.
+        token_margins: likewise, by how much the likeliest token's logit exceeds the next one's.
         careful: positions of the tokens that do so.
         scoring: whose logits are handed out, if any are.
         logprobs: of the answer's tokens, when `params.logprobs` asks.
@@ -218,8 +223,11 @@ class Sequence:
     host_bytes: int = 0
     preemptions: int = 0
     alone_at: int = 0
+    past: list[tuple[int, Blueprint]] = field(default_factory=list)
     difficult: float | None = None
+    monitor: Monitor | None = None
     token_entropies: list[float] = field(default_factory=list)
+    token_margins: list[float] = field(default_factory=list)
     careful: set[int] = field(default_factory=set)
     scoring: Scoring | None = None
     logprobs: list[Logprob] = field(default_factory=list)
@@ -257,16 +265,38 @@ class Sequence:
             self.careful.add(len(self.token_ids))
         self.token_ids.append(token)
 
+    def exchange(self, blueprint: Blueprint) -> None:
+        """Let the tokens that have not gone through the model yet do so at another blueprint."""
+        self.past.append((len(self.token_ids) - 1, self.blueprint))
+        self.blueprint = blueprint
+
     def blueprint_at(self, position: int) -> Blueprint:
         """What the token at this position goes through the model with."""
-        return self.blueprint.careful if position in self.careful else self.blueprint
+        found = next((b for end, b in self.past if position < end), self.blueprint)
+        return found.careful if position in self.careful else found
 
     def rows(self, start: int, count: int) -> list[tuple[Blueprint, int]]:
         """The same of the tokens `[start, start + count)`: runs of equal blueprints and their lengths."""
-        if not self.careful:
+        if not self.careful and not self.past:
             return [(self.blueprint, count)]
-        runs = groupby(range(start, start + count), lambda position: position in self.careful)
-        return [(self.blueprint.careful if careful else self.blueprint, len(list(run))) for careful, run in runs]
+        runs = groupby(map(self.blueprint_at, range(start, start + count)))
+        return [(blueprint, len(list(run))) for blueprint, run in runs]
+
+    @property
+    def parts(self) -> list[tuple[Blueprint, int]]:
+        """The blueprints that it had and how many of its computed tokens each; those of other requests do not count."""
+        return self.spans(self.cached, self.computed)
+
+    def spans(self, start: int, end: int) -> list[tuple[Blueprint, int]]:
+        """The same of the positions `[start, end)`, whether computed or not."""
+        ends = [min(max(start, at), end) for at, _ in self.past] + [max(start, end)]
+        blueprints = (*(b for _, b in self.past), self.blueprint)
+        return [(b, at - before) for b, before, at in zip(blueprints, [start, *ends], ends, strict=False)]
+
+    @property
+    def first_key(self) -> str:
+        """`computed_key` of the blueprint that its first token has."""
+        return (self.past[0][1] if self.past else self.blueprint).computed_key
 
     @property
     def careful_computed(self) -> int:
@@ -276,7 +306,8 @@ class Sequence:
     @property
     def alike(self) -> int:
         """How many tokens, from the first on, have the blueprint's own precision, as in any other request."""
-        return min(self.careful, default=len(self.token_ids))
+        changed = self.past[0][0] if self.past else len(self.token_ids)
+        return min(self.careful | {changed})
 
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
         """KV bits of its page of this number: what it was sealed at, or will be."""
