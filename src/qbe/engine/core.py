@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -12,9 +13,10 @@ from torch import nn
 from qbe.blueprint import Blueprint
 from qbe.engine.plan import Plan
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
-from qbe.engine.sampler import sample
+from qbe.engine.sampler import is_likeliest, sample
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.speculation import ROWS, Speculation, Speculator, guess_of
 from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
@@ -64,6 +66,8 @@ class Core:
         progress: show progress bars while kernels are compiled and decode steps captured.
         compile: compile decode steps of one sequence with torch.compile. The first start takes tens of seconds, later
             ones find most of it in torch's cache; no request waits for it.
+        speculate: make ready the steps of a few rows that requests with `SamplingParams.speculate` need. Without it
+            they may speculate where `max_sequences` gives such steps room and nothing was compiled.
 
     Attributes:
         context: the model's context in tokens, None when it has no limit.
@@ -85,6 +89,7 @@ class Core:
         device: torch.device | None = None,
         progress: bool = False,
         compile: bool = False,
+        speculate: bool = False,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
@@ -128,7 +133,9 @@ class Core:
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
         rows = min(max_batch_tokens if packed else self.context or _LONGEST, _LONGEST)
-        head_rows = max_sequences if Runner.keeps_logits(model) else rows
+        most = min(ROWS[self.device.type], max_batch_tokens)  # rows of a step that checks guesses
+        largest = max(max_sequences, most) if speculate else max_sequences
+        head_rows = largest if Runner.keeps_logits(model) else rows
         compile_kernels(linear_launches(model, table, rows, head_rows), self.device, progress)
         self._try()
         self.table = _with_kv(table, self.runner.cache)
@@ -137,7 +144,10 @@ class Core:
         if paged:
             compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
-            self.runner.prepare_decode(max_sequences, longest, compile, progress)
+            self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 1)
+        self.speculator: Speculator | None = None
+        if self.runner.decode is not None and min(most, largest) > 1 and (speculate or not compile):
+            self.speculator = Speculator(self.table, min(most, largest), self.runner.decode.size_of)
 
     def _try(self) -> None:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""
@@ -197,6 +207,9 @@ class Core:
             sequence.difficult = None
         if not self.runner.packed:
             sequence.monitor = None
+        # Bounds and careful tokens say of each token by itself how it is read, which a guess cannot know.
+        free = sequence.blueprint.kv_error is None and sequence.difficult is None
+        sequence.speculation = Speculation() if sequence.params.speculate and self.speculator and free else None
         if self.originals.refused:
             sequence.blueprint = replace(sequence.blueprint, kv_error=None)
         if sequence.watched and self.scheduler.paging.capacity(sequence) < self.scheduler.length(sequence):
@@ -236,18 +249,62 @@ class Core:
         try:
             self.pool.copy(self.scheduler.paging.copies)
             self.scheduler.paging.copies.clear()
+            began, speculator, decode = time.perf_counter(), self.speculator, self.runner.decode
+            decodes = decode is not None and decode.serves(work)
+            if speculator is not None:
+                work = speculator.extend(work) if decodes else speculator.pause(work)
             logits, best = self.runner.step(work)
             self._keep_originals(work)
-            sequences = [w.sequence for w in work if w.samples]
-            tokens = sample(logits, best, sequences) if sequences else []
+            outputs = self._take(work, logits, best)
+            if speculator is not None and decodes:
+                speculator.measured(work, time.perf_counter() - began)
         except BaseException:
             # What these sequences have in the cache is unknown now: they cannot go on.
-            for w in work:
-                w.sequence.error = "the model failed while this request was in the batch"
-                self.scheduler.finish(w.sequence, "error")
+            for sequence in {w.sequence for w in work if w.sequence.finish_reason is None}:
+                sequence.error = "the model failed while this request was in the batch"
+                self.scheduler.finish(sequence, "error")
             raise
-        self.scheduler.complete(work)
-        return stuck + [self._advance(s, t) for s, t in zip(sequences, tokens, strict=True)]
+        return stuck + outputs
+
+    def _take(self, work: list[Work], logits: torch.Tensor, best: torch.Tensor) -> list[StepOutput]:
+        """The tokens that a step gives; logits and best as those of `Runner.step`.
+
+        Of a sequence that checks guesses the rows are taken one after the other, as if each had been a step, until one
+        gives another token than was guessed.
+        """
+        rows = [w for w in work if w.samples]
+        if rows and rows[0].draft is not None and self.speculator is not None:
+            self.speculator.guess([w.sequence for w in rows], logits, best)
+            return []
+        chains: dict[Sequence, list[int]] = {}
+        for i, w in enumerate(rows):
+            chains.setdefault(w.sequence, []).append(i)
+        known = best.tolist() if len(chains) < len(rows) and all(map(is_likeliest, chains)) else None
+        outputs: list[StepOutput] = []
+        depth = 0
+        while chains:
+            at, sequences = [own[depth] for own in chains.values()], list(chains)
+            if known is not None:
+                tokens: list[int | None] = [known[i] if known[i] >= 0 else None for i in at]
+            else:
+                part = (logits, best) if len(at) == len(rows) else (logits[at], best[at])
+                tokens = sample(*part, sequences, [guess_of(s, depth) for s in sequences])
+            if not depth:
+                self.scheduler.complete(work)
+            for s, token in zip(sequences, tokens, strict=True):
+                outputs.append(self._advance(s, token))
+                own = s.speculation
+                right = own is not None and token in own.guesses[depth : depth + 1]
+                if right and s.finish_reason is None:
+                    s.computed += 1  # the row of the guess has computed it
+                    continue
+                del chains[s]
+                if own is not None and own.guesses:
+                    own.checked(depth + right, refused=not right and depth < len(own.guesses))
+            depth += 1
+        if not rows:
+            self.scheduler.complete(work)
+        return outputs
 
     def _keep_originals(self, work: list[Work]) -> None:
         """Copies of the pages that the step has filled in bounded requests, while their frames still hold them."""

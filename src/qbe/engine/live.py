@@ -25,6 +25,7 @@ class Live:
         started, first_token: seconds of `time.perf_counter`.
         result: once it has ended.
         entropies: of `running`, how many have been looked at.
+        tokens: of the answer, how many have been.
         profile: what its present blueprint was chosen for.
         refreshes: of its blueprint, in order.
     """
@@ -38,6 +39,7 @@ class Live:
     first_token: float | None = None
     result: Result | None = None
     entropies: int = 0
+    tokens: int = 0
     profile: QueryProfile = field(init=False)
     refreshes: list[Refresh] = field(default_factory=list)
 
@@ -60,6 +62,8 @@ class Live:
             average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(chosen.table),
             kv_error=running.blueprint.kv_error, pages_read=running.pages_read, pages_raised=running.pages_raised,
             host_bytes=running.host_bytes, parts=tuple(running.parts), refreshes=tuple(self.refreshes),
+            drafted_tokens=running.speculation.drafted if running.speculation else 0,
+            accepted_tokens=running.speculation.accepted if running.speculation else 0,
         )  # fmt: skip
         return self.result
 
@@ -82,11 +86,16 @@ class Live:
             refreshes=tuple(r.describe() for r in self.refreshes) or None, analysis_ms=result.analysis_ms,
             policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
             kv_error=result.kv_error, pages_read=result.pages_read, pages_raised=result.pages_raised,
-            host_bytes=result.host_bytes, cluster=result.profile.cluster, cache=self.chosen.cache,
+            host_bytes=result.host_bytes, drafted_tokens=result.drafted_tokens,
+            accepted_tokens=result.accepted_tokens, cluster=result.profile.cluster, cache=self.chosen.cache,
         )  # fmt: skip
 
     def _bytes_moved(self, result: Result) -> int:
-        """Bytes of weights and scales of all passes at batch 1: the prompt's, then one for each further token."""
+        """Bytes of weights and scales of all passes at batch 1: the prompt's, then one for each further token that was
+        not a guess, and those of draft steps.
+        """
         running, n = self.running, len(result.token_ids)
         first = len(running.prompt_ids) - 1  # whose pass gives the first token
-        return sum(b.bytes_per_token(result.table) * count for b, count in running.spans(first, first + n))
+        each = sum(b.bytes_per_token(result.table) * count for b, count in running.spans(first, first + n))
+        own = running.speculation
+        return each if own is None else round(each * (n - own.accepted) / max(1, n)) + own.draft_bytes

@@ -116,16 +116,20 @@ class Requests:
         now = time.perf_counter()
         for output in outputs:
             live = self._live[output.sequence.request_id]
+            if live.result is not None:
+                continue  # a stop string ended it at an earlier token of this step
             self._raise_kv(live)
             self._choose_again(live)
             self._refresh(live)
             if output.new_token is not None:
                 live.first_token = live.first_token or now
+                live.tokens += 1
                 live.pieces.append(live.detokenizer.push(output.new_token))
             if output.finished:
                 self._finish(live, now)
             elif live.detokenizer.stopped is not None:
                 self.core.cancel(output.sequence.request_id, "stop")
+                live.running.rewind(live.tokens)
                 self._finish(live, now)
 
     @locked

@@ -62,6 +62,7 @@ class Result:
         host_bytes: bytes of these, most of them in host memory.
         parts: the blueprints that it had and how many of the computed tokens each; more than one after a refresh.
         refreshes: where its blueprint was exchanged while it wrote, and why.
+        drafted_tokens: guesses of the answer's tokens that were checked. accepted_tokens: those that were right.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
     """
 
@@ -89,6 +90,8 @@ class Result:
     host_bytes: int = 0
     parts: tuple[tuple[Blueprint, int], ...] = ()
     refreshes: tuple[Refresh, ...] = ()
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def average_weight_bits(self) -> float:
@@ -125,7 +128,11 @@ class Result:
                 "completion_tokens": len(self.token_ids),
                 "total_tokens": self.prompt_tokens + len(self.token_ids),
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-                "completion_tokens_details": {"careful_tokens": self.careful_tokens},
+                "completion_tokens_details": {
+                    "careful_tokens": self.careful_tokens,
+                    "drafted_tokens": self.drafted_tokens,
+                    "accepted_tokens": self.accepted_tokens,
+                },
                 "average_kv_bits": round(self.average_kv_bits, 4),
                 "kv_error": self.kv_error,
                 "kv_pages_read": self.pages_read,

@@ -109,7 +109,8 @@ class Runner:
                 if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
                     w.sequence.moments.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
         for w in work:
-            w.sequence.computed = w.start + w.count
+            if w.certain:
+                w.sequence.computed = w.start + w.count
         # Prompts seal what they fill layer by layer (`PagedCache.update`).
         last = [(w.sequence.pages, w.start) for w in work if w.count == 1 and w.sequence.pages]
         full = [pages[at // PAGE_SIZE] for pages, at in last if at % PAGE_SIZE == PAGE_SIZE - 1]
@@ -136,14 +137,15 @@ class Runner:
             at += w.count
         return gathering(self.model, self.plan.table, parts, tokens) if parts else nullcontext()
 
-    def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool) -> None:
+    def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, rows: int = 1) -> None:
         """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
 
         Args:
             largest: sequences of the largest step.
             pages: pages that one sequence can have.
-            compile: compile the steps of one sequence.
+            compile: compile the steps of up to `rows` rows.
             progress: show that it is under way.
+            rows: of a sequence in a step, at most.
         """
         if not self._takes_positions:
             return
@@ -153,13 +155,15 @@ class Runner:
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
                 self.decode = decode if decode.capture(advance) else None
         if compile:
-            self.compile_decode(progress)
+            self.compile_decode(progress, rows)
 
-    def compile_decode(self, progress: bool) -> None:
-        """Compile the steps of one sequence, if decode steps run at fixed shapes."""
+    def compile_decode(self, progress: bool, rows: int = 1) -> None:
+        """Compile the steps of one sequence, of up to so many rows, if decode steps run at fixed shapes."""
+        sizes = batch_sizes(rows)
         if self.decode is not None:
             with spinner("compiling the decode step: tens of seconds, fewer once it is cached", progress):
-                self.decode.compile(1)
+                for size in sizes:
+                    self.decode.compile(size)
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []

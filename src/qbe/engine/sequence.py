@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qbe.engine.logprobs import Logprob
     from qbe.engine.moments import Moments
     from qbe.engine.refresh import Monitor
+    from qbe.engine.speculation import Speculation
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class SamplingParams:
         frequency_penalty: the same, times how often it has them.
         logprobs: keep each new token's logarithm and those of so many of the likeliest; None keeps none.
         prompt_logprobs: the same for the prompt's tokens, from the second on. Such a prompt begins on nobody's pages.
+        speculate: guess tokens and check several at once, where that is faster (`qbe.engine.speculation`). Greedy
+            answers and those with a seed are what they are without; others have the same distribution.
 
     Raises:
         QBEError: a value out of range.
@@ -61,6 +64,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculate: bool = False
 
     def __post_init__(self) -> None:
         for ok, name, allowed in (
@@ -195,6 +199,7 @@ class Sequence:
         constraint: what the answer may be; None allows everything.
         place: where it stands in line.
         moments: what its prompt shows, for a policy that reads it; tokens of known pages show nothing. Else None.
+        speculation: guesses of its next tokens; None where nobody asked, or it cannot be.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
         error: one line that says what went wrong, when the reason is "error".
@@ -235,6 +240,7 @@ class Sequence:
     constraint: Constraint | None = None
     place: Place = FIRST_COME
     moments: Moments | None = None
+    speculation: Speculation | None = None
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
     error: str | None = None
@@ -269,6 +275,13 @@ class Sequence:
         """Let the tokens that have not gone through the model yet do so at another blueprint."""
         self.past.append((len(self.token_ids) - 1, self.blueprint))
         self.blueprint = blueprint
+
+    def rewind(self, count: int) -> None:
+        """Forget all tokens of the answer but the first `count`: a stop string ended it among those of one step."""
+        for each in (self.token_entropies, self.token_margins, self.logprobs):
+            del each[count:]
+        del self.token_ids[len(self.prompt_ids) + count :]
+        self.computed = min(self.computed, len(self.token_ids))
 
     def blueprint_at(self, position: int) -> Blueprint:
         """What the token at this position goes through the model with."""

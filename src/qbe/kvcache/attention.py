@@ -76,6 +76,7 @@ class DecodeLayout:
     slots, tables, lengths: see `qbe.kernels.attention_ops.paged_attention`.
     entropy: per layer what that op writes there; None for a layer without attention.
     bounds: None when no sequence of the step is bounded.
+    several: whether any sequence has several rows, one after the other, the later of which see the earlier ones' keys.
     """
 
     cache: PagedCache
@@ -84,6 +85,7 @@ class DecodeLayout:
     lengths: torch.Tensor
     entropy: list[torch.Tensor | None]
     bounds: Bounds | None = None
+    several: bool = False
 
 
 @dataclass

@@ -49,6 +49,7 @@ class Record:
         tokens_by_activation_bits: bits of the activations -> tokens computed at them; empty in records of older files.
         entropies: of the output distribution, nats per token; None when not measured.
         margins: by how much the likeliest token's logit exceeded the next one's, per token; None when not measured.
+        drafted_tokens, accepted_tokens: see `qbe.engine.result.Result`; None in files of older versions.
         refreshes: where the blueprint was exchanged and why, as `qbe.engine.refresh.Refresh.describe`; None for never.
         analysis_ms, policy_ms, prefill_ms, decode_ms: time spent in each part, milliseconds.
         error: what went wrong, one line; None when nothing did.
@@ -94,6 +95,8 @@ class Record:
     cache: str | None = None
     margins: Sequence[float] | None = None
     refreshes: Sequence[Mapping[str, Any]] | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """The record as JSON, in the order of the fields."""
