@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+<<<<<<< HEAD
 from bench_samples import CPU, LIMITS, LINEARS, THIN, TOKEN, described
 from qbe.bench import batch, decode, linears, prefill, switch
+=======
+from qbe import cli
+from qbe.bench import batch, decode, linears, prefill, speculate, switch
+from qbe.bench.command import BENCHMARKS, measure
+>>>>>>> 2b12b2f (qbe bench speculate)
 from qbe.bench.engines import Work, blueprint_at, core_of, peers_of
 from qbe.bench.machine import hardware, measure_limits
 from qbe.bench.measure import Failed
@@ -165,3 +171,117 @@ def test_whole_model_peers_of_a_folder(folder: Path) -> None:
     running = peers["transformers"]
     assert not isinstance(running, Failed)
     assert set(running()) == {"prefill", "step"}
+<<<<<<< HEAD
+=======
+
+
+def test_limits_and_hardware(device: torch.device) -> None:
+    limits = measure_limits(device, copy_bytes=1 << 20, matmul_size=64)
+    assert limits.bandwidth > 0
+    assert limits.seconds(limits.bandwidth, 0) == pytest.approx(1)
+    assert limits.seconds(0, 2 * limits.flops) == pytest.approx(2)
+    machine = json.loads(json.dumps(hardware(device, limits), allow_nan=False))
+    assert {"device", "driver", "cores", "threads", "load_average", "copy_bandwidth_bytes_per_s"} <= set(machine)
+    assert {"torch", "triton", "transformers"} <= set(machine["versions"])
+    assert machine["versions"]["torch"] == torch.__version__
+
+
+def test_command_writes_a_table_json_and_a_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(linears, "sizes_for", lambda device: LINEARS)
+    monkeypatch.setattr("qbe.bench.machine.measure_limits", lambda device: LIMITS)
+    as_json, picture = tmp_path / "r.json", tmp_path / "r.png"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "linears", "--device", "cpu", "--json", str(as_json), "--plot", str(picture)])
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    assert "F.linear fp32" in shown
+    assert "limit" in shown
+    found = json.loads(as_json.read_text())
+    assert found["benchmark"] == "linears"
+    assert found["hardware"]["kind"] == "cpu"
+    assert found["conditions"]["sizes"]["token"]["model"] == "tiny"
+    assert found["conditions"]["store"]["group_size"] == 64
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_sizes_and_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    module = importlib.import_module(f"qbe.bench.{name}")
+    rows = [Row("w", "s", "c", 4, Measured(2, 1, 3, 5), "p", Measured(4, 3, 5, 5), "us", 1.0)]
+    monkeypatch.setattr(module, "run", lambda device, limits, sizes, progress: rows)
+    monkeypatch.setattr("qbe.bench.machine.measure_limits", lambda device: LIMITS)
+    for device in ("cpu", "cuda"):
+        json.dumps(measure(name, "cpu", module.sizes_for(torch.device(device))).describe(), allow_nan=False)
+
+
+def test_speculate(folder: Path, device: torch.device) -> None:
+    sizes = speculate.Sizes(folder, speculate.PROMPTS[:2], 20, targets=(8,), batches=(1, 2), compile=False, rounds=3)
+    rows = described(speculate.run(CPU, LIMITS, sizes), CPU)
+    ways = [speculate.CHOSEN, "drafts at 4 bits", "drafts at 6 bits", speculate.READ]
+    assert [r["shape"].split(", ", 1)[1] for r in rows] == [f"batch {n}, {way}" for n in (1, 2) for way in ways]
+    assert all(r["note"].endswith("2 of 2 answers the same") for r in rows)
+    assert all(
+        r["note"].startswith("accepted") and "no guesses" not in r["note"] for r in rows if "draft" in r["shape"]
+    )
+    random = replace(sizes, model=THIN, rates={8: {4: 1.0, 6: 0.0}}, batches=(1,), guesses=2)
+    rows = described(speculate.run(device, LIMITS, random), device)
+    assert [r["note"].split()[1] for r in rows if "drafts" in r["shape"]] == ["100.0%", "0.0%"]
+
+
+def test_a_picture_shows_missing_peers_and_long_reports(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    value, peer = Measured(2.0, 1.9, 2.2, 5), Measured(3.0, 2.9, 3.1, 5)
+    rows = [
+        Row(f"work {i}", "8x8", f"M {m}", 4, value, name, theirs, "us", limit)
+        for m in (1, 16, 64, 65)
+        for i in range(6)
+        for name, theirs, limit in (("peer", peer, 1.0), ("gone", Failed("not there"), None))
+    ]
+    rows.append(switch._recaptured([None], 3, "9 sites"))
+    draw(Report("test", hardware(CPU, LIMITS), {}, rows), tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 20_000
+    with pytest.raises(QBEError, match="cannot be written"):
+        draw(Report("test", hardware(CPU, LIMITS), {}, rows), tmp_path / "none" / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["bench", "nonsense"], "nonsense"),
+        (["bench", "linears", "--device", "tpu"], "tpu"),
+        (["bench", "linears", "--device", "cuda:99"], "cuda:99"),
+        (["bench", "linears", "--rounds", "3"], "--rounds"),
+        (["bench", "linears", "--json", "/no/such/folder/r.json"], "/no/such/folder"),
+        (["bench", "linears", "--json", "/"], "folder"),
+        (["bench", "linears", "--plot", "r.jpg"], "png"),
+    ],
+)
+def test_bad_input(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    message = capsys.readouterr().err.strip()
+    assert ended.value.code == 2
+    assert message.startswith("qbe: ")
+    assert "\n" not in message
+    assert says in message
+
+
+def test_without_matplotlib_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "linears", "--plot", "r.png"])
+    assert ended.value.code == 2
+    assert "qbe[bench]" in capsys.readouterr().err
+
+
+def test_unknown_benchmarks_are_refused() -> None:
+    with pytest.raises(QBEError, match="choose linears"):
+        measure("speed")
+>>>>>>> 2b12b2f (qbe bench speculate)

@@ -145,11 +145,14 @@ class Speculator:
         table: the model's sites.
         rows: of a step that checks guesses, at most.
         size_of: rows of a step -> rows that run, with those that pad it.
+
+    Attributes:
+        drafters: who may guess: `TEXT`, and bits below those of a sequence.
     """
 
     def __init__(self, table: SiteTable, rows: int, size_of: Callable[[int], int]) -> None:
         self.table, self.rows, self._size_of = table, rows, size_of
-        self.costs = Costs()
+        self.costs, self.drafters = Costs(), {TEXT, *table.gears()}
         self._gear = TEXT  # of the draft steps that run now
         self._done = self._left = 0  # of them
         self._lower: dict[tuple[str, int], tuple[Blueprint, int]] = {}  # with the bytes that it reads
@@ -223,7 +226,8 @@ class Speculator:
             return self.costs.of(self._size_of(rows), at) or usual * min(1.0, at / bits)
 
         fastest, source, count = n / usual, None, 0
-        found = {w: _of(w).look_up(w.sequence.token_ids, _room(w)) for w in able}
+        reads = TEXT in self.drafters
+        found = {w: _of(w).look_up(w.sequence.token_ids, _room(w) if reads else 0) for w in able}
         for k in range(1, MOST + 1):
             counts = {w: min(k, len(g)) for w, g in found.items()}
             rows = n + sum(counts.values())
@@ -233,7 +237,7 @@ class Speculator:
             if written / seconds(rows, bits) > fastest:
                 fastest, source, count = written / seconds(rows, bits), TEXT, k
         most = min(self.rows // n - 1, *map(_room, work)) if len(able) == n else 0
-        for gear in (g for g in self.table.gears() if g < bits):
+        for gear in (g for g in self.drafters if TEXT < g < bits):
             low = max(self._average(self._lowered(w.blueprint, gear)[0]) for w in work)
             for k in range(1, min(MOST, most) + 1 if low < bits else 1):
                 written = sum(progress(_of(w).of(gear).rate, k) for w in work)
