@@ -159,7 +159,7 @@ class Runner:
 
     def compile_decode(self, progress: bool, rows: int = 1) -> None:
         """Compile the steps of one sequence, of up to so many rows, if decode steps run at fixed shapes."""
-        sizes = batch_sizes(rows)
+        sizes = [s for s in batch_sizes(rows) if s != 2]  # two rows run as four: a compilation takes half a minute
         if self.decode is not None:
             with spinner("compiling the decode step: tens of seconds, fewer once it is cached", progress):
                 for size in sizes:
