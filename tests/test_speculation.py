@@ -245,6 +245,8 @@ def test_a_drafter_that_loses_rests_and_is_tried_again(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Speculator, "guess", wrong)
     made = core_of(Fixed(0.5))
+    assert made.speculator is not None
+    made.speculator.drafters = {4, 6}
     s = request("r", prompts(20)[0], at(made), max_tokens=200, speculate=True)
     made.add(s)
     drafted = [0] * 201

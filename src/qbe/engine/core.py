@@ -144,7 +144,7 @@ class Core:
         if paged:
             compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
-            self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 1)
+            self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
         self.speculator: Speculator | None = None
         if self.runner.decode is not None and min(most, largest) > 1 and (speculate or not compile):
             self.speculator = Speculator(self.table, min(most, largest), self.runner.decode.size_of)

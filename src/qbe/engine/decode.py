@@ -119,19 +119,21 @@ class DecodeStep:
         self._owners: list[tuple[Sequence, int, float] | None] = [None] * largest
         self._copied: torch.cuda.Event | None = None
 
-    def capture(self, on_size: Callable[[], None] | None = None) -> bool:
+    def capture(self, on_size: Callable[[], None] | None = None, several: int = 0) -> bool:
         """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
 
         Largest first: the smaller ones then live in the memory that the larger ones have taken.
 
         Args:
             on_size: called when a size is done (a progress bar): the first start on a machine compiles the kernels.
+            several: capture steps of sequences with several rows now, too, up to so many; 0 leaves them for later.
         """
         self._memory = torch.cuda.graph_pool_handle()
         try:
             for size in reversed(batch_sizes(self.largest)):
-                self._graphs[size, False, False] = self._capture((size, False, False), self._run_model)
-                self.captures += 1
+                for kind in [(size, False, False)] + [(size, False, True)] * (1 < size <= several):
+                    self._graphs[kind] = self._capture(kind, self._run_model)
+                    self.captures += 1
                 if on_size is not None:
                     on_size()
         except RuntimeError as error:
@@ -242,7 +244,7 @@ class DecodeStep:
         """The graph of such steps, captured now if these are the first of their kind; None: run them eagerly."""
         if self._graphs and kind not in self._graphs and kind not in self._refused:
             try:
-                self._graphs[kind] = self._capture(kind, self._graphs[kind[0], False, False].forward)
+                self._graphs[kind] = self._capture(kind, self._run_model)
                 self.captures += 1
             except RuntimeError as error:
                 self._refused.add(kind)

@@ -137,15 +137,15 @@ class Runner:
             at += w.count
         return gathering(self.model, self.plan.table, parts, tokens) if parts else nullcontext()
 
-    def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, rows: int = 1) -> None:
+    def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, several: int = 0) -> None:
         """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
 
         Args:
             largest: sequences of the largest step.
             pages: pages that one sequence can have.
-            compile: compile the steps of up to `rows` rows.
+            compile: compile the steps of one sequence.
             progress: show that it is under way.
-            rows: of a sequence in a step, at most.
+            several: be ready for steps of sequences that have several rows, up to so many.
         """
         if not self._takes_positions:
             return
@@ -153,13 +153,13 @@ class Runner:
         self.decode = decode
         if self.device.type == "cuda":
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
-                self.decode = decode if decode.capture(advance) else None
+                self.decode = decode if decode.capture(advance, several) else None
         if compile:
-            self.compile_decode(progress, rows)
+            self.compile_decode(progress, several > 0)
 
-    def compile_decode(self, progress: bool, rows: int = 1) -> None:
-        """Compile the steps of one sequence, of up to so many rows, if decode steps run at fixed shapes."""
-        sizes = [s for s in batch_sizes(rows) if s != 2]  # two rows run as four: a compilation takes half a minute
+    def compile_decode(self, progress: bool, several: bool = False) -> None:
+        """Compile the steps of one sequence, with `several` those of four rows, too, if steps run at fixed shapes."""
+        sizes = (1, 4) if several else (1,)  # more rows pay seldom, and a compilation takes half a minute
         if self.decode is not None:
             with spinner("compiling the decode step: tens of seconds, fewer once it is cached", progress):
                 for size in sizes:

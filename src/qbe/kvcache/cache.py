@@ -11,7 +11,6 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from qbe.errors import QBEError
-from qbe.kernels.kv_blocks import ALIGN
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.attention import CACHE, DecodeLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
@@ -175,31 +174,16 @@ class PagedCache(Cache):
         Pages that a prompt fills are sealed here: its own later tokens see them as any other sequence would. Infinite
         numbers of keys become NaN, so that they cannot hide behind a score that is low.
         """
-        layout = self.layout
-        if layout is None or self.pool.keys[layer_idx] is None:
+        layout, keys, values = self.layout, self.pool.keys[layer_idx], self.pool.values[layer_idx]
+        if layout is None or keys is None or values is None:
             raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
         if isinstance(layout, DecodeLayout):
-            # The attention of a decode step writes them. A CPU does that before any row attends; on a GPU all rows run
-            # at once, so that a sequence's own rows must be there before.
-            if layout.several and key_states.is_cuda:
-                offsets = layout.slots % ALIGN
-                self._write(
-                    (layout.slots - offsets) // self.pool.page_bytes, offsets, layer_idx, key_states, value_states
-                )
-            return key_states, value_states
+            return key_states, value_states  # the attention of a decode step writes them
         key_states = key_states + key_states * 0
-        self._write(layout.frames, layout.offsets, layer_idx, key_states, value_states)
+        keys[layout.frames, :, layout.offsets] = key_states[0].transpose(0, 1)
+        values[layout.frames, :, layout.offsets] = value_states[0].transpose(0, 1)
         self.pool.seal(layout.filled, layer_idx)
         return key_states, value_states
-
-    def _write(
-        self, frames: torch.Tensor, offsets: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        assert keys is not None
-        assert values is not None
-        keys[frames, :, offsets] = key[0].transpose(0, 1)
-        values[frames, :, offsets] = value[0].transpose(0, 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache before this step; of the longest sequence when several are packed."""
