@@ -59,13 +59,13 @@ class Sizes:
         rates: of a random model, whose own guesses would tell nothing: target -> bits of a draft -> part of its guesses
             that are right, as measured with the default model; of every gear below the target.
         guesses: checked at once where a drafter is given.
-        compile: compile the steps of up to `Core.speculator.rows` rows.
+        compile: compile the steps of one sequence.
         rounds: samples.
     """
 
     model: str | Path | dict[str, Any] = DEFAULT_MODEL
     prompts: tuple[str, ...] = PROMPTS
-    tokens: int = 96
+    tokens: int = 64
     targets: tuple[int, ...] = (8, 16)
     batches: tuple[int, ...] = (1,)
     rates: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
