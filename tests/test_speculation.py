@@ -16,10 +16,11 @@ from engine_models import build, prompts, request, run
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.decode import DecodeStep
+from qbe.engine.guesses import HOPE, LEAST, REST, TEXT, Costs, Outcomes, Speculation, progress
 from qbe.engine.sampler import accept
 from qbe.engine.scoring import Scored, score
 from qbe.engine.sequence import Sequence
-from qbe.engine.speculation import HOPE, LEAST, REST, TEXT, Costs, Outcomes, Speculation, Speculator, progress
+from qbe.engine.speculation import Speculator
 from qbe.sites import NESTABLE_ROLES
 from qbe.store.nested_tensor import nest
 from qbe.store.nesting import with_store

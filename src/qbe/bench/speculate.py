@@ -17,9 +17,10 @@ from qbe.bench.measure import Failed, Sample, take_turns
 from qbe.bench.report import Row, rows_beside
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
+from qbe.engine.guesses import TEXT, Costs
 from qbe.engine.sequence import SamplingParams
 from qbe.engine.sequence import Sequence as Running
-from qbe.engine.speculation import ROWS, TEXT, Costs, Speculator
+from qbe.engine.speculation import ROWS, Speculator
 from qbe.engine.tokenize import encode
 from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar

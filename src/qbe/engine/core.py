@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
+from qbe.engine.guesses import Speculation
+from qbe.engine.kv_size import default_kv_tokens, with_kv
 from qbe.engine.plan import Plan
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
-from qbe.engine.sampler import is_likeliest, sample
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
-from qbe.engine.speculation import ROWS, Speculation, Speculator, guess_of
+from qbe.engine.speculation import ROWS, Speculator
+from qbe.engine.taking import take
 from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
@@ -25,14 +27,11 @@ from qbe.kernels.cpu.paged_attention import compiled_for
 from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
-from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
 from qbe.sites import FULL_BITS, KVBits, SiteTable
 
-_DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
-_CPU_KV_TOKENS = 16384
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
-_CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,11 @@ class Core:
         paged = any(shapes)
         if paged:
             use_paged_attention(model)
-        tokens = kv_tokens if kv_tokens is not None else self._default_kv_tokens(shapes, dtype)
+        tokens = (
+            kv_tokens
+            if kv_tokens is not None
+            else default_kv_tokens(self.context, self.device, page_bytes(shapes, dtype))
+        )
         pages = pages_for(tokens) if paged else 0
         free, each = free_memory(self.device), page_bytes(shapes, dtype)
         if kv_tokens is not None and pages * each > free - each:  # there is one more than asked for
@@ -138,7 +141,7 @@ class Core:
         head_rows = largest if Runner.keeps_logits(model) else rows
         compile_kernels(linear_launches(model, table, rows, head_rows), self.device, progress)
         self._try()
-        self.table = _with_kv(table, self.runner.cache)
+        self.table = with_kv(table, self.runner.cache)
         longest = most_pages(shapes, dtype, pages)
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:
@@ -255,7 +258,13 @@ class Core:
                 work = speculator.extend(work) if decodes else speculator.pause(work)
             logits, best = self.runner.step(work)
             self._keep_originals(work)
-            outputs = self._take(work, logits, best)
+            self.scheduler.complete(work)
+            outputs: list[StepOutput] = []
+            rows = [w for w in work if w.samples]
+            if rows and rows[0].draft is not None and speculator is not None:
+                speculator.guess([w.sequence for w in rows], logits, best)
+            else:
+                take(rows, logits, best, lambda s, token: outputs.append(self._advance(s, token)))
             if speculator is not None and decodes:
                 speculator.measured(work, time.perf_counter() - began)
         except BaseException:
@@ -265,46 +274,6 @@ class Core:
                 self.scheduler.finish(sequence, "error")
             raise
         return stuck + outputs
-
-    def _take(self, work: list[Work], logits: torch.Tensor, best: torch.Tensor) -> list[StepOutput]:
-        """The tokens that a step gives; logits and best as those of `Runner.step`.
-
-        Of a sequence that checks guesses the rows are taken one after the other, as if each had been a step, until one
-        gives another token than was guessed.
-        """
-        rows = [w for w in work if w.samples]
-        if rows and rows[0].draft is not None and self.speculator is not None:
-            self.speculator.guess([w.sequence for w in rows], logits, best)
-            return []
-        chains: dict[Sequence, list[int]] = {}
-        for i, w in enumerate(rows):
-            chains.setdefault(w.sequence, []).append(i)
-        known = best.tolist() if len(chains) < len(rows) and all(map(is_likeliest, chains)) else None
-        outputs: list[StepOutput] = []
-        depth = 0
-        while chains:
-            at, sequences = [own[depth] for own in chains.values()], list(chains)
-            if known is not None:
-                tokens: list[int | None] = [known[i] if known[i] >= 0 else None for i in at]
-            else:
-                part = (logits, best) if len(at) == len(rows) else (logits[at], best[at])
-                tokens = sample(*part, sequences, [guess_of(s, depth) for s in sequences])
-            if not depth:
-                self.scheduler.complete(work)
-            for s, token in zip(sequences, tokens, strict=True):
-                outputs.append(self._advance(s, token))
-                own = s.speculation
-                right = own is not None and token in own.guesses[depth : depth + 1]
-                if right and s.finish_reason is None:
-                    s.computed += 1  # the row of the guess has computed it
-                    continue
-                del chains[s]
-                if own is not None and own.guesses:
-                    own.checked(depth + right, refused=not right and depth < len(own.guesses))
-            depth += 1
-        if not rows:
-            self.scheduler.complete(work)
-        return outputs
 
     def _keep_originals(self, work: list[Work]) -> None:
         """Copies of the pages that the step has filled in bounded requests, while their frames still hold them."""
@@ -348,24 +317,3 @@ class Core:
         elif len(sequence.token_ids) == self.runner.recompute_at:
             self.scheduler.restart(sequence)
         return StepOutput(sequence, token, reason is not None, reason)
-
-    def _default_kv_tokens(self, shapes: list[KVShape | None], dtype: torch.dtype) -> int:
-        wanted = _DEFAULT_SEQUENCES * self.context if self.context is not None else _CPU_KV_TOKENS
-        if self.device.type != "cuda":
-            return min(wanted, _CPU_KV_TOKENS)
-        fits = int(free_memory(self.device) * _CUDA_KV_SHARE) // max(1, page_bytes(shapes, dtype)) * PAGE_SIZE
-        return max(PAGE_SIZE, min(wanted, fits))
-
-
-def _with_kv(table: SiteTable, cache: PagedCache) -> SiteTable:
-    """The table with the model's key heads, which it may know already from measuring them."""
-    found = cache.sites()
-    if not table.kv:
-        return table.with_kv(found)
-    known = [(s.layer, s.head, s.query_heads, s.numbers) for s in table.kv]
-    if known != [(s.layer, s.head, s.query_heads, s.numbers) for s in found]:
-        raise QBEError(
-            f"the KV sensitivities of {table.model_name} are of other key heads than the model has: delete "
-            "kv_sensitivity.json in its store and run 'qbe quantize' again"
-        )
-    return table

@@ -18,10 +18,10 @@ from qbe.kvcache.allocator import Page
 from qbe.sites import FULL_BITS, KVBits
 
 if TYPE_CHECKING:
+    from qbe.engine.guesses import Speculation
     from qbe.engine.logprobs import Logprob
     from qbe.engine.moments import Moments
     from qbe.engine.refresh import Monitor
-    from qbe.engine.speculation import Speculation
 
 
 @dataclass(frozen=True)
