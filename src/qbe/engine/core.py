@@ -109,13 +109,9 @@ class Core:
         paged = any(shapes)
         if paged:
             use_paged_attention(model)
-        tokens = (
-            kv_tokens
-            if kv_tokens is not None
-            else default_kv_tokens(self.context, self.device, page_bytes(shapes, dtype))
-        )
-        pages = pages_for(tokens) if paged else 0
         free, each = free_memory(self.device), page_bytes(shapes, dtype)
+        tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(self.context, self.device, each)
+        pages = pages_for(tokens) if paged else 0
         if kv_tokens is not None and pages * each > free - each:  # there is one more than asked for
             raise QBEError(
                 f"kv_tokens is {tokens}, but {free / 1e9:.1f} GB free on {self.device} hold at most "
@@ -256,6 +252,7 @@ class Core:
             decodes = decode is not None and decode.serves(work)
             if speculator is not None:
                 work = speculator.extend(work) if decodes else speculator.pause(work)
+                self.scheduler.last = work
             logits, best = self.runner.step(work)
             self._keep_originals(work)
             self.scheduler.complete(work)
