@@ -130,7 +130,7 @@ def test_rows_that_pad_a_batch_touch_nobodys_page() -> None:
     before = [m.clone() for m in (*core.pool.keys, *core.pool.values)]
     work = core.scheduler.schedule()
     decode._stage(work, 4)
-    with torch.inference_mode(), attention.step(decode._layout((4, False))):
+    with torch.inference_mode(), attention.step(decode._layout((4, False, False))):
         decode._run_model(4)
     spare = core.pool.num_pages
     written = r.pages[20 // PAGE_SIZE].address // core.pool.page_bytes

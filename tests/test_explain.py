@@ -83,6 +83,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "budget",
         "blueprint",
         "kv_measured",
+        "refresh",
         "bytes_per_token",
         "bytes_per_token_16bit",
         "ratio",
@@ -95,6 +96,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "tier": "default",
         "kv_bits": None,
         "kv_error": None,
+        "refresh": False,
     }
     assert d["budget"] == asked | {"target_bits": 6.24}
     assert d["ratio"] == pytest.approx(e.bytes_per_token / e.bytes_per_token_16bit, abs=1e-4)

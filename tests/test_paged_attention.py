@@ -228,6 +228,25 @@ def test_every_precision_alone(bits: int) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("window", [0, 3])
+def test_rows_of_one_sequence_see_those_before_them(window: int) -> None:
+    """Three rows at the end of the last sequence, the others alone: the keys of all are written before any attends."""
+    from qbe.kernels.triton.paged_attention import paged_attention
+    from qbe.kernels.triton.write_rows import write_rows
+
+    def kernel(**given: Any) -> torch.Tensor:
+        write_rows(*(given[name] for name in ("key", "value", "memory", "blocks", "slots")))
+        return paged_attention(**given)
+
+    arguments = case("smollm", [20, 90, 200, 200, 200], torch.float32)
+    for row in (3, 4):
+        arguments["tables"][row] = arguments["tables"][2]
+        arguments["slots"][row] = arguments["slots"][2] + row - 2
+        arguments["lengths"][row] += row - 2
+    same(arguments | {"window": window}, torch.float32, kernel)
+
+
+@on_device
 @pytest.mark.parametrize("window", [1, 7, 64, 100])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 def test_windows_and_soft_caps(window: int, softcap: float) -> None:

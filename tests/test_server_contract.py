@@ -100,6 +100,7 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"qbe": {"max_cost": 0}}, "qbe.max_cost"),
         ({"qbe": {"max_latency_ms": -1}}, "qbe.max_latency_ms"),
         ({"qbe": {"policy": "none"}}, "qbe.policy"),
+        ({"qbe": {"bits": 5, "refresh": True}}, "qbe.refresh"),
         ({"qbe": {"policy": "tiered"}}, "qbe.policy"),  # this engine has no sensitivities
         ({"qbe": []}, "qbe"),
         ({"max_tokens": 1 << 30, "prompt": "x" * 5000}, "prompt"),

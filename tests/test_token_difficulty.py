@@ -215,7 +215,7 @@ def test_results_and_records_tell_the_shares(tmp_path: Path) -> None:
     assert len(entropies) == 24
     hard = sum(e > engine.table.difficult_entropy for e in entropies[:-1])  # the last token is not computed
     assert eight.careful_tokens == hard
-    assert eight.describe()["usage"]["completion_tokens_details"] == {"careful_tokens": hard}
+    assert eight.describe()["usage"]["completion_tokens_details"]["careful_tokens"] == hard
     shares = records[1].tokens_by_activation_bits
     assert sum(shares.values()) == sum(records[0].tokens_by_activation_bits.values()) == 14 + 23
     assert shares.get(16, 0) >= hard

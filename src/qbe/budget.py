@@ -31,6 +31,8 @@ class Budget:
         activation_bits: of the inputs of nested sites, 8 or 16. 8 makes prompts faster where the hardware multiplies
             8-bit numbers; the output head and the few sites that would cost most keep 16.
         careful_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with 16.
+        refresh: choose again while the answer is written, within what tier or range allow, when it has become hard or
+            easy to predict and stays so (`qbe.engine.refresh`); not beside `bits`.
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
             0.05 bits where the model has enough key heads for it. Or `turbo2` or `turbo4`: keys in TurboQuant's form
             everywhere. None leaves the choice to the policy.
@@ -41,7 +43,7 @@ class Budget:
 
     Raises:
         QBEError: an unknown tier, bits or a range outside 1 to 16, or activation or KV bits that there are not, or
-            a KV error that is no number of at least 0 or above a million.
+            a KV error that is no number of at least 0 or above a million, or a refresh of bits that are fixed.
     """
 
     bits: float | None = None
@@ -51,6 +53,7 @@ class Budget:
     careful_tokens: bool = False
     kv_error: float | None = None
     within: tuple[float, float] | None = None
+    refresh: bool = False
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -78,7 +81,11 @@ class Budget:
                     f"within is {_told(self.within)}, but must be two numbers of bits that rise, lie between 1 and 16 "
                     "and stand alone"
                 )
-        if self.bits is not None and (not _is_number(self.bits) or not 1 <= self.bits <= 16):
+        if self.bits is None:
+            return
+        if self.refresh:
+            raise QBEError("refresh chooses among the bits that a tier allows: leave out bits, or refresh")
+        if not _is_number(self.bits) or not 1 <= self.bits <= 16:
             raise QBEError(f"a budget of {_told(self.bits)} bits is out of range: give an average between 1 and 16")
 
     def bits_for(self, score: float) -> float:

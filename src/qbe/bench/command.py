@@ -20,7 +20,7 @@ from qbe.files import check_writable
 if TYPE_CHECKING:
     from qbe.bench.report import Report
 
-BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv")
+BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv", "speculate")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -117,6 +117,7 @@ for _name, _does in (
     ("prefill", "Reading a prompt of 2 048 tokens at several bits against 16 bits and llama.cpp."),
     ("switch", "The time that a change of blueprint between two steps adds."),
     ("batch", "A batch of mixed precisions against all rows at the highest, and a launch per precision."),
+    ("speculate", "Answers with speculation against without: speed, acceptance of each drafter, same tokens."),
     ("kv", "Attention over KV pages of 16, 8, 4, 2 and mixed bits, sealing them, and their memory."),
 ):
     _command(_name, _does)

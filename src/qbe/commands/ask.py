@@ -31,7 +31,9 @@ from qbe.commands.options import (
     Originals,
     Penalty,
     Policy,
+    Refresh,
     Seed,
+    Speculate,
     Stop,
     Temperature,
     Tier,
@@ -58,18 +60,21 @@ def generate(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
-    n: Answers = 1, chat: Chat = False, analysis_tier: Analysis = None, compile: Compile = False, as_json: Json = False,
+    n: Answers = 1, chat: Chat = False, refresh: Refresh = False, analysis_tier: Analysis = None,
+    compile: Compile = False, speculate: Speculate = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text.
 
     Several answers (--n) come one after the other when all are written; with --json as a list.
     """
     text = _prompt(prompt)
-    params = make_params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
+    params = make_params(
+        max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, speculate
+    )
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
-        quiet=as_json,
+        quiet=as_json, speculate=speculate,
     ) as engine:  # fmt: skip
         asked: Any = [{"role": "user", "content": text}] if chat else text
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
@@ -91,17 +96,21 @@ def chat(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
-    analysis_tier: Analysis = None, compile: Compile = False, tune: Tune = False, as_json: Json = False,
+    refresh: Refresh = False, analysis_tier: Analysis = None, compile: Compile = False, speculate: Speculate = False,
+    tune: Tune = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
     With --json every answer is one line of JSON.
     """
-    params = make_params(max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
+    params = make_params(
+        max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None, speculate
+    )
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
     with make_engine(
-        model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json
-    ) as engine:
+        model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
+        speculate=speculate,
+    ) as engine:  # fmt: skip
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
         if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone
@@ -140,13 +149,13 @@ def chat(
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, kv_bits: KVBits = None, kv_error: KVError = None,
-    max_tokens: MaxTokens = 128, tier: Tier = "default", analysis_tier: Analysis = None, chat: Chat = False,
-    as_json: Json = False,
+    max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False, analysis_tier: Analysis = None,
+    chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         found = engine.explain(asked, make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None), budget=budget)
@@ -209,9 +218,16 @@ def _summary(result: Result) -> None:
     kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
     if result.pages_read:
         kv += f" ({result.pages_raised / result.pages_read:.1%} read again at 16)"
+    guesses = f", {result.accepted_tokens} of {result.drafted_tokens} guesses right" if result.drafted_tokens else ""
     line.append(
         f"  {result.average_weight_bits:.2f} bits{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"
-        f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s",
+        f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s{guesses}",
         style="dim",
     )
     err.print(line, soft_wrap=True)
+    for r in result.refreshes:
+        err.print(
+            f"  refresh after {r.token} tokens, {r.kind}: {r.entropy:.2f} nats, margin {r.margin:.1f}; "
+            f"{r.bits_before:.2f} to {r.bits:.2f} bits",
+            style="dim", highlight=False,
+        )  # fmt: skip

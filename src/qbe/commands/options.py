@@ -24,6 +24,12 @@ KVBits = Annotated[str | None, typer.Option(help="budget: average bits of the KV
 KVError = Annotated[
     float | None, typer.Option(help="budget: what KV bits may change of attention's outputs, as a part of their norm")
 ]
+Speculate = Annotated[
+    bool, typer.Option("--speculate", help="guess tokens, at fewer bits or from the text, and check several at once")
+]
+Refresh = Annotated[
+    bool, typer.Option("--refresh", help="budget: choose again within the tier while the answer is hard or easy")
+]
 Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -56,6 +62,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object on sta
 def make_engine(
     model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None,
     compile: bool = False, tune: bool = False, answers: int = 1, analysis_tier: int | None = None, quiet: bool = False,
+    speculate: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine that the options ask for, with room for so many answers at once; `quiet` shows no progress."""
     from transformers.utils import logging
@@ -68,12 +75,13 @@ def make_engine(
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals,
         max_sequences=max(1, min(answers, _TOGETHER)), kv_tokens=kv_tokens, compile=compile, tune=tune,
-        analysis_tier=analysis_tier, progress=err.is_terminal and not quiet,
+        speculate=speculate, analysis_tier=analysis_tier, progress=err.is_terminal and not quiet,
     )  # fmt: skip
 
 
 def make_budget(
-    bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None
+    bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None,
+    refresh: bool = False,
 ) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
@@ -81,16 +89,16 @@ def make_budget(
     if kv_bits is not None:
         with suppress(ValueError):
             kv = float(kv_bits)
-    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error)
+    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error, refresh=refresh)
 
 
 def make_params(
     max_tokens: int, greedy: bool, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float,
-    seed: int | None, stop: list[str] | None,
+    seed: int | None, stop: list[str] | None, speculate: bool = False,
 ) -> SamplingParams:  # fmt: skip
     from qbe.engine.sequence import SamplingParams
 
     return SamplingParams(
         max_tokens=max_tokens, temperature=0.0 if greedy else temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=penalty, seed=seed, stop=tuple(stop or ()),
+        repetition_penalty=penalty, seed=seed, stop=tuple(stop or ()), speculate=speculate,
     )  # fmt: skip

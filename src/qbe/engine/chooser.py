@@ -18,6 +18,7 @@ from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.policies import Policy
+from qbe.records import thresholds
 from qbe.sites import TURBO_KINDS, SiteTable
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
@@ -41,7 +42,7 @@ class Chooser:
         self, policy: Policy, name: str, model: Any, tokenizer: Any, model_name: str, table: SiteTable,
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
     ) -> None:  # fmt: skip
-        self.cache = cache
+        self.cache, self.thresholds = cache, thresholds.load(model_name)
         if cache is not None:
             cache.prepare(policy)
         _prepare(policy, table)
@@ -81,6 +82,7 @@ class Chooser:
             cache=cached,
             bytes_per_token=blueprint.bytes_per_token(self._table),
             bytes_per_token_16bit=self._full_bytes,
+            thresholds=self.thresholds if request.budget.refresh else None,
         )
         return ids, chosen
 
@@ -93,6 +95,10 @@ class Chooser:
         profile = replace(chosen.profile, signals=signals)
         found = self._policy(request.policy).blueprint(profile, request.budget, self._table)
         return replace(chosen.blueprint, weight_bits=found.weight_bits, activation_bits=found.activation_bits)
+
+    def refreshed(self, request: Request, profile: QueryProfile) -> Blueprint:
+        """The blueprint for a request whose profile has become another."""
+        return self._blueprint(self._policy(request.policy), profile, request.budget)[0]
 
     def remember(self, asked: Asked) -> None:
         """Puts the blueprint of a past request into the cache.
@@ -114,6 +120,7 @@ class Chooser:
     def _blueprint(
         self, policy: Policy, profile: QueryProfile, budget: Budget, near: bool = True
     ) -> tuple[Blueprint, str | None]:
+        budget = replace(budget, refresh=False)  # of it no policy chooses otherwise
         turbo = TURBO_KINDS.get(str(budget.kv_bits))
         if turbo is not None:  # policies choose numbers of bits
             budget = replace(budget, kv_bits=None)

@@ -36,7 +36,9 @@ def compile_step(run: Step) -> Step:
         return plain(self, inputs)
 
     # At batch 1 the fused operations are too small to wake a thread for; no sizes are checked, because none can change.
-    options: dict[str, Any] = {"cpp.threads": 1, "size_asserts": False}
+    # Every operation rounds as it does by itself, so that a row is the same, bit for bit, whatever was fused with what:
+    # in steps of any number of rows, compiled or not.
+    options: dict[str, Any] = {"cpp.threads": 1, "size_asserts": False, "emulate_precision_casts": True}
     compiled = torch.compile(run, backend="qbe", fullgraph=True, dynamic=False, options=options)
     with mock.patch.object(CompiledFxGraph, "__call__", record):
         outputs = compiled()

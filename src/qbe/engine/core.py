@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -10,11 +11,14 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
+from qbe.engine.guesses import Speculation
+from qbe.engine.kv_size import default_kv_tokens, with_kv
 from qbe.engine.plan import Plan
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
-from qbe.engine.sampler import sample
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.speculation import ROWS, Speculator
+from qbe.engine.taking import take
 from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
@@ -23,14 +27,11 @@ from qbe.kernels.cpu.paged_attention import compiled_for
 from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
-from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
 from qbe.sites import FULL_BITS, KVBits, SiteTable
 
-_DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
-_CPU_KV_TOKENS = 16384
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
-_CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Core:
         progress: show progress bars while kernels are compiled and decode steps captured.
         compile: compile decode steps of one sequence with torch.compile. The first start takes tens of seconds, later
             ones find most of it in torch's cache; no request waits for it.
+        speculate: make ready the steps of a few rows that requests with `SamplingParams.speculate` need. Without it
+            they may speculate where `max_sequences` gives such steps room and nothing was compiled.
 
     Attributes:
         context: the model's context in tokens, None when it has no limit.
@@ -85,6 +88,7 @@ class Core:
         device: torch.device | None = None,
         progress: bool = False,
         compile: bool = False,
+        speculate: bool = False,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
@@ -105,9 +109,9 @@ class Core:
         paged = any(shapes)
         if paged:
             use_paged_attention(model)
-        tokens = kv_tokens if kv_tokens is not None else self._default_kv_tokens(shapes, dtype)
-        pages = pages_for(tokens) if paged else 0
         free, each = free_memory(self.device), page_bytes(shapes, dtype)
+        tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(self.context, self.device, each)
+        pages = pages_for(tokens) if paged else 0
         if kv_tokens is not None and pages * each > free - each:  # there is one more than asked for
             raise QBEError(
                 f"kv_tokens is {tokens}, but {free / 1e9:.1f} GB free on {self.device} hold at most "
@@ -128,16 +132,21 @@ class Core:
         )
         self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
         rows = min(max_batch_tokens if packed else self.context or _LONGEST, _LONGEST)
-        head_rows = max_sequences if Runner.keeps_logits(model) else rows
+        most = min(ROWS[self.device.type], max_batch_tokens)  # rows of a step that checks guesses
+        largest = max(max_sequences, most) if speculate else max_sequences
+        head_rows = largest if Runner.keeps_logits(model) else rows
         compile_kernels(linear_launches(model, table, rows, head_rows), self.device, progress)
         self._try()
-        self.table = _with_kv(table, self.runner.cache)
+        self.table = with_kv(table, self.runner.cache)
         longest = most_pages(shapes, dtype, pages)
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:
             compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
-            self.runner.prepare_decode(max_sequences, longest, compile, progress)
+            self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
+        self.speculator: Speculator | None = None
+        if self.runner.decode is not None and min(most, largest) > 1 and (speculate or not compile):
+            self.speculator = Speculator(self.table, min(most, largest), self.runner.decode.size_of)
 
     def _try(self) -> None:
         """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""
@@ -155,13 +164,29 @@ class Core:
         return self.pool.format(kv_bits, allocator.uses)
 
     def raise_kv(self, sequence: Sequence, kv_bits: tuple[KVBits, ...]) -> None:
-        """Give a running request's pages to come these KV bits, if what it may still write then fits in the cache."""
+        """Give a running request's pages to come these KV bits, if what it may still write then fits in the cache.
+
+        Wherever they come from: from its own attention, or from another blueprint (`refresh`).
+        """
         before = sequence.blueprint
         sequence.blueprint = before.with_kv_bits(kv_bits)
         if not self.pool.has_number(kv_bits, self.scheduler.allocator.uses) or (
             self.scheduler.paging.capacity(sequence) < sequence.max_length
         ):
             sequence.blueprint = before
+
+    def refresh(self, sequence: Sequence, blueprint: Blueprint) -> bool:
+        """Let a running request go on at this blueprint from its next step on; whether that is another one.
+
+        Pages that are written stay. Those to come get its KV bits if what the request may still write then fits.
+        """
+        before = sequence.blueprint
+        blueprint = replace(blueprint, kv_error=before.kv_error)
+        if blueprint.key == before.key:
+            return False
+        sequence.exchange(blueprint.with_kv_bits(before.kv_bits))
+        self.raise_kv(sequence, blueprint.kv_bits)
+        return True
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -179,6 +204,11 @@ class Core:
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
         if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
             sequence.difficult = None
+        if not self.runner.packed:
+            sequence.monitor = None
+        # Bounds and careful tokens say of each token by itself how it is read, which a guess cannot know.
+        free = sequence.blueprint.kv_error is None and sequence.difficult is None
+        sequence.speculation = Speculation() if sequence.params.speculate and self.speculator and free else None
         if self.originals.refused:
             sequence.blueprint = replace(sequence.blueprint, kv_error=None)
         if sequence.watched and self.scheduler.paging.capacity(sequence) < self.scheduler.length(sequence):
@@ -218,18 +248,29 @@ class Core:
         try:
             self.pool.copy(self.scheduler.paging.copies)
             self.scheduler.paging.copies.clear()
+            began, speculator, decode = time.perf_counter(), self.speculator, self.runner.decode
+            decodes = decode is not None and decode.serves(work)
+            if speculator is not None:
+                work = speculator.extend(work) if decodes else speculator.pause(work)
+                self.scheduler.last = work
             logits, best = self.runner.step(work)
             self._keep_originals(work)
-            sequences = [w.sequence for w in work if w.samples]
-            tokens = sample(logits, best, sequences) if sequences else []
+            self.scheduler.complete(work)
+            outputs: list[StepOutput] = []
+            rows = [w for w in work if w.samples]
+            if rows and rows[0].draft is not None and speculator is not None:
+                speculator.guess([w.sequence for w in rows], logits, best)
+            else:
+                take(rows, logits, best, lambda s, token: outputs.append(self._advance(s, token)))
+            if speculator is not None and decodes:
+                speculator.measured(work, time.perf_counter() - began)
         except BaseException:
             # What these sequences have in the cache is unknown now: they cannot go on.
-            for w in work:
-                w.sequence.error = "the model failed while this request was in the batch"
-                self.scheduler.finish(w.sequence, "error")
+            for sequence in {w.sequence for w in work if w.sequence.finish_reason is None}:
+                sequence.error = "the model failed while this request was in the batch"
+                self.scheduler.finish(sequence, "error")
             raise
-        self.scheduler.complete(work)
-        return stuck + [self._advance(s, t) for s, t in zip(sequences, tokens, strict=True)]
+        return stuck + outputs
 
     def _keep_originals(self, work: list[Work]) -> None:
         """Copies of the pages that the step has filled in bounded requests, while their frames still hold them."""
@@ -273,24 +314,3 @@ class Core:
         elif len(sequence.token_ids) == self.runner.recompute_at:
             self.scheduler.restart(sequence)
         return StepOutput(sequence, token, reason is not None, reason)
-
-    def _default_kv_tokens(self, shapes: list[KVShape | None], dtype: torch.dtype) -> int:
-        wanted = _DEFAULT_SEQUENCES * self.context if self.context is not None else _CPU_KV_TOKENS
-        if self.device.type != "cuda":
-            return min(wanted, _CPU_KV_TOKENS)
-        fits = int(free_memory(self.device) * _CUDA_KV_SHARE) // max(1, page_bytes(shapes, dtype)) * PAGE_SIZE
-        return max(PAGE_SIZE, min(wanted, fits))
-
-
-def _with_kv(table: SiteTable, cache: PagedCache) -> SiteTable:
-    """The table with the model's key heads, which it may know already from measuring them."""
-    found = cache.sites()
-    if not table.kv:
-        return table.with_kv(found)
-    known = [(s.layer, s.head, s.query_heads, s.numbers) for s in table.kv]
-    if known != [(s.layer, s.head, s.query_heads, s.numbers) for s in found]:
-        raise QBEError(
-            f"the KV sensitivities of {table.model_name} are of other key heads than the model has: delete "
-            "kv_sensitivity.json in its store and run 'qbe quantize' again"
-        )
-    return table

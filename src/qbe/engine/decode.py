@@ -5,8 +5,9 @@ of a size is in tensors that the graph reads: tokens, positions, pages, lengths 
 blueprint's column. The graph's first kernel spreads those columns over the plan. So one graph serves every blueprint
 (DESIGN section 3.4), and a change of precision costs nothing but another number in a copy that is made anyway.
 
-Steps with a bounded sequence among them have graphs of their own, so that others do not pay for bounds. They are
-captured when the first such step of a size runs.
+A sequence that speculates has several rows in a step. Such steps, and those with a bounded sequence among them, have
+graphs of their own, so that others do not pay for what they need more. They are captured when the first such step of a
+size runs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from qbe.kvcache.cache import PagedCache, slot_of
 log = logging.getLogger(__name__)
 
 Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-_Kind = tuple[int, bool]  # of a step: its size, and whether any sequence is bounded
+_Kind = tuple[int, bool, bool]  # of a step: its size, and whether any sequence is bounded, or has several rows
 _INPUTS = 5  # numbers per row: token, position, slot, length, column
 
 
@@ -118,19 +119,21 @@ class DecodeStep:
         self._owners: list[tuple[Sequence, int, float] | None] = [None] * largest
         self._copied: torch.cuda.Event | None = None
 
-    def capture(self, on_size: Callable[[], None] | None = None) -> bool:
+    def capture(self, on_size: Callable[[], None] | None = None, several: int = 0) -> bool:
         """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
 
         Largest first: the smaller ones then live in the memory that the larger ones have taken.
 
         Args:
             on_size: called when a size is done (a progress bar): the first start on a machine compiles the kernels.
+            several: capture steps of sequences with several rows now, too, up to so many; 0 leaves them for later.
         """
         self._memory = torch.cuda.graph_pool_handle()
         try:
             for size in reversed(batch_sizes(self.largest)):
-                self._graphs[size, False] = self._capture((size, False), self._run_model)
-                self.captures += 1
+                for kind in [(size, False, False)] + [(size, False, True)] * (1 < size <= several):
+                    self._graphs[kind] = self._capture(kind, self._run_model)
+                    self.captures += 1
                 if on_size is not None:
                     on_size()
         except RuntimeError as error:
@@ -142,7 +145,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def _capture(self, kind: _Kind, forward: Forward) -> _Captured:
-        size, _ = kind
+        size, _, _ = kind
         self._stage([], size)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -179,8 +182,13 @@ class DecodeStep:
             torch.cuda.synchronize(self.device)
 
     def serves(self, work: Many[Work]) -> bool:
-        """Whether this step is one: a single new token for each of not too many sequences, and no others' logits."""
+        """Whether this step is one: rows of a single new token, not too many, and no others' logits."""
         return len(work) <= self.largest and all(w.count == 1 and w.samples and not w.sequence.scoring for w in work)
+
+    def size_of(self, rows: int) -> int:
+        """The rows of the step that so many run in: those that there is a graph, or a compiled step, for."""
+        sizes = batch_sizes(self.largest) if self._graphs else sorted(self._compiled)
+        return next((s for s in sizes if s >= rows), rows)
 
     @torch.inference_mode()
     def run(self, work: Many[Work]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,8 +199,9 @@ class DecodeStep:
             numbers), a row for every work. They are valid until the next step.
         """
         n = len(work)
-        size = next(s for s in batch_sizes(self.largest) if s >= n) if self._graphs else n
-        kind = size, any(w.sequence.kv_limit < math.inf for w in work)
+        size = self.size_of(n)
+        several = len({w.sequence.request_id for w in work}) < n
+        kind = size, any(w.sequence.kv_limit < math.inf for w in work), several
         captured = self._graph(kind)
         self._stage(work, size)
         self.plan.forget()
@@ -221,10 +230,10 @@ class DecodeStep:
         try:
             if self._graphs:
                 compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
-                self._graphs[size, False] = self._capture((size, False), compiled)
+                self._graphs[size, False, False] = self._capture((size, False, False), compiled)
                 self.captures += 1
             else:
-                with step(self._layout((size, False))):
+                with step(self._layout((size, False, False))):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
         except RuntimeError as error:  # what dynamo and Inductor raise
             log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
@@ -232,14 +241,14 @@ class DecodeStep:
         return True
 
     def _graph(self, kind: _Kind) -> _Captured | None:
-        """The graph of such steps, captured now if they are bounded and these are the first; None: run them eagerly."""
+        """The graph of such steps, captured now if these are the first of their kind; None: run them eagerly."""
         if self._graphs and kind not in self._graphs and kind not in self._refused:
             try:
                 self._graphs[kind] = self._capture(kind, self._run_model)
                 self.captures += 1
             except RuntimeError as error:
                 self._refused.add(kind)
-                log.warning("bounded steps of %d run without a CUDA graph: %s", kind[0], str(error).splitlines()[0])
+                log.warning("some steps of %d rows run without a CUDA graph: %s", kind[0], str(error).splitlines()[0])
         return self._graphs.get(kind)
 
     def _rows(self, size: int) -> torch.Tensor:
@@ -248,19 +257,21 @@ class DecodeStep:
 
     def _layout(self, kind: _Kind) -> DecodeLayout:
         if kind not in self._layouts:
-            size, bounded = kind
+            size, bounded, several = kind
             _, _, slots, lengths, _ = self._rows(size)
             entropy = [None if e is None else e[:size] for e in self.entropy]
             bounds = Bounds(self._originals[:size], self._limits[:size], self._counts[:size]) if bounded else None
-            self._layouts[kind] = DecodeLayout(self.cache, slots, self._tables[:size], lengths, entropy, bounds)
+            self._layouts[kind] = DecodeLayout(
+                self.cache, slots, self._tables[:size], lengths, entropy, bounds, several
+            )
         return self._layouts[kind]
 
     def _stage(self, work: Many[Work], size: int) -> None:
         """Bring the step's numbers to the device: one small copy, and a row of pages for each that changed hands."""
         sequences = [w.sequence for w in work]
         pad = size - len(work)
-        columns = self.plan.columns([w.sequence.blueprint_at(w.start) for w in work])
-        numbers = [s.token_ids[w.start] for s, w in zip(sequences, work, strict=True)] + [0] * pad
+        columns = self.plan.columns([w.blueprint for w in work])
+        numbers = [w.token for w in work] + [0] * pad
         numbers += [w.start for w in work] + [0] * pad
         numbers += [slot_of(w.sequence.pages, w.start) for w in work] + [self.cache.pool.spare] * pad
         numbers += [w.start + 1 for w in work] + [1] * pad

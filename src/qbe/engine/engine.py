@@ -52,6 +52,8 @@ class Engine(Requests):
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
         compile: on a CPU, compile the decode step of one sequence with torch.compile: faster answers for a start that
             takes tens of seconds the first time (see docs/performance.md). Other batch sizes run without it.
+        speculate: be ready for requests that speculate (`SamplingParams.speculate`): room for steps of a few rows, and
+            with `compile` those compiled, too.
         tune: on a GPU, look for better launch configurations of the kernels in the background, in moments without a
             request. What was found serves all later engines of this machine, with or without `tune`.
         records: the file that records go to; None takes the user's, False keeps none.
@@ -77,6 +79,7 @@ class Engine(Requests):
         max_sequences: int = 16,
         kv_tokens: int | None = None,
         compile: bool = False,
+        speculate: bool = False,
         tune: bool = False,
         records: str | Path | bool | None = None,
         blueprint_cache: str | Path | bool | None = None,
@@ -106,7 +109,7 @@ class Engine(Requests):
             core = Core(
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
-                kv_tokens=kv_tokens, device=where, progress=progress, compile=compile,
+                kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not out_of_memory(error):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from qbe.analysis.profile import QueryProfile
 from qbe.engine.detokenize import Detokenizer
+from qbe.engine.refresh import Refresh
 from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
 from qbe.explain import Explanation
@@ -23,6 +25,9 @@ class Live:
         started, first_token: seconds of `time.perf_counter`.
         result: once it has ended.
         entropies: of `running`, how many have been looked at.
+        tokens: of the answer, how many have been.
+        profile: what its present blueprint was chosen for.
+        refreshes: of its blueprint, in order.
     """
 
     request: Request
@@ -34,6 +39,12 @@ class Live:
     first_token: float | None = None
     result: Result | None = None
     entropies: int = 0
+    tokens: int = 0
+    profile: QueryProfile = field(init=False)
+    refreshes: list[Refresh] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.profile = self.chosen.profile
 
     def finish(self, now: float) -> Result:
         """Makes the result. `now` is the time of its last token, as in `started`."""
@@ -50,14 +61,15 @@ class Live:
             cached_tokens=running.cached, careful_tokens=running.careful_computed,
             average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(chosen.table),
             kv_error=running.blueprint.kv_error, pages_read=running.pages_read, pages_raised=running.pages_raised,
-            host_bytes=running.host_bytes,
+            host_bytes=running.host_bytes, parts=tuple(running.parts), refreshes=tuple(self.refreshes),
+            drafted_tokens=running.speculation.drafted if running.speculation else 0,
+            accepted_tokens=running.speculation.accepted if running.speculation else 0,
         )  # fmt: skip
         return self.result
 
     def record(self, result: Result, model: str) -> Record:
         """The record of its result. `model` is the model's name."""
         budget, b, table = self.request.budget, result.blueprint, result.table
-        steps = len(result.token_ids)  # passes over the weights at batch 1: the prompt's, then one per further token
         computed = result.computed_tokens
         low = sum(s.parameters for s, a in zip(table.nested, b.activation_bits, strict=True) if a < FULL_BITS)
         eight = round((computed - result.careful_tokens) * low / table.nested_parameters)
@@ -68,10 +80,22 @@ class Live:
             analysis_tier=result.profile.tier, features=result.profile.features, blueprint_key=b.key,
             average_weight_bits=result.average_weight_bits, weight_bits=b.weight_bits,
             activation_bits=b.activation_bits, kv_bits=b.kv_bits, bytes_per_token=result.bytes_per_token,
-            bytes_moved=result.bytes_per_token * steps, tokens_by_bits=result.tokens_by_bits,
+            bytes_moved=self._bytes_moved(result), tokens_by_bits=result.tokens_by_bits,
             tokens_by_activation_bits={g: n for g, n in ((8, eight), (FULL_BITS, computed - eight)) if n},
-            entropies=tuple(self.running.token_entropies) or None, analysis_ms=result.analysis_ms,
+            entropies=tuple(self.running.token_entropies) or None, margins=tuple(self.running.token_margins) or None,
+            refreshes=tuple(r.describe() for r in self.refreshes) or None, analysis_ms=result.analysis_ms,
             policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
             kv_error=result.kv_error, pages_read=result.pages_read, pages_raised=result.pages_raised,
-            host_bytes=result.host_bytes, cluster=result.profile.cluster, cache=self.chosen.cache,
+            host_bytes=result.host_bytes, drafted_tokens=result.drafted_tokens,
+            accepted_tokens=result.accepted_tokens, cluster=result.profile.cluster, cache=self.chosen.cache,
         )  # fmt: skip
+
+    def _bytes_moved(self, result: Result) -> int:
+        """Bytes of weights and scales of all passes at batch 1: the prompt's, then one for each further token that was
+        not a guess, and those of draft steps.
+        """
+        running, n = self.running, len(result.token_ids)
+        first = len(running.prompt_ids) - 1  # whose pass gives the first token
+        each = sum(b.bytes_per_token(result.table) * count for b, count in running.spans(first, first + n))
+        own = running.speculation
+        return each if own is None else round(each * (n - own.accepted) / max(1, n)) + own.draft_bytes

@@ -50,7 +50,7 @@ class Paging:
         Where its twin still writes the page in which the prompt ends, it begins with that one, too. The first of the
         two that writes to it takes a copy.
         """
-        sequence.keyed_by, tokens = sequence.blueprint.computed_key, len(sequence.token_ids)
+        sequence.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
         # Whoever wants logits of its tokens computes them.
         most = sequence.alike if sequence.scoring is None else min(sequence.alike, sequence.scoring.start)
         # Pages that hold tokens of a precision of their own are nobody else's.
@@ -106,7 +106,7 @@ class Paging:
 
     def complete(self, sequence: Sequence, start: int) -> None:
         """Its tokens from `start` on have run: pages that they filled are sealed, and others may find them."""
-        if sequence.keyed_by != sequence.blueprint.computed_key:
+        if sequence.keyed_by != sequence.first_key:
             sequence.keyed_by = None
         for i in range(start // PAGE_SIZE, min(sequence.computed // PAGE_SIZE, len(sequence.pages))):
             self.allocator.seal(sequence.pages[i])
@@ -128,7 +128,7 @@ class Paging:
     def _key(self, sequence: Sequence, i: int) -> bytes:
         tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
         before = sequence.page_keys[i - 1] if i else b""
-        return page_key(before, sequence.blueprint.computed_key, sequence.kv_bits_of(i), tokens)
+        return page_key(before, sequence.first_key, sequence.kv_bits_of(i), tokens)
 
     def _next_format(self, sequence: Sequence) -> Format:
         """Of the pages that it has not yet filled."""

@@ -16,11 +16,13 @@ from qbe.engine.detokenize import Detokenizer
 from qbe.engine.live import Live
 from qbe.engine.logprobs import prompt_scoring
 from qbe.engine.moments import Moments
+from qbe.engine.refresh import Monitor, Refresh
 from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.policies import kv
 from qbe.records import RecordStore
+from qbe.records.thresholds import moved
 from qbe.sites import FULL_BITS, SiteTable
 
 P = ParamSpec("P")
@@ -93,6 +95,8 @@ class Requests:
             running.difficult = self._table.difficult_entropy
         if self._chooser.reads_prompt(request):
             running.moments = Moments([None] * len(self._table.nested))
+        if request.budget.refresh:
+            running.monitor = Monitor(self._chooser.thresholds)
         self.core.add(running)
         chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
         text = Detokenizer(self.tokenizer, request.params.stop, self.core.eos_ids)
@@ -112,15 +116,20 @@ class Requests:
         now = time.perf_counter()
         for output in outputs:
             live = self._live[output.sequence.request_id]
+            if live.result is not None:
+                continue  # a stop string ended it at an earlier token of this step
             self._raise_kv(live)
             self._choose_again(live)
+            self._refresh(live)
             if output.new_token is not None:
                 live.first_token = live.first_token or now
+                live.tokens += 1
                 live.pieces.append(live.detokenizer.push(output.new_token))
             if output.finished:
                 self._finish(live, now)
             elif live.detokenizer.stopped is not None:
                 self.core.cancel(output.sequence.request_id, "stop")
+                live.running.rewind(live.tokens)
                 self._finish(live, now)
 
     @locked
@@ -196,6 +205,20 @@ class Requests:
         running.blueprint = self._chooser.again(live.request, live.chosen, moments.signals())
         bytes_per_token = running.blueprint.bytes_per_token(self._table)
         live.chosen = replace(live.chosen, blueprint=running.blueprint, bytes_per_token=bytes_per_token)
+
+    def _refresh(self, live: Live) -> None:
+        """Another blueprint, where the answer has become hard or easy to predict and stays so."""
+        running = live.running
+        if running.monitor is None or running.finish_reason is not None:
+            return
+        cause = running.monitor.look(running.token_entropies, running.token_margins)
+        if cause is None:
+            return
+        profile = replace(live.profile, score=moved(live.profile.score, cause.kind))
+        before, blueprint = running.blueprint, self._chooser.refreshed(live.request, profile)
+        if self.core.refresh(running, blueprint):
+            live.profile = profile
+            live.refreshes.append(Refresh.of(cause, before, running.blueprint, self._table, profile.score))
 
     def _finish(self, live: Live, now: float | None = None) -> None:
         """Makes the result and its record."""

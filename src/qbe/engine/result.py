@@ -9,6 +9,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.constraint import Constraint
+from qbe.engine.refresh import Refresh
 from qbe.engine.sequence import FIRST_COME, Place, SamplingParams
 from qbe.sites import FULL_BITS, SiteTable
 
@@ -59,6 +60,9 @@ class Result:
         pages_read: pages below 16 bits that its tokens read in bounded mode, once for each token, layer and key head.
         pages_raised: those of them that were read again at 16 bits.
         host_bytes: bytes of these, most of them in host memory.
+        parts: the blueprints that it had and how many of the computed tokens each; more than one after a refresh.
+        refreshes: where its blueprint was exchanged while it wrote, and why.
+        drafted_tokens: guesses of the answer's tokens that were checked. accepted_tokens: those that were right.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
     """
 
@@ -84,16 +88,27 @@ class Result:
     pages_read: int = 0
     pages_raised: int = 0
     host_bytes: int = 0
+    parts: tuple[tuple[Blueprint, int], ...] = ()
+    refreshes: tuple[Refresh, ...] = ()
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def average_weight_bits(self) -> float:
-        """Mean gear over the weights of the nested sites."""
-        return self.blueprint.average_weight_bits(self.table)
+        """Mean gear over the weights of the nested sites, and over the tokens where these had several blueprints."""
+        total = sum(n for _, n in self.parts)
+        if not total:
+            return self.blueprint.average_weight_bits(self.table)
+        return sum(b.average_weight_bits(self.table) * n for b, n in self.parts) / total
 
     @property
     def tokens_by_bits(self) -> dict[int, int]:
         """Gear -> tokens computed at it. Sites differ within a token: it counts by its share of weights."""
-        return tokens_by_bits(self.blueprint, self.table, self.computed_tokens)
+        found: dict[int, int] = {}
+        for blueprint, tokens in self.parts or ((self.blueprint, self.computed_tokens),):
+            for bits, count in tokens_by_bits(blueprint, self.table, tokens).items():
+                found[bits] = found.get(bits, 0) + count
+        return found
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -113,7 +128,11 @@ class Result:
                 "completion_tokens": len(self.token_ids),
                 "total_tokens": self.prompt_tokens + len(self.token_ids),
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-                "completion_tokens_details": {"careful_tokens": self.careful_tokens},
+                "completion_tokens_details": {
+                    "careful_tokens": self.careful_tokens,
+                    "drafted_tokens": self.drafted_tokens,
+                    "accepted_tokens": self.accepted_tokens,
+                },
                 "average_kv_bits": round(self.average_kv_bits, 4),
                 "kv_error": self.kv_error,
                 "kv_pages_read": self.pages_read,
@@ -122,6 +141,7 @@ class Result:
             },
             "profile": self.profile.describe(),
             "blueprint": self.blueprint.describe(self.table),
+            "refreshes": [r.describe() for r in self.refreshes],
             "bytes_per_token": self.bytes_per_token,
             "timings": {
                 "analysis_ms": round(self.analysis_ms, 4),

@@ -109,7 +109,8 @@ class Runner:
                 if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
                     w.sequence.moments.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
         for w in work:
-            w.sequence.computed = w.start + w.count
+            if w.certain:
+                w.sequence.computed = w.start + w.count
         # Prompts seal what they fill layer by layer (`PagedCache.update`).
         last = [(w.sequence.pages, w.start) for w in work if w.count == 1 and w.sequence.pages]
         full = [pages[at // PAGE_SIZE] for pages, at in last if at % PAGE_SIZE == PAGE_SIZE - 1]
@@ -136,7 +137,7 @@ class Runner:
             at += w.count
         return gathering(self.model, self.plan.table, parts, tokens) if parts else nullcontext()
 
-    def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool) -> None:
+    def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, several: int = 0) -> None:
         """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
 
         Args:
@@ -144,6 +145,7 @@ class Runner:
             pages: pages that one sequence can have.
             compile: compile the steps of one sequence.
             progress: show that it is under way.
+            several: be ready for steps of sequences that have several rows, up to so many.
         """
         if not self._takes_positions:
             return
@@ -151,15 +153,17 @@ class Runner:
         self.decode = decode
         if self.device.type == "cuda":
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
-                self.decode = decode if decode.capture(advance) else None
+                self.decode = decode if decode.capture(advance, several) else None
         if compile:
-            self.compile_decode(progress)
+            self.compile_decode(progress, several > 0)
 
-    def compile_decode(self, progress: bool) -> None:
-        """Compile the steps of one sequence, if decode steps run at fixed shapes."""
+    def compile_decode(self, progress: bool, several: bool = False) -> None:
+        """Compile the steps of one sequence, with `several` those of four rows, too, if steps run at fixed shapes."""
+        sizes = (1, 4) if several else (1,)  # more rows pay seldom, and a compilation takes half a minute
         if self.decode is not None:
             with spinner("compiling the decode step: tens of seconds, fewer once it is cached", progress):
-                self.decode.compile(1)
+                for size in sizes:
+                    self.decode.compile(size)
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import torch
-from torch.distributions import Categorical
 
 from qbe.engine.logprobs import logprobs
 from qbe.engine.sequence import Sequence
@@ -36,8 +35,13 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:  # no inference_mode: AOTAu
     return torch.where(torch.isfinite(best), part * _PART + within.gather(-1, part), -1).squeeze(-1)
 
 
+Guess = tuple[int, torch.Tensor]  # a token, and the distribution float32 `[vocabulary]` that it was drawn from
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
+def sample(
+    logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence], guesses: Many[Guess | None] | None = None
+) -> list[int | None]:
     """The next token of each sequence; those that ask for it also get the entropy of the model's distribution, or the
     logarithms of likely tokens.
 
@@ -45,6 +49,7 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
         logits: float32 `[n, vocabulary]`; may be overwritten.
         best: their `likeliest`.
         sequences: n of them.
+        guesses: of those tokens, where rejection sampling shall take one if it may (`accept`).
 
     Returns:
         n token ids; None where the logits are not numbers (NaN, infinite, or nothing but -inf, which a constraint may
@@ -52,7 +57,7 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
     """
     told = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
     raw = logits[told] if told else None  # a copy
-    tokens = _choose(logits, best, sequences)
+    tokens = _choose(logits, best, sequences, guesses)
     if raw is not None:
         valid = [(row, i, t) for row, i in enumerate(told) if (t := tokens[i]) is not None]
         rows = raw[[row for row, _, _ in valid]]
@@ -62,12 +67,14 @@ def sample(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) 
     return tokens
 
 
-def _choose(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence]) -> list[int | None]:
-    asked = [i for i, s in enumerate(sequences) if s.difficult is not None]
+def _choose(
+    logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence], guesses: Many[Guess | None] | None
+) -> list[int | None]:
+    asked = [i for i, s in enumerate(sequences) if s.difficult is not None or s.monitor is not None]
     measured = None
     if asked:  # before the logits are overwritten
-        rows = logits if len(asked) == len(sequences) else logits[asked]
-        measured = Categorical(logits=rows, validate_args=False).entropy()
+        rows, likely = (logits, best) if len(asked) == len(sequences) else (logits[asked], best[asked])
+        measured = difficulty(rows, likely)
     plain = [i for i, s in enumerate(sequences) if s.params.greedy and not _adjusts(s)]
     found = best
     if len(plain) < len(sequences):
@@ -82,14 +89,38 @@ def _choose(logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence])
             chosen = [sequences[i] for i in drawn]
             # Rows without valid logits get harmless ones; their token is not used.
             scores = torch.where(valid[rows, None], logits[rows], torch.zeros_like(logits[rows]))
-            tokens[rows] = draw(filtered(scores, chosen), chosen)
+            scores = filtered(scores, chosen)
+            tokens[rows] = draw(scores, [s.generator for s in chosen])
+            for at, i in enumerate(drawn):
+                if guesses is not None and (guess := guesses[i]) is not None:
+                    tokens[i] = accept(scores[at], *guess, sequences[i].generator)
         found = torch.where(valid, tokens, -1)
     if measured is None:
         return [t if t >= 0 else None for t in found.tolist()]  # the step's one wait for the device
-    numbers = torch.cat([found.double(), measured.double()]).tolist()  # or this one
-    for i, value in zip(asked, numbers[len(sequences) :], strict=True):
-        sequences[i].token_entropies.append(value)
-    return [int(t) if t >= 0 else None for t in numbers[: len(sequences)]]
+    numbers = torch.cat([found.double(), measured.double().flatten()]).tolist()  # or this one
+    n, told = len(sequences), len(asked)
+    for i, entropy, margin in zip(asked, numbers[n : n + told], numbers[n + told :], strict=True):
+        sequences[i].token_entropies.append(entropy)
+        sequences[i].token_margins.append(margin)
+    return [int(t) if t >= 0 else None for t in numbers[:n]]
+
+
+def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """How hard tokens are to predict, `[2, n]` on the logits' device: entropies in nats, and by how much the likeliest
+    token's logit exceeds the next one's. Args: as those of `sample`; the logits stay.
+    """
+    first = best.clamp_min(0)[:, None]
+    below = (logits - logits.gather(-1, first)).clamp_min_(-1e4)  # 0 * -inf would be NaN
+    weights = below.exp()
+    total = weights.sum(-1)
+    entropy = total.log() - (weights * below).sum(-1) / total
+    return torch.stack([entropy, -below.scatter_(-1, first, -torch.inf).amax(-1)])
+
+
+def is_likeliest(sequence: Sequence) -> bool:
+    """Whether a sequence's next token is `best` and nothing else of the logits is asked for."""
+    told = sequence.params.logprobs is not None or sequence.difficult is not None or sequence.monitor is not None
+    return sequence.params.greedy and not _adjusts(sequence) and not told
 
 
 def _adjusts(sequence: Sequence) -> bool:
@@ -173,13 +204,31 @@ def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return torch.where(top_p < 1, limit, float("-inf"))
 
 
-def draw(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
-    """A token for each row of logits `[n, vocabulary]`, drawn with the sequence's generator; int64 `[n]`.
+def draw(logits: torch.Tensor, generators: Many[torch.Generator]) -> torch.Tensor:
+    """A token for each row of logits `[n, vocabulary]`, drawn with the row's generator; int64 `[n]`.
 
     One uniform number per row against the cumulative distribution in float64, in the order of the vocabulary.
     """
-    uniform = torch.cat([torch.rand(1, generator=s.generator, dtype=torch.float64) for s in sequences])
+    uniform = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     point = uniform.to(logits.device, non_blocking=True)[:, None] * cumulative[:, -1:]
     # right=True: the first token whose sum exceeds the point, which has a probability above zero.
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def accept(logits: torch.Tensor, guess: int, proposal: torch.Tensor, generator: torch.Generator) -> int:
+    """A token drawn from logits `[vocabulary]`: the guess, as often as that keeps their distribution p.
+
+    Rejection sampling (Leviathan et al. 2023, algorithm 1): the guess stays with probability min(1, p / q); else the
+    token is drawn from what p has above q.
+
+    Args:
+        proposal: q, float32 `[vocabulary]`, what the guess was drawn from.
+    """
+    p, q = logits.double().softmax(-1), proposal.double()
+    first, second = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+    if first * float(q[guess]) < float(p[guess]):
+        return guess
+    above = (p - q).clamp_min_(0).cumsum(-1)
+    point = (second * above[-1:]).contiguous()
+    return min(int(torch.searchsorted(above, point, right=True)), len(p) - 1)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from qbe.blueprint import Blueprint
 from qbe.engine.paging import Paging, average_bits
 from qbe.engine.sequence import Sequence, Status
 from qbe.errors import QBEError
@@ -15,16 +16,38 @@ from qbe.kvcache.allocator import Format, PageAllocator
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens `[start, start + count)` of a sequence, to run in one step."""
+    """Tokens `[start, start + count)` of a sequence, to run in one step.
+
+    Those of a sequence that speculates may be guesses (`qbe.engine.speculation`), one row each.
+
+    draft: what a row that makes the next guess runs at; None: what its sequence does.
+    """
 
     sequence: Sequence
     start: int
     count: int
+    draft: Blueprint | None = None
 
     @property
     def samples(self) -> bool:
-        """Whether the last of these tokens is the sequence's last, so that its logits give a new token."""
-        return self.start + self.count == len(self.sequence.token_ids)
+        """Whether the last of these tokens is the sequence's last or a guess, so that its logits give a new token."""
+        return self.start + self.count >= len(self.sequence.token_ids)
+
+    @property
+    def certain(self) -> bool:
+        """Whether these tokens are computed for good by this step."""
+        return self.draft is None and self.start < len(self.sequence.token_ids)
+
+    @property
+    def token(self) -> int:
+        """The token of a row: the sequence's, or a guess."""
+        known, own = self.sequence.token_ids, self.sequence.speculation
+        return known[self.start] if self.start < len(known) or own is None else own.guesses[self.start - len(known)]
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """What a row runs at."""
+        return self.draft or self.sequence.blueprint_at(self.start)
 
     @property
     def kept(self) -> range:

@@ -18,8 +18,10 @@ from qbe.kvcache.allocator import Page
 from qbe.sites import FULL_BITS, KVBits
 
 if TYPE_CHECKING:
+    from qbe.engine.guesses import Speculation
     from qbe.engine.logprobs import Logprob
     from qbe.engine.moments import Moments
+    from qbe.engine.refresh import Monitor
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class SamplingParams:
         frequency_penalty: the same, times how often it has them.
         logprobs: keep each new token's logarithm and those of so many of the likeliest; None keeps none.
         prompt_logprobs: the same for the prompt's tokens, from the second on. Such a prompt begins on nobody's pages.
+        speculate: guess tokens and check several at once, where that is faster (`qbe.engine.speculation`). Greedy
+            answers and those with a seed are what they are without; others have the same distribution.
 
     Raises:
         QBEError: a value out of range.
@@ -60,6 +64,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculate: bool = False
 
     def __post_init__(self) -> None:
         for ok, name, allowed in (
@@ -169,7 +174,7 @@ class Sequence:
         version: changes whenever an entry of `pages` does.
         page_keys: what its full pages are known by, as far as they are.
         sealed_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
-        keyed_by: `Blueprint.computed_key` that all of its tokens had; None once it was exchanged.
+        keyed_by: `first_key` as all of its tokens up to `alike` had it; None once it was another.
         twin: a sequence of the same prompt whose pages it may begin with; None once it has begun.
         watched: whether to gather `entropies`.
         entropies: of the attention in the steps of one token that filled a page, one list each: per key head the mean
@@ -180,9 +185,13 @@ class Sequence:
         pages_raised, host_bytes: those of them that were read again from their originals, and the bytes of that.
         preemptions: how often it gave its pages up and waited again.
         alone_at: length at which it did so although no other sequence ran.
+        past: blueprints that it had before, each with the position up to which; the first one first.
         difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
             activations; None where nobody asked for that or its blueprint has no others.
-        token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` asks.
+        monitor: decides when another blueprint is due (`qbe.engine.refresh`); None where nobody asked.
+        token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` or
+            `monitor` asks.
+        token_margins: likewise, by how much the likeliest token's logit exceeds the next one's.
         careful: positions of the tokens that do so.
         scoring: whose logits are handed out, if any are.
         logprobs: of the answer's tokens, when `params.logprobs` asks.
@@ -190,6 +199,7 @@ class Sequence:
         constraint: what the answer may be; None allows everything.
         place: where it stands in line.
         moments: what its prompt shows, for a policy that reads it; tokens of known pages show nothing. Else None.
+        speculation: guesses of its next tokens; None where nobody asked, or it cannot be.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
         error: one line that says what went wrong, when the reason is "error".
@@ -218,8 +228,11 @@ class Sequence:
     host_bytes: int = 0
     preemptions: int = 0
     alone_at: int = 0
+    past: list[tuple[int, Blueprint]] = field(default_factory=list)
     difficult: float | None = None
+    monitor: Monitor | None = None
     token_entropies: list[float] = field(default_factory=list)
+    token_margins: list[float] = field(default_factory=list)
     careful: set[int] = field(default_factory=set)
     scoring: Scoring | None = None
     logprobs: list[Logprob] = field(default_factory=list)
@@ -227,6 +240,7 @@ class Sequence:
     constraint: Constraint | None = None
     place: Place = FIRST_COME
     moments: Moments | None = None
+    speculation: Speculation | None = None
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
     error: str | None = None
@@ -257,16 +271,45 @@ class Sequence:
             self.careful.add(len(self.token_ids))
         self.token_ids.append(token)
 
+    def exchange(self, blueprint: Blueprint) -> None:
+        """Let the tokens that have not gone through the model yet do so at another blueprint."""
+        self.past.append((len(self.token_ids) - 1, self.blueprint))
+        self.blueprint = blueprint
+
+    def rewind(self, count: int) -> None:
+        """Forget all tokens of the answer but the first `count`: a stop string ended it among those of one step."""
+        for each in (self.token_entropies, self.token_margins, self.logprobs):
+            del each[count:]
+        del self.token_ids[len(self.prompt_ids) + count :]
+        self.computed = min(self.computed, len(self.token_ids))
+
     def blueprint_at(self, position: int) -> Blueprint:
         """What the token at this position goes through the model with."""
-        return self.blueprint.careful if position in self.careful else self.blueprint
+        found = next((b for end, b in self.past if position < end), self.blueprint)
+        return found.careful if position in self.careful else found
 
     def rows(self, start: int, count: int) -> list[tuple[Blueprint, int]]:
         """The same of the tokens `[start, start + count)`: runs of equal blueprints and their lengths."""
-        if not self.careful:
+        if not self.careful and not self.past:
             return [(self.blueprint, count)]
-        runs = groupby(range(start, start + count), lambda position: position in self.careful)
-        return [(self.blueprint.careful if careful else self.blueprint, len(list(run))) for careful, run in runs]
+        runs = groupby(map(self.blueprint_at, range(start, start + count)))
+        return [(blueprint, len(list(run))) for blueprint, run in runs]
+
+    @property
+    def parts(self) -> list[tuple[Blueprint, int]]:
+        """The blueprints that it had and how many of its computed tokens each; those of other requests do not count."""
+        return self.spans(self.cached, self.computed)
+
+    def spans(self, start: int, end: int) -> list[tuple[Blueprint, int]]:
+        """The same of the positions `[start, end)`, whether computed or not."""
+        ends = [min(max(start, at), end) for at, _ in self.past] + [max(start, end)]
+        blueprints = (*(b for _, b in self.past), self.blueprint)
+        return [(b, at - before) for b, before, at in zip(blueprints, [start, *ends], ends, strict=False)]
+
+    @property
+    def first_key(self) -> str:
+        """`computed_key` of the blueprint that its first token has."""
+        return (self.past[0][1] if self.past else self.blueprint).computed_key
 
     @property
     def careful_computed(self) -> int:
@@ -276,7 +319,8 @@ class Sequence:
     @property
     def alike(self) -> int:
         """How many tokens, from the first on, have the blueprint's own precision, as in any other request."""
-        return min(self.careful, default=len(self.token_ids))
+        changed = self.past[0][0] if self.past else len(self.token_ids)
+        return min(self.careful | {changed})
 
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
         """KV bits of its page of this number: what it was sealed at, or will be."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.records.thresholds import Thresholds
 from qbe.sites import SiteTable
 
 
@@ -25,6 +26,8 @@ class Explanation:
         analysis_ms, policy_ms: time that each took, milliseconds.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1 with this blueprint.
         bytes_per_token_16bit: the same with every site at 16 bits.
+        thresholds: of windows that are cause for another blueprint, where the budget asks for that and the model has
+            some.
         cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
     """
 
@@ -39,6 +42,7 @@ class Explanation:
     bytes_per_token: int
     bytes_per_token_16bit: int
     cache: str | None = None
+    thresholds: Thresholds | None = None
 
     @property
     def ratio(self) -> float:
@@ -71,7 +75,9 @@ class Explanation:
                 "target_bits": round(self.target_bits, 4),
                 "kv_bits": self.budget.kv_bits,
                 "kv_error": self.budget.kv_error,
+                "refresh": self.budget.refresh,
             },
+            "refresh": None if self.thresholds is None else asdict(self.thresholds),
             "blueprint": self.blueprint.describe(self.table),
             "kv_measured": self.table.kv_measured,
             "bytes_per_token": self.bytes_per_token,

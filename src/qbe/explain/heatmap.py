@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
+from qbe.records.thresholds import EASY, HARD, RUN, WINDOW, moved
 from qbe.sites import FULL_BITS, KVSite, Role, Site, SiteTable, kv_width
 
 # In the order in which a token meets them.
@@ -159,6 +160,21 @@ def activations(e: Explanation) -> str:
     if above is None or not e.budget.careful_tokens or e.blueprint.careful is e.blueprint:
         return text
     return f"{text} (16 for answer tokens of more than {above:.1f} nats)"
+
+
+def refresh_note(e: Explanation) -> str | None:
+    """When another blueprint would be chosen while the answer is written; None where nobody asked."""
+    if not e.budget.refresh:
+        return None
+    if e.thresholds is None:
+        return "refresh: no thresholds for this model yet, 'qbe records --learn-refresh' finds them"
+    up, down = (e.budget.bits_for(moved(e.profile.score, kind)) for kind in (HARD, EASY))
+    t = e.thresholds
+    return (
+        f"refresh: after {RUN * WINDOW} tokens above {t.hard_entropy:.2f} nats and below a margin of "
+        f"{t.hard_margin:.1f} to {up:.2f} bits, below {t.easy_entropy:.2f} nats and above {t.easy_margin:.1f} to "
+        f"{down:.2f}"
+    )
 
 
 def size(n: float) -> str:

@@ -9,7 +9,18 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, KVCell, activations, bits_text, kv_note, label, number, size
+from qbe.explain.heatmap import (
+    Cell,
+    HeatMap,
+    KVCell,
+    activations,
+    bits_text,
+    kv_note,
+    label,
+    number,
+    refresh_note,
+    size,
+)
 from qbe.explain.palette import colour, ink
 
 BAND = 40  # most layers side by side; deeper models get several bands
@@ -29,6 +40,7 @@ def render(explanation: Explanation, prompt: str | None = None) -> str:
         sites=list(zip(e.table.nested, e.blueprint.weight_bits, e.blueprint.activation_bits, strict=True)),
         activations=activations(e),
         kv=kv_note(e),
+        refresh=refresh_note(e),
     )
 
 

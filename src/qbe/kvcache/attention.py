@@ -76,6 +76,7 @@ class DecodeLayout:
     slots, tables, lengths: see `qbe.kernels.attention_ops.paged_attention`.
     entropy: per layer what that op writes there; None for a layer without attention.
     bounds: None when no sequence of the step is bounded.
+    several: whether any sequence has several rows, one after the other, the later of which see the earlier ones' keys.
     """
 
     cache: PagedCache
@@ -84,6 +85,7 @@ class DecodeLayout:
     lengths: torch.Tensor
     entropy: list[torch.Tensor | None]
     bounds: Bounds | None = None
+    several: bool = False
 
 
 @dataclass
@@ -267,6 +269,10 @@ def attend_decode(
     new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     where = pool.memory, words, layout.slots, layout.tables, layout.lengths, entropy
     numbers = scaling, window or 0, softcap or 0.0
+    if layout.several and key.is_cuda:  # all rows run at once there; a CPU writes before any row attends
+        from qbe.kernels.triton.write_rows import write_rows
+
+        write_rows(*new[1:], pool.memory, words, layout.slots)
     if layout.bounds is None:
         return attention_ops.paged_attention(*new, *where, *numbers)
     bounds = layout.bounds

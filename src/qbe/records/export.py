@@ -24,7 +24,7 @@ def export(store: RecordStore, path: Path | None = None, format: str = "jsonl") 
         store: where they are.
         path: the file to make or replace; None writes to standard output (JSON lines only).
         format: `jsonl` (one JSON object a line) or `parquet` (mappings as Parquet maps, bits as lists, KV
-            bits as a list per layer).
+            bits as a list per layer, refreshes as JSON).
 
     Raises:
         QBEError: an unknown format, Parquet without pyarrow or without a path, or a file that can't be written. The
@@ -66,7 +66,7 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
     kinds = {
         **dict.fromkeys(FIELDS, pa.string()),
         **dict.fromkeys(("prompt_tokens", "completion_tokens", "bytes_per_token", "bytes_moved"), pa.int64()),
-        **dict.fromkeys(("pages_read", "pages_raised", "host_bytes"), pa.int64()),
+        **dict.fromkeys(("pages_read", "pages_raised", "host_bytes", "drafted_tokens", "accepted_tokens"), pa.int64()),
         **dict.fromkeys(("budget_bits", "score", "average_weight_bits", "kv_error"), pa.float64()),
         **dict.fromkeys(("analysis_ms", "policy_ms", "prefill_ms", "decode_ms"), pa.float64()),
         **dict.fromkeys(("weight_bits", "activation_bits"), bits),
@@ -74,7 +74,7 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
         **dict.fromkeys(("analysis_tier", "cluster"), pa.int16()),
         "features": pa.map_(pa.string(), pa.float64()),
         **dict.fromkeys(("tokens_by_bits", "tokens_by_activation_bits"), pa.map_(pa.int16(), pa.int64())),
-        "entropies": pa.list_(pa.float64()),
+        **dict.fromkeys(("entropies", "margins"), pa.list_(pa.float64())),
     }
     schema = pa.schema(list(kinds.items()))
     n = 0
@@ -89,6 +89,8 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
 def _parquet_row(described: dict[str, Any]) -> dict[str, Any]:
     for name in ("features", "tokens_by_bits", "tokens_by_activation_bits"):
         described[name] = list(described[name].items())  # Arrow's maps are lists of pairs
+    if described["refreshes"] is not None:
+        described["refreshes"] = json.dumps(described["refreshes"])
     described["kv_bits"] = [b if isinstance(b, list) else [b] for b in described["kv_bits"]]  # and have one type
     return described
 

@@ -48,6 +48,9 @@ class Record:
         tokens_by_bits: gear -> tokens computed at it.
         tokens_by_activation_bits: bits of the activations -> tokens computed at them; empty in records of older files.
         entropies: of the output distribution, nats per token; None when not measured.
+        margins: by how much the likeliest token's logit exceeded the next one's, per token; None when not measured.
+        drafted_tokens, accepted_tokens: see `qbe.engine.result.Result`; None in files of older versions.
+        refreshes: where the blueprint was exchanged and why, as `qbe.engine.refresh.Refresh.describe`; None for never.
         analysis_ms, policy_ms, prefill_ms, decode_ms: time spent in each part, milliseconds.
         error: what went wrong, one line; None when nothing did.
         kv_error: what attention was bounded to; None when it was not.
@@ -90,6 +93,10 @@ class Record:
     host_bytes: int | None = None
     cluster: int | None = None
     cache: str | None = None
+    margins: Sequence[float] | None = None
+    refreshes: Sequence[Mapping[str, Any]] | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """The record as JSON, in the order of the fields."""
@@ -119,7 +126,7 @@ FIELDS = tuple(f.name for f in fields(Record))
 JSON_FIELDS = frozenset(
     {
         "features", "weight_bits", "activation_bits", "kv_bits", "tokens_by_bits", "tokens_by_activation_bits",
-        "entropies",
+        "entropies", "margins", "refreshes",
     }
 )  # fmt: skip
 
@@ -143,6 +150,8 @@ _DECODE: dict[str, Callable[[Any], Any]] = {
     "activation_bits": tuple,
     "kv_bits": lambda x: tuple(shortest(tuple(b)) if isinstance(b, Sequence) else b for b in x),
     "entropies": lambda x: None if x is None else tuple(x),
+    "margins": lambda x: None if x is None else tuple(x),
+    "refreshes": lambda x: None if x is None else tuple(x),
 }
 
 

@@ -20,7 +20,8 @@ from typing import Any
 from qbe.errors import QBEError
 from qbe.records.record import FIELDS, Record
 
-SCHEMA_VERSION = 3  # 1 lacks tokens_by_activation_bits and what bounded mode did, 2 cluster and cache
+SCHEMA_VERSION = 4  # 1 lacks tokens_by_activation_bits and what bounded mode did, 2 cluster and cache, 3 margins,
+# refreshes and what was drafted
 APPLICATION_ID = 0x51424531  # "QBE1": tells our file from another program's
 BUSY_TIMEOUT_S = 5.0
 PAUSE_S = 5.0  # after a failed `try_append`: a stuck disk or lock may cost the engine one wait in this time

@@ -76,6 +76,8 @@ def terms(
     low, high, exact = contract.min_bits, contract.max_bits, contract.bits
     if exact is not None and (low is not None or high is not None):
         raise _contradiction("bits", "stands for both bounds: leave out min_bits and max_bits, or bits")
+    if exact is not None and contract.refresh:
+        raise _contradiction("refresh", "chooses among bits: leave out bits, or refresh")
     if low is not None and high is not None and low > high:
         raise _contradiction("min_bits", f"is {low:g}, above max_bits, which is {high:g}")
     for name, bits in (("bits", exact), ("min_bits", low)):
@@ -123,7 +125,7 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
         fast = speed.most_bits(c.max_latency_ms, prompt_tokens, tokens)
         most = most if fast is None else max(least, min(most, fast))
     low, high = (max(least, min(b, most)) for b in sunk(given.tier_settings, given.brownout, given.raised))
-    return Budget(within=(low, high), **rest)
+    return Budget(within=(low, high), refresh=c.refresh, **rest)
 
 
 def usage(

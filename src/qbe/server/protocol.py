@@ -35,6 +35,8 @@ class Contract(Body):
             written yet is cut (`finish_reason` `length`).
         max_cost: the most that the request may cost, in the server's currency; bounds the bits.
         policy: which policy chooses the bits.
+        refresh: choose again within the range while the answer is hard or easy; not beside `bits`.
+        speculate: guess tokens and check several at once where that is faster.
     """
 
     bits: Bits | None = None
@@ -46,6 +48,8 @@ class Contract(Body):
     max_latency_ms: Annotated[float, Field(gt=0)] | None = None
     max_cost: Annotated[float, Field(gt=0)] | None = None
     policy: Annotated[str, Field(max_length=64)] | None = None
+    refresh: bool = False
+    speculate: bool = False
 
 
 class StreamOptions(Body):

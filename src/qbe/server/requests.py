@@ -57,6 +57,7 @@ def sampling(body: Common, max_tokens: int, logprobs: int | None, prompt_logprob
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        speculate=body.qbe is not None and body.qbe.speculate,
     )
 
 

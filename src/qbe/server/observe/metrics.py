@@ -46,6 +46,8 @@ class Metrics:
         self.generated = counter("vllm:generation_tokens", "tokens written")
         self.queried = counter("vllm:prefix_cache_queries", "tokens of prompts that were looked for in the cache")
         self.cached = counter("vllm:prefix_cache_hits", "tokens of prompts that were in the cache")
+        self.drafted = counter("vllm:spec_decode_num_draft_tokens", "guesses of tokens that were checked")
+        self.accepted = counter("vllm:spec_decode_num_accepted_tokens", "guesses that were right")
         self.preempted = counter("vllm:num_preemptions", "answers that gave their pages up and waited again")
         self.success = counter("vllm:request_success", "answers that ended", "finished_reason")
         self.first = histogram("vllm:time_to_first_token_seconds", "from a request's arrival to its first token")
@@ -98,6 +100,8 @@ class Metrics:
         """An answer has ended."""
         name, tokens = self._model, len(result.token_ids)
         self.generated.labels(name).inc(tokens)
+        self.drafted.labels(name).inc(result.drafted_tokens)
+        self.accepted.labels(name).inc(result.accepted_tokens)
         self.success.labels(name, result.finish_reason).inc()
         self.bits.observe(result.average_weight_bits)
         self.kv_bits.observe(result.average_kv_bits)

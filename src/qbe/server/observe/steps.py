@@ -51,10 +51,10 @@ class Steps:
         work, scheduler.last = scheduler.last, []
         if not work:
             return None
-        rows = tuple(w.sequence.blueprint.linear_key for w in work)
+        rows = tuple(w.blueprint.linear_key for w in work)
         switched = rows != self._rows
         if switched:
-            blueprints = [w.sequence.blueprint for w in work]
+            blueprints = [w.blueprint for w in work]
             self._rows, self._together = rows, self._bytes_of(blueprints)
             self._alone = [self._bytes_of([b]) for b in blueprints]
         shares = [(w.sequence.request_id, w.count * alone) for w, alone in zip(work, self._alone, strict=True)]

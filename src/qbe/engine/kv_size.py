@@ -1,0 +1,43 @@
+"""How large the KV cache is when nobody says, and which key heads it has."""
+
+from __future__ import annotations
+
+import torch
+
+from qbe.errors import QBEError
+from qbe.hardware import free_memory
+from qbe.kvcache.cache import PagedCache
+from qbe.kvcache.pages import PAGE_SIZE
+from qbe.sites import SiteTable
+
+_DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
+_CPU_KV_TOKENS = 16384
+_CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
+
+
+def default_kv_tokens(context: int | None, device: torch.device, page_bytes: int) -> int:
+    """Tokens of 16 bits that the cache has room for.
+
+    Args:
+        context: of the model, None for no limit.
+        page_bytes: of a page of 16 bits.
+    """
+    wanted = _DEFAULT_SEQUENCES * context if context is not None else _CPU_KV_TOKENS
+    if device.type != "cuda":
+        return min(wanted, _CPU_KV_TOKENS)
+    fits = int(free_memory(device) * _CUDA_KV_SHARE) // max(1, page_bytes) * PAGE_SIZE
+    return max(PAGE_SIZE, min(wanted, fits))
+
+
+def with_kv(table: SiteTable, cache: PagedCache) -> SiteTable:
+    """The table with the model's key heads, which it may know already from measuring them."""
+    found = cache.sites()
+    if not table.kv:
+        return table.with_kv(found)
+    known = [(s.layer, s.head, s.query_heads, s.numbers) for s in table.kv]
+    if known != [(s.layer, s.head, s.query_heads, s.numbers) for s in found]:
+        raise QBEError(
+            f"the KV sensitivities of {table.model_name} are of other key heads than the model has: delete "
+            "kv_sensitivity.json in its store and run 'qbe quantize' again"
+        )
+    return table

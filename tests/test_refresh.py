@@ -1,0 +1,197 @@
+"""Another blueprint while an answer is written: what gives cause, what it changes, and where it is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qbe
+from conftest import byte_tokenizer, tiny_llama
+from engine_models import build, prompts, request, run
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.engine.core import Core
+from qbe.engine.refresh import Cause, Monitor
+from qbe.engine.sampler import difficulty, likeliest
+from qbe.records import RecordStore, thresholds
+from qbe.records.thresholds import RUN, WINDOW, Thresholds, moved
+from qbe.sites import NESTABLE_ROLES
+from qbe.store.nested_tensor import nest
+from qbe.store.nesting import with_store
+from qbe.tagger import tag
+from records_samples import record
+
+SOME = Thresholds(hard_entropy=2.0, easy_entropy=1.0, hard_margin=1.0, easy_margin=3.0, windows=99)
+HARD_TOKEN, EASY_TOKEN, USUAL_TOKEN = (3.0, 0.5), (0.5, 5.0), (1.5, 2.0)
+
+
+def causes(tokens: list[tuple[float, float]], step: int = 1) -> list[Cause]:
+    """What a monitor finds when so many tokens come at once."""
+    monitor, found = Monitor(SOME), []
+    for end in range(step, len(tokens) + step, step):
+        cause = monitor.look([e for e, _ in tokens[:end]], [m for _, m in tokens[:end]])
+        found += [] if cause is None else [cause]
+    return found
+
+
+def test_three_windows_of_one_kind_are_cause_and_spikes_are_not() -> None:
+    assert causes([HARD_TOKEN] * 95) == []
+    (cause,) = causes([USUAL_TOKEN] * 32 + [HARD_TOKEN] * 96)
+    assert cause == Cause("hard", 128, 3.0, 0.5)
+    assert [c.kind for c in causes([HARD_TOKEN] * 96 + [EASY_TOKEN] * 96)] == ["hard", "easy"]
+    assert causes([HARD_TOKEN] * 64 + [USUAL_TOKEN] * 32 + [HARD_TOKEN] * 64) == []
+    both = [(3.0, 5.0)] * 96  # high entropy, but one token stands out: the two signs disagree
+    assert causes(both) == []
+
+
+@pytest.mark.parametrize("each", [1, 16, 32, 48, 64])
+def test_alternating_text_causes_nothing(each: int) -> None:
+    assert causes(([HARD_TOKEN] * each + [EASY_TOKEN] * each) * 12) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from([HARD_TOKEN, EASY_TOKEN, USUAL_TOKEN]), min_size=3, max_size=40),
+    length=st.sampled_from([8, 32, 96]),
+    step=st.integers(1, 7),
+)
+def test_never_more_than_one_cause_in_96_tokens(kinds, length, step) -> None:
+    found = causes([kind for kind in kinds for _ in range(length)], step)
+    at = [0, *(c.token for c in found)]
+    assert all(later - earlier >= RUN * WINDOW for earlier, later in pairwise(at))
+
+
+def test_the_samplers_numbers_are_entropy_and_margin(device: torch.device) -> None:
+    logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(0)) * 4
+    logits[1, 9:] = -torch.inf
+    before, (first, second) = logits.clone(), logits.topk(2).values.T
+    entropy, margin = difficulty(logits.to(device), likeliest(logits.to(device))).cpu()
+    p = logits.double().softmax(-1)
+    torch.testing.assert_close(entropy.double(), -torch.special.xlogy(p, p).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(margin, first - second)
+    assert torch.equal(logits, before)
+
+
+def test_thresholds_are_learned_per_model_and_kept(tmp_path: Path, store: RecordStore) -> None:
+    windows = [(i / 10, 10 - i / 10) for i in range(thresholds.LEAST)]
+    tokens = [pair for pair in windows for _ in range(WINDOW)]
+    store.append(record(model="a", entropies=tuple(e for e, _ in tokens), margins=tuple(m for _, m in tokens)))
+    store.append(record(model="few", entropies=(1.0,) * 40, margins=(2.0,) * 40))
+    store.append(record(model="none", entropies=(1.0,) * 4000, margins=None))
+    learned = thresholds.learn(store)
+    assert set(learned) == {"a"}
+    a = learned["a"]
+    assert a.windows == thresholds.LEAST
+    kinds = [a.kind(*w) for w in windows]
+    assert kinds == ["easy"] * 8 + ["usual"] * 16 + ["hard"] * 8
+    path = thresholds.save(learned, tmp_path / "new" / "refresh.json")
+    thresholds.save({"b": SOME}, path)
+    assert thresholds.load("a", path) == a
+    assert thresholds.load("b", path) == SOME
+    assert thresholds.load("c", path) is None
+    path.write_text("[1")
+    with pytest.raises(qbe.QBEError, match="learn-refresh"):
+        thresholds.load("a", path)
+
+
+def test_fixed_bits_cannot_be_refreshed() -> None:
+    with pytest.raises(qbe.QBEError, match="leave out bits"):
+        Budget(bits=5, refresh=True)
+
+
+class ByScore:
+    """4 bits below a score of a half, else 8."""
+
+    name = "by_score"
+    needs_sensitivity = False
+
+    def blueprint(self, profile, budget, table) -> Blueprint:
+        assert not budget.refresh
+        return Blueprint.of(self.name, table, (4 if profile.score < 0.5 else 8,) * len(table.nested))
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("qbe.policies.load", lambda name: ByScore())
+    always = Thresholds(hard_entropy=-1.0, easy_entropy=-1.0, hard_margin=1e9, easy_margin=1e9, windows=1)
+    model = tiny_llama()
+    thresholds.save({type(model).__name__: always})
+    with qbe.Engine(model, tokenizer=byte_tokenizer(), policy="by_score", device="cpu",
+                    records=tmp_path / "r.sqlite") as made:  # fmt: skip
+        yield made
+
+
+def test_a_refresh_changes_what_comes_and_is_told(engine: qbe.Engine, tmp_path: Path) -> None:
+    assert thresholds.load(engine.name) is not None
+    params = qbe.SamplingParams(max_tokens=200, ignore_eos=True)
+    plain, asked = engine.generate_batch([
+        qbe.Request("a b c d", params), qbe.Request("a b c d", params, Budget(refresh=True)),
+    ])  # fmt: skip
+    score = asked.profile.score
+    assert score < 0.5 <= moved(score, "hard")
+    (refresh,) = asked.refreshes  # the second cause leads to the same blueprint
+    assert (refresh.kind, refresh.token, refresh.bits_before, refresh.bits) == ("hard", 96, 4, 8)
+    assert plain.token_ids[:96] == asked.token_ids[:96]
+    assert plain.token_ids != asked.token_ids
+    # Position 96 of the answer is the last that was chosen at 4 bits, and the first that is read at 8.
+    prompt = asked.prompt_tokens
+    assert [(set(b.weight_bits), n) for b, n in asked.parts] == [({4}, prompt + 95), ({8}, 104)]
+    assert asked.average_weight_bits == pytest.approx((4 * (prompt + 95) + 8 * 104) / (prompt + 199))
+    assert sum(asked.tokens_by_bits.values()) == asked.computed_tokens
+    low, high = (b.bytes_per_token(engine.table) for b, _ in asked.parts)
+    told = RecordStore(tmp_path / "r.sqlite").get(asked.id)
+    assert told.refreshes == (refresh.describe(),)
+    assert told.bytes_moved == 96 * low + 104 * high
+    assert told.entropies is not None
+    assert told.margins is not None
+    assert len(told.entropies) == len(told.margins) == 200
+    assert min(told.margins) >= 0
+    other = RecordStore(tmp_path / "r.sqlite").get(plain.id)
+    assert other.entropies is other.margins is other.refreshes is None
+    assert other.bytes_moved == 200 * low
+    found = engine.explain("a b c d", budget=Budget(refresh=True))
+    assert found.thresholds == thresholds.load(engine.name)
+    assert found.describe()["refresh"]["windows"] == 1
+
+
+def test_pages_stay_and_a_preempted_answer_is_the_same() -> None:
+    """The exchange at core level: written pages are left alone, and tokens computed again have the bits they had."""
+
+    def core(pages: int) -> Core:
+        plain = build("llama")
+        table = tag(plain)
+        nest(plain, [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES])
+        return Core(plain, with_store(table, plain), kv_tokens=64 * pages, max_batch_tokens=128)
+
+    def answers(made: Core, count: int) -> list[list[int]]:
+        low, high = (Blueprint.of("b", made.table, (b,) * len(made.table.nested)) for b in (4, 8))
+        high = high.with_kv_bits((8,) * made.table.layers)
+        asked = [request(str(i), p, low, max_tokens=100) for i, p in enumerate(prompts(30, 33)[:count])]
+        for s in asked:
+            made.add(s)
+        while made.has_work():
+            made.step()
+            for s in asked:
+                if len(s.output_ids) >= 50 and not s.past and s.finish_reason is None:
+                    entries = [p.entry for p in s.pages[: s.computed // 64]]
+                    assert made.refresh(s, high)
+                    assert not made.refresh(s, replace(high))
+                    assert [p.entry for p in s.pages[: s.computed // 64]] == entries
+        assert [len(s.past) for s in asked] == [1] * count
+        preempted = [s.preemptions > 0 for s in asked]
+        assert any(preempted) == (made.scheduler.allocator.num_pages == 4)
+        return [s.output_ids for s in asked]
+
+    roomy = answers(core(16), 2)
+    assert answers(core(16), 1) == roomy[:1]
+    assert answers(core(4), 2) == roomy
+    alone = core(16)
+    low = Blueprint.of("b", alone.table, (4,) * len(alone.table.nested))
+    assert run(alone, request("r", prompts(30)[0], low, max_tokens=100))[0] != roomy[0]
