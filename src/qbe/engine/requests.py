@@ -202,9 +202,9 @@ class Requests:
         moments, running.moments = running.moments, None
         if not moments.tokens:  # all of it but one token was in known pages
             return
-        running.blueprint = self._chooser.again(live.request, live.chosen, moments.signals())
-        bytes_per_token = running.blueprint.bytes_per_token(self._table)
-        live.chosen = replace(live.chosen, blueprint=running.blueprint, bytes_per_token=bytes_per_token)
+        if self.core.refresh(running, self._chooser.again(live.request, live.chosen, moments.signals())):
+            bytes_per_token = running.blueprint.bytes_per_token(self._table)
+            live.chosen = replace(live.chosen, blueprint=running.blueprint, bytes_per_token=bytes_per_token)
 
     def _refresh(self, live: Live) -> None:
         """Another blueprint, where the answer has become hard or easy to predict and stays so."""
