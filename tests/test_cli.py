@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from pathlib import Path
 
+import pytest
+
 from cli_process import qbe, refused
+from qbe import cli
 
 
 def test_generate_json_has_what_is_promised(nested: str, home: Path) -> None:
@@ -128,7 +133,7 @@ def test_devices_and_links_are_written_through_not_replaced(nested: str, home: P
 def test_the_size_of_the_kv_cache_is_an_option(nested: str, home: Path) -> None:
     at = ["--model", nested, "--max-tokens", "60"]
     message = refused("generate", "hello there", *at, "--kv-tokens", "64", home=home)
-    assert "KV cache of 64 tokens" in message
+    assert "KV cache, which holds 64 tokens" in message
     assert "lower --max-tokens or raise --kv-tokens" in message
     assert qbe("generate", "hello there", *at, "--kv-tokens", "128", home=home).returncode == 0
     done = qbe("generate", "hi", "--model", nested, "--max-tokens", "50", "--kv-tokens", "64", "--json", home=home)
@@ -139,3 +144,29 @@ def test_the_size_of_the_kv_cache_is_an_option(nested: str, home: Path) -> None:
     said = qbe("chat", *at, "--kv-tokens", "64", stdin=b"hello\n", home=home)
     assert "raise --kv-tokens" in said.stderr.decode()
     assert "free on cpu hold at most" in refused("generate", "hi", *at, "--kv-tokens", str(10**11), home=home)
+
+
+def test_a_termination_within_an_op_of_torch_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes another error of an exit in Python code that C++ has called."""
+
+    def end(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            raise RuntimeError("API call failed") from error
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "_told_to_end", threading.Event())
+    try:
+        monkeypatch.setattr(cli, "app", fail)
+        with pytest.raises(RuntimeError, match="a defect"):
+            cli.main([])
+        monkeypatch.setattr(cli, "app", end)
+        with pytest.raises(SystemExit) as ended:
+            cli.main([])
+        assert ended.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)

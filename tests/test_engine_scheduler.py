@@ -80,7 +80,7 @@ def test_the_youngest_gives_its_pages_up_and_comes_back_first() -> None:
 
 def test_low_bits_admit_more_and_their_refusal_states_the_numbers() -> None:
     s = scheduler(pages=3, context=None, tokens=64, format_of=lambda *_: LOW)
-    with pytest.raises(QBEError, match=r"10 prompt tokens and up to 375 new ones .* cache of 384 tokens"):
+    with pytest.raises(QBEError, match=r"10 prompt tokens and up to 375 new ones .* cache, which holds 384 tokens"):
         s.add(request("r", [5] * 10, max_tokens=375))
     r = request("r", [5] * 10, max_tokens=374)
     s.add(r)

@@ -46,7 +46,7 @@ class Graph:
 def engine(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose decode steps have graphs that launch the made-up kernel twice; their capture is no real one."""
 
-    def capture(self: DecodeStep, kind: tuple[int, bool], forward: module.Forward) -> module._Captured:
+    def capture(self: DecodeStep, kind: tuple[int, bool, bool], forward: module.Forward) -> module._Captured:
         launches = [(choice, choice.config), (choice, choice.config)]
         numbers = torch.zeros(kind[0], 320)
         return module._Captured(Graph(), numbers, numbers.argmax(-1), forward, module._counted(launches))  # type: ignore[arg-type]
@@ -58,7 +58,9 @@ def engine(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Engine:
     if runner.decode is None:
         pytest.skip("no compiled CPU kernel")
     for size in batch_sizes(4):
-        runner.decode._graphs[size, False] = runner.decode._capture((size, False), runner.decode._run_model)
+        runner.decode._graphs[size, False, False] = runner.decode._capture(
+            (size, False, False), runner.decode._run_model
+        )
     return made
 
 
@@ -96,7 +98,7 @@ def test_bounded_steps_have_graphs_of_their_own_when_they_are_needed(
     for _ in range(2):
         engine.generate("text", params, budget=bounded)
         assert decode.captures == 1
-    assert (1, True) in decode._graphs
+    assert (1, True, False) in decode._graphs
 
     def refuse(*_: object) -> None:
         raise RuntimeError("no memory\nmore lines")

@@ -80,6 +80,10 @@ def main(argv: list[str] | None = None) -> None:
         for stream in (1, 2):
             os.dup2(nowhere, stream)
         sys.exit(128 + signal.SIGPIPE)
+    except RuntimeError:  # an exit within an op that torch calls through C++ comes out as one
+        if not _told_to_end.is_set():
+            raise
+        sys.exit(128 + signal.SIGTERM)
     except OSError as error:
         if error.filename is not None:  # not a stream of ours: a defect that should be seen whole
             raise
@@ -92,8 +96,12 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(code if isinstance(code, int) else 0)
 
 
+_told_to_end = threading.Event()
+
+
 def _terminated(*_: object) -> None:
     """SIGTERM (a scheduler, `timeout`, `docker stop`) takes the way of an exit: nothing half-written stays behind."""
+    _told_to_end.set()
     sys.exit(128 + signal.SIGTERM)
 
 
