@@ -96,6 +96,7 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"qbe": {"kv_bits": 5}}, "qbe.kv_bits"),
         ({"qbe": {"kv_bits": "turbo3"}}, "qbe.kv_bits"),
         ({"qbe": {"activation_bits": 7}}, "qbe.activation_bits"),
+        ({"qbe": {"kv_bits": 4, "kv_error": 1e39}}, "qbe.kv_error"),
         ({"qbe": {"max_cost": 1e-9}}, "qbe.max_cost"),
         ({"qbe": {"max_cost": 0}}, "qbe.max_cost"),
         ({"qbe": {"max_latency_ms": -1}}, "qbe.max_latency_ms"),
