@@ -195,3 +195,19 @@ def test_what_nobody_got_is_not_charged(tmp_path: Path) -> None:
     (row,) = Ledger(book).entries()
     assert row.finish == "cancelled"
     assert row.completion_tokens > 0  # it was streamed up to there
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_defect_while_booking_ends_requests_and_not_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    asked: Any = dict(model="tiny", prompt="hello", max_tokens=3, stream=stream, extra_body={"ignore_eos": True})
+    config = tmp_path / "serve.toml"
+    config.write_text(TOML)
+    monkeypatch.setattr("qbe.server.billing._PAUSE_S", 0.1)
+    with running(tiny_engine, config, tmp_path / "ledger.sqlite") as server:
+        with pytest.MonkeyPatch.context() as broken:
+            broken.setattr("qbe.server.billing.Account.take", lambda *_: 1 / 0)
+            with pytest.raises(openai.APIError, match="ledger"):
+                list(server.client.with_options(timeout=20).completions.create(**asked))
+        until(lambda: server.post("completions", {"prompt": "hello"}).status_code == 200, "it serves again")

@@ -184,6 +184,22 @@ class Billing(threading.Thread):
                 return
 
     def _handle(self, parcels: list[_Parcel]) -> None:
+        try:
+            good = self._write(self._taken(parcels))
+        except Exception:  # a thread that ended here would leave every client waiting
+            log.exception("a defect of the ledger")
+            self._failed_at, good = time.monotonic(), False
+            for job, _ in (one for parcel in parcels for one in parcel.news):
+                if job.account is not None and not job.account.stream:
+                    job.account.lost = True  # some of it may not have been counted
+        for parcel in parcels:
+            if parcel.news:
+                self._tell(deliver, list(_sent(parcel.news, good)))
+            if parcel.done is not None:
+                self._tell(_resolve, parcel.done, good and not any(a.lost for a in parcel.accounts))
+
+    def _taken(self, parcels: list[_Parcel]) -> dict[Account, None]:
+        """The accounts to book, with the news in them."""
         changed: dict[Account, None] = {}
         now = time.monotonic()
         for parcel in parcels:
@@ -195,13 +211,9 @@ class Billing(threading.Thread):
                     )
                     if job.account.stream and not job.account.lost:
                         changed[job.account] = None
-            changed |= dict.fromkeys(parcel.accounts)
-        good = self._write(changed)
-        for parcel in parcels:
-            if parcel.news:
-                self._tell(deliver, list(_sent(parcel.news, good)))
-            if parcel.done is not None:
-                self._tell(_resolve, parcel.done, good)
+            if not any(account.lost for account in parcel.accounts):
+                changed |= dict.fromkeys(parcel.accounts)
+        return changed
 
     def _write(self, accounts: dict[Account, None]) -> bool:
         try:
@@ -211,10 +223,8 @@ class Billing(threading.Thread):
                 self._failed_at = None
                 for account, entry in zip(accounts, entries, strict=True):
                     self._observer.charged(account.asked, account.charged(entry))
-        except Exception as error:
-            if not isinstance(error, QBEError):
-                log.exception("a defect of the ledger")
-            elif self._failed_at is None:
+        except QBEError as error:
+            if self._failed_at is None:
                 log.error("%s; until then nothing is served", error)
             self._failed_at = time.monotonic()
             return False
