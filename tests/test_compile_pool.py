@@ -194,7 +194,7 @@ def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.Mo
         "rotate_queries_kernel", "decode_attention_kernel", "combine_kernel", "prompt_attention_kernel", "seal_kernel",
         "read_kernel", "raise_pages_kernel",
     }  # fmt: skip
-    assert {c.name for c in found} == kernels
+    assert {c.name for c in found} == kernels | {"write_rows_kernel"}  # which a GPU's steps with guesses launch
     with collecting() as later:
         for step in range(60):
             if step % 5 == 0 and step < 30:

@@ -107,6 +107,8 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
         cache: through which a step has run.
         pages: that one sequence can have.
     """
+    from qbe.kernels.triton.write_rows import write_rows
+
     pool = cache.pool
     spare = torch.tensor([pool.spare], device=pool.device)
     formats = frozenset([pool.format((KV_BITS[0],) * len(pool.shapes), Counter())])
@@ -123,6 +125,10 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
             sizes = ((heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
             q, k, v = (torch.zeros(1, h, n, d, dtype=pool.dtype, device=pool.device) for h, d in sizes)
             yield functools.partial(attend_prompt, pool, layer, Prompt(0, n, 0, spare, spare, formats), q, k, v, *call)
+            words = pool.words[layer]
+            assert words is not None
+            new = k[0].transpose(0, 1), v[0].transpose(0, 1)  # as `attend_decode` has those of a speculating sequence
+            yield functools.partial(write_rows, *new, pool.memory, words, spare.repeat(n))
             for width, bounded in product(widths, (False, True)):
                 tables = torch.zeros(n, width, dtype=torch.long, device=pool.device)
                 lengths = torch.ones_like(tables[:, 0])
