@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from engine_models import DEVICE, build, prompts, request
-from qbe.blueprint import Blueprint
+from qbe.blueprint import Blueprint, Steering
 from qbe.engine import plan as plan_module
 from qbe.engine.core import Core
 from qbe.engine.plan import Plan
+from qbe.errors import QBEError
 from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
 from qbe.store.nested_tensor import NestedTensor, nest
 from qbe.tagger import tag
@@ -78,6 +81,28 @@ def test_the_same_rows_again_are_not_written() -> None:
     assert plan.words._version == before
     plan.write([(blueprint(4, 6, 4), 2)], [blueprint(4, 6, 4)])
     assert plan.words._version > before
+
+
+def test_steering_is_a_row_of_the_plan_and_what_it_moved_is_undone() -> None:
+    plan = Plan(TABLE, 4, CPU)
+    fixed, moved = blueprint(4, 6, 8), replace(blueprint(4, 6, 8), steering=Steering("qaq", 7))
+    assert len({fixed.key, moved.key}) == len({fixed.linear_key, moved.linear_key}) == 2
+    assert fixed.computed_key != moved.computed_key
+    for write in (
+        lambda: plan.write([(fixed, 1), (moved, 2)], [fixed, moved]),
+        lambda: plan.gather(torch.tensor(plan.columns([fixed, moved, moved]))),
+    ):
+        write()
+        assert plan.steering[:3].tolist() == [0, 2 << 8 | 7, 2 << 8 | 7]
+        plan.words[:2, 1] = 8  # as an op of the step would
+        write()
+        assert plan.words[:2, 1].tolist() == [4, 6]
+
+
+@pytest.mark.parametrize("wrong", [("nobody", 0), ("cascade", 256), ("cascade", -1)])
+def test_unknown_steering_is_refused(wrong: tuple[str, int]) -> None:
+    with pytest.raises(QBEError, match=f"{wrong[0]}.*{wrong[1]}.*one of cascade"):
+        Steering(*wrong)
 
 
 def test_more_blueprints_than_columns(monkeypatch: pytest.MonkeyPatch) -> None:

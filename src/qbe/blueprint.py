@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from qbe.errors import QBEError
 from qbe.sites import ATTENTION_ROLES, FULL_BITS, TURBO, KVBits, SiteTable, kv_width
+
+STEERERS = ("cascade", "qaq", "mobi")  # a plan holds their places: append only
+
+
+@dataclass(frozen=True)
+class Steering:
+    """Who may move a row's words within a forward pass, beginning with the blueprint's own bits.
+
+    A plan holds it for every row as one more number (`word`), which the ops that move words read on the device.
+
+    Attributes:
+        by: one of `STEERERS`.
+        level: 0 to 255, how readily; what it means is the steerer's.
+    """
+
+    by: str
+    level: int = 0
+
+    def __post_init__(self) -> None:
+        if self.by not in STEERERS or not 0 <= self.level <= 255:
+            raise QBEError(f"steering by '{self.by}' at level {self.level}: one of {', '.join(STEERERS)}, 0 to 255")
+
+    @property
+    def word(self) -> int:
+        """Who in the second byte, from 1 on, and the level in the lowest."""
+        return STEERERS.index(self.by) + 1 << 8 | self.level
 
 
 @dataclass(frozen=True)
@@ -22,6 +48,7 @@ class Blueprint:
         kv_bits: one per decoder layer: a number for all of its key heads, or a tuple with one for each (which becomes a
             number where they are equal); `qbe.sites.TURBO` is added where keys are in TurboQuant's form.
         kv_error: what reading the KV cache at these bits may change (`Budget.kv_error`); None has no bound.
+        steering: what may move the weights' bits while a step runs; None: nothing.
     """
 
     policy: str
@@ -29,6 +56,7 @@ class Blueprint:
     activation_bits: tuple[int, ...]
     kv_bits: tuple[KVBits, ...]
     kv_error: float | None = None
+    steering: Steering | None = None
 
     def __post_init__(self) -> None:
         # Equal assignments have one form, so that they have one key.
@@ -76,21 +104,25 @@ class Blueprint:
     @cached_property
     def key(self) -> str:
         """A short name that equal assignments share, e.g. for records."""
-        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *self._error)
+        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *self._error, *self._steering)
 
     @cached_property
     def linear_key(self) -> str:
         """The same of the nested sites alone: what is computed at equal ones differs in the KV cache at most."""
-        return _digest(self.weight_bits, self.activation_bits)
+        return _digest(self.weight_bits, self.activation_bits, *self._steering)
 
     @cached_property
     def computed_key(self) -> str:
         """The same of all that keys and values depend on beside their own bits."""
-        return _digest(self.weight_bits, self.activation_bits, *self._error)
+        return _digest(self.weight_bits, self.activation_bits, *self._error, *self._steering)
 
     @property
     def _error(self) -> tuple[float, ...]:
         return () if self.kv_error is None else (self.kv_error,)
+
+    @property
+    def _steering(self) -> tuple[Steering, ...]:
+        return () if self.steering is None else (self.steering,)
 
     def average_weight_bits(self, table: SiteTable) -> float:
         """Mean gear over the weights of the nested sites, bits per weight."""
@@ -130,6 +162,7 @@ class Blueprint:
             "average_weight_bits": round(self.average_weight_bits(table), 4),
             "average_kv_bits": round(self.average_kv_bits(table), 4),
             "kv_error": self.kv_error,
+            "steering": None if self.steering is None else asdict(self.steering),
             "sites": rows,
             "kv_bits": [_plain(b) for b in self.kv_bits],
         }

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qbe.blueprint import Blueprint
+from qbe.blueprint import Blueprint, Steering
 from qbe.budget import Budget
 from qbe.cache.fingerprint import Cell
 from qbe.cache.memory import GROUP_ENTRIES, Entry
@@ -234,7 +234,8 @@ def _blueprint(hash_: bytes, body: object, table: SiteTable) -> Blueprint | None
         said = json.loads(body)
         kv_bits = [tuple(b) if isinstance(b, list) else b for b in said["kv_bits"]]
         found = Blueprint.of(said["policy"], table, said["weight_bits"], said["activation_bits"], kv_bits)
-        return found if said["kv_error"] is None else replace(found, kv_error=said["kv_error"])
+        steering = said.get("steering")
+        return replace(found, kv_error=said["kv_error"], steering=steering and Steering(**steering))
     except (KeyError, TypeError, ValueError, QBEError):
         return None
 

@@ -24,6 +24,8 @@ class Plan:
     Attributes:
         words: int32 `[nested sites, max_rows]`: the weight's bits in the lowest byte, the activations' in the next one
             (`qbe.kernels.reference.activations`).
+        steering: int32 `[max_rows]`: who may move a row's words while a step runs (`Blueprint.Steering.word`); 0:
+            nobody. An op that does so writes to `words`, whose next step begins with the blueprint's bits again.
 
     The plan's `kv_bits` belong to the pages and are in `qbe.kvcache.pages.PagePool`.
 
@@ -38,12 +40,13 @@ class Plan:
     def __init__(self, table: SiteTable, max_rows: int, device: torch.device, head_sees_kept: bool = True) -> None:
         self.table, self.max_rows, self.device = table, max_rows, device
         sites = len(table.nested)
-        self.words = torch.empty(sites, max_rows, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(sites + 1, max_rows, dtype=torch.int32, device=device)
+        self.words, self.steering = self._rows[:sites], self._rows[sites]
         lowest = torch.tensor([s.gears[0] for s in table.nested], dtype=torch.int32)
         self.words.copy_(lowest[:, None])  # valid from the start: whoever runs the model before a write reads the least
         self._heads = [i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD] if head_sees_kept else []
         capacity = max(_CACHED_BLUEPRINTS, max_rows)
-        self._columns = torch.zeros(capacity, sites, dtype=torch.int32, device=device)
+        self._columns = torch.zeros(capacity, sites + 1, dtype=torch.int32, device=device)
         self._column_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._weights: list[NestedTensor] = []
         self._told = False  # whether any weight holds a `uniform`
@@ -83,12 +86,13 @@ class Plan:
             return
         self._tell([b for b, _ in tokens], sum(n for _, n in tokens))
         index = torch.tensor(owners + kept_owners).to(self.device, non_blocking=True)
-        self.words[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
+        self._rows[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
         if kept_owners:
             columns = self._columns.index_select(0, index[len(owners) :])
             for site in self._heads:
                 self.words[site, : len(kept_owners)] = columns[:, site]
-        self._written = (owners, kept_owners)
+        steered = any(b.steering is not None for b, _ in tokens)
+        self._written = None if steered else (owners, kept_owners)  # what is steered does not stay as written
 
     def columns(self, blueprints: Sequence[Blueprint]) -> list[int]:
         """The number of each blueprint's column, for `gather`; a new one goes to the device."""
@@ -101,7 +105,7 @@ class Plan:
             columns: int64 `[rows]` on the plan's device.
         """
         if len(self.table.nested):
-            self.words[:, : columns.shape[0]] = self._columns.index_select(0, columns).T
+            self._rows[:, : columns.shape[0]] = self._columns.index_select(0, columns).T
 
     def forget(self) -> None:
         """What the rows hold is not what `write` wrote last."""
@@ -114,9 +118,10 @@ class Plan:
             return
         self._told = tokens >= UNIFORM_ROWS
         columns = {b.linear_key: _words(b) for b in blueprints}.values() if self._told else ()
+        steered = any(b.steering is not None for b in blueprints)
         for i, weight in enumerate(self._weights):
             words = {column[i] for column in columns}
-            weight.uniform = words.pop() if len(words) == 1 else None
+            weight.uniform = words.pop() if len(words) == 1 and not steered else None
 
     def _column(self, blueprint: Blueprint) -> int:
         """Where the blueprint's column is on the device; it is copied there when it is new."""
@@ -135,5 +140,6 @@ class Plan:
 
 
 def _words(blueprint: Blueprint) -> list[int]:
-    """The blueprint's column."""
-    return list(map(_word, blueprint.weight_bits, blueprint.activation_bits))
+    """The blueprint's column: a word for each site, and its steering."""
+    steering = 0 if blueprint.steering is None else blueprint.steering.word
+    return [*map(_word, blueprint.weight_bits, blueprint.activation_bits), steering]
