@@ -3,12 +3,12 @@
 A program makes a tile y[BN outputs, BM rows] by integer products. Codes enter the tensor cores as signed bytes: the
 bits that a precision has, left-aligned, less 128. Activations are 16-bit fixed point in two bytes (`tiled_quantise`).
 The sum of a group is an exact integer; then y += s * sx * (sum + o * sum(x)). A row of 8-bit activations has the high
-byte alone: its low byte reads as zero.
+byte alone: its low byte reads as zero, and where all rows are such it is not multiplied.
 
 In a mixed batch every part is multiplied once. A row adds the sums of the bits it asks for, exact integers, and takes
 the scale and offset of its precision: it comes out the same, bit for bit, whatever the other rows ask for. Each
-highest precision has loops of its own, for a uniform and for a mixed tile, which load what they need and nothing
-else. The bits are read at run time. A single row has loops of its own (`tiled_row_loop`).
+highest precision has loops of its own, for a uniform tile, one of 8-bit activations alone and a mixed one, which load
+what they need and nothing else. The bits are read at run time. A single row has loops of its own (`tiled_row_loop`).
 """
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
@@ -64,9 +64,9 @@ def _prefetch_ahead(
 def _loop(
     x_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, UNITS, PRECISIONS: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, MIXED: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+    EIGHT: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """W @ x.T, float32 [BN, BM], every row at its own precision up to TOP (not MIXED: all at TOP)"""
+    """W @ x.T, float32 [BN, BM], every row at its own precision up to TOP (not MIXED: all at TOP; EIGHT: of 8 bits)"""
     TOTAL: tl.constexpr = PRECISIONS[len(PRECISIONS) - 1]
     METAS: tl.constexpr = UNIT // 256
     LOWEST: tl.constexpr = 0 if MIXED else TOP
@@ -97,7 +97,8 @@ def _loop(
         for c in tl.static_range(UNIT // 64):
             k = u * UNIT + c * 64
             x_high = tl.load(high + k)
-            x_low = tl.load(low + k, mask=(eight == 0)[None, :], other=0)
+            if not EIGHT:
+                x_low = tl.load(low + k, mask=(eight == 0)[None, :], other=0)
             if c * 64 % GROUP == 0:
                 sums = ()
                 for p in tl.static_range(LOWEST, TOP + 1):
@@ -114,12 +115,11 @@ def _loop(
                         w = with_bits(
                             w, tiles[i][c * PARTS[i][1] // 8], c % (8 // PARTS[i][1]), PARTS[i][1], PARTS[i][0], ASM
                         )
-                new += (
-                    (
-                        tl.dot(w, x_high, sums[p - LOWEST][0], out_dtype=tl.int32),
-                        tl.dot(w, x_low, sums[p - LOWEST][1], out_dtype=tl.int32),
-                    ),
-                )
+                sum_high = tl.dot(w, x_high, sums[p - LOWEST][0], out_dtype=tl.int32)
+                sum_low = sums[p - LOWEST][1]
+                if not EIGHT:
+                    sum_low = tl.dot(w, x_low, sum_low, out_dtype=tl.int32)
+                new += ((sum_high, sum_low),)
             sums = new
             if (c + 1) * 64 % GROUP == 0:
                 pair = tl.load(pairs + (k // GROUP) * M)
@@ -188,14 +188,16 @@ def decode_tile(
                 )  # fmt: skip
         acc += tl.sum(one, 1)[:, None]
     else:
+        # 0: rows of one precision, 1: all of them with 8-bit activations, 2: mixed
+        kind = tl.where(lowest < highest, 2, tl.min(tl.where(m_ok, eight.to(tl.int32), 1), 0))
         for top in tl.static_range(P):
-            for mixed in tl.static_range(2):
+            for k in tl.static_range(3):
                 # A store of many precisions has one loop for all, or the code would grow with their number.
-                if (P <= 3 and (top > 0 or mixed == 0)) or (P > 3 and top == P - 1 and mixed == 1):
-                    if (highest >= 0) & ((P > 3) | ((highest == top) & ((lowest < top) == (mixed == 1)))):
+                if (P <= 3 and (top > 0 or k < 2)) or (P > 3 and top == P - 1 and k == 2):
+                    if (highest >= 0) & ((P > 3) | ((highest == top) & (kind == k))):
                         acc = _loop(
                             quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, units, PRECISIONS,
-                            PARTS, GROUP, UNIT, top, mixed, STAGES, ASM,
+                            PARTS, GROUP, UNIT, top, k == 2, k == 1, STAGES, ASM,
                         )  # fmt: skip
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
