@@ -26,6 +26,7 @@ from torch import nn
 
 from qbe.compile.backend import register
 from qbe.engine.compiled import Step, compile_step
+from qbe.engine.devices import no_collection
 from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
@@ -155,7 +156,8 @@ class DecodeStep:
             stream.synchronize()
             launches.clear()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+            modes = {"pool": self._memory, "stream": stream, "capture_error_mode": "thread_local"}
+            with no_collection(), torch.cuda.graph(graph, **modes):
                 logits, tokens = forward(size)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return _Captured(graph, logits, tokens, forward, _counted(launches))

@@ -1,6 +1,10 @@
-"""Which device the engine runs on."""
+"""Which device the engine runs on, and what must be minded there."""
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -32,3 +36,16 @@ def out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed; on the CPU torch has no class of its own for that, nor for sizes beyond 2^63."""
     words = ("allocate memory", "storage size")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(w in str(error).lower() for w in words)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Nothing is collected inside: while a graph is captured, what a collection destroys (another engine's graphs, its
+    pinned memory) could end the capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

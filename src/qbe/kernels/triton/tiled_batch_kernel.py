@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.triton.tiled_common import counter, eight_rows, exact_product, finish, has_eight, load_bias, serving
+from qbe.kernels.triton.tiled_common import counter, exact_product, finish, has_eight, load_bias, load_words, serving
 from qbe.kernels.triton.tiled_quantise import fixed_point, high_byte
 
 EXPONENT = tl.constexpr(118)  # of the scales here: the largest weight is just a float16, the smallest scale is normal
@@ -238,7 +238,8 @@ def batch_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    serves = serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS)
+    wanted = load_words(bits_ptr, m, m_ok)
+    serves = serving(wanted, original_ptr, m_ok, PRECISIONS)
     half = half_ptr.to(tl.pointer_type(tl.float16))
     acc = tl.zeros((BN, BM), tl.float32)
     for p in tl.static_range(P):
@@ -255,7 +256,7 @@ def batch_kernel(
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
             exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, units * (UNIT // 64))
-            eight = eight_rows(bits_ptr, m, m_ok) & (serves == P)
+            eight = has_eight(wanted) & (serves == P)
             if tl.max(eight.to(tl.int32), 0) > 0:
                 rounded = _exact_eight(
                     original_ptr, half, row, K, kp, n, n_ok, m, eight, u0 * UNIT, units * (UNIT // 64),

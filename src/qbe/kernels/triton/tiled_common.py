@@ -25,17 +25,11 @@ def has_eight(words):
 
 
 @triton.jit
-def eight_rows(bits_ptr, m, m_ok):
-    """whether the activations of each row have 8 bits"""
-    return has_eight(load_words(bits_ptr, m, m_ok))
-
-
-@triton.jit
-def serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS: tl.constexpr):
+def serving(words, original_ptr, m_ok, PRECISIONS: tl.constexpr):
     """index of the precision that serves each row; their number for the original, -1 for a row past the end"""
     P: tl.constexpr = len(PRECISIONS)
-    bits = load_words(bits_ptr, m, m_ok) & 255
-    serves = tl.zeros(m.shape, tl.int32)
+    bits = words & 255
+    serves = tl.zeros(words.shape, tl.int32)
     for p in tl.static_range(1, P):
         serves += (bits >= PRECISIONS[p]).to(tl.int32)
     if original_ptr is not None:

@@ -21,8 +21,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.triton.tiled_codes import left_aligned, left_aligned_scales, load_parts, with_bits
-from qbe.kernels.triton.tiled_common import counter, eight_rows, exact_eight, exact_product, finish, load_bias, serving
+from qbe.kernels.triton.tiled_codes import left_aligned, left_aligned_scales, load_parts, tile_and_rows, with_bits
+from qbe.kernels.triton.tiled_common import (
+    counter,
+    exact_eight,
+    exact_product,
+    finish,
+    has_eight,
+    load_bias,
+    load_words,
+    serving,
+)
 from qbe.kernels.triton.tiled_quantise import scale_of, scale_pairs
 from qbe.kernels.triton.tiled_row_loop import row_loop
 
@@ -62,9 +71,9 @@ def _prefetch_ahead(
 
 @triton.jit
 def _loop(
-    x_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, UNITS, PRECISIONS: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, MIXED: tl.constexpr,
-    EIGHT: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    x_ptr, packed_ptr, exponent, M, np_, kp, n0, BN: tl.constexpr, m, serves, eight, u0, UNITS,
+    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr,
+    MIXED: tl.constexpr, EIGHT: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """W @ x.T, float32 [BN, BM], every row at its own precision up to TOP (not MIXED: all at TOP; EIGHT: of 8 bits)"""
     TOTAL: tl.constexpr = PRECISIONS[len(PRECISIONS) - 1]
@@ -72,44 +81,44 @@ def _loop(
     LOWEST: tl.constexpr = 0 if MIXED else TOP
     WORD: tl.constexpr = tl.int64 if GROUP == 64 else tl.int32
     ru = tl.arange(0, 64)
-    tile = n // 64
+    tile, row = tile_and_rows(n0, BN)
     plane = np_.to(tl.int64) * kp // 8  # bytes of one bit of all codes
     words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
     word_plane = (np_ * (kp // 256)).to(tl.int64)
-    pm = words + tile.to(tl.int64) * ((kp // 256) * 64) + n % 64
+    pm = words + tile.to(tl.int64) * ((kp // 256) * 64)
     m_in = tl.minimum(m, M - 1)
-    x_plane = M.to(tl.int64) * kp
-    high = x_ptr.to(tl.pointer_type(tl.int8)) + m_in.to(tl.int64)[None, :] * kp + ru[:, None]
-    low = high + x_plane
+    high = x_ptr.to(tl.pointer_type(tl.int8))
+    low = high + M * kp
+    x_at = m_in[None, :] * kp + ru[:, None]
     pairs = scale_pairs(x_ptr, M, kp, m_in, eight, GROUP)
-    acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
+    acc = tl.zeros((BN, m.shape[0]), tl.float32)
     for step in tl.range(0, UNITS, num_stages=STAGES):
         u = u0 + step
-        tiles = load_parts(packed_ptr, plane, n, kp, u, PARTS, UNIT, TOP)
+        tiles = load_parts(packed_ptr, plane, tile, row, kp, u, PARTS, UNIT, TOP)
         bases = ()
         lows = ()
         for q in tl.static_range(METAS):
-            bases += (tl.load(pm + (u * METAS + q) * 64),)
+            bases += (tl.load(pm + (u * METAS + q) * 64 + row),)
         for p in tl.static_range(LOWEST, TOP + 1):
             if PRECISIONS[p] < TOTAL:
                 for q in tl.static_range(METAS):
-                    lows += (tl.load(pm + (p + 1) * word_plane + (u * METAS + q) * 64),)
+                    lows += (tl.load(pm + (p + 1) * word_plane + (u * METAS + q) * 64 + row),)
         for c in tl.static_range(UNIT // 64):
             k = u * UNIT + c * 64
-            x_high = tl.load(high + k)
+            x_high = tl.load(high + k + x_at)
             if not EIGHT:
-                x_low = tl.load(low + k, mask=(eight == 0)[None, :], other=0)
+                x_low = tl.load(low + k + x_at, mask=(eight == 0)[None, :], other=0)
             if c * 64 % GROUP == 0:
                 sums = ()
                 for p in tl.static_range(LOWEST, TOP + 1):
-                    zero = tl.zeros((n.shape[0], m.shape[0]), tl.int32)
+                    zero = tl.zeros((BN, m.shape[0]), tl.int32)
                     sums += ((zero, zero),)
             new = ()
             for p in tl.static_range(LOWEST, TOP + 1):
                 if p == 0 or not MIXED:
                     w = left_aligned(tiles[0][c * PARTS[0][1] // 8], c % (8 // PARTS[0][1]), PARTS[0][1], ASM)
                 else:
-                    w = tl.zeros((n.shape[0], 64), tl.int8)
+                    w = tl.zeros((BN, 64), tl.int8)
                 for i in tl.static_range(1, len(PARTS)):
                     if PARTS[i][2] == p or (not MIXED and PARTS[i][2] < p):
                         w = with_bits(
@@ -173,8 +182,9 @@ def decode_tile(
         if SPLIT:
             _prefetch(count_ptr)
         gdc_wait()
-    serves = serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS)
-    eight = eight_rows(bits_ptr, m, m_ok)
+    words = load_words(bits_ptr, m, m_ok)
+    serves = serving(words, original_ptr, m_ok, PRECISIONS)
+    eight = has_eight(words)
     highest = tl.max(tl.where(serves < P, serves, -1), 0)
     lowest = tl.min(tl.where(m_ok, serves, P), 0)
     acc = tl.zeros((BN, BM), tl.float32)
@@ -183,7 +193,7 @@ def decode_tile(
         for top in tl.static_range(P):
             if highest == top:
                 one = row_loop(
-                    quantised_ptr, packed_ptr, exponent, np_, kp, n, tl.max(eight.to(tl.int32), 0), u0, units,
+                    quantised_ptr, packed_ptr, exponent, np_, kp, n0, BN, tl.max(eight.to(tl.int32), 0), u0, units,
                     PRECISIONS, PARTS, GROUP, UNIT, top, STAGES, ASM,
                 )  # fmt: skip
         acc += tl.sum(one, 1)[:, None]
@@ -196,8 +206,8 @@ def decode_tile(
                 if (P <= 3 and (top > 0 or k < 2)) or (P > 3 and top == P - 1 and k == 2):
                     if (highest >= 0) & ((P > 3) | ((highest == top) & (kind == k))):
                         acc = _loop(
-                            quantised_ptr, packed_ptr, exponent, M, np_, kp, n, m, serves, eight, u0, units, PRECISIONS,
-                            PARTS, GROUP, UNIT, top, k == 2, k == 1, STAGES, ASM,
+                            quantised_ptr, packed_ptr, exponent, M, np_, kp, n0, BN, m, serves, eight, u0, units,
+                            PRECISIONS, PARTS, GROUP, UNIT, top, k == 2, k == 1, STAGES, ASM,
                         )  # fmt: skip
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
@@ -209,10 +219,9 @@ def decode_tile(
                 )  # fmt: skip
                 exact = tl.where(eight[None, :], rounded, exact)
             acc = tl.where((serves == P)[None, :], exact, acc)
-    at = m.to(tl.int64)[None, :] * columns + column + n[:, None]
+    at = m[None, :] * columns + (column + n)[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]
-    size = M.to(tl.int64) * columns
-    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], size, SPLIT)
+    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], M * columns, SPLIT)
 
 
 @triton.jit(do_not_specialize=["M", "exponent", "units"], do_not_specialize_on_alignment=["bits_ptr"])

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.triton.tiled_codes import append_at, as_float, first_at, scale_offset
-from qbe.kernels.triton.tiled_common import exact_product, load_bias, serving
+from qbe.kernels.triton.tiled_common import exact_product, load_bias, load_words, serving
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def float32_kernel(
     m_ok = m < M
     n_ok = n < N
     n_in = tl.where(n < np_, n, 0)  # a wide tile may reach past the padding
-    serves = serving(bits_ptr, original_ptr, m, m_ok, PRECISIONS)
+    serves = serving(load_words(bits_ptr, m, m_ok), original_ptr, m_ok, PRECISIONS)
     acc = tl.zeros((BM, BN), tl.float32)
     for p in tl.static_range(P):
         if tl.max((serves == p).to(tl.int32), 0) > 0:

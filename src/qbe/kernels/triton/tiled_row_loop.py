@@ -13,14 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.triton.tiled_codes import left_aligned, left_aligned_scales, load_parts, with_bits
+from qbe.kernels.triton.tiled_codes import left_aligned, left_aligned_scales, load_parts, tile_and_rows, with_bits
 from qbe.kernels.triton.tiled_quantise import scale_of
 
 
 @triton.jit
 def row_loop(
-    x_ptr, packed_ptr, exponent, np_, kp, n, eight, u0, UNITS, PRECISIONS: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    x_ptr, packed_ptr, exponent, np_, kp, n0, BN: tl.constexpr, eight, u0, UNITS, PRECISIONS: tl.constexpr,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """W @ x, float32 [BN, 4], to be added up: column i has the runs i, i + 4, ... of 64 inputs."""
     TOTAL: tl.constexpr = PRECISIONS[len(PRECISIONS) - 1]
@@ -30,23 +31,24 @@ def row_loop(
     plane = np_.to(tl.int64) * kp // 8
     words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
     word_plane = (np_ * (kp // 256)).to(tl.int64)
-    pm = words + (n // 64).to(tl.int64) * ((kp // 256) * 64) + n % 64
+    tile, row = tile_and_rows(n0, BN)
+    pm = words + tile.to(tl.int64) * ((kp // 256) * 64)
     x_at = x_ptr.to(tl.pointer_type(tl.int8)) + (column % 2 * kp)[None, :] + tl.arange(0, 64)[:, None]
     live = (column % 2 == 0) | (eight == 0)
     pairs = (x_ptr + 2 * kp).to(tl.pointer_type(tl.int64)) + run4 * 64 // GROUP + tl.where(eight != 0, kp // GROUP, 0)
     shift = (run4 * 64 // GROUP * 16)[None, :]
     first = run4 * 64 % GROUP == 0  # runs that count the sum of their group's inputs
-    acc = tl.zeros((n.shape[0], 4), tl.float32)
+    acc = tl.zeros((BN, 4), tl.float32)
     for step in tl.range(0, UNITS, num_stages=STAGES):
         u = u0 + step
-        tiles = load_parts(packed_ptr, plane, n, kp, u, PARTS, UNIT, TOP)
+        tiles = load_parts(packed_ptr, plane, tile, row, kp, u, PARTS, UNIT, TOP)
         for c in tl.static_range(UNIT // 64):
             if c % 4 == 0:
-                base_words = tl.load(pm + (u * (UNIT // 256) + c // 4) * 64)
+                base_words = tl.load(pm + (u * (UNIT // 256) + c // 4) * 64 + row)
                 if PRECISIONS[TOP] < TOTAL:
-                    low_words = tl.load(pm + (TOP + 1) * word_plane + (u * (UNIT // 256) + c // 4) * 64)
+                    low_words = tl.load(pm + (TOP + 1) * word_plane + (u * (UNIT // 256) + c // 4) * 64 + row)
                 pair = tl.load(pairs + (u * UNIT + c * 64) // GROUP)
-                sums = tl.zeros((n.shape[0], 8), tl.int32)
+                sums = tl.zeros((BN, 8), tl.int32)
             x = tl.load(x_at + (u * UNIT + c * 64), mask=((column // 2 == c % 4) & live)[None, :], other=0)
             w = left_aligned(tiles[0][c * PARTS[0][1] // 8], c % (8 // PARTS[0][1]), PARTS[0][1], ASM)
             for i in tl.static_range(1, len(PARTS)):
@@ -56,7 +58,7 @@ def row_loop(
                     )
             sums = tl.dot(w, x, sums, out_dtype=tl.int32)
             if c % 4 == 3:
-                high, low = tl.split(tl.reshape(sums, (n.shape[0], 4, 2)))
+                high, low = tl.split(tl.reshape(sums, (BN, 4, 2)))
                 base = (base_words[:, None] >> shift).to(tl.int32)
                 lower = base
                 if PRECISIONS[TOP] < TOTAL:
