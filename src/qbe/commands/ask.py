@@ -16,6 +16,7 @@ from qbe.commands.options import (
     Analysis,
     Answers,
     Bits,
+    Cascade,
     Chat,
     Compile,
     Device,
@@ -60,8 +61,8 @@ def generate(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
-    n: Answers = 1, chat: Chat = False, refresh: Refresh = False, analysis_tier: Analysis = None,
-    compile: Compile = False, speculate: Speculate = False, as_json: Json = False,
+    n: Answers = 1, chat: Chat = False, refresh: Refresh = False, cascade: Cascade = False,
+    analysis_tier: Analysis = None, compile: Compile = False, speculate: Speculate = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text.
 
@@ -71,7 +72,7 @@ def generate(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
         quiet=as_json, speculate=speculate,
@@ -96,8 +97,8 @@ def chat(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
-    refresh: Refresh = False, analysis_tier: Analysis = None, compile: Compile = False, speculate: Speculate = False,
-    tune: Tune = False, as_json: Json = False,
+    refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
+    speculate: Speculate = False, tune: Tune = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
@@ -106,7 +107,7 @@ def chat(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
         speculate=speculate,
@@ -149,13 +150,13 @@ def chat(
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, kv_bits: KVBits = None, kv_error: KVError = None,
-    max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False, analysis_tier: Analysis = None,
-    chat: Chat = False, as_json: Json = False,
+    max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False, cascade: Cascade = False,
+    analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         found = engine.explain(asked, make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None), budget=budget)
@@ -225,6 +226,11 @@ def _summary(result: Result) -> None:
         style="dim",
     )
     err.print(line, soft_wrap=True)
+    if result.raised_tokens or result.lowered_tokens:
+        err.print(
+            f"  cascade: {result.raised_tokens} tokens raised, {result.lowered_tokens} lowered",
+            style="dim", highlight=False,
+        )  # fmt: skip
     for r in result.refreshes:
         err.print(
             f"  refresh after {r.token} tokens, {r.kind}: {r.entropy:.2f} nats, margin {r.margin:.1f}; "
