@@ -52,7 +52,7 @@ def draw(trace: Trace) -> bytes:
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     cells = [[math.nan if b is None else b for b in bits] for bits in trace.bits] or [[math.nan] * trace.layers]
     scale = ListedColormap([colour(2 + 14 * i / (_SCALE - 1)) for i in range(_SCALE)])
-    scale.set_bad("#e2e8f0")
+    axes[0].set_facecolor("#e2e8f0")  # of layers without bits
     transposed = [list(layer) for layer in zip(*cells, strict=True)]
     shown = axes[0].imshow(
         transposed, cmap=scale, vmin=2, vmax=16, aspect="auto", interpolation="nearest", origin="upper",
