@@ -1,7 +1,7 @@
 """What the cascade costs in a decode step, and what it and refresh do to the divergence from 16 bits.
 
     python benchmarks/cascade.py cost [--model MODEL] [--compile] [--steps 200] [--device cuda] [--json FILE]
-    python benchmarks/cascade.py kl [--model MODEL] [--data DIR] [--prompts 4] [--tokens 256] [--seeds 3] [--json FILE]
+    python benchmarks/cascade.py kl [--model MODEL] [--data DIR] [--prompts 4] [--tokens 256] [--seeds 3] [--ways ...]
 
 cost: steps of three requests of their own take turns: nothing, the monitor of refresh, monitor and cascade. Medians.
 
@@ -159,7 +159,9 @@ def shuffled(s: Sequence, given: list[Blueprint], seed: int) -> list[Blueprint]:
     return given[:first] + [given[first + i] for i in order]
 
 
-def kl(engine: qbe.Engine, prompts: Many[list[int]], tokens: int, seeds: int, bits: float) -> dict[str, Any]:
+def kl(
+    engine: qbe.Engine, prompts: Many[list[int]], tokens: int, seeds: int, bits: float, ways: Many[str]
+) -> dict[str, Any]:  # fmt: skip
     """Divergences of every answer, by way, and what they come to."""
     table, rows = engine.table, list[dict[str, Any]]()
     full = engine.explain(prompts[0], budget=Budget(bits=FULL_BITS), policy="uniform").blueprint
@@ -172,8 +174,7 @@ def kl(engine: qbe.Engine, prompts: Many[list[int]], tokens: int, seeds: int, bi
         engine._chooser.thresholds = thresholds._of(seen)
         forced, size = qbe.SamplingParams(max_tokens=tokens, ignore_eos=True), engine.core.vocabulary
         budgets = {
-            "cascade": Budget(bits=bits, cascade=True), "refresh": Budget(within=within, refresh=True),
-            "refresh and cascade": Budget(within=within, refresh=True, cascade=True),
+            way: Budget(within=within, refresh="refresh" in way, cascade="cascade" in way) for way in ways
         }  # fmt: skip
         told = {
             name: run(engine, [
@@ -194,12 +195,15 @@ def kl(engine: qbe.Engine, prompts: Many[list[int]], tokens: int, seeds: int, bi
                 averages[f"{name}, fixed"] = fixed.average_weight_bits(table)
                 # The prompt runs as it did; what is compared is the answer.
                 ways[f"{name}, fixed"] = own[: len(answer.prompt_ids)] + [fixed] * len(answer.output_ids)
-            moves = told["cascade"][i].moves
             found = divergence(engine, answer, ways, full)
-            rows.append({"seed": seed, "answer": i, "kl": found, "bits": averages, "moved": sum(m != 0 for m in moves),
-                         "refreshes": len(told["refresh"][i].past)})  # fmt: skip
+            rows.append({
+                "seed": seed, "answer": i, "kl": found, "bits": averages,
+                "moved": {name: sum(m != 0 for m in own[i].moves) for name, own in told.items()},
+                "gears": {name: len({b.weight_bits for _, b in own[i].past} | {own[i].blueprint.weight_bits})
+                          for name, own in told.items()},
+            })  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
-    return {"rows": rows, "summary": {name: summary(rows, name) for name in budgets}}
+    return {"rows": rows, "summary": {name: summary(rows, name) for name in ways}}
 
 
 def summary(rows: Many[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -227,6 +231,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--bits", type=float, default=5.0)
+    parser.add_argument("--ways", nargs="+", default=["cascade", "refresh", "refresh and cascade"])
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     with qbe.Engine(
@@ -242,7 +247,7 @@ def main() -> None:
             chosen = [part[k * len(part) // max(1, arguments.prompts // 2)] for part in every
                       for k in range(max(1, arguments.prompts // 2))]  # fmt: skip
             prompts = [encode(item, engine.tokenizer).prompt_ids[-256:] for item in chosen]
-            found = kl(engine, prompts, arguments.tokens, arguments.seeds, arguments.bits)
+            found = kl(engine, prompts, arguments.tokens, arguments.seeds, arguments.bits, arguments.ways)
         told = {k: v for k, v in found.items() if k != "rows"}
         print(json.dumps(told, indent=1))
         if arguments.json is not None:

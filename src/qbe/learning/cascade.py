@@ -10,7 +10,6 @@ other half tells what that is worth, beside the same moves given to tokens at ra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -31,13 +30,14 @@ from qbe.engine.sequence import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.intervals import interval
 from qbe.eval.items import Item, encode
-from qbe.kernels.cascade_ops import LEVELS
+from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.sites import FULL_BITS
 from qbe.store.cascade_table import CascadeTable, Point, steering, step
 from qbe.store.sensitivity import divergence_of_rows
 
 BITS = 5.0  # average of the blueprint that is moved
 TOKENS = 192  # of an answer
+TEMPERATURE = 0.8  # of its tokens: greedy answers of small models repeat themselves
 TOGETHER = 8  # answers that are written at once
 CANDIDATES = 5  # layers, spread over the model
 POINTS = 3
@@ -110,10 +110,11 @@ def train(engine: Engine, items: Sequence[Item], tick: Callable[[], None] = lamb
 
 
 def write(engine: Engine, prompts: Sequence[list[int]]) -> list[tuple[list[int], Numbers]]:
-    """The greedy answers at 16 bits, and the entropies [tokens - 1, layers] of the steps that read their tokens."""
+    """Answers at 16 bits, drawn with a seed, and the entropies [tokens - 1, layers] of the steps that read them."""
     core, recorder = engine.core, Recorder()
     before = core.runner.observe, core.runner.decode
-    params, layers = SamplingParams(max_tokens=TOKENS), len(core.pool.shapes)
+    params = SamplingParams(max_tokens=TOKENS, temperature=TEMPERATURE, seed=0)
+    layers = len(core.pool.shapes)
     rows: dict[str, list[list[float]]] = {}
     ids: list[str] = []
     try:
@@ -175,11 +176,11 @@ def fit(found: Sequence[Answer], candidates: Sequence[int], base: Blueprint, eng
     """The table that makes the divergence of every other answer least, and what it does to the rest."""
     learned, held = found[::2], found[1::2]
     entropy = np.concatenate([a.entropy for a in learned])
-    kl = np.concatenate([a.kl for a in learned], 1)
     correlations, points = {}, []
     for i, layer in enumerate(candidates):
-        rho = float(spearmanr(entropy[:, layer], kl[2 + 2 * i] - kl[1 + 2 * i]).statistic)
-        correlations[layer] = 0.0 if math.isnan(rho) else rho
+        # Within answers: what is balanced is an answer's average.
+        each = [spearmanr(a.entropy[:, layer], a.kl[2 + 2 * i] - a.kl[1 + 2 * i]).statistic for a in learned]
+        correlations[layer] = rho = float(np.mean(np.nan_to_num(each)))
         quantiles = np.quantile(entropy[:, layer], np.linspace(0, 1, QUANTILES))
         points.append(Point(layer, 1 if rho >= 0 else -1, tuple(np.round(quantiles, 5).tolist())))
     choices = [
@@ -201,26 +202,27 @@ def moved(
     table: CascadeTable, answer: Answer, candidates: Sequence[int], base: Blueprint, engine: Engine,
     order: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Numbers, Numbers]:  # fmt: skip
-    """Divergence and average bits of each token, [tokens], when the first point that asks moves it (`most` is 1).
+    """Divergence and average bits of each token, [tokens], when the first point that asks moves it (`most` is 1) and
+    levels follow page by page, as `qbe.engine.cascade` has them.
 
     Args:
         order: gives each token the moves of another.
     """
-    level = steering(table, engine.table, base.weight_bits).level
-    assert level < LEVELS
-    row = np.zeros(len(answer.entropy), np.int64)
-    for point in table.points:
-        low, high = table.thresholds(point, level)
-        asked, at = point.sign * answer.entropy[:, point.layer], candidates.index(point.layer)
-        move = np.where(asked > high, 1 + 2 * at, np.where(asked < low, 2 + 2 * at, 0))
-        row = np.where(row == 0, move, row)
+    sites, own = engine.table, base.average_weight_bits(engine.table)
+    behinds = [behind(base, sites, layer, up) for layer in candidates for up in (True, False)]
+    bits = np.array([own, *(b.average_weight_bits(sites) for b in behinds)])
+    row, excess = np.zeros(len(answer.entropy), np.int64), 0.0
+    for first in range(0, len(row), PAGE_SIZE):
+        page = slice(first, first + PAGE_SIZE)
+        level = steering(table, sites, base.weight_bits, excess).level
+        for point in table.points:
+            low, high = table.thresholds(point, level)
+            asked, at = point.sign * answer.entropy[page, point.layer], candidates.index(point.layer)
+            move = np.where(asked > high, 1 + 2 * at, np.where(asked < low, 2 + 2 * at, 0))
+            row[page] = np.where(row[page] == 0, move, row[page])
+        excess += float((bits[row[page]] - own).sum())
     row = row if order is None else row[order]
-    bits = [base.average_weight_bits(engine.table)]
-    bits += [
-        behind(base, engine.table, layer, up).average_weight_bits(engine.table)
-        for layer in candidates for up in (True, False)
-    ]  # fmt: skip
-    return answer.kl[row, np.arange(len(row))], np.array(bits)[row]
+    return answer.kl[row, np.arange(len(row))], bits[row]
 
 
 def _told(
