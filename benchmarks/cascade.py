@@ -199,7 +199,7 @@ def kl(
             rows.append({
                 "seed": seed, "answer": i, "kl": found, "bits": averages,
                 "moved": {name: sum(m != 0 for m in own[i].moves) for name, own in told.items()},
-                "gears": {name: len({b.weight_bits for _, b in own[i].past} | {own[i].blueprint.weight_bits})
+                "blueprints": {name: len({b.weight_bits for _, b in own[i].past} | {own[i].blueprint.weight_bits})
                           for name, own in told.items()},
             })  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
