@@ -16,7 +16,7 @@ setup(
             depends=[f"{FOLDER}/{path.name}" for path in kernel["INCLUDED"]],
             define_macros=[("QBE_SOURCE_HASH", f'"{kernel["source_hash"]()}"')],
             extra_compile_args=list(kernel["FLAGS"]),
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-lm"],
             optional=True,
         )
     ]

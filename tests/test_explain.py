@@ -97,6 +97,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "kv_bits": None,
         "kv_error": None,
         "refresh": False,
+        "cascade": False,
     }
     assert d["budget"] == asked | {"target_bits": 6.24}
     assert d["ratio"] == pytest.approx(e.bytes_per_token / e.bytes_per_token_16bit, abs=1e-4)

@@ -33,6 +33,8 @@ class Budget:
         careful_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with 16.
         refresh: choose again while the answer is written, within what tier or range allow, when it has become hard or
             easy to predict and stays so (`qbe.engine.refresh`); not beside `bits`.
+        cascade: let what the attention of a layer shows raise or lower the weights of later layers, for each token of
+            the answer, around the same average (`qbe.engine.cascade`).
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
             0.05 bits where the model has enough key heads for it. Or `turbo2` or `turbo4`: keys in TurboQuant's form
             everywhere. None leaves the choice to the policy.
@@ -54,6 +56,7 @@ class Budget:
     kv_error: float | None = None
     within: tuple[float, float] | None = None
     refresh: bool = False
+    cascade: bool = False
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -71,8 +74,9 @@ class Budget:
             raise QBEError(
                 f"kv_error is {_told(error)}, but must be at least 0 and at most {MOST_KV_ERROR}, such as 0.05 for 5 %"
             )
-        if not isinstance(self.careful_tokens, bool):
-            raise QBEError(f"careful_tokens is {_told(self.careful_tokens)}, but must be true or false")
+        for name, value in (("careful_tokens", self.careful_tokens), ("cascade", self.cascade)):
+            if not isinstance(value, bool):
+                raise QBEError(f"{name} is {_told(value)}, but must be true or false")
         if self.within is not None:
             ends = self.within if isinstance(self.within, tuple | list) else ()
             rises = len(ends) == 2 and all(map(_is_number, ends)) and 1 <= ends[0] <= ends[1] <= FULL_BITS

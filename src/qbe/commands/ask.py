@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qbe.commands.console import err, out, print_json, say, with_options
+from qbe.commands.live import check_live, watch
 from qbe.commands.options import (
     DEFAULT,
     ActivationBits,
     Analysis,
     Answers,
     Bits,
+    Cascade,
     Chat,
     Compile,
     Device,
@@ -60,8 +62,8 @@ def generate(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
-    n: Answers = 1, chat: Chat = False, refresh: Refresh = False, analysis_tier: Analysis = None,
-    compile: Compile = False, speculate: Speculate = False, as_json: Json = False,
+    n: Answers = 1, chat: Chat = False, refresh: Refresh = False, cascade: Cascade = False,
+    analysis_tier: Analysis = None, compile: Compile = False, speculate: Speculate = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text.
 
@@ -71,7 +73,7 @@ def generate(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
         quiet=as_json, speculate=speculate,
@@ -96,17 +98,20 @@ def chat(
     originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
     kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
     top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
-    refresh: Refresh = False, analysis_tier: Analysis = None, compile: Compile = False, speculate: Speculate = False,
-    tune: Tune = False, as_json: Json = False,
+    refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
+    speculate: Speculate = False, tune: Tune = False, as_json: Json = False,
+    live: Annotated[bool, typer.Option("--live", help="draw bits per layer as they move, on a terminal")] = False,
 ) -> None:  # fmt: skip
     """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
 
     With --json every answer is one line of JSON.
     """
+    if live:
+        check_live(as_json)
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
         speculate=speculate,
@@ -130,7 +135,10 @@ def chat(
                 continue
             try:
                 asked = [*messages, {"role": "user", "content": _utf8(line, "the message")}]
-                result = _stream(engine, asked, params, budget, quiet=as_json)
+                if live:
+                    result, _ = watch(engine, asked, params, budget, live=True)
+                else:
+                    result = _stream(engine, asked, params, budget, quiet=as_json)
                 if result.error is not None:
                     raise QBEError(result.error)
             except QBEError as error:  # a message too long, say: the conversation so far is kept
@@ -149,16 +157,30 @@ def chat(
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, kv_bits: KVBits = None, kv_error: KVError = None,
-    max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False, analysis_tier: Analysis = None,
-    chat: Chat = False, as_json: Json = False,
+    max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False, cascade: Cascade = False,
+    analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="answer greedily and write how bits moved: a picture (.png) or .json")
+    ] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
     text = _prompt(prompt)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh)
+    if trace is not None:
+        from qbe.explain import trace_picture
+
+        trace_picture.check(trace)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
-        found = engine.explain(asked, make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None), budget=budget)
+        params = make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None)
+        found = engine.explain(asked, params, budget=budget)
+        if trace is not None:
+            result, moved = watch(engine, asked, params, budget)
+            if result.error is not None:
+                raise QBEError(result.error)
+            trace_picture.write(moved, trace)
+            err.print(f"wrote {str(trace).encode('utf-8', 'replace').decode()}", markup=False, highlight=False)
     if html is not None:
         from qbe.explain.html import render as page
         from qbe.files import write_text
@@ -225,6 +247,11 @@ def _summary(result: Result) -> None:
         style="dim",
     )
     err.print(line, soft_wrap=True)
+    if result.raised_tokens or result.lowered_tokens:
+        err.print(
+            f"  cascade: {result.raised_tokens} tokens raised, {result.lowered_tokens} lowered",
+            style="dim", highlight=False,
+        )  # fmt: skip
     for r in result.refreshes:
         err.print(
             f"  refresh after {r.token} tokens, {r.kind}: {r.entropy:.2f} nats, margin {r.margin:.1f}; "

@@ -30,6 +30,9 @@ Speculate = Annotated[
 Refresh = Annotated[
     bool, typer.Option("--refresh", help="budget: choose again within the tier while the answer is hard or easy")
 ]
+Cascade = Annotated[
+    bool, typer.Option("--cascade", help="budget: each token's attention moves the bits of later layers")
+]
 Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -81,7 +84,7 @@ def make_engine(
 
 def make_budget(
     bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None,
-    refresh: bool = False,
+    refresh: bool = False, cascade: bool = False,
 ) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
@@ -89,7 +92,10 @@ def make_budget(
     if kv_bits is not None:
         with suppress(ValueError):
             kv = float(kv_bits)
-    return Budget(bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error, refresh=refresh)
+    return Budget(
+        bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error, refresh=refresh,
+        cascade=cascade,
+    )  # fmt: skip
 
 
 def make_params(

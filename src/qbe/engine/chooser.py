@@ -20,6 +20,7 @@ from qbe.explain import Explanation
 from qbe.policies import Policy
 from qbe.records import thresholds
 from qbe.sites import TURBO_KINDS, SiteTable
+from qbe.store.cascade_table import CascadeTable, steering
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
 
@@ -36,13 +37,15 @@ class Chooser:
         context: the model's context in tokens, None when it has no limit.
         cache: asked before a policy is; None: policies are always asked.
         analysis_tier: see `qbe.analysis.Analyzer`.
+        cascade: what was learned of the model's attention; None: requests for the cascade are refused.
     """
 
     def __init__(
         self, policy: Policy, name: str, model: Any, tokenizer: Any, model_name: str, table: SiteTable,
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
+        cascade: CascadeTable | None = None,
     ) -> None:  # fmt: skip
-        self.cache, self.thresholds = cache, thresholds.load(model_name)
+        self.cache, self.thresholds, self.cascade = cache, thresholds.load(model_name), cascade
         if cache is not None:
             cache.prepare(policy)
         _prepare(policy, table)
@@ -67,6 +70,8 @@ class Chooser:
         context = len(ids) + request.params.max_tokens
         profile = self._within(profile, context)
         blueprint, cached = self._blueprint(policy, profile, request.budget)
+        if request.budget.cascade:
+            blueprint = self._steered(blueprint)
         if request.budget.kv_error is not None:
             blueprint = replace(blueprint, kv_error=float(request.budget.kv_error))
         done = time.perf_counter()
@@ -120,7 +125,7 @@ class Chooser:
     def _blueprint(
         self, policy: Policy, profile: QueryProfile, budget: Budget, near: bool = True
     ) -> tuple[Blueprint, str | None]:
-        budget = replace(budget, refresh=False)  # of it no policy chooses otherwise
+        budget = replace(budget, refresh=False, cascade=False)  # of these no policy chooses otherwise
         turbo = TURBO_KINDS.get(str(budget.kv_bits))
         if turbo is not None:  # policies choose numbers of bits
             budget = replace(budget, kv_bits=None)
@@ -129,6 +134,19 @@ class Chooser:
         else:
             blueprint, cached = self.cache.blueprint(policy, profile, budget, near)
         return blueprint if turbo is None else blueprint.with_kv_bits((turbo,) * self._table.layers), cached
+
+    def _steered(self, blueprint: Blueprint) -> Blueprint:
+        if self.cascade is None:
+            raise QBEError(
+                f"there are no thresholds of the cascade for {self._model_name}: run 'qbe train cascade --model "
+                f"{self._model_name}', or leave the cascade out"
+            )
+        if blueprint.steering is not None:
+            raise QBEError(
+                f"the policy '{blueprint.policy}' moves bits within a step itself: leave the cascade out, or choose "
+                "another policy"
+            )
+        return replace(blueprint, steering=steering(self.cascade, self._table, blueprint.weight_bits))
 
     def _policy(self, name: str | None) -> Policy:
         if name is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
+from qbe.engine.cascade import Cascade, steers
 from qbe.engine.guesses import Speculation
 from qbe.engine.kv_size import default_kv_tokens, with_kv
 from qbe.engine.plan import Plan
@@ -29,6 +30,7 @@ from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
 from qbe.sites import FULL_BITS, KVBits, SiteTable
+from qbe.store.cascade_table import CascadeTable
 
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
@@ -67,8 +69,11 @@ class Core:
             ones find most of it in torch's cache; no request waits for it.
         speculate: make ready the steps of a few rows that requests with `SamplingParams.speculate` need. Without it
             they may speculate where `max_sequences` gives such steps room and nothing was compiled.
+        cascade: what was learned of the model's attention, for requests whose blueprint the cascade steers; without it
+            they run at their blueprint as it is.
 
     Attributes:
+        cascade: what moves their rows; None without a table, and for models of which each sequence has its own forward.
         context: the model's context in tokens, None when it has no limit.
         vocabulary: number of tokens the model knows.
 
@@ -89,6 +94,7 @@ class Core:
         progress: bool = False,
         compile: bool = False,
         speculate: bool = False,
+        cascade: CascadeTable | None = None,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
@@ -137,6 +143,8 @@ class Core:
         head_rows = largest if Runner.keeps_logits(model) else rows
         compile_kernels(linear_launches(model, table, rows, head_rows), self.device, progress)
         self._try()
+        self.cascade = Cascade(cascade, table, self.plan) if cascade is not None and packed and paged else None
+        self.runner.observe = None if self.cascade is None else self.cascade.observe
         self.table = with_kv(table, self.runner.cache)
         longest = most_pages(shapes, dtype, pages)
         longest = longest if self.context is None else min(longest, pages_for(self.context))
@@ -181,9 +189,11 @@ class Core:
         Pages that are written stay. Those to come get its KV bits if what the request may still write then fits.
         """
         before = sequence.blueprint
-        blueprint = replace(blueprint, kv_error=before.kv_error)
+        blueprint = replace(blueprint, kv_error=before.kv_error, steering=before.steering)
         if blueprint.key == before.key:
             return False
+        if self.cascade is not None and steers(blueprint):
+            blueprint = self.cascade.steered(blueprint, sequence)
         sequence.exchange(blueprint.with_kv_bits(before.kv_bits))
         self.raise_kv(sequence, blueprint.kv_bits)
         return True
@@ -206,6 +216,11 @@ class Core:
             sequence.difficult = None
         if not self.runner.packed:
             sequence.monitor = None
+        if steers(sequence.blueprint):
+            if self.cascade is None:
+                sequence.blueprint = replace(sequence.blueprint, steering=None)
+            else:
+                self.cascade.begin(sequence)
         # Bounds and careful tokens say of each token by itself how it is read, which a guess cannot know.
         free = sequence.blueprint.kv_error is None and sequence.difficult is None
         sequence.speculation = Speculation() if sequence.params.speculate and self.speculator and free else None
@@ -261,7 +276,8 @@ class Core:
             if rows and rows[0].draft is not None and speculator is not None:
                 speculator.guess([w.sequence for w in rows], logits, best)
             else:
-                take(rows, logits, best, lambda s, token: outputs.append(self._advance(s, token)))
+                keep = None if self.cascade is None else self.cascade.fetch(work)
+                take(rows, logits, best, lambda s, token: outputs.append(self._advance(s, token, keep)))
             if speculator is not None and decodes:
                 speculator.measured(work, time.perf_counter() - began)
         except BaseException:
@@ -290,8 +306,12 @@ class Core:
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             sequence.blueprint = replace(sequence.blueprint, kv_error=None)
 
-    def _advance(self, sequence: Sequence, token: int | None) -> StepOutput:
-        """Give a sequence its token and end it when that was the last."""
+    def _advance(
+        self, sequence: Sequence, token: int | None, keep: Callable[[Sequence], None] | None = None
+    ) -> StepOutput:
+        """Give a sequence its token and end it when that was the last. `keep`: what `Cascade.fetch` returned."""
+        if keep is not None:
+            keep(sequence)
         if token is None:
             where = self.pool.not_numbers(sequence.pages, sequence.computed) or "the model's logits"
             refused = sequence.constraint.error if sequence.constraint is not None else None

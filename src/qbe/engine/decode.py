@@ -5,9 +5,9 @@ of a size is in tensors that the graph reads: tokens, positions, pages, lengths 
 blueprint's column. The graph's first kernel spreads those columns over the plan. So one graph serves every blueprint
 (DESIGN section 3.4), and a change of precision costs nothing but another number in a copy that is made anyway.
 
-A sequence that speculates has several rows in a step. Such steps, and those with a bounded sequence among them, have
-graphs of their own, so that others do not pay for what they need more. They are captured when the first such step of a
-size runs.
+A sequence that speculates has several rows in a step. Such steps, and those with a bounded sequence or with a steered
+row among them, have graphs of their own, so that others do not pay for what they need more. They are captured when the
+first such step of a size runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from qbe.compile.backend import register
+from qbe.engine.cascade import steers
 from qbe.engine.compiled import Step, compile_step
 from qbe.engine.devices import no_collection
 from qbe.engine.plan import Plan
@@ -33,13 +34,14 @@ from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
 from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE
 from qbe.kernels.tuning.tunable import Choice, Config, recording
-from qbe.kvcache.attention import Bounds, DecodeLayout, in_runs, step
+from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
 
 log = logging.getLogger(__name__)
 
 Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-_Kind = tuple[int, bool, bool]  # of a step: its size, and whether any sequence is bounded, or has several rows
+# Of a step: its size, and whether any sequence is bounded, has several rows, or has rows that the cascade moves.
+_Kind = tuple[int, bool, bool, bool]
 _INPUTS = 5  # numbers per row: token, position, slot, length, column
 
 
@@ -93,6 +95,7 @@ class DecodeStep:
         captures: how often a graph was captured; once the engine serves, by bounded steps only.
         renewals: how often one was captured again in an idle moment, because a kernel had been tuned.
         entropy: per layer float32 `[largest, heads]` or None: of attention weights, in nats, row i its i-th sequence's.
+        observe: called after the attention of each layer in steps with steered rows, and in compiled ones; None: never.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class DecodeStep:
         # Whose pages are in a row of `_tables`, at which version of them, and the row's limit.
         self._owners: list[tuple[Sequence, int, float] | None] = [None] * largest
         self._copied: torch.cuda.Event | None = None
+        self.observe: Observe | None = None
 
     def capture(self, on_size: Callable[[], None] | None = None, several: int = 0) -> bool:
         """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
@@ -132,7 +136,7 @@ class DecodeStep:
         self._memory = torch.cuda.graph_pool_handle()
         try:
             for size in reversed(batch_sizes(self.largest)):
-                for kind in [(size, False, False)] + [(size, False, True)] * (1 < size <= several):
+                for kind in [(size, False, False, False)] + [(size, False, True, False)] * (1 < size <= several):
                     self._graphs[kind] = self._capture(kind, self._run_model)
                     self.captures += 1
                 if on_size is not None:
@@ -146,7 +150,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def _capture(self, kind: _Kind, forward: Forward) -> _Captured:
-        size, _, _ = kind
+        size = kind[0]
         self._stage([], size)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -203,7 +207,8 @@ class DecodeStep:
         n = len(work)
         size = self.size_of(n)
         several = len({w.sequence.request_id for w in work}) < n
-        kind = size, any(w.sequence.kv_limit < math.inf for w in work), several
+        steered = self.observe is not None and any(steers(w.blueprint) for w in work)
+        kind = size, any(w.sequence.kv_limit < math.inf for w in work), several, steered
         captured = self._graph(kind)
         self._stage(work, size)
         self.plan.forget()
@@ -232,10 +237,11 @@ class DecodeStep:
         try:
             if self._graphs:
                 compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
-                self._graphs[size, False, False] = self._capture((size, False, False), compiled)
+                kind = size, False, False, False
+                self._graphs[kind] = self._capture(kind, compiled)
                 self.captures += 1
             else:
-                with step(self._layout((size, False, False))):
+                with step(self._layout((size, False, False, self.observe is not None))):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
         except RuntimeError as error:  # what dynamo and Inductor raise
             log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
@@ -259,13 +265,14 @@ class DecodeStep:
 
     def _layout(self, kind: _Kind) -> DecodeLayout:
         if kind not in self._layouts:
-            size, bounded, several = kind
+            size, bounded, several, steered = kind
             _, _, slots, lengths, _ = self._rows(size)
             entropy = [None if e is None else e[:size] for e in self.entropy]
             bounds = Bounds(self._originals[:size], self._limits[:size], self._counts[:size]) if bounded else None
             self._layouts[kind] = DecodeLayout(
-                self.cache, slots, self._tables[:size], lengths, entropy, bounds, several
-            )
+                self.cache, slots, self._tables[:size], lengths, entropy, bounds, several,
+                self.observe if steered else None,
+            )  # fmt: skip
         return self._layouts[kind]
 
     def _stage(self, work: Many[Work], size: int) -> None:

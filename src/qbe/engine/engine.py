@@ -32,6 +32,7 @@ from qbe.kernels.tuning.tunable import KernelCache, kernel_cache
 from qbe.kernels.tuning.tuner import Tuner
 from qbe.models import DEFAULT_MODEL
 from qbe.records import RecordStore
+from qbe.store import cascade_table
 from qbe.store.prepare import prepare, prepare_in_memory
 
 __all__ = ["Engine", "Request", "Result"]
@@ -105,11 +106,13 @@ class Engine(Requests):
                 need_sensitivity=default.needs_sensitivity, progress=progress,
             )  # fmt: skip
         self.model = prepared.model
+        cascade = cascade_table.load(prepared.table)
         try:
             core = Core(
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
+                cascade=cascade,
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not out_of_memory(error):
@@ -129,6 +132,7 @@ class Engine(Requests):
                 core.context,
                 open_cache(blueprint_cache, core.table, prepared.name),
                 analysis_tier,
+                cascade,
             ),
             prepared.tokenizer,
             prepared.name,

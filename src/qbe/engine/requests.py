@@ -153,6 +153,11 @@ class Requests:
         return self._live[request_id].running
 
     @locked
+    def refreshes(self, request_id: str) -> tuple[Refresh, ...]:
+        """The refreshes so far of a request whose result was not taken yet."""
+        return tuple(self._live[request_id].refreshes)
+
+    @locked
     def started(self, request_id: str) -> bool:
         """Whether the request has its first token, or its result."""
         live = self._live[request_id]

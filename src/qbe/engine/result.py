@@ -62,6 +62,8 @@ class Result:
         host_bytes: bytes of these, most of them in host memory.
         parts: the blueprints that it had and how many of the computed tokens each; more than one after a refresh.
         refreshes: where its blueprint was exchanged while it wrote, and why.
+        raised_tokens, lowered_tokens: of the answer, whose attention raised or lowered the bits of later layers; those
+            with a change either way count in both. What they had is in `parts`.
         drafted_tokens: guesses of the answer's tokens that were checked. accepted_tokens: those that were right.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
     """
@@ -90,6 +92,8 @@ class Result:
     host_bytes: int = 0
     parts: tuple[tuple[Blueprint, int], ...] = ()
     refreshes: tuple[Refresh, ...] = ()
+    raised_tokens: int = 0
+    lowered_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -104,11 +108,11 @@ class Result:
     @property
     def tokens_by_bits(self) -> dict[int, int]:
         """Gear -> tokens computed at it. Sites differ within a token: it counts by its share of weights."""
-        found: dict[int, int] = {}
+        found: dict[int, float] = {}
         for blueprint, tokens in self.parts or ((self.blueprint, self.computed_tokens),):
-            for bits, count in tokens_by_bits(blueprint, self.table, tokens).items():
-                found[bits] = found.get(bits, 0) + count
-        return found
+            for bits, weights in weights_by_bits(blueprint, self.table).items():
+                found[bits] = found.get(bits, 0) + tokens * weights / self.table.nested_parameters
+        return {bits: round(count) for bits, count in found.items()}
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -130,9 +134,12 @@ class Result:
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
                 "completion_tokens_details": {
                     "careful_tokens": self.careful_tokens,
+                    "raised_tokens": self.raised_tokens,
+                    "lowered_tokens": self.lowered_tokens,
                     "drafted_tokens": self.drafted_tokens,
                     "accepted_tokens": self.accepted_tokens,
                 },
+                "average_weight_bits": round(self.average_weight_bits, 4),
                 "average_kv_bits": round(self.average_kv_bits, 4),
                 "kv_error": self.kv_error,
                 "kv_pages_read": self.pages_read,

@@ -18,7 +18,7 @@ from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.errors import QBEError
-from qbe.kvcache.attention import ATTENTION, Span, StepLayout, step
+from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.progress import bar, spinner
@@ -69,6 +69,7 @@ class Runner:
         recurrent: whether the model has layers with a state.
         recompute_at: see `recompute_length`.
         decode: runs steps of one new token per sequence, once `capture_decode` or `prepare_decode` made it.
+        observe: called after the attention of each layer, for its rows of one token (`qbe.kvcache.attention.Observe`).
     """
 
     def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
@@ -79,6 +80,7 @@ class Runner:
         self.recompute_at = recompute_length(self.config)
         self.device = plan.device
         self.decode: DecodeStep | None = None
+        self.observe: Observe | None = None
         names = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model)
         self._takes_positions = "position_ids" in names
@@ -150,7 +152,7 @@ class Runner:
         if not self._takes_positions:
             return
         decode = DecodeStep(self.model, self.cache, self.plan, largest, pages, self._cache_name)
-        self.decode = decode
+        self.decode, decode.observe = decode, self.observe
         if self.device.type == "cuda":
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
                 self.decode = decode if decode.capture(advance, several) else None
@@ -198,7 +200,7 @@ class Runner:
             if sequence.recurrent is None:
                 sequence.recurrent = new_state(self.config)
             self.cache.use_state(sequence.recurrent)
-        layout = StepLayout(self.cache, spans, slot_ids)
+        layout = StepLayout(self.cache, spans, slot_ids, self.observe)
         with self._gathering(work, t), step(layout):
             logits = self.model(**arguments).logits[0]
         if layout.single is not None:

@@ -192,7 +192,7 @@ class Scheduler:
             if not prompts:
                 return _running(work)
             sequence = prompts.pop(0)
-            count = sequence.remaining
+            count = sequence.remaining - sequence.last_alone
             if self.chunked:
                 count = min(count, budget)
             elif count > budget and any(w.count > 1 for w in work):

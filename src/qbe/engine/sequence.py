@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -186,6 +187,10 @@ class Sequence:
         preemptions: how often it gave its pages up and waited again.
         alone_at: length at which it did so although no other sequence ran.
         past: blueprints that it had before, each with the position up to which; the first one first.
+        moved: what the cascade makes of a blueprint and a token's word of moves (`qbe.engine.cascade`); None: it moves
+            nothing.
+        moves: of the answer's tokens that have gone through the model, when `moved` asks.
+        excess: bits of the average that these had more than their blueprints say, summed.
         difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
             activations; None where nobody asked for that or its blueprint has no others.
         monitor: decides when another blueprint is due (`qbe.engine.refresh`); None where nobody asked.
@@ -229,6 +234,9 @@ class Sequence:
     preemptions: int = 0
     alone_at: int = 0
     past: list[tuple[int, Blueprint]] = field(default_factory=list)
+    moved: Callable[[Blueprint, int], Blueprint] | None = None
+    moves: list[int] = field(default_factory=list)
+    excess: float = 0.0
     difficult: float | None = None
     monitor: Monitor | None = None
     token_entropies: list[float] = field(default_factory=list)
@@ -278,15 +286,20 @@ class Sequence:
 
     def rewind(self, count: int) -> None:
         """Forget all tokens of the answer but the first `count`: a stop string ended it among those of one step."""
-        for each in (self.token_entropies, self.token_margins, self.logprobs):
+        for each in (self.token_entropies, self.token_margins, self.logprobs, self.moves):
             del each[count:]
         del self.token_ids[len(self.prompt_ids) + count :]
         self.computed = min(self.computed, len(self.token_ids))
 
     def blueprint_at(self, position: int) -> Blueprint:
         """What the token at this position goes through the model with."""
-        found = next((b for end, b in self.past if position < end), self.blueprint)
+        found = self._chosen_at(position)
         return found.careful if position in self.careful else found
+
+    def _chosen_at(self, position: int) -> Blueprint:
+        found = next((b for end, b in self.past if position < end), self.blueprint)
+        at = position - len(self.prompt_ids)
+        return found if self.moved is None or not 0 <= at < len(self.moves) else self.moved(found, self.moves[at])
 
     def rows(self, start: int, count: int) -> list[tuple[Blueprint, int]]:
         """The same of the tokens `[start, start + count)`: runs of equal blueprints and their lengths."""
@@ -301,10 +314,17 @@ class Sequence:
         return self.spans(self.cached, self.computed)
 
     def spans(self, start: int, end: int) -> list[tuple[Blueprint, int]]:
-        """The same of the positions `[start, end)`, whether computed or not."""
+        """The same of the positions `[start, end)`, whether computed or not; of moved ones not in their order."""
+        if self.moves:
+            return list(Counter(map(self._chosen_at, range(start, end))).items())
         ends = [min(max(start, at), end) for at, _ in self.past] + [max(start, end)]
         blueprints = (*(b for _, b in self.past), self.blueprint)
         return [(b, at - before) for b, before, at in zip(blueprints, [start, *ends], ends, strict=False)]
+
+    @property
+    def last_alone(self) -> bool:
+        """Whether its last token must go through the model as a row of its own: where its attention moves bits."""
+        return self.moved is not None and len(self.token_ids) > len(self.prompt_ids)
 
     @property
     def first_key(self) -> str:

@@ -76,6 +76,7 @@ class Explanation:
                 "kv_bits": self.budget.kv_bits,
                 "kv_error": self.budget.kv_error,
                 "refresh": self.budget.refresh,
+                "cascade": self.budget.cascade,
             },
             "refresh": None if self.thresholds is None else asdict(self.thresholds),
             "blueprint": self.blueprint.describe(self.table),

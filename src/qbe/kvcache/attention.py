@@ -14,7 +14,7 @@ tokens of a bounded prompt therefore run as those of decode steps do, each as a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from qbe.kvcache.cache import PagedCache
 
 ATTENTION = "qbe_paged"  # the name under which transformers finds `paged_attention`
+# After the attention of a layer: its number, what it found [n, heads, value_dim], the entropy float32 [n, heads] and
+# lengths int64 [n] of its rows, their numbers in the step int64 [n] (None: the first n) and its window (0: all). What
+# is returned goes on in the place of what it found.
+Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
 CACHE = "qbe_cache"  # the attribute of an attention module that holds its `PagedCache`
 
 # Things some models ask of attention that are not built here; silently dropping one would give wrong text.
@@ -77,6 +81,8 @@ class DecodeLayout:
     entropy: per layer what that op writes there; None for a layer without attention.
     bounds: None when no sequence of the step is bounded.
     several: whether any sequence has several rows, one after the other, the later of which see the earlier ones' keys.
+    observe: called after the attention of each layer, within the step; None: nobody asks.
+    rows: int64 `[n]`, their numbers in the step; None: all of them, in order.
     """
 
     cache: PagedCache
@@ -86,6 +92,8 @@ class DecodeLayout:
     entropy: list[torch.Tensor | None]
     bounds: Bounds | None = None
     several: bool = False
+    observe: Observe | None = None
+    rows: torch.Tensor | None = None
 
 
 @dataclass
@@ -95,6 +103,7 @@ class StepLayout:
     slots: int64 `[T]` on the device, where each row's key and value go: address of a frame | offset in it.
     frames, offsets: int64 `[T]`, the same as numbers of frames and places in them.
     filled: what `PagePool.seal` takes: the pages that prompts fill in this step.
+    observe: of the rows in `single`, as in `DecodeLayout`.
     prompts: spans of several tokens. single: rows int64 `[n]` of those of one, then of those of several that are
         bounded, and their layout as of a decode step.
     """
@@ -102,6 +111,7 @@ class StepLayout:
     cache: PagedCache
     spans: list[Span]
     slots: torch.Tensor
+    observe: Observe | None = None
     frames: torch.Tensor = field(init=False)
     offsets: torch.Tensor = field(init=False)
     filled: torch.Tensor | None = field(init=False)
@@ -127,7 +137,9 @@ class StepLayout:
                 limits = torch.tensor([s.limit for s in alone for _ in range(s.count)]).to(device)
                 bounds = Bounds(originals, limits, torch.zeros(len(rows), 3, dtype=torch.long, device=device))
             slots, lengths = self.slots[rows[:, 0]], lengths[:, 0].contiguous()
-            self.single = rows[:, 0], DecodeLayout(self.cache, slots, tables, lengths, entropy, bounds)
+            at = rows[:, 0].contiguous()
+            decode = DecodeLayout(self.cache, slots, tables, lengths, entropy, bounds, observe=self.observe, rows=at)
+            self.single = at, decode
 
     @property
     def bounded(self) -> bool:
@@ -273,10 +285,14 @@ def attend_decode(
         from qbe.kernels.triton.write_rows import write_rows
 
         write_rows(*new[1:], pool.memory, words, layout.slots)
-    if layout.bounds is None:
-        return attention_ops.paged_attention(*new, *where, *numbers)
     bounds = layout.bounds
-    return bounded_ops.bounded_attention(*new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers)
+    if bounds is None:
+        out = attention_ops.paged_attention(*new, *where, *numbers)
+    else:
+        out = bounded_ops.bounded_attention(*new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers)
+    if layout.observe is not None:
+        out = layout.observe(layer, out, entropy, layout.lengths, layout.rows, window or 0)
+    return out
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

@@ -36,6 +36,7 @@ class Contract(Body):
         max_cost: the most that the request may cost, in the server's currency; bounds the bits.
         policy: which policy chooses the bits.
         refresh: choose again within the range while the answer is hard or easy; not beside `bits`.
+        cascade: let each token's attention move the bits of later layers, around the same average.
         speculate: guess tokens and check several at once where that is faster.
     """
 
@@ -49,6 +50,7 @@ class Contract(Body):
     max_cost: Annotated[float, Field(gt=0)] | None = None
     policy: Annotated[str, Field(max_length=64)] | None = None
     refresh: bool = False
+    cascade: bool = False
     speculate: bool = False
 
 

@@ -97,7 +97,7 @@ def _packaged() -> Path | None:
 def _compiled() -> Path | None:
     """The library in the user's cache, compiled now if it is not there."""
     name = f"nested-{platform.system().lower()}-{platform.machine()}-{source_hash()}.so"
-    command = [*FLAGS, "-fPIC", "-shared", f'-DQBE_SOURCE_HASH="{source_hash()}"', str(SOURCE)]
+    command = [*FLAGS, "-fPIC", "-shared", f'-DQBE_SOURCE_HASH="{source_hash()}"', str(SOURCE), "-lm"]
     return compiled(name, ("CC", "cc", "gcc", "clang"), command, "plain PyTorch serves instead")
 
 
@@ -157,4 +157,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_seal_pages.restype = long
     lib.qbe_read_pages.argtypes = [pointer] * 3 + [long] * 4 + [integer] + [pointer] * 2
     lib.qbe_read_pages.restype = long
+    lib.qbe_cascade.argtypes = [pointer] * 3 + [long] + [pointer] * 7
+    lib.qbe_cascade.restype = None
     return lib

@@ -45,6 +45,8 @@ static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
 #include "attention.c"
 
+#include "cascade.c"
+
 #include "dot_full.c"
 
 #ifndef QBE_SOURCE_HASH

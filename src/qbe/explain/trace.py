@@ -1,0 +1,106 @@
+"""How an answer's precision moved while it was written: bits by layer and token, and what moved them. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from qbe.blueprint import Blueprint
+from qbe.sites import SiteTable
+
+if TYPE_CHECKING:
+    from qbe.engine.sequence import Sequence
+
+UP, DOWN = 1, -1
+
+
+@dataclass
+class Trace:
+    """Column i tells of the pass that gave the answer's i-th token.
+
+    Attributes:
+        layers: of the model.
+        bits: [tokens][layers], mean bits of a layer's weights; None for a layer without nested sites.
+        average: [tokens], over the weights of all nested sites.
+        entropy, margin: [tokens], of the distribution that the token was drawn from, nats and logits; empty where
+            nobody measured them.
+        cascade: [tokens], the changes of the cascade within that pass, each `UP` or `DOWN`.
+        refreshes: as `qbe.engine.refresh.Refresh.describe`.
+        texts: [tokens], each token by itself.
+    """
+
+    layers: int
+    bits: list[tuple[float | None, ...]] = field(default_factory=list)
+    average: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    margin: list[float] = field(default_factory=list)
+    cascade: list[tuple[int, ...]] = field(default_factory=list)
+    refreshes: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def follow(self, sequence: Sequence, table: SiteTable) -> None:
+        """Add the tokens that the sequence has written since the last call."""
+        first = len(sequence.prompt_ids) - 1
+        for i in range(len(self.bits), len(sequence.output_ids)):
+            blueprint = sequence.blueprint_at(first + i)
+            self.bits.append(by_layer(blueprint, table))
+            self.average.append(blueprint.average_weight_bits(table))
+            self.cascade.append(changes(sequence.moves[i - 1]) if 0 < i <= len(sequence.moves) else ())
+        self.entropy, self.margin = list(sequence.token_entropies), list(sequence.token_margins)
+
+    @property
+    def refreshed(self) -> set[int]:
+        """Tokens at which a blueprint took another one's place."""
+        return {int(r["token"]) for r in self.refreshes}
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "layers": self.layers,
+            "tokens": [
+                {
+                    "text": self.texts[i] if i < len(self.texts) else None,
+                    "bits": [None if b is None else round(b, 3) for b in bits],
+                    "average_bits": round(self.average[i], 4),
+                    "entropy": round(self.entropy[i], 4) if i < len(self.entropy) else None,
+                    "margin": round(self.margin[i], 4) if i < len(self.margin) else None,
+                    "cascade": list(self.cascade[i]),
+                    "refreshed": i in self.refreshed,
+                }
+                for i, bits in enumerate(self.bits)
+            ],
+            "refreshes": self.refreshes,
+        }
+
+
+def changes(moves: int) -> tuple[int, ...]:
+    """What a word of moves (`qbe.kernels.cascade_ops`) says, from the first layer on."""
+    found = []
+    while moves:
+        if moves & 3:
+            found.append(UP if moves & 3 == 1 else DOWN)
+        moves >>= 2
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def by_layer(blueprint: Blueprint, table: SiteTable) -> tuple[float | None, ...]:
+    """Mean bits of each layer's nested weights."""
+    bits, weights = [0.0] * table.layers, [0] * table.layers
+    for site, b in zip(table.nested, blueprint.weight_bits, strict=True):
+        if site.layer is not None and site.layer < table.layers:
+            bits[site.layer] += b * site.parameters
+            weights[site.layer] += site.parameters
+    return tuple(b / w if w else None for b, w in zip(bits, weights, strict=True))
+
+
+def grouped(bits: Many[float | None], rows: int) -> list[float | None]:
+    """Layers taken together so that there are at most so many rows, first layers first."""
+    each = -(-len(bits) // max(1, rows))
+    found: list[float | None] = []
+    for i in range(0, len(bits), each):
+        known = [b for b in bits[i : i + each] if b is not None]
+        found.append(sum(known) / len(known) if known else None)
+    return found

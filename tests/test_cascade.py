@@ -1,0 +1,207 @@
+"""The cascade in the engine: what is moved, what is kept of it, and that nothing else changes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_models import build, prompts, request, run
+from qbe.blueprint import Blueprint, Steering
+from qbe.engine.core import Core
+from qbe.engine.sequence import Sequence
+from qbe.errors import QBEError
+from qbe.kernels.cascade_ops import DOWN, UP
+from qbe.sites import NESTABLE_ROLES, Role
+from qbe.store.cascade_table import TOP, CascadeTable, Point, balanced, load, path_of, save, step
+from qbe.store.nested_tensor import nest
+from qbe.store.nesting import with_store
+from qbe.tagger import tag
+
+TOKENS = 120
+QUANTILES = tuple(0.43 + i / 32 * 0.25 for i in range(33))  # of most tokens of the tiny model
+TABLE = CascadeTable((Point(0, 1, QUANTILES), Point(1, -1, QUANTILES), Point(2, 1, QUANTILES)), share=0.7, most=2)
+
+
+def core_of(device: torch.device | str = "cpu", table: CascadeTable | None = TABLE, **sizes: Any) -> Core:
+    model = build("llama").to(device)
+    sites = tag(model)
+    nest(model, [s.name for s in sites if s.is_linear and s.role in NESTABLE_ROLES])
+    return Core(model, with_store(sites, model), cascade=table,
+                **{"max_sequences": 4, "kv_tokens": 2048, "speculate": True, **sizes})  # fmt: skip
+
+
+def at(core: Core, bits: int = 6, kv: int = 16, steered: bool = True) -> Blueprint:
+    plain = Blueprint.of("b", core.table, (bits,) * len(core.table.nested), kv_bits=(kv,) * core.table.layers)
+    return replace(plain, steering=Steering("cascade")) if steered else plain
+
+
+def asked(core: Core, name: str, prompt: list[int], tokens: int = TOKENS, kv: int = 16, **params: Any) -> Sequence:
+    return request(name, prompt, at(core, kv=kv), max_tokens=tokens, **params)
+
+
+def test_rows_are_moved_within_the_pass_and_the_next_one_begins_anew(device: torch.device) -> None:
+    """What the linear layers read in a step is what the sequence says of the token, layer by layer."""
+    core = core_of(device)
+    one, other = asked(core, "a", prompts(20)[0]), request("b", prompts(9)[0], at(core, 6, steered=False))
+    for s in (one, other):
+        core.add(s)
+    seen: list[tuple[int, tuple[int, ...]]] = []
+    while one.finish_reason is None:
+        core.step()
+        position = len(one.token_ids) - 2  # whose step has run
+        if position >= 20 and other.finish_reason is None:
+            words = (core.plan.words[:, :2] & 255).cpu()
+            seen.append((position, tuple(words[:, 0].tolist())))
+            assert words[:, 1].tolist() == [6] * len(core.table.nested)
+    assert len(seen) > 50
+    for position, bits in seen:
+        assert one.blueprint_at(position).weight_bits == bits
+        assert one.blueprint_at(position).steering is None
+    moved = {bits for _, bits in seen}
+    assert {4, 6, 8} == {b for bits in moved for b in bits}  # up, down, and neither
+    for bits in moved:
+        for site, b in zip(core.table.nested, bits, strict=True):
+            assert b == 6 or (site.layer is not None and site.layer > 0)
+    assert one.blueprint_at(19) == at(core, steered=False)
+    assert other.moves == []
+
+
+def test_nobody_else_changes_what_is_moved(device: torch.device) -> None:
+    """Company, preemption, speculation and pages of fewer bits leave an answer and its moves as they are."""
+
+    def answers(core: Core, *which: int, **params: Any) -> list[tuple[list[int], list[int]]]:
+        every = [asked(core, str(i), p, kv=8, **params) for i, p in enumerate(prompts(30, 33, 7))]
+        others = [request("plain", prompts(40)[0], at(core, 4, steered=False), max_tokens=TOKENS)] * (len(which) > 1)
+        run(core, *(every[i] for i in which), *others)
+        for i in which:
+            assert len(every[i].moves) == TOKENS - 1 == every[i].computed - len(every[i].prompt_ids)
+            assert (every[i].preemptions > 0) <= (core.scheduler.allocator.num_pages < 8)
+        return [(every[i].output_ids, every[i].moves) for i in which]
+
+    together = answers(core_of(device), 0, 1, 2)
+    assert len({m for _, moves in together for m in moves}) > 4
+    if device.type == "cuda":
+        return  # its sums depend on how many rows there are, and a threshold may lie between two of them
+    assert [answers(core_of(), i)[0] for i in range(3)] == together
+    few = core_of(kv_tokens=64 * 6, max_batch_tokens=64)
+    assert answers(few, 0, 1, 2) == together
+    assert few.scheduler.preempted > 0
+    assert answers(core_of(), 0, 1, 2, speculate=True, logit_bias=None) == together
+    assert answers(core_of(table=replace(TABLE, most=0)), 0)[0][1] == [0] * (TOKENS - 1)
+
+
+def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:
+    """Text of few different tokens, which prompt lookup guesses well."""
+    from test_speculation import READ
+
+    def answer(speculate: bool) -> Sequence:
+        core = core_of()
+        assert core.speculator is not None
+        core.speculator.costs = READ
+        s = asked(core, "s", prompts(20)[0], 200, speculate=speculate, logit_bias=dict.fromkeys((5, 9, 11), 40.0))
+        run(core, s)
+        return s
+
+    plain, guessed = answer(False), answer(True)
+    assert guessed.speculation is not None
+    assert guessed.speculation.accepted > 20
+    assert guessed.output_ids == plain.output_ids
+    assert guessed.moves == plain.moves
+    assert guessed.past == plain.past
+
+
+def test_a_refresh_and_a_bound_keep_the_steering() -> None:
+    core = core_of()
+    s = asked(core, "s", prompts(20)[0], kv=8)
+    s.blueprint = replace(s.blueprint, kv_error=0.05)
+    core.add(s)
+    while s.finish_reason is None:
+        core.step()
+        if len(s.output_ids) == 50:
+            assert core.refresh(s, at(core, 8, 8, steered=False))
+            assert not core.refresh(s, at(core, 8, 8, steered=False))
+    assert s.error is None
+    assert len(s.moves) == TOKENS - 1
+    assert s.pages_read > 0
+    assert s.blueprint.steering is not None
+    assert s.blueprint.kv_error == 0.05
+    spans = s.spans(s.cached, s.computed)
+    assert sum(n for _, n in spans) == s.computed
+    assert all(b.steering is None for b, _ in spans)
+    own = [8 if p >= 69 else 6 for p in range(20, 20 + len(s.moves))]
+    bits = [s.blueprint_at(p).average_weight_bits(core.table) for p in range(20, 20 + len(s.moves))]
+    assert s.excess == pytest.approx(sum(bits) - sum(own))
+
+
+def test_the_average_stays_where_it_was() -> None:
+    """Levels follow what a page had too much: an answer that always looks hard comes back to its average."""
+    high = tuple(0.01 * i for i in range(33))  # thresholds that this model's attention always exceeds
+    core = core_of(table=CascadeTable((Point(1, 1, high),), share=0.5, most=1))
+    s = asked(core, "s", prompts(12)[0], 230)
+    run(core, s)
+    by_page = [[s.moves[p - 12] for p in range(max(12, i), min(i + 64, 12 + len(s.moves)))] for i in range(0, 242, 64)]
+    assert set(by_page[0]) == {UP}
+    assert DOWN not in by_page[0]
+    assert set(by_page[1]) == {0}  # the lowest level lets nobody up
+    levels = [b.steering.level for b in (*(b for _, b in s.past), s.blueprint) if b.steering is not None]
+    assert levels[0] > 0 == min(levels)
+
+
+def test_levels_balance_what_a_row_gains_and_loses() -> None:
+    core = core_of()
+    sites = core.table
+    table = CascadeTable(TABLE.points, share=0.4, most=3)
+    for bits in (4, 6, 8, 16):
+        up, down = balanced(table, sites, (bits,) * len(sites.nested))
+        level = table.level(up, down, 0.0, 64)
+        (_, high), (low, _) = table.thresholds(table.points[0], level), table.thresholds(table.points[0], level)
+        if bits == 4:
+            assert (down, level) == (0, 0)  # nothing can be lowered, so nothing is raised
+            assert high == float("inf")
+        elif bits == 8:
+            assert (up, level) == (0, TOP)  # the next gear would be another copy of the weights
+            assert low == -float("inf")
+        elif bits == 16:
+            assert up == down == 0
+        else:
+            part = level / TOP
+            assert up * part == pytest.approx(down * (1 - part), rel=0.05)
+    up, down = balanced(table, sites, (6,) * len(sites.nested))
+    levels = [table.level(up, down, excess, 64) for excess in (-99.0, -1.0, 0.0, 1.0, 99.0)]
+    assert levels == sorted(levels, reverse=True)
+    assert (levels[0], levels[-1]) == (TOP, 0)
+    head = next(s for s in sites.nested if s.role is Role.OUTPUT_HEAD)
+    assert [step(head, b, True) for b in (4, 6, 8, 16)] == [6, 8, 8, 16]
+    assert [step(head, b, False) for b in (4, 6, 8, 16)] == [4, 4, 6, 16]
+
+
+def test_models_that_run_one_sequence_a_pass_do_without() -> None:
+    model = build("jamba")
+    sites = tag(model)
+    nest(model, [s.name for s in sites if s.is_linear and s.role in NESTABLE_ROLES])
+    core = Core(model, with_store(sites, model), cascade=TABLE)
+    s = asked(core, "s", prompts(9)[0], 5)
+    run(core, s)
+    assert core.cascade is None
+    assert s.blueprint.steering is None
+    assert s.moves == []
+
+
+def test_tables_are_kept_for_the_store_that_they_were_learned_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
+    sites = replace(core_of(table=None).table, model_name="org/tiny")
+    assert load(sites) is None
+    path = save(replace(TABLE, about={"answers": 3}), sites)
+    assert path == path_of(sites)
+    assert load(sites) == replace(TABLE, about={"answers": 3})
+    measured = sites.with_sensitivity({sites.nested[0].name: {4: 0.5}})
+    assert load(measured) is None  # measured anew: what a step of its layers is worth may be another
+    path.write_text("{")
+    with pytest.raises(QBEError, match="qbe train cascade"):
+        load(sites)
