@@ -14,6 +14,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine.guesses import Speculation
 from qbe.engine.kv_size import default_kv_tokens, with_kv
 from qbe.engine.plan import Plan
+from qbe.engine.routing import is_routed
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
@@ -28,6 +29,7 @@ from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
+from qbe.policies.mobi import Routers
 from qbe.sites import FULL_BITS, KVBits, SiteTable
 
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -67,6 +69,7 @@ class Core:
             ones find most of it in torch's cache; no request waits for it.
         speculate: make ready the steps of a few rows that requests with `SamplingParams.speculate` need. Without it
             they may speculate where `max_sequences` gives such steps room and nothing was compiled.
+        routers: to run in the forward pass from the start (`Runner.route` takes them later).
 
     Attributes:
         context: the model's context in tokens, None when it has no limit.
@@ -89,6 +92,7 @@ class Core:
         progress: bool = False,
         compile: bool = False,
         speculate: bool = False,
+        routers: Routers | None = None,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
@@ -142,6 +146,8 @@ class Core:
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:
             compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
+        if routers is not None:
+            self.runner.route(routers)
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
             self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
         self.speculator: Speculator | None = None
@@ -201,6 +207,10 @@ class Core:
                 f"the blueprint is for {len(sequence.blueprint.weight_bits)} sites, but the model has "
                 f"{len(self.table.nested)}: make it for this model"
             )
+        if is_routed(sequence.blueprint):
+            if self.runner.routing is None:
+                raise QBEError("this engine runs no routers: start it with the policy that the blueprint is of")
+            sequence.routed = torch.zeros(len(self.runner.routing.widths), dtype=torch.int64, device=self.device)
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
         if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
             sequence.difficult = None

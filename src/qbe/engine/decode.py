@@ -105,6 +105,7 @@ class DecodeStep:
         self._refused: set[_Kind] = set()  # could not be captured
         self._memory: Any = None  # of the graphs
         self._compiled: dict[int, Step] = {}
+        self._compiled_graphs: set[int] = set()
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
         self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
         self._tables = torch.zeros(largest, max(1, pages), dtype=torch.long, device=self.device)
@@ -159,6 +160,20 @@ class DecodeStep:
                 logits, tokens = forward(size)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return _Captured(graph, logits, tokens, forward, _counted(launches))
+
+    def renew(self) -> None:
+        """The forward pass has become another: capture and compile again what was."""
+        torch._dynamo.reset()  # it does not guard a module's hooks
+        compiled = [*self._compiled, *self._compiled_graphs]
+        self._compiled.clear()
+        self._compiled_graphs.clear()
+        self._refused.clear()
+        if self._graphs:
+            self._graphs.clear()
+            self.capture()
+        for size in compiled:
+            self.compile(size)
+        self.plan.forget()
 
     def outdated(self) -> _Kind | None:
         """A graph that should be captured again, if any."""
@@ -232,6 +247,7 @@ class DecodeStep:
                 compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
                 self._graphs[size, False, False] = self._capture((size, False, False), compiled)
                 self.captures += 1
+                self._compiled_graphs.add(size)
             else:
                 with step(self._layout((size, False, False))):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))

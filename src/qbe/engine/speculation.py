@@ -158,7 +158,7 @@ class Speculator:
     def _lowered(self, blueprint: Blueprint, gear: int) -> tuple[Blueprint, int]:
         key = blueprint.linear_key, gear
         if key not in self._lower:
-            lowered = replace(blueprint, weight_bits=tuple(min(b, gear) for b in blueprint.weight_bits))
+            lowered = replace(blueprint, weight_bits=tuple(min(b, gear) for b in blueprint.weight_bits), steering=None)
             self._lower[key] = lowered, lowered.bytes_per_token(self.table)
         return self._lower[key]
 
