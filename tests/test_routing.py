@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import request, run
@@ -13,6 +15,7 @@ from qbe.engine.decode import DecodeStep
 from qbe.engine.plan import Plan
 from qbe.engine.routing import Read, Routing
 from qbe.engine.scoring import Scored, score
+from qbe.kernels.cpu import native
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.policies.routers import blocks_of, widths_of
 from qbe.sites import SiteTable
@@ -30,12 +33,12 @@ def texts(*lengths: int) -> list[list[int]]:
     return [torch.randint(0, 320, (n,), generator=generator).tolist() for n in lengths]
 
 
-def core(device: torch.device, **settings: object) -> Core:
+def core(device: torch.device, **sizes: object) -> Core:
     model = tiny_llama()
     table = nest_model(model, "tiny", NestedWeightConfig(), progress=False)
     place(model, device, "device")
-    settings = {"max_sequences": 5, "kv_tokens": 40 * PAGE_SIZE, **settings}
-    return Core(model, table, device=device, **settings)  # type: ignore[arg-type]
+    sizes = {"max_sequences": 5, "kv_tokens": 40 * PAGE_SIZE, **sizes}
+    return Core(model, table, device=device, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,16 @@ def test_pages_are_shared_by_what_routers_go_by(reference: Reference) -> None:
     assert cached == [0, 128, 0, 0]
 
 
+def test_guesses_are_checked_by_routed_rows(reference: Reference) -> None:
+    """Drafts read fewer bits and are nobody's choice; what is written is what routers give."""
+    made, (ids,) = core(torch.device("cpu"), routers=reference.routers, speculate=True), texts(30)
+    assert made.speculator is not None
+    blueprint = steered(made.table, 150, gear=8)
+    r = request("a", ids, blueprint, max_tokens=TOKENS, speculate=True)
+    assert run(made, r) == [reference.greedy(ids, blueprint, TOKENS)]
+    assert r.speculation is not None
+
+
 def test_no_steering_without_routers() -> None:
     made = core(torch.device("cpu"))
     with pytest.raises(QBEError, match="runs no routers: start it with the policy"):
@@ -173,3 +186,39 @@ def test_blocks_follow_the_layers() -> None:
     assert widths_of(table) == (4, 6, 8)
     with pytest.raises(QBEError, match="no nested layers that a router could"):
         blocks_of(SiteTable(()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 20), inputs=st.integers(1, 70), hidden=st.sampled_from([8, 32, 12]), sites=st.integers(1, 5),
+    slices=st.integers(1, 4), dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_the_compiled_op_is_the_one_in_torch(
+    rows: int, inputs: int, hidden: int, sites: int, slices: int, dtype: torch.dtype, seed: int
+) -> None:
+    native.load()  # where there is a compiler; else both are the same
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    network = [drawn(inputs, hidden), drawn(hidden), drawn(hidden, sites * slices), drawn(sites * slices)]
+    thresholds = drawn(256).float() * 30
+    gears = torch.arange(3, 4 + slices, dtype=torch.int32)
+    sizes = torch.randint(1, 100, (sites,), generator=generator)
+    steering = torch.randint(0, 4 << 8, (24,), generator=generator, dtype=torch.int32)
+    words = torch.randint(0, 1 << 12, (sites, 24), generator=generator, dtype=torch.int32)
+    spent = torch.randint(0, 9, (slices + 1, 24), generator=generator)
+    x, first = drawn(1, rows, inputs).to(dtype), words.clone()
+    found = []
+    for op in (torch.ops.qbe.route, torch.ops.qbe.route_python):
+        w, s = words.clone(), spent.clone()
+        found.append((op(x, *network, thresholds, gears, sizes, steering, w, s, 3), w, s[:, :rows]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    out, w, s = found[0]
+    assert torch.equal(out, x)
+    others = (steering >> 8) != 3
+    others[rows:] = True
+    assert torch.equal(w[:, others], first[:, others])
+    assert torch.equal(w >> 8, first >> 8), "the activations' bits stay"
+    assert s.sum(0).tolist() == [0 if o else int(sizes.sum()) for o in others[:rows].tolist()]

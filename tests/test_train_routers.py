@@ -158,7 +158,7 @@ def test_mobi_is_served_as_it_was_trained(folder: Path, trained: dict[str, Learn
         )
         whole = torch.ones(1, len(ids), dtype=torch.bool)
         student.full, student.on_block = False, tokens._gate
-        tokens._batch = distil.Batch(torch.tensor([ids]), whole, whole, whole)
+        tokens._batch = distil.Batch(torch.tensor([ids]), whole, whole, whole, whole)
         expected = student.logits(torch.tensor([ids]))[0]
         bits = 4 + float(((tokens.seen() > tokens.threshold).float() @ tokens.share).mean())
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))

@@ -82,15 +82,18 @@ class Routing:
             hook.remove()
 
     def count(self, work: Sequence[Work]) -> None:
-        """Add what the step's rows have read to `Sequence.routed`; they are in the order of the work."""
+        """Add what the step's rows have read to `Sequence.routed`; they are in the order of the work.
+
+        Of a text that is scored, the tokens whose logits are wanted.
+        """
         if all(w.sequence.routed is None for w in work):
             return
         counts = [w.count for w in work]
         parts = self.spent[:, :, : sum(counts)].sum(0).split(counts, 1)
-        pairs = [(w.sequence.routed, part) for w, part in zip(work, parts, strict=True)]
-        kept = [(total, part.sum(1)) for total, part in pairs if total is not None]
-        for total, part in kept:
-            total += part
+        for w, part in zip(work, parts, strict=True):
+            if w.sequence.routed is not None:
+                first = 0 if w.sequence.scoring is None else max(0, w.kept.start - w.start)
+                w.sequence.routed += part[:, first:].sum(1)
 
 
 def is_routed(blueprint: Blueprint) -> bool:

@@ -40,7 +40,7 @@ def score(core: Core, items: Sequence[Scored]) -> list[Read | None]:
     A sequence that has to give its pages up begins again, and its logits come again.
 
     Returns:
-        For each item what its tokens read where routers chose that, else None.
+        For each item what the tokens whose logits were wanted read, where routers chose that, else None.
 
     Raises:
         QBEError: a text that is empty, too long, has unknown tokens or gives logits that are no numbers.

@@ -27,7 +27,7 @@ class Fidelity:
         kl: divergence from the 16-bit model to this one, nats.
         agreed: tokens at which both find the same next token likeliest.
         loss: negative log likelihood of the answer, nats.
-        bits: average over the weights of nested sites and the text's tokens, where routers chose them; else None.
+        bits: average over the weights of nested sites and the answer's tokens, where routers chose them; else None.
         bytes_per_token: likewise.
     """
 

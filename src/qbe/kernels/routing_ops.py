@@ -8,11 +8,11 @@ import torch
 from torch.nn.functional import softplus
 
 _library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(
-    "route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, "
-    "Tensor gears, Tensor sizes, Tensor steering, Tensor words, Tensor spent, int who) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+ARGUMENTS = (
+    "Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, "
+    "Tensor sizes, Tensor steering, Tensor words, Tensor spent, int who"
 )
+_library.define(f"route({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def route(
@@ -73,8 +73,10 @@ def _route(
     return x.clone()
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("route", _route, _device)
+_cpu = _route
+on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
+on_cpu.impl("route", _cpu, "CPU")
+_library.impl("route", _route, "CUDA")
 
 
 @torch.library.register_fake("qbe::route", lib=_library)

@@ -156,7 +156,7 @@ Seed = Annotated[int, typer.Option(help="of the split in training and held-out t
 def qaq(
     model: Model = DEFAULT, data: Data = None,
     limit: Annotated[int, typer.Option(help="texts of each data set at most, spread over it")] = 100,
-    steps: Steps = 120, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+    steps: Steps = 80, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train QAQ's routers: bits of every block for a query, from what its prompt's hidden states are."""
     from qbe.learning.qaq import train
@@ -168,7 +168,7 @@ def qaq(
 def mobi(
     model: Model = DEFAULT, data: Data = None,
     limit: Annotated[int, typer.Option(help="texts of each data set at most, spread over it")] = 100,
-    steps: Steps = 120, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+    steps: Steps = 80, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train MoBiQuant's routers: bits of every site for each token, from the hidden states it comes with."""
     from qbe.learning.mobi import train

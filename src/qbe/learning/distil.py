@@ -41,13 +41,14 @@ class Batch:
 
     Attributes:
         tokens: int64 [texts, tokens], padded at the right. real: bool, likewise: not padding. prompt: bool, likewise.
-        counted: bool, likewise: whose logits tell of a token of the answer.
+        predicted: bool, likewise: whose logits tell of a token of the text. answer: of one of the answer.
     """
 
     tokens: torch.Tensor
     real: torch.Tensor
     prompt: torch.Tensor
-    counted: torch.Tensor
+    predicted: torch.Tensor
+    answer: torch.Tensor
 
 
 def batches(items: Sequence[Item], tokenizer: Any, device: torch.device) -> list[Batch]:
@@ -63,12 +64,14 @@ def batches(items: Sequence[Item], tokenizer: Any, device: torch.device) -> list
 
 def _batch(texts: Sequence[tuple[list[int], list[int]]], device: torch.device) -> Batch:
     shape = len(texts), max(len(p) + len(a) for p, a in texts)
-    tokens, real, prompt, counted = torch.zeros(shape, dtype=torch.int64), *torch.zeros((3, *shape), dtype=torch.bool)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    real, prompt, predicted, answer = torch.zeros((4, *shape), dtype=torch.bool)
     for row, (p, a) in enumerate(texts):
         tokens[row, : len(p) + len(a)] = torch.tensor(p + a)
         real[row, : len(p) + len(a)], prompt[row, : len(p)] = True, True
-        counted[row, len(p) - 1 : len(p) + len(a) - 1] = True
-    return Batch(*(t.to(device) for t in (tokens, real, prompt, counted)))
+        predicted[row, : len(p) + len(a) - 1] = True
+        answer[row, len(p) - 1 : len(p) + len(a) - 1] = True
+    return Batch(*(t.to(device) for t in (tokens, real, prompt, predicted, answer)))
 
 
 def split(items: Sequence[Item], seed: int) -> tuple[list[Item], list[Item]]:
@@ -103,15 +106,17 @@ class Student:
         return out
 
     @torch.no_grad()
-    def teacher(self, batch: Batch) -> torch.Tensor:
-        """Log probabilities of the counted tokens at 16 bits, float32 [counted, vocabulary]."""
+    def teacher(self, tokens: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """Log probabilities at 16 bits where bool [texts, tokens] says so, float32 [counted, vocabulary]."""
         self.full = True
-        return self.logits(batch.tokens)[batch.counted].float().log_softmax(-1)
+        return self.logits(tokens)[counted].float().log_softmax(-1)
 
-    def divergence(self, batch: Batch, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """Mean KL of the student from the teacher over the counted tokens, both at a temperature, nats []."""
+    def divergence(
+        self, tokens: torch.Tensor, counted: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """Mean KL of the student from the teacher over these tokens, both at a temperature, nats []."""
         self.full = False
-        rows = (self.logits(batch.tokens)[batch.counted].float() / temperature).log_softmax(-1)
+        rows = (self.logits(tokens)[counted].float() / temperature).log_softmax(-1)
         before = (teacher / temperature).log_softmax(-1)
         return (before.exp() * (before - rows)).sum(-1).mean() * temperature**2
 

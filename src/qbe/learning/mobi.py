@@ -2,7 +2,8 @@
 
 A gate is a sigmoid of what a slice is worth to the token, over the threshold, divided by a temperature that falls. The
 threshold of a step is the one at which lately seen tokens had the average that was drawn, so one set of routers learns
-all averages. Routers begin with what the measured sensitivities say, the same for every token.
+all averages. Routers begin with what the measured sensitivities say, the same for every token. Divergence is counted
+for prompts, too: else routers save bits where nobody looks, at the tokens of prompts.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def train(
             tokens.temperature = TEMPERATURES[0] * (TEMPERATURES[1] / TEMPERATURES[0]) ** done
             at = tokens.price(torch.cat(tuple(seen)), bits)
             tokens.threshold = torch.tensor(at, device=device, requires_grad=True)
-            teacher = student.teacher(batch)
+            teacher = student.teacher(batch.tokens, batch.predicted)
             divergence = tokens.divergence(batch, teacher)
             prices.append(descend(routers, optimiser, divergence, tokens.bits(), tokens.threshold))
             rates.step()
@@ -101,7 +102,7 @@ def _inputs(student: Student, batch: Batch, count: int) -> list[int]:
         found[block] = x.shape[-1]
 
     student.on_block = note
-    student.teacher(batch)
+    student.teacher(batch.tokens, batch.predicted)
     return found
 
 
@@ -134,7 +135,7 @@ class _Tokens:
         """Of the student with the routers' gates, nats []."""
         self._batch, self._worths = batch, []
         self.student.on_block = self._gate
-        return self.student.divergence(batch, teacher)
+        return self.student.divergence(batch.tokens, batch.predicted, teacher)
 
     def _gate(self, block: int, x: torch.Tensor) -> None:
         if self.student.full:
@@ -202,7 +203,7 @@ def _held_out(tokens: _Tokens, held: Sequence[Batch], kept: Sequence[Batch]) -> 
     counted = rows = 0
     tokens.hard = True
     for batch in held[:: -(-len(held) // distil.HELD)]:
-        teacher, n = tokens.student.teacher(batch), int(batch.counted.sum())
+        teacher, n = tokens.student.teacher(batch.tokens, batch.predicted), int(batch.predicted.sum())
         for entry in found:
             level = round((entry["asked"] - widths[0]) / (widths[-1] - widths[0]) * (LEVELS - 1))
             tokens.threshold = torch.tensor(thresholds[level])

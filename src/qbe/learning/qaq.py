@@ -60,7 +60,7 @@ def train(
             scores = queries.scores(means)
             price = torch.tensor(queries.price(scores, bits), device=device, requires_grad=True)
             queries.gate(queries.shares(scores, price))
-            divergence = student.divergence(batch, teacher, TEMPERATURE)
+            divergence = student.divergence(batch.tokens, batch.answer, teacher, TEMPERATURE)
             prices.append(descend(queries.routers, optimiser, divergence, queries.bits(scores, price), price))
             rates.step()
             tick()
@@ -116,7 +116,7 @@ class _Queries:
                 found[block] = (x.float() * weight).sum(1)
 
         self.student.on_block = note
-        return self.student.teacher(batch), found
+        return self.student.teacher(batch.tokens, batch.answer), found
 
     def read(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The teacher's log probabilities and, for each block, means of its inputs over the prompts [texts, inputs]."""
@@ -163,12 +163,12 @@ class _Queries:
         found = [{"asked": asked, "bits": 0.0, "kl": 0.0} for asked in distil.HELD_AT]
         counted = texts = 0
         for batch in held[:: -(-len(held) // distil.HELD)]:
-            (teacher, means), n = self.read(batch), int(batch.counted.sum())
+            (teacher, means), n = self.read(batch), int(batch.answer.sum())
             scores = self.scores(means)
             for entry in found:
                 price = self.price(known, entry["asked"])
                 self.gate(self.shares(scores, price))
-                entry["kl"] += float(self.student.divergence(batch, teacher)) * n
+                entry["kl"] += float(self.student.divergence(batch.tokens, batch.answer, teacher)) * n
                 entry["bits"] += float(self.bits(scores, price)) * len(scores)
             counted, texts = counted + n, texts + len(scores)
         self.sharpness = before
