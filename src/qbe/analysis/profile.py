@@ -26,10 +26,12 @@ class PromptSignals:
         inputs: for each nested site the mean square of every channel of its inputs, float32 [inputs]; None where they
             were not seen.
         entropy: of the distribution that the prompt ended in, nats.
+        means: as `inputs`, of the inputs themselves; empty where they were not asked for.
     """
 
     inputs: tuple[npt.NDArray[np.float32] | None, ...]
     entropy: float
+    means: tuple[npt.NDArray[np.float32] | None, ...] = ()
 
 
 @dataclass(frozen=True)

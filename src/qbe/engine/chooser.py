@@ -18,6 +18,7 @@ from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.policies import Policy
+from qbe.policies.mobi import Routers
 from qbe.records import thresholds
 from qbe.sites import TURBO_KINDS, SiteTable
 from qbe.store.cascade_table import CascadeTable, steering
@@ -105,6 +106,10 @@ class Chooser:
         """The blueprint for a request whose profile has become another."""
         return self._blueprint(self._policy(request.policy), profile, request.budget)[0]
 
+    def routers(self, policy: str | None) -> Routers | None:
+        """Those that the policy of this name has, or the engine's. Raises QBEError for an unknown one."""
+        return routers_of(self._policy(policy), self._table)
+
     def remember(self, asked: Asked) -> None:
         """Puts the blueprint of a past request into the cache.
 
@@ -158,6 +163,12 @@ class Chooser:
         if self._policies[name].needs_sensitivity and not self._table.measured:
             raise QBEError(f"this engine was started without a sensitivity table; start it with policy='{name}'")
         return self._policies[name]
+
+
+def routers_of(policy: Policy, table: SiteTable) -> Routers | None:
+    """What the policy wants to run in the forward pass, if anything."""
+    routers = getattr(policy, "routers", None)
+    return None if routers is None else routers(table)
 
 
 def _tier_of(policy: Policy) -> int | None:

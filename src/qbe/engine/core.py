@@ -15,6 +15,7 @@ from qbe.engine.cascade import Cascade, steers
 from qbe.engine.guesses import Speculation
 from qbe.engine.kv_size import default_kv_tokens, with_kv
 from qbe.engine.plan import Plan
+from qbe.engine.routing import is_routed
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
@@ -29,6 +30,7 @@ from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
+from qbe.policies.mobi import Routers
 from qbe.sites import FULL_BITS, KVBits, SiteTable
 from qbe.store.cascade_table import CascadeTable
 
@@ -71,6 +73,7 @@ class Core:
             they may speculate where `max_sequences` gives such steps room and nothing was compiled.
         cascade: what was learned of the model's attention, for requests whose blueprint the cascade steers; without it
             they run at their blueprint as it is.
+        routers: to run in the forward pass from the start (`Runner.route` takes them later).
 
     Attributes:
         cascade: what moves their rows; None without a table, and for models of which each sequence has its own forward.
@@ -95,6 +98,7 @@ class Core:
         compile: bool = False,
         speculate: bool = False,
         cascade: CascadeTable | None = None,
+        routers: Routers | None = None,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
@@ -150,6 +154,8 @@ class Core:
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:
             compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
+        if routers is not None:
+            self.runner.route(routers)
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
             self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
         self.speculator: Speculator | None = None
@@ -211,6 +217,10 @@ class Core:
                 f"the blueprint is for {len(sequence.blueprint.weight_bits)} sites, but the model has "
                 f"{len(self.table.nested)}: make it for this model"
             )
+        if is_routed(sequence.blueprint):
+            if self.runner.routing is None:
+                raise QBEError("this engine runs no routers: start it with the policy that the blueprint is of")
+            sequence.routed = torch.zeros(len(self.runner.routing.widths), dtype=torch.int64, device=self.device)
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
         if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
             sequence.difficult = None

@@ -109,6 +109,7 @@ class DecodeStep:
         self._refused: set[_Kind] = set()  # could not be captured
         self._memory: Any = None  # of the graphs
         self._compiled: dict[int, Step] = {}
+        self._compiled_graphs: set[int] = set()
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
         self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
         self._tables = torch.zeros(largest, max(1, pages), dtype=torch.long, device=self.device)
@@ -165,6 +166,20 @@ class DecodeStep:
                 logits, tokens = forward(size)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return _Captured(graph, logits, tokens, forward, _counted(launches))
+
+    def renew(self) -> None:
+        """The forward pass has become another: capture and compile again what was."""
+        torch._dynamo.reset()  # it does not guard a module's hooks
+        compiled = [*self._compiled, *self._compiled_graphs]
+        self._compiled.clear()
+        self._compiled_graphs.clear()
+        self._refused.clear()
+        if self._graphs:
+            self._graphs.clear()
+            self.capture()
+        for size in compiled:
+            self.compile(size)
+        self.plan.forget()
 
     def outdated(self) -> _Kind | None:
         """A graph that should be captured again, if any."""
@@ -240,6 +255,7 @@ class DecodeStep:
                 kind = size, False, False, False
                 self._graphs[kind] = self._capture(kind, compiled)
                 self.captures += 1
+                self._compiled_graphs.add(size)
             else:
                 with step(self._layout((size, False, False, self.observe is not None))):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))

@@ -17,7 +17,7 @@ from qbe import policies
 from qbe.budget import Budget
 from qbe.cache import CacheNumbers, open_cache
 from qbe.cache.traffic import Asked
-from qbe.engine.chooser import Chooser
+from qbe.engine.chooser import Chooser, routers_of
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.requests import Requests, locked
@@ -113,6 +113,7 @@ class Engine(Requests):
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
                 cascade=cascade,
+                routers=routers_of(default, prepared.table),
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not out_of_memory(error):

@@ -8,6 +8,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.refresh import Refresh
 from qbe.engine.result import Request, Result
+from qbe.engine.routing import Read
 from qbe.engine.sequence import Sequence
 from qbe.explain import Explanation
 from qbe.records import Record
@@ -54,10 +55,12 @@ class Live:
         running, chosen = self.running, self.chosen
         first = self.first_token or now
         reason = "stop" if self.detokenizer.stopped is not None else running.finish_reason or "cancelled"
+        read = None if running.routed is None else Read.of(running.routed, running.blueprint, chosen.table)
         self.result = Result(
             id=running.request_id, text=self.detokenizer.text, token_ids=running.output_ids, finish_reason=reason,
             prompt_tokens=len(running.prompt_ids), profile=chosen.profile, blueprint=chosen.blueprint,
-            table=chosen.table, bytes_per_token=chosen.bytes_per_token, analysis_ms=chosen.analysis_ms,
+            table=chosen.table, bytes_per_token=read.bytes if read else chosen.bytes_per_token,
+            routed=read.weights if read else {}, analysis_ms=chosen.analysis_ms,
             policy_ms=chosen.policy_ms, prefill_ms=(first - self.started) * 1e3, decode_ms=(now - first) * 1e3,
             error=running.error, computed_tokens=max(0, running.computed - running.cached),
             cached_tokens=running.cached, careful_tokens=running.careful_computed,
@@ -101,5 +104,7 @@ class Live:
         running, n = self.running, len(result.token_ids)
         first = len(running.prompt_ids) - 1  # whose pass gives the first token
         each = sum(b.bytes_per_token(result.table) * count for b, count in running.spans(first, first + n))
+        if result.routed:
+            each = result.bytes_per_token * n
         own = running.speculation
         return each if own is None else round(each * (n - own.accepted) / max(1, n)) + own.draft_bytes

@@ -1,7 +1,8 @@
-"""What the prefill says of a prompt beside its logits: how large the channels of every nested site's inputs were.
+"""What the prefill says of a prompt beside its logits: the channels of every nested site's inputs, and their size.
 
 A policy that `reads_prompt` gets these once the prompt has run (`qbe.analysis.profile.PromptSignals`) and chooses anew
-for what is to come. Hooks are there while such a prompt runs, and at no other time.
+for what is to come. Such a prompt begins on nobody's pages: the answer's bits do not depend on what others left.
+Hooks are there while it runs, and at no other time.
 """
 
 from __future__ import annotations
@@ -25,18 +26,33 @@ class Moments:
     Attributes:
         squares: of the inputs of each nested site, float32 [inputs] on the model's device; None for an output
             head, which sees one row of a prompt.
+        sums: likewise, of the inputs themselves.
         tokens: how many.
         entropy: of the distribution that the prompt ended in, nats, float32 [] on the device.
     """
 
     squares: list[torch.Tensor | None]
+    sums: list[torch.Tensor | None]
     tokens: int = 0
     entropy: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
+    @classmethod
+    def of(cls, table: SiteTable) -> Moments:
+        """Of no token yet."""
+        return cls([None] * len(table.nested), [None] * len(table.nested))
+
+    def restart(self) -> None:
+        """Forget what was added: the prompt begins again."""
+        self.squares, self.sums = [None] * len(self.squares), [None] * len(self.sums)
+        self.tokens = 0
+
     def signals(self) -> PromptSignals:
         """The same as means, in numpy."""
-        means = [None if s is None else (s / self.tokens).cpu().numpy() for s in self.squares]
-        return PromptSignals(tuple(means), float(self.entropy))
+        squares, means = (
+            tuple(None if s is None else (s / self.tokens).cpu().numpy() for s in kind)
+            for kind in (self.squares, self.sums)
+        )
+        return PromptSignals(squares, float(self.entropy), means)
 
 
 @contextmanager
@@ -51,10 +67,12 @@ def gathering(
             x = args[0]
             if last[0] is not x:
                 rows = x.reshape(tokens, -1)
-                last[:] = x, [rows[rows_of].float().square().sum(0) for rows_of, _ in parts]
+                own = [rows[rows_of].float() for rows_of, _ in parts]
+                last[:] = x, [(o.square().sum(0), o.sum(0)) for o in own]
             for (_, moments), found in zip(parts, last[1], strict=True):
-                before = moments.squares[at]
-                moments.squares[at] = found if before is None else before + found
+                for kind, new in zip((moments.squares, moments.sums), found, strict=True):
+                    before = kind[at]
+                    kind[at] = new if before is None else before + new
 
         return add
 

@@ -53,6 +53,8 @@ class Paging:
         sequence.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
         # Whoever wants logits of its tokens computes them.
         most = sequence.alike if sequence.scoring is None else min(sequence.alike, sequence.scoring.start)
+        if sequence.moments is not None:
+            most = 0
         # Pages that hold tokens of a precision of their own are nobody else's.
         while self.reusable and (end := (len(sequence.pages) + 1) * PAGE_SIZE) < tokens and end <= most:
             key = self._key(sequence, len(sequence.pages))

@@ -73,6 +73,18 @@ class Requests:
         return self._chooser.choose(request)
 
     @locked
+    def make_ready(self, policy: str | None) -> None:
+        """Let the routers that this policy has run in the forward pass; `submit` does so by itself. Where decode steps
+        are captured or compiled, that takes as long as at the start.
+
+        Raises:
+            QBEError: an unknown policy, or one that cannot serve this model.
+        """
+        routers = self._chooser.routers(policy)
+        if routers is not None:
+            self.core.runner.route(routers)
+
+    @locked
     def submit(self, request: Request, twin: str | None = None, choice: Choice | None = None) -> str:
         """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id.
 
@@ -82,6 +94,7 @@ class Requests:
         """
         if self._closed:
             raise QBEError("this engine is closed; make a new one")
+        self.make_ready(request.policy)
         ids, chosen = self.choose(request) if choice is None else choice
         key = uuid.uuid4().hex
         running = Sequence(key, ids, request.params, chosen.blueprint)
@@ -94,7 +107,7 @@ class Requests:
         if request.budget.careful_tokens:
             running.difficult = self._table.difficult_entropy
         if self._chooser.reads_prompt(request):
-            running.moments = Moments([None] * len(self._table.nested))
+            running.moments, running.twin = Moments.of(self._table), None
         if request.budget.refresh:
             running.monitor = Monitor(self._chooser.thresholds)
         self.core.add(running)
@@ -205,8 +218,6 @@ class Requests:
         if running.moments is None or running.remaining > 1 or running.finish_reason == "error":
             return
         moments, running.moments = running.moments, None
-        if not moments.tokens:  # all of it but one token was in known pages
-            return
         if self.core.refresh(running, self._chooser.again(live.request, live.chosen, moments.signals())):
             bytes_per_token = running.blueprint.bytes_per_token(self._table)
             live.chosen = replace(live.chosen, blueprint=running.blueprint, bytes_per_token=bytes_per_token)

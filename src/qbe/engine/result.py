@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,8 @@ class Result:
         pages_read: pages below 16 bits that its tokens read in bounded mode, once for each token, layer and key head.
         pages_raised: those of them that were read again at 16 bits.
         host_bytes: bytes of these, most of them in host memory.
+        routed: gear -> weights of the nested sites that a token read at it, on average, where routers chose that within
+            the forward pass (`qbe.engine.routing`); empty where the blueprints say it.
         parts: the blueprints that it had and how many of the computed tokens each; more than one after a refresh.
         refreshes: where its blueprint was exchanged while it wrote, and why.
         raised_tokens, lowered_tokens: of the answer, whose attention raised or lowered the bits of later layers; those
@@ -90,6 +93,7 @@ class Result:
     pages_read: int = 0
     pages_raised: int = 0
     host_bytes: int = 0
+    routed: Mapping[int, float] = field(default_factory=dict)
     parts: tuple[tuple[Blueprint, int], ...] = ()
     refreshes: tuple[Refresh, ...] = ()
     raised_tokens: int = 0
@@ -99,7 +103,9 @@ class Result:
 
     @property
     def average_weight_bits(self) -> float:
-        """Mean gear over the weights of the nested sites, and over the tokens where these had several blueprints."""
+        """Mean gear over the weights of the nested sites, and over the tokens where these differ."""
+        if self.routed:
+            return sum(g * n for g, n in self.routed.items()) / self.table.nested_parameters
         total = sum(n for _, n in self.parts)
         if not total:
             return self.blueprint.average_weight_bits(self.table)
@@ -108,6 +114,8 @@ class Result:
     @property
     def tokens_by_bits(self) -> dict[int, int]:
         """Gear -> tokens computed at it. Sites differ within a token: it counts by its share of weights."""
+        if self.routed:
+            return {g: round(self.computed_tokens * n / self.table.nested_parameters) for g, n in self.routed.items()}
         found: dict[int, float] = {}
         for blueprint, tokens in self.parts or ((self.blueprint, self.computed_tokens),):
             for bits, weights in weights_by_bits(blueprint, self.table).items():

@@ -15,12 +15,14 @@ from qbe.engine import entropy
 from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.moments import gathering
 from qbe.engine.plan import Plan
+from qbe.engine.routing import Routing
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
 from qbe.kvcache.pages import PAGE_SIZE
+from qbe.policies.mobi import Routers
 from qbe.progress import bar, spinner
 
 # Rotary embeddings whose frequencies depend on the longest position of the forward.
@@ -70,6 +72,7 @@ class Runner:
         recompute_at: see `recompute_length`.
         decode: runs steps of one new token per sequence, once `capture_decode` or `prepare_decode` made it.
         observe: called after the attention of each layer, for its rows of one token (`qbe.kvcache.attention.Observe`).
+        routing: routers in the forward pass, if a policy has them (`route`).
     """
 
     def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
@@ -81,10 +84,25 @@ class Runner:
         self.device = plan.device
         self.decode: DecodeStep | None = None
         self.observe: Observe | None = None
+        self.routing: Routing | None = None
         names = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model)
         self._takes_positions = "position_ids" in names
         self._takes_keep = "logits_to_keep" in names
+
+    def route(self, routers: Routers) -> None:
+        """Let these routers, and no others, run in the forward pass; what was captured or compiled is made anew.
+
+        Raises:
+            QBEError: a model whose tokens cannot have bits of their own.
+        """
+        if self.routing is not None:
+            if self.routing.digest == routers.digest:
+                return
+            self.routing.remove()
+        self.routing = Routing(self.model, self.plan, routers)
+        if self.decode is not None:
+            self.decode.renew()
 
     @staticmethod
     def keeps_logits(model: nn.Module) -> bool:
@@ -110,6 +128,8 @@ class Runner:
             for row, w in enumerate(w for w in work if w.samples):
                 if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
                     w.sequence.moments.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
+        if self.routing is not None:
+            self.routing.count(work)
         for w in work:
             if w.certain:
                 w.sequence.computed = w.start + w.count
@@ -135,6 +155,8 @@ class Runner:
         at, parts = 0, []
         for w in work:
             if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
+                if w.start == 0:
+                    w.sequence.moments.restart()
                 parts.append((slice(at, at + w.count), w.sequence.moments))
             at += w.count
         return gathering(self.model, self.plan.table, parts, tokens) if parts else nullcontext()

@@ -10,6 +10,7 @@ import torch
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
+from qbe.engine.routing import Read
 from qbe.engine.sequence import SamplingParams, Scoring, Status
 from qbe.engine.sequence import Sequence as Running
 from qbe.errors import QBEError
@@ -33,10 +34,13 @@ class Scored:
     take: Callable[[int, torch.Tensor], None]
 
 
-def score(core: Core, items: Sequence[Scored]) -> None:
+def score(core: Core, items: Sequence[Scored]) -> list[Read | None]:
     """Runs all items, as many at once as the core's limits allow, on a core that serves nobody else meanwhile.
 
     A sequence that has to give its pages up begins again, and its logits come again.
+
+    Returns:
+        For each item what the tokens whose logits were wanted read, where routers chose that, else None.
 
     Raises:
         QBEError: a text that is empty, too long, has unknown tokens or gives logits that are no numbers.
@@ -56,3 +60,4 @@ def score(core: Core, items: Sequence[Scored]) -> None:
     for sequence in running:
         if sequence.error is not None:
             raise QBEError(sequence.error)
+    return [None if s.routed is None else Read.of(s.routed, s.blueprint, core.table) for s in running]

@@ -201,9 +201,11 @@ class Sequence:
         scoring: whose logits are handed out, if any are.
         logprobs: of the answer's tokens, when `params.logprobs` asks.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, when asked for.
+        routed: int64 [widths] on the device: weights that its tokens have read at each width where routers chose it
+            (`qbe.engine.routing`), those of tokens computed again counted again; None where none do.
         constraint: what the answer may be; None allows everything.
         place: where it stands in line.
-        moments: what its prompt shows, for a policy that reads it; tokens of known pages show nothing. Else None.
+        moments: what its prompt shows, for a policy that reads it: it then begins on nobody's pages. Else None.
         speculation: guesses of its next tokens; None where nobody asked, or it cannot be.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
@@ -245,6 +247,7 @@ class Sequence:
     scoring: Scoring | None = None
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
+    routed: torch.Tensor | None = field(default=None, repr=False)
     constraint: Constraint | None = None
     place: Place = FIRST_COME
     moments: Moments | None = None

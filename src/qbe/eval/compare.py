@@ -14,6 +14,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
+from qbe.engine.routing import is_routed
 from qbe.engine.sequence import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.fidelity import Fidelity, Teacher
@@ -139,6 +140,7 @@ class Comparison:
         self.settings, self.skipped = [], list[str]()
         for setting in settings:
             try:
+                engine.make_ready(setting.name)
                 for query in self.queries:
                     query.blueprints[setting] = self._blueprint(query, setting)
                 self.settings.append(setting)
@@ -161,10 +163,11 @@ class Comparison:
             teacher = Teacher(self.engine.core, full, e.prompt_ids, e.reference_ids)
             for setting in (FULL, *self.settings):
                 blueprint = query.blueprints[setting]
+                found, table = self._fidelity(query, teacher, blueprint), self.engine.table
                 query.measured[setting] = Measured(
-                    blueprint.average_weight_bits(self.engine.table),
-                    blueprint.bytes_per_token(self.engine.table),
-                    self._fidelity(query, teacher, blueprint),
+                    blueprint.average_weight_bits(table) if found.bits is None else found.bits,
+                    blueprint.bytes_per_token(table) if found.bytes_per_token is None else found.bytes_per_token,
+                    found,
                 )
                 on_step()
         asked = [q for q in self.queries if q.item.right is not None]
@@ -180,17 +183,24 @@ class Comparison:
             return self.engine.generate(prompt, SamplingParams(max_tokens=1), budget=budget, policy=name).blueprint
         return self.engine.explain(prompt, _params(query), budget=budget, policy=name).blueprint
 
+    def _key(self, blueprint: Blueprint) -> str:
+        """What a result at it is kept by: the routers that steer it are no part of a blueprint."""
+        routing = self.engine.core.runner.routing
+        return f"{blueprint.key} {routing.digest}" if is_routed(blueprint) and routing else blueprint.key
+
     def _fidelity(self, query: Query, teacher: Teacher, blueprint: Blueprint) -> Fidelity:
-        known = self.results.get("forced", query.key, blueprint.key)
+        key = self._key(blueprint)
+        known = self.results.get("forced", query.key, key)
         if known is None:
             known = teacher.compare(blueprint).describe()
-            self.results.put("forced", query.key, blueprint.key, known)
+            self.results.put("forced", query.key, key, known)
         return Fidelity(**known)
 
     def _answer(self, queries: Sequence[Query], setting: Setting, on_step: Callable[[], None]) -> None:
         """Answers that are not known yet, greedily and in shared steps."""
         keys = [digest([q.encoded.prompt_ids, q.encoded.stop, q.item.max_tokens]) for q in queries]
-        known = [self.results.get("answer", k, q.blueprints[setting].key) for k, q in zip(keys, queries, strict=True)]
+        at = [self._key(q.blueprints[setting]) for q in queries]
+        known = [self.results.get("answer", k, key) for k, key in zip(keys, at, strict=True)]
         missing = [i for i, found in enumerate(known) if found is None]
         asked = [queries[i] for i in missing]
         requests = [Request(q.encoded.prompt, _params(q), setting.budget, setting.name) for q in asked]
@@ -198,7 +208,7 @@ class Comparison:
             if result.error is not None:
                 raise QBEError(f"{queries[i].item.name} with {setting.name} at {setting.bits:g} bits: {result.error}")
             known[i] = {"text": result.text, "tokens": len(result.token_ids)}
-            self.results.put("answer", keys[i], queries[i].blueprints[setting].key, known[i] or {})
+            self.results.put("answer", keys[i], at[i], known[i] or {})
         for query, found in zip(queries, known, strict=True):
             assert found is not None
             assert query.item.right is not None

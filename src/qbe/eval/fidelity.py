@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
+from qbe.engine.routing import Read
 from qbe.engine.scoring import Scored, score
 from qbe.store.sensitivity import BROKEN, divergence_of_rows
 
@@ -26,12 +27,16 @@ class Fidelity:
         kl: divergence from the 16-bit model to this one, nats.
         agreed: tokens at which both find the same next token likeliest.
         loss: negative log likelihood of the answer, nats.
+        bits: average over the weights of nested sites and the answer's tokens, where routers chose them; else None.
+        bytes_per_token: likewise.
     """
 
     tokens: int
     kl: float
     agreed: int
     loss: float
+    bits: float | None = None
+    bytes_per_token: int | None = None
 
     def describe(self) -> dict[str, float]:
         return asdict(self)
@@ -76,12 +81,14 @@ class Teacher:
                 measured[1, at] = (before.argmax(-1) == now.argmax(-1)).float()
                 measured[2, at] = cross_entropy(now, self.targets[at], reduction="none")
 
-        self._run(blueprint, add)
+        read = self._run(blueprint, add)
         kl, agreed, loss = measured.double().sum(-1).tolist()
         # What breaks the model must not look harmless.
         kl, loss = (max(0.0, x) if math.isfinite(x) else BROKEN * n for x in (kl, loss))
-        return Fidelity(n, kl, round(agreed), loss)
+        if read is None:
+            return Fidelity(n, kl, round(agreed), loss)
+        return Fidelity(n, kl, round(agreed), loss, read.average(self.core.table), read.bytes)
 
-    def _run(self, blueprint: Blueprint, take: object) -> None:
+    def _run(self, blueprint: Blueprint, take: object) -> Read | None:
         # The last token's logits tell of nothing that is known.
-        score(self.core, [Scored(self.ids[:-1], blueprint, self.start, take)])  # type: ignore[arg-type]
+        return score(self.core, [Scored(self.ids[:-1], blueprint, self.start, take)])[0]  # type: ignore[arg-type]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 from qbe.commands.console import err, out, print_json
 from qbe.commands.options import DEFAULT, Device, Dtype, Json, Model, make_engine
 from qbe.errors import QBEError
+
+if TYPE_CHECKING:
+    from qbe.policies.learned import Learned
 
 app = typer.Typer(no_args_is_help=True, help="Train a learned policy for a model; what it learns stays in the cache.")
 Data = Annotated[Path | None, typer.Option(help="folder with the data sets; left out, $QBE_DATA, else ../shared/data")]
@@ -143,6 +146,68 @@ def proxy(
         f"{about['agreed']:.1%} within 0.1 bits of the policy\nwrote {path}",
         highlight=False,
     )  # fmt: skip
+
+
+Steps = Annotated[int, typer.Option(help="of training, each of four texts")]
+Seed = Annotated[int, typer.Option(help="of the split in training and held-out texts, and of the training")]
+
+
+@app.command()
+def qaq(
+    model: Model = DEFAULT, data: Data = None,
+    limit: Annotated[int, typer.Option(help="texts of each data set at most, spread over it")] = 100,
+    steps: Steps = 80, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train QAQ's routers: bits of every block for a query, from what its prompt's hidden states are."""
+    from qbe.learning.qaq import train
+
+    _routers("qaq", train, model, data, limit, steps, seed, dtype, device, as_json)
+
+
+@app.command()
+def mobi(
+    model: Model = DEFAULT, data: Data = None,
+    limit: Annotated[int, typer.Option(help="texts of each data set at most, spread over it")] = 100,
+    steps: Steps = 80, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train MoBiQuant's routers: bits of every site for each token, from the hidden states it comes with."""
+    from qbe.learning.mobi import train
+
+    _routers("mobi", train, model, data, limit, steps, seed, dtype, device, as_json)
+
+
+def _routers(
+    policy: str, train: Callable[..., Learned], model: str, data: Path | None, limit: int, steps: int, seed: int,
+    dtype: str, device: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Trains routers of blocks, keeps them and says what they reach."""
+    from qbe.engine.devices import pick_device
+    from qbe.eval.items import read_training
+    from qbe.models.load import quiet
+    from qbe.policies import learned
+    from qbe.progress import bar
+    from qbe.store.prepare import prepare
+
+    for option, value in (("--limit", limit), ("--steps", steps)):
+        _positive(option, value)
+    if seed < 0:
+        raise QBEError(f"--seed is {seed}, but must be 0 or more")
+    items = read_training(data, limit)
+    with quiet():
+        prepared = prepare(model, dtype=dtype, device=pick_device(device), progress=err.is_terminal)
+        with bar("steps", steps, err.is_terminal) as tick:
+            found = train(prepared, items, steps, seed, tick)
+    path = learned.write(policy, prepared.table, found)
+    if as_json:
+        print_json({"file": str(path), **found.about})
+        return
+    for before, after in zip(found.about["before"], found.about["after"], strict=True):
+        out.print(
+            f"held-out texts at {after['asked']:g} bits over the blocks: got {after['bits']:.2f}, KL {after['kl']:.5f} "
+            f"nats a token; untrained {before['bits']:.2f} and {before['kl']:.5f}",
+            highlight=False,
+        )
+    out.print(f"{found.about['parameters']} numbers, {steps} steps\nwrote {path}", highlight=False)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -34,7 +34,8 @@ class Policy(Protocol):
 
     `analysis_tier` says that it needs profiles of that tier, and `prepare(table)` is called when an engine takes the
     policy: it raises QBEError where it cannot serve that model. One with `reads_prompt` is asked once more when the
-    prompt has run, now with `profile.signals`; what it says then is for the answer.
+    prompt has run, now with `profile.signals`; what it says then is for the answer. One whose blueprints are steered by
+    routers of its own (`Blueprint.steering`) has `routers(table)`, a `qbe.policies.mobi.Routers`.
     """
 
     name: str
@@ -60,6 +61,8 @@ _BUILT_IN = {
     "fixed": "qbe.policies.predicted:FixedPolicy",
     "predicted": "qbe.policies.predicted:PredictedPolicy",
     "proxy": "qbe.policies.proxy:ProxyPolicy",
+    "qaq": "qbe.policies.qaq:QAQPolicy",
+    "mobi": "qbe.policies.mobi:MobiPolicy",
 }
 
 

@@ -36,10 +36,12 @@ class Learned:
     Attributes:
         tensors: by name.
         about: as JSON: how it was made and what it reached on held-out data.
+        checksum: of both, once they are in a file.
     """
 
     tensors: Mapping[str, Array]
     about: Mapping[str, Any]
+    checksum: str = ""
 
 
 def path_of(policy: str, table: SiteTable) -> Path:
@@ -95,7 +97,7 @@ def read(policy: str, table: SiteTable) -> Learned:
         )
     if checksum != _checksum(tensors, about):
         raise QBEError(f"{path} is damaged (its checksum does not fit): {again} again")
-    return Learned(tensors, json.loads(about))
+    return Learned(tensors, json.loads(about), checksum)
 
 
 def _checksum(tensors: Mapping[str, Array], about: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from qbe.kernels import attention_ops, merged_ops, ops
+from qbe.kernels import attention_ops, merged_ops, ops, routing_ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES
 from qbe.kernels.cpu.nested_linear import MANY_ROWS, many_rows
@@ -30,6 +30,7 @@ _OPS = {
     "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, "
                         "Tensor slots, Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, "
                         "float softcap"),
+    "route": (routing_ops, routing_ops.ARGUMENTS),
 }  # fmt: skip
 
 log = logging.getLogger(__name__)

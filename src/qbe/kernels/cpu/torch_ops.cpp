@@ -8,7 +8,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -47,7 +49,7 @@ Attend *attend;
 int32_t backend;
 int64_t many_rows[2], many_full[2]; // of float32, of bfloat16: from here on Python chooses
 
-constexpr int BLOCK = 64, FULL_BITS = 16, FORMATS = 256;
+constexpr int BLOCK = 64, FULL_BITS = 16, FORMATS = 256, ROUTED = 16, UNITS = 256;
 
 // float32 0, bfloat16 1 (store.c), else -1
 int dtype_of(const Tensor &t) {
@@ -197,6 +199,88 @@ Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Te
                   scaling, window, softcap);
 }
 
+// A number of a row of x as float64; bfloat16 is the upper half of a float32.
+double number(const void *x, int64_t at, int dtype) {
+    if (dtype == 0) return ((const float *)x)[at];
+    const uint32_t bits = (uint32_t)((const uint16_t *)x)[at] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#if defined(__x86_64__) && defined(__linux__)
+#define CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define CLONES
+#endif
+
+// unit[h] += sum over i of x[i] * inner[i][h], for a multiple of 8 of them
+CLONES void add_units(double *unit, const double *x, int64_t k, const double *inner, int64_t hidden) {
+    for (int64_t h = 0; h < hidden; h += 8) {
+        double sum[8];
+        for (int j = 0; j < 8; j++) sum[j] = unit[h + j];
+        for (int64_t i = 0; i < k; i++)
+            for (int j = 0; j < 8; j++) sum[j] += x[i] * inner[i * hidden + h + j];
+        for (int j = 0; j < 8; j++) unit[h + j] = sum[j];
+    }
+}
+
+// `qbe.kernels.routing_ops`, for the few rows of a decode step. Written there in torch, that is a dozen calls a block.
+Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears,
+             Tensor sizes, Tensor steering, Tensor words, Tensor spent, int64_t who) {
+    const int dtype = dtype_of(x);
+    const bool shaped = dtype >= 0 && x.dim() > 0 && x.is_contiguous() && x.numel() && inner.dim() == 2 && outer.dim() == 2;
+    const int64_t k = shaped ? x.size(x.dim() - 1) : 1, rows = shaped ? x.numel() / k : 0;
+    const int64_t hidden = shaped ? inner.size(1) : 0, slices = gears.numel() - 1, sites = sizes.numel();
+    bool fits = rows && rows <= ROUTED && hidden <= UNITS && hidden % 8 == 0 && sites * slices <= UNITS && inner.size(0) == k &&
+                outer.size(0) == hidden && outer.size(1) == sites * slices && inner_bias.numel() == hidden &&
+                outer_bias.numel() == sites * slices && thresholds.numel() == 256 && steering.dim() == 1 &&
+                steering.size(0) >= rows && words.dim() == 2 && words.size(0) == sites && words.size(1) >= rows &&
+                spent.dim() == 2 && spent.size(0) == slices + 1 && spent.size(1) >= rows && words.stride(1) == 1 &&
+                spent.stride(1) == 1 && thresholds.scalar_type() == ScalarType::Float;
+    for (const Tensor *t : {&inner, &inner_bias, &outer, &outer_bias})
+        fits = fits && t->scalar_type() == ScalarType::Double && t->is_contiguous();
+    for (const Tensor *t : {&gears, &steering, &words}) fits = fits && t->scalar_type() == ScalarType::Int;
+    for (const Tensor *t : {&sizes, &spent}) fits = fits && t->scalar_type() == ScalarType::Long;
+    for (const Tensor *t : {&thresholds, &gears, &sizes, &steering}) fits = fits && t->is_contiguous();
+    if (!fits)
+        return python("qbe::route_python", x, inner, inner_bias, outer, outer_bias, thresholds, gears, sizes, steering,
+                      words, spent, who);
+    int64_t shape[8];
+    for (int64_t d = 0; d < x.dim(); d++) shape[d] = x.size(d);
+    Tensor out = empty_like(x, (int)x.dim(), shape);
+    memcpy(out.data_ptr(), x.data_ptr(), (size_t)x.numel() * (dtype == 0 ? 4 : 2));
+    const double *in = (const double *)inner.data_ptr(), *on = (const double *)outer.data_ptr();
+    int64_t *total = (int64_t *)spent.data_ptr();
+    std::vector<double> row((size_t)k);
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t g = 0; g <= slices; g++) total[g * spent.stride(0) + r] = 0;
+        const int32_t steered = ((const int32_t *)steering.data_ptr())[r];
+        if (steered >> 8 != who) continue;
+        const float threshold = ((const float *)thresholds.data_ptr())[steered & 255];
+        double unit[UNITS], score[UNITS];
+        memcpy(unit, inner_bias.data_ptr(), (size_t)hidden * sizeof *unit);
+        for (int64_t i = 0; i < k; i++) row[(size_t)i] = number(x.data_ptr(), r * k + i, dtype);
+        add_units(unit, row.data(), k, in, hidden);
+        memcpy(score, outer_bias.data_ptr(), (size_t)(sites * slices) * sizeof *score);
+        for (int64_t h = 0; h < hidden; h++)
+            for (int64_t o = 0; unit[h] > 0 && o < sites * slices; o++) score[o] += unit[h] * on[h * sites * slices + o];
+        for (int64_t s = 0; s < sites; s++) {
+            double worth = score[s * slices];
+            int64_t chosen = 0;
+            for (int64_t e = 0; e < slices; e++) {
+                const double fall = score[s * slices + e];
+                if (e) worth -= fall > 20 ? fall : std::log1p(std::exp(fall));
+                chosen += (float)worth > threshold;
+            }
+            int32_t *word = (int32_t *)words.data_ptr() + s * words.stride(0) + r;
+            *word = (*word & ~255) | ((const int32_t *)gears.data_ptr())[chosen];
+            total[chosen * spent.stride(0) + r] += ((const int64_t *)sizes.data_ptr())[s];
+        }
+    }
+    return out;
+}
+
 } // namespace
 
 // Called before the first op: the kernels of nested.c and what they are asked for.
@@ -209,4 +293,5 @@ STABLE_TORCH_LIBRARY_IMPL(qbe, CPU, m) {
     m.impl("nested_linear", TORCH_BOX(&nested_linear));
     m.impl("nested_linears", TORCH_BOX(&nested_linears));
     m.impl("paged_attention", TORCH_BOX(&paged_attention));
+    m.impl("route", TORCH_BOX(&route));
 }

@@ -1,0 +1,210 @@
+"""How much bits chosen for each token could save over the best ones for all tokens, and how much of that routers find.
+
+    python benchmarks/token_headroom.py [--model M] [--data DIR] [--limit N] [--draws N] [--bits 4.5,5,6] [--json FILE]
+
+For every token and nested site within the layers, and every width, the divergence that this token's reading this weight
+at that width alone makes is estimated from gradients of the 16-bit model (`qbe.learning.sensitivities`). Assignments
+are chosen by half of the backward passes and judged by the other half, by sums over tokens and sites:
+
+    site        the same bits for every token: the best assignment for this very text
+    scale       every token's damage taken as its own number times the site's: who suffers, not where
+    token       every token by itself: what an oracle could reach, were it not for the noise of its half of the passes
+    routers     what `qbe train mobi` has learned for this model, of the 16-bit model's hidden states
+
+Sums over tokens leave out that errors of several tokens add up or cancel; `together` is what lowering all tokens of
+a site makes, over the sum of its tokens, at the lowest width. Texts are those of `qbe eval` (the test files): the last
+tokens of a prompt and the first ones of its reference answer; all tokens count. Float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from qbe.engine.devices import pick_device
+from qbe.errors import QBEError
+from qbe.eval.items import read
+from qbe.kernels.routing_ops import worths_of
+from qbe.learning.distil import Batch, batches
+from qbe.policies.mobi import MobiPolicy
+from qbe.policies.routers import blocks_of, widths_of
+from qbe.progress import bar
+from qbe.store.prepare import PreparedModel, prepare
+
+
+class Damages:
+    """Of the tokens of some texts.
+
+    Attributes:
+        halves: float64 [2, tokens, sites, widths], nats, each by half of the draws.
+        together: float64 [sites], of all tokens lowered to the lowest width, summed over the texts.
+        worths: float32 [tokens, sites, slices] that routers gave, if there are any.
+    """
+
+    def __init__(self, prepared: PreparedModel, texts: list[Batch], draws: int, seed: int, tick) -> None:
+        self.table, self.model = prepared.table, prepared.model
+        self.blocks, self.widths = blocks_of(self.table), widths_of(self.table)
+        self.sites = [s for b in self.blocks for s in b.sites]
+        self.sizes = np.array([self.table.nested[s].parameters for s in self.sites], np.float64)
+        try:
+            self._routers = MobiPolicy().routers(self.table)
+        except QBEError:
+            self._routers = None
+        self._draws, self._generator = draws, torch.Generator().manual_seed(seed)
+        self._found: torch.Tensor | None = None  # [draws, texts, tokens, sites, widths] of a batch: g . error
+        self._draw, self._worths = 0, []
+        halves, worths, self.together = [], [], np.zeros(len(self.sites))
+        for batch in texts:
+            found = self._of(batch)
+            self.together += (found[..., 0].sum(2).square().mean(0) / 2).sum(0).double().numpy()
+            squares = found[:, batch.real].double().square() / 2
+            halves.append(torch.stack([squares[::2].mean(0), squares[1::2].mean(0)]).numpy())
+            if self._routers is not None:
+                worths.append(torch.cat(self._worths, 2)[batch.real].numpy())
+            tick()
+        self.halves = np.concatenate(halves, 1)
+        self.worths = np.concatenate(worths) if worths else None
+
+    def _of(self, batch: Batch) -> torch.Tensor:
+        self._found = torch.zeros(self._draws, *batch.tokens.shape, len(self.sites), len(self.widths))
+        self._worths = []
+        with torch.enable_grad(), self._watched():
+            states = self.model.get_input_embeddings()(batch.tokens).detach().requires_grad_()
+            rows = self.model(inputs_embeds=states, use_cache=False).logits[batch.predicted].float()
+            p = rows.detach().softmax(-1)
+            for draw in range(self._draws):
+                self._draw = draw
+                r = torch.randn(p.shape, generator=self._generator) * p.sqrt()
+                r -= p * r.sum(-1, keepdim=True)
+                rows.backward(r, retain_graph=draw + 1 < self._draws)
+        return self._found
+
+    @contextmanager
+    def _watched(self):
+        modules, hooks = [], []
+
+        def site_forward(number, weight, bias):
+            lowered = [weight.dequantise(g) - weight.original for g in self.widths]
+
+            def forward(x):
+                y = linear(x, weight.original, bias)
+                with torch.no_grad():
+                    errors = [linear(x, low) for low in lowered]
+
+                def add(gradient):
+                    for w, error in enumerate(errors):
+                        self._found[self._draw, :, :, number, w] = (gradient * error).sum(-1)
+
+                y.register_hook(add)
+                return y
+
+            return forward
+
+        def router(number):
+            def hook(_module, args, kwargs):
+                x = (args[0] if args else kwargs["hidden_states"]).detach().double()
+                inner, inner_bias, outer, outer_bias = (
+                    torch.from_numpy(t).double() for t in vars(self._routers.networks[number]).values()
+                )
+                scores = (x @ inner + inner_bias).relu() @ outer + outer_bias
+                self._worths.append(worths_of(scores.unflatten(-1, (len(self.blocks[number].sites), -1))).float())
+
+            return hook
+
+        try:
+            for number, at in enumerate(self.sites):
+                module = self.model.get_submodule(self.table.nested[at].name)
+                module.forward = site_forward(number, module.weight, module.bias)
+                modules.append(module)
+            if self._routers is not None:
+                for number, block in enumerate(self.blocks):
+                    module = self.model.get_submodule(block.name)
+                    hooks.append(module.register_forward_pre_hook(router(number), with_kwargs=True))
+            yield
+        finally:
+            for module in modules:
+                del module.forward
+            for h in hooks:
+                h.remove()
+
+    def judged(self, bits: float) -> dict[str, float]:
+        """Divergence of each assignment at that average over these sites, over that of `site`; nats for `site`."""
+        chosen_by, judge = self.halves
+        tokens = len(judge)
+        by_site = chosen_by.sum(0)
+        scale = chosen_by[..., 0].sum(1, keepdims=True)[..., None] / chosen_by[..., 0].sum() * by_site
+        picks = {"site": np.broadcast_to(self._cheapest(by_site[None], bits), (tokens, len(self.sites)))}
+        picks["scale"], picks["token"] = self._cheapest(scale, bits), self._cheapest(chosen_by, bits)
+        if self.worths is not None:
+            picks["routers"] = self._over(bits)
+        cost = {name: float(np.take_along_axis(judge, at[..., None], 2).sum()) for name, at in picks.items()}
+        got = {f"{name}_bits": self._average(at) for name, at in picks.items()}
+        ratios = {name: value / cost["site"] for name, value in cost.items() if name != "site"}
+        return {"bits": bits, "site_kl": cost["site"] / tokens, **ratios, **got}
+
+    def _average(self, at: np.ndarray) -> float:
+        return float((np.array(self.widths)[at] @ self.sizes).mean() / self.sizes.sum())
+
+    def _cheapest(self, costs: np.ndarray, bits: float) -> np.ndarray:
+        """Places of widths [rows, sites] of the least cost [rows, sites, widths] at an average: one price for all."""
+        taken = np.array(self.widths) * self.sizes[:, None]
+        low, high = -40.0, 0.0  # logarithm of the price of a weight's bit
+        for _ in range(40):
+            middle = (low + high) / 2
+            at = (costs + np.exp(middle) * taken).argmin(-1)
+            low, high = (middle, high) if self._average(at) > bits else (low, middle)
+        return (costs + np.exp(high) * taken).argmin(-1)
+
+    def _over(self, bits: float) -> np.ndarray:
+        low, high = -200.0, 200.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._average((self.worths > middle).sum(-1)) > bits else (low, middle)
+        return (self.worths > high).sum(-1)
+
+    def agreement(self) -> float:
+        """Rank correlation of the routers' worth of the second slice with its damage, over tokens, mean over sites."""
+        gains = (self.halves[..., 0] - self.halves[..., 1]).mean(0)
+        ranks = [np.argsort(np.argsort(x, 0), 0) for x in (gains, self.worths[..., 0])]
+        return float(np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(ranks[0].T, ranks[1].T, strict=True)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--datasets", default="text,gsm8k,humaneval")
+    parser.add_argument("--limit", type=int, default=4, help="texts of each data set")
+    parser.add_argument("--draws", type=int, default=32)
+    parser.add_argument("--bits", default="4.5,5,6", help="averages over the sites within layers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    items = read(tuple(args.datasets.split(",")), args.data, args.limit)
+    prepared = prepare(args.model, dtype="float32", device=pick_device("cpu"), progress=sys.stderr.isatty())
+    texts = batches(items, prepared.tokenizer, torch.device("cpu"))
+    with bar("texts", len(texts), sys.stderr.isatty()) as tick:
+        found = Damages(prepared, texts, args.draws, args.seed, tick)
+    lowest = found.halves[..., 0].mean(0).sum(0)
+    share = found.halves[..., 0].mean(0).sum(1)
+    described = {
+        "model": args.model, "texts": len(items), "tokens": len(share), "draws": args.draws,
+        "together": float(found.together.sum() / lowest.sum()),
+        "token_deviation": float(np.log(share[share > 0]).std()),
+        "agreement": None if found.worths is None else found.agreement(),
+        "rows": [found.judged(float(b)) for b in args.bits.split(",")],
+    }  # fmt: skip
+    print(json.dumps(described, indent=1))
+    if args.json is not None:
+        args.json.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

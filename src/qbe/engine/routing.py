@@ -1,0 +1,137 @@
+"""Routers inside the forward pass: they move the plan's words of the rows that a policy like `mobi` steers.
+
+A hook before each block's module runs the block's router on what the module reads. It writes to the plan on the device
+(`qbe.kernels.routing_ops`), at fixed shapes and without a host wait, so it lies inside CUDA graphs and compiled steps.
+A token's bits follow from its own hidden states and its request's threshold. So a page of keys and values is the same
+whoever computes it again, and requests share pages as far as blueprints say (`Blueprint.computed_key`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from qbe.blueprint import STEERERS, Blueprint
+from qbe.engine.plan import Plan
+from qbe.engine.scheduler import Work
+from qbe.errors import QBEError
+from qbe.kernels.routing_ops import route
+from qbe.policies.mobi import Routers
+from qbe.policies.routers import blocks_of, widths_of
+from qbe.sites import SiteTable
+
+MOBI = STEERERS.index("mobi") + 1
+_Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class Routing:
+    """Routers of one model, in its forward pass until `remove`.
+
+    Args:
+        model: whose nested linears are bound to the plan.
+        plan: of a column for each token.
+
+    Attributes:
+        digest: of the routers.
+        spent: int64 [blocks, widths, rows], of the last step: weights of the block that each row read at each width; 0
+            everywhere for a row that nobody routed.
+
+    Raises:
+        QBEError: a model whose forwards have one column for all tokens.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, routers: Routers) -> None:
+        if plan.max_rows == 1:
+            raise QBEError("this model's tokens cannot have bits of their own (its layers keep a state): not by 'mobi'")
+        self.digest, self.widths, self._plan, device = routers.digest, routers.widths, plan, plan.device
+        self.spent = torch.zeros(
+            len(routers.blocks), len(routers.widths), plan.max_rows, dtype=torch.int64, device=device
+        )
+        thresholds = torch.from_numpy(routers.thresholds).to(device, torch.float32)
+        gears = torch.tensor(routers.widths, dtype=torch.int32, device=device)
+        self._hooks = []
+        for i, (block, network) in enumerate(zip(routers.blocks, routers.networks, strict=True)):
+            tensors = [torch.from_numpy(t).to(device, torch.float64) for t in vars(network).values()]
+            words = plan.words[block.sites[0] : block.sites[-1] + 1]
+            sizes = torch.tensor([plan.table.nested[s].parameters for s in block.sites], device=device)
+            hook = self._hook(tensors, thresholds, gears, sizes, words, self.spent[i])
+            module = model.get_submodule(block.name)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _hook(
+        self, network: list[torch.Tensor], thresholds: torch.Tensor, gears: torch.Tensor, sizes: torch.Tensor,
+        words: torch.Tensor, spent: torch.Tensor,
+    ) -> _Hook:  # fmt: skip
+        steering = self._plan.steering
+
+        def hook(
+            _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            x = args[0] if args else kwargs["hidden_states"]
+            x = route(x, network, thresholds, gears, sizes, steering, words, spent, MOBI)
+            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+        return hook
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def count(self, work: Sequence[Work]) -> None:
+        """Add what the step's rows have read to `Sequence.routed`; they are in the order of the work.
+
+        Of a text that is scored, the tokens whose logits are wanted.
+        """
+        if all(w.sequence.routed is None for w in work):
+            return
+        counts = [w.count for w in work]
+        parts = self.spent[:, :, : sum(counts)].sum(0).split(counts, 1)
+        for w, part in zip(work, parts, strict=True):
+            if w.sequence.routed is not None:
+                first = 0 if w.sequence.scoring is None else max(0, w.kept.start - w.start)
+                w.sequence.routed += part[:, first:].sum(1)
+
+
+def is_routed(blueprint: Blueprint) -> bool:
+    """Whether routers move its words."""
+    return blueprint.steering is not None and blueprint.steering.by == "mobi"
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a routed request's tokens read, each on average.
+
+    Attributes:
+        weights: gear -> weights of the nested sites. bytes: of weights and scales, as `Blueprint.bytes_per_token`.
+    """
+
+    weights: dict[int, float]
+    bytes: int
+
+    def average(self, table: SiteTable) -> float:
+        """Mean gear over the weights of the nested sites."""
+        return sum(g * n for g, n in self.weights.items()) / table.nested_parameters
+
+    @classmethod
+    def of(cls, routed: torch.Tensor, blueprint: Blueprint, table: SiteTable) -> Read | None:
+        """From `Sequence.routed` and the blueprint, which says what sites without a router have; None without tokens.
+        It waits for the device.
+        """
+        counts = dict(zip(widths_of(table), routed.tolist(), strict=True))
+        total, sites = sum(counts.values()), {s for block in blocks_of(table) for s in block.sites}
+        if not total:
+            return None
+        size, nbytes = sum(table.nested[s].parameters for s in sites), 0.0
+        weights: dict[int, float] = {}
+        for i, (site, gear) in enumerate(zip(table.nested, blueprint.weight_bits, strict=True)):
+            if i not in sites:
+                weights[gear] = weights.get(gear, 0.0) + site.parameters
+        for gear, count in counts.items():
+            weights[gear] = weights.get(gear, 0.0) + size * count / total
+            bits = tuple(gear if i in sites else b for i, b in enumerate(blueprint.weight_bits))
+            nbytes += replace(blueprint, weight_bits=bits).bytes_per_token(table) * count / total
+        return cls(weights, round(nbytes))

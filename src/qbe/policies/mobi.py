@@ -1,0 +1,81 @@
+"""MoBiQuant (seed 004): each token runs with as many slices of every weight as its own hidden states ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from qbe.analysis.profile import QueryProfile
+from qbe.blueprint import Blueprint, Steering
+from qbe.budget import Budget
+from qbe.policies import learned
+from qbe.policies.kv import allocate_kv
+from qbe.policies.routers import Block, Network, bits_left, blocks_of, networks, static_gears, widths_of
+from qbe.sites import FULL_BITS, SiteTable
+
+LEVELS = 256  # thresholds: of averages that rise evenly from the lowest width to the highest
+
+
+@dataclass(frozen=True)
+class Routers:
+    """What an engine needs to route tokens (`qbe.engine.routing`).
+
+    Attributes:
+        blocks, networks: for each block the network whose scores, for each of its sites and each slice after the first,
+            are [sites * slices]: the first one of a site is what its second slice is worth to the token, each further
+            one by how much less the next slice is, through a softplus.
+        widths: bits with one slice, with two, and so on.
+        thresholds: float32 [LEVELS], falling: what a slice must be worth more than.
+        digest: changes with any of it.
+    """
+
+    blocks: tuple[Block, ...]
+    networks: tuple[Network, ...]
+    widths: tuple[int, ...]
+    thresholds: learned.Array
+    digest: str
+
+
+class MobiPolicy:
+    """Every token of prompt and answer chooses the bits of each block when it gets there, within the forward pass: a
+    router (`qbe train mobi`) scores what each further slice of each site is worth to it, and slices above a threshold
+    are read. One threshold serves all blocks; it follows from the budget by what training's tokens chose, so the
+    average is met over traffic and not by every answer. It is the budget's, else the middle of its tier; above the
+    store's widest slice, that. The KV cache has the budget's bits, else 16.
+
+    A blueprint says the best static assignment at that average: what the request is expected to cost, and what sites
+    without a router have. What was read in fact is in its result.
+    """
+
+    name = "mobi"
+    needs_sensitivity = True
+
+    def prepare(self, table: SiteTable) -> None:
+        """Raises QBEError where no routers were trained for this model."""
+        _routers(table)
+
+    def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
+        """Raises QBEError without trained routers, or for a budget below the store's lowest average."""
+        _routers(table)
+        bits, widths = budget.bits_for(0.5), widths_of(table)
+        gears = static_gears(table, bits)
+        share = (bits_left(table, gears, bits) - widths[0]) / (widths[-1] - widths[0])
+        level = round(min(1.0, max(0.0, share)) * (LEVELS - 1))
+        kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
+        found = Blueprint.of(
+            self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
+        )
+        return replace(found, steering=Steering(self.name, level))
+
+    def routers(self, table: SiteTable) -> Routers:
+        """What the engine runs. Raises QBEError where none were trained for this model."""
+        return _routers(table)
+
+
+@lru_cache(maxsize=8)
+def _routers(table: SiteTable) -> Routers:
+    found, blocks = learned.read("mobi", table), blocks_of(table)
+    return Routers(
+        blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),
+        found.tensors["thresholds"], found.checksum,
+    )  # fmt: skip
