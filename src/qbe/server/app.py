@@ -157,7 +157,7 @@ def service_of(app: FastAPI) -> Service:
     return service
 
 
-def _client(request: Request) -> Client:
+async def _client(request: Request) -> Client:  # a plain function would run in a thread
     client: Client = request.state.client
     return client
 
