@@ -15,6 +15,7 @@ from qbe.bench.traffic import Arrival
 from qbe.errors import QBEError
 
 LIMIT_S = 600.0
+HUNG_UP = "the client hung up"
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,17 @@ class Clients:
     """
 
     def __init__(self, url: str) -> None:
+        self._url = url
+        self._http = self._connected()
+
+    def _connected(self) -> httpx2.AsyncClient:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx2.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits)
+        return httpx2.AsyncClient(base_url=self._url, timeout=LIMIT_S, limits=limits)
+
+    async def reconnect(self) -> None:
+        """Hang up and begin with no connection."""
+        await self.close()
+        self._http = self._connected()
 
     async def close(self) -> None:
         """Hang up."""
@@ -65,21 +75,30 @@ class Clients:
                 found[name] = found.get(name, 0.0) + float(value)
         return found
 
-    async def ask(self, body: dict[str, Any], path: str = "/v1/completions") -> Answered:
-        """One answer, as a stream."""
+    async def ask(self, body: dict[str, Any], hang_up: int | None = None) -> Answered:
+        """One completion, as a stream.
+
+        Args:
+            hang_up: after so many events; 0 as soon as the headers are there.
+        """
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         asked = time.perf_counter()
         first = last = asked
-        tokens, bits, error = 0, 0.0, ""
+        tokens, bits, error, events = 0, 0.0, "", 0
         try:
-            async with self._http.stream("POST", path, json=body) as answer:
+            async with self._http.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode()
                     now = time.perf_counter() - asked
                     return Answered(answer.status_code, float("inf"), 0.0, now, 0, 0.0, text[:300])
+                if hang_up == 0:
+                    return Answered(200, 0.0, 0.0, time.perf_counter() - asked, 0, 0.0, HUNG_UP)
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: {"):
                         continue
+                    events += 1
+                    if events == hang_up:
+                        return Answered(200, 0.0, 0.0, time.perf_counter() - asked, events, 0.0, HUNG_UP)
                     last = time.perf_counter()
                     if first == asked:
                         first = last

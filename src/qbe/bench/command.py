@@ -134,7 +134,9 @@ def serve(
     data: Annotated[
         Path | None, typer.Option(help="folder of traces and schemas; left out, $QBE_DATA, else ../shared/data")
     ] = None,
-    part: Annotated[list[str] | None, typer.Option(help="bound, overhead, priority or schemas; left out, all")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="bound, overhead, priority, schemas or soak; left out, all of them")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="settings file of the server whose tiers are measured")] = None,
     device: Device = "auto", json: Json = None, plot: Plot = None,
 ) -> None:  # fmt: skip

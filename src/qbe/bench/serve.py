@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from qbe.bench import schemas
+from qbe.bench import schemas, soak
 from qbe.bench.client import LIMIT_S, Answered, Clients, all_good
 from qbe.bench.goodput import PART, Bound, Search, Trial, in_turns, quantile
 from qbe.bench.machine import Limits
@@ -37,7 +37,8 @@ Found = TypeVar("Found")
 FULL = "[tiers.{0}]\nbits = [16.0, 16.0]\n"
 FULL_SETTINGS = "".join(FULL.format(tier) for tier in ("flex", "default", "priority"))
 ALL_FULL = "all at 16 bits"
-PARTS = ("bound", "overhead", "priority", "schemas")
+SOAK_PARTS = 4
+PARTS = ("bound", "overhead", "priority", "schemas", "soak")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Sizes:
         probes: priority requests, unloaded and again under the flood.
         flood: flex requests that are always there.
         schemas, schema_tokens: how many, and tokens of an answer at most.
+        connections, hang_up: of the soak, and the part of them that hang up.
+        soak_s: seconds that an hour of the trace is replayed in.
+        soak_shrink: what lengths are divided by then.
     """
 
     model: str | Path = DEFAULT_MODEL
@@ -84,6 +88,10 @@ class Sizes:
     flood: int = 24
     schemas: int = 150
     schema_tokens: int = 192
+    connections: int = 2000
+    hang_up: float = 0.5
+    soak_s: float = 600.0
+    soak_shrink: float = 16.0
 
 
 def sizes_for(device: torch.device) -> Sizes:
@@ -99,6 +107,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     """
     parts: dict[str, Callable[[torch.device, Sizes, bool], list[Row]]] = {
         "bound": within_bound, "overhead": overhead, "priority": priority, "schemas": structured,
+        "soak": soaked,
     }  # fmt: skip
     return [row for name in sizes.parts for row in parts[name](device, sizes, progress)]
 
@@ -313,3 +322,33 @@ def structured(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
         Row("a token", size, "JSON schemas, CPU time", 6, with_it, "without a schema", without, "ms", None,
             "the same batch twice, answers of the same lengths"),
     ]  # fmt: skip
+
+
+def soaked(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
+    """Connections of which a part hang up: who was answered, and what the server has more of than before."""
+    traffic = Traffic(sizes.data, sizes.trace, sizes.soak_shrink, sizes.shares)
+    count = -(-sizes.connections // SOAK_PARTS)
+    settings = f"[limits]\nqueue = {4 * sizes.connections}\nconnections = {4 * sizes.connections}\n"
+    with _serving(sizes, device, settings) as server, bar("soak", SOAK_PARTS, progress) as tick:
+        rate = sizes.connections / sizes.soak_s
+        _asking(server, lambda c: c.replay(traffic.take(min(64, count), rate, 0)))
+        parts = [traffic.take(count, rate, turn) for turn in range(SOAK_PARTS)]
+        found = _asking(server, lambda c: soak.soak(c, parts, sizes.hang_up, server.ledger, tick))
+    stayed, answered = found.stayed
+    memory = " ".join(f"{s.memory / 1e6:.0f}" for s in found.states)
+    note = (
+        f"{found.hung_up} hung up; an hour of the trace in {found.seconds:.0f} s, at most {found.most} connections at "
+        f"once; resident MB before and after each part: {memory}; KV pages in use at the end: "
+        f"{found.states[-1].pages:.0%}; ledger rows left open: {found.open_rows}"
+    ) + "".join(f"; {e}" for e in found.errors)
+    size, case = f"{sizes.model}, {sizes.trace} / {sizes.soak_shrink:g}", f"{count * SOAK_PARTS} connections"
+
+    def once(value: float) -> Measured:
+        return Measured(value, value, value, 1)
+
+    first, half, last = found.states[0], found.states[SOAK_PARTS // 2], found.states[-1]
+    return [
+        Row("answered", size, case, "any", once(answered), "of those that stayed", once(stayed), "answers", None, note),
+        Row("open files", size, case, "any", once(last.files), "before", once(first.files), "files"),
+        Row("memory", size, case, "any", once(last.memory / 1e6), "halfway", once(half.memory / 1e6), "MB"),
+    ]

@@ -27,6 +27,7 @@ class Served:
 
     url: str
     process: subprocess.Popen[str]
+    ledger: Path
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def serving(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as process,
         ):
             try:
-                yield Served(_ready(process, log), process)
+                yield Served(_ready(process, log), process, Path(home, "ledger.sqlite"))
             finally:
                 process.terminate()
                 try:
