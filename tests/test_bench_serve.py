@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import qbe  # noqa: F401  (before torch: it sets how torch's threads wait)
 
+import itertools
 import json
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -62,7 +63,7 @@ def test_a_trace_keeps_its_bursts_and_repeats_no_prompt(data: Path) -> None:
     assert [(a.at, a.tokens, a.tier) for a in one] == [(a.at, a.tokens, a.tier) for a in two]
     assert len({a.prompt for a in one + two}) == 60
     assert one[-1].at == pytest.approx(29 / 2.0)
-    gaps = [b.at - a.at for a, b in zip(one, one[1:], strict=False)]
+    gaps = [b.at - a.at for a, b in itertools.pairwise(one)]
     assert max(gaps) > 10 * min(gaps)
     assert {a.tier for a in one} == {"flex", "priority"}
     assert {a.tier for a in traffic.take(30, 2.0, 3, "flex")} == {"flex"}
@@ -72,7 +73,7 @@ def test_a_trace_keeps_its_bursts_and_repeats_no_prompt(data: Path) -> None:
 def test_a_trace_that_is_none_is_one_line(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "azure_llm_trace_conv_6000.csv").write_text(text)
-    with pytest.raises(QBEError, match="azure_llm_trace_conv_6000.csv"):
+    with pytest.raises(QBEError, match=r"azure_llm_trace_conv_6000\.csv"):
         Traffic(tmp_path, "conv", 4, {"flex": 1.0})
 
 
