@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import time
 import logging
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
