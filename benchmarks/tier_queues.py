@@ -43,8 +43,9 @@ def main() -> None:
     with Engine(args.model, max_sequences=args.places, records=False) as engine:
         for run in range(args.runs + 1):  # the first one is thrown away
             for way in list(WAYS)[:: 1 if run % 2 else -1]:
-                queues = TierQueues(lambda way=WAYS[way]: way, args.places)
-                engine.core.scheduler.choose = queues.choose
+                scheduler = engine.core.scheduler
+                queues = TierQueues(lambda way=WAYS[way]: way, args.places, scheduler.max_batch_tokens)
+                queues.guide(scheduler)
                 speed = backlog(engine, queues, args.answers, args.tokens, run)
                 first = one_by_one(engine, queues, args.answers, args.tokens, run)
                 if run:

@@ -155,6 +155,13 @@ def test_a_finished_answer_matches_its_schema(api: openai.OpenAI, kind: str) -> 
     assert finished
 
 
+def test_a_schema_that_nothing_matches_is_one_line(api: openai.OpenAI) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    with pytest.raises(openai.BadRequestError, match="no text that it allows") as refused:
+        api.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], response_format=wanted)
+    assert "Parser" not in refused.value.message
+
+
 def test_a_grammar(api: openai.OpenAI) -> None:
     wanted: Any = {"type": "grammar", "grammar": 'start: "yes" | "no" " "? /[0-9]{3}/'}
     for seed in range(4):

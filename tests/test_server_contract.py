@@ -175,7 +175,10 @@ def test_settings_change_while_it_runs_and_broken_ones_do_not(server: Running, c
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        ("[tiers.gold]\nbits = [4, 5]", "tiers.gold"),
+        ("[tiers.gold]\nbits = [4, 5]", "tiers.gold: there is no such setting"),
+        ("[tiers]\nflex = 4", "tiers.flex"),
+        ("tiers = 4", "tiers"),
+        ("[tiers.flex]\nprompts = 0", "tiers.flex.prompts"),
         ("[tiers.default]\nbits = [4, 99]", "tiers.default.bits"),
         ("[tiers.default]\nbits = [5, 6]\nfloor = 5.5", "tiers.default"),
         ("[prices]\ninput = -1", "prices.input"),
@@ -191,6 +194,17 @@ def test_a_wrong_file_is_one_line_with_the_place(tmp_path: Path, text: str, wher
     with pytest.raises(QBEError, match=where) as refused:
         load(path)
     assert "\n" not in str(refused.value)
+
+
+def test_a_tier_without_bits_has_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text("[tiers.flex]\npatience_s = 60\n[tiers.default]\nprice = 2\n[tiers.priority]\nbits = [8, 8]\n")
+    tiers, usual = load(path).tiers, Settings().tiers
+    assert (tiers.flex.bits, tiers.flex.patience_s) == (usual.flex.bits, 60)
+    assert (tiers.default.bits, tiers.default.floor) == (usual.default.bits, usual.default.floor)
+    assert (tiers.priority.bits, tiers.priority.floor) == ((8, 8), None)
+    path.write_text("[tiers.default]\nbits = [8, 8]\n")
+    assert load(path).tiers.default.floor is None  # a file that gives bits says all of it
 
 
 def test_a_browned_out_tier_sinks_to_its_floor_and_no_further() -> None:

@@ -98,3 +98,17 @@ def test_what_is_late_is_cancelled_and_cut_or_refused() -> None:
             found.over()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qbe.server.exchange._GRACE_S", -29.99)  # of the 30 s that `exchange` gives
+
+    async def run() -> None:
+        found, _, _ = exchange()
+        found.jobs[0].hear(None)  # the other one is never taken
+        with pytest.raises(APIError) as refused:
+            await read(found)
+        assert (refused.value.status, refused.value.code) == (504, "timeout")
+        found.over()
+
+    asyncio.run(asyncio.wait_for(run(), 30))

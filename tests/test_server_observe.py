@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -79,6 +80,19 @@ def test_metrics_count_what_was_done(server: Running) -> None:
     assert more("qbe:average_kv_bits_sum") == 3 * 16
     assert more("qbe:cost_total") == pytest.approx((12 * 4 + 6 * 8) / 16 / 1e6)
     assert sum(more(n) for n in after if n.startswith("qbe:tokens_by_bits_total")) >= 2 * prompt
+
+
+def test_waiting_ends_where_the_first_step_begins(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = server.engine.core.step
+    monkeypatch.setattr(server.engine.core, "step", lambda: (time.sleep(0.3), step())[1])
+    before = samples(server)
+    ask(server, max_tokens=1)
+    until(lambda: samples(server)["qbe:requests_total"] > before["qbe:requests_total"], "it is counted")
+    after = samples(server)
+    waited, prefill = (
+        after[n] - before[n] for n in ("vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum")
+    )
+    assert prefill >= 0.3 > waited  # the step is no part of the wait
 
 
 def test_a_step_reads_each_site_at_its_highest_row(server: Running) -> None:

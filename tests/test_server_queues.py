@@ -32,8 +32,8 @@ class Simulated:
             PageAllocator(4096, Format(0, 4096)), max_batch_tokens=tokens, max_sequences=places, context=4096
         )
         found = Settings.model_validate(parts)
-        self.queues = TierQueues(lambda: found, places, lambda: self.now)
-        self.scheduler.choose = self.queues.choose
+        self.queues = TierQueues(lambda: found, places, tokens, lambda: self.now)
+        self.queues.guide(self.scheduler)
 
     def ask(self, tier: TierName, tokens: int = 3, prompt: int = 2, slack: float | None = None) -> Sequence:
         self._number += 1
@@ -211,3 +211,33 @@ def test_a_server_orders_its_queue_and_refuses_what_comes_too_late(server: Runni
     assert refused.status_code == 429
     assert refused.json()["error"]["param"] == "qbe.max_latency_ms"
     assert int(refused.headers["Retry-After"]) >= 1
+
+
+def test_prompts_of_lower_tiers_leave_steps_short() -> None:
+    """Who comes waits for a step that runs, so a flood of long flex prompts must not fill it."""
+    one = Simulated(places=8, tokens=16)
+    for _ in range(4):
+        one.ask("flex", prompt=40)
+    one.step()
+    assert [(w.sequence.place.tier, w.count) for w in one.scheduler.last] == [("flex", 4)]
+    one.ask("priority", prompt=12)
+    one.ask("default", prompt=40)
+    one.step()  # priority's prompt leaves room for neither
+    assert [(w.sequence.place.tier, w.count) for w in one.scheduler.last] == [("priority", 12)]
+    one.step()
+    writing, *prompts = [(w.sequence.place.tier, w.count) for w in one.scheduler.last]
+    assert writing == ("priority", 1)
+    assert prompts == [("default", 8)]  # flex, which may have 4, has no place beside it
+    while one.scheduler.has_work():
+        one.step()
+        assert sum(w.count for w in one.scheduler.last if w.count > 1) <= 16
+
+
+def test_one_that_has_lost_patience_holds_up_nobody_of_a_higher_tier() -> None:
+    one = Simulated(places=8, tokens=16)
+    one.ask("flex", prompt=40)
+    one.ask("flex", prompt=40)
+    one.now += 31
+    one.ask("priority", prompt=30)
+    one.step()
+    assert [(w.sequence.place.tier, w.count) for w in one.scheduler.last] == [("flex", 4), ("priority", 12)]

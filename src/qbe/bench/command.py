@@ -20,7 +20,7 @@ from qbe.files import check_writable
 if TYPE_CHECKING:
     from qbe.bench.report import Report
 
-BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv", "speculate")
+BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv", "speculate", "serve")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -84,28 +84,33 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
+def _told(name: str, device: str, json: Path | None, plot: Path | None, sizes: Any = None) -> None:
+    """Measure, and tell on every way that was asked for."""
+    check_writable("--json", json)
+    check_writable("--plot", plot)
+    if plot is not None:
+        from qbe.bench.plot import check_plot
+
+        check_plot(plot)
+    err = Console(stderr=True)
+    report = measure(name, device, sizes, progress=err.is_terminal)
+    from qbe.bench.table import render
+
+    if json is not None:
+        report.write(json)
+    if plot is not None:
+        from qbe.bench.plot import draw
+
+        draw(report, plot)
+    out = Console()
+    if not out.is_terminal:  # a file need not fold its lines
+        out = Console(width=max(out.width, 130))
+    out.print(render(report))
+
+
 def _command(name: str, does: str) -> Callable[..., None]:
     def command(device: Device = "auto", json: Json = None, plot: Plot = None) -> None:
-        check_writable("--json", json)
-        check_writable("--plot", plot)
-        if plot is not None:
-            from qbe.bench.plot import check_plot
-
-            check_plot(plot)
-        err = Console(stderr=True)
-        report = measure(name, device, progress=err.is_terminal)
-        from qbe.bench.table import render
-
-        if json is not None:
-            report.write(json)
-        if plot is not None:
-            from qbe.bench.plot import draw
-
-            draw(report, plot)
-        out = Console()
-        if not out.is_terminal:  # a file need not fold its lines
-            out = Console(width=max(out.width, 130))
-        out.print(render(report))
+        _told(name, device, json, plot)
 
     command.__doc__ = does
     return app.command(name)(command)
@@ -121,3 +126,39 @@ for _name, _does in (
     ("kv", "Attention over KV pages of 16, 8, 4, 2 and mixed bits, sealing them, and their memory."),
 ):
     _command(_name, _does)
+
+
+@app.command("serve")
+def serve(
+    model: Annotated[str | None, typer.Option(help="left out, the default model")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="folder of traces and schemas; left out, $QBE_DATA, else ../shared/data")
+    ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="bound, overhead, priority, schemas or soak; left out, all of them")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="settings file of the server whose tiers are measured")] = None,
+    device: Device = "auto", json: Json = None, plot: Plot = None,
+) -> None:  # fmt: skip
+    """A real server under Azure's traces: requests within a latency bound, overhead, priority, JSON schemas."""
+    from dataclasses import replace
+
+    from qbe.bench.serve import PARTS, sizes_for
+    from qbe.engine.devices import pick_device
+
+    try:
+        import llguidance  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
+    if wrong := set(part or ()) - set(PARTS):
+        raise QBEError(f"--part '{wrong.pop()}' is unknown: choose {', '.join(PARTS)}")
+    sizes = sizes_for(pick_device(device))
+    settings = sizes.settings
+    if config is not None:
+        from qbe.server.settings import load
+
+        load(config)  # says what is wrong with it
+        settings = config.read_text(encoding="utf-8")
+    sizes = replace(sizes, data=data, parts=tuple(part or PARTS), settings=settings, model=model or sizes.model)
+    _told("serve", device, json, plot, sizes)

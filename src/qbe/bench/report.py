@@ -11,7 +11,7 @@ from typing import Any
 from qbe.bench.measure import Failed, Measured, Outcome
 from qbe.files import write_text
 
-HIGHER_IS_BETTER = ("tokens/s",)
+HIGHER_IS_BETTER = ("tokens/s", "requests/s", "answers")
 COUNT = "graphs"  # a unit that is counted, not compared
 PAIRED = "median and quartiles of the differences of pairs, not the difference of the medians"
 
@@ -28,7 +28,7 @@ class Row:
         ours: None when there was nothing to measure; `note` says why.
         peer: whom we are set beside.
         theirs: what it took, or why it is missing.
-        unit: of all values; times are better when lower, `tokens/s` when higher, `graphs` are counted.
+        unit: of all values; times are better when lower, those of `HIGHER_IS_BETTER` when higher, `graphs` are counted.
         limit: the value at the physical limit, in the same unit; None where there is none.
         note: what the reader must know about this row.
         added: in the same unit, what the compared action costs more than without it, measured pair by pair (`PAIRED`).

@@ -79,6 +79,8 @@ class Scheduler:
         paging: gives the sequences their pages.
         choose: which of those that wait is admitted next, beside those that run; None: nobody now. Not called when
             nobody waits.
+        prompt_tokens: of prompts that a step may have if this sequence's prompt is in it. A step cannot be interrupted,
+            so this is how long whoever comes meanwhile may have to wait.
         stuck: sequences that ended because even alone they no longer fit.
         last: the work of the last step that has run, for whoever counts.
         preempted: how often a sequence was.
@@ -110,6 +112,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
         self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None] = _first
+        self.prompt_tokens: Callable[[Sequence], int] = lambda _: max_batch_tokens
         self.stuck: list[Sequence] = []
         self.last: list[Work] = []
         self.preempted = 0
@@ -184,17 +187,19 @@ class Scheduler:
             if self._grow(sequence, sequence.computed + 1):
                 work.append(Work(sequence, sequence.computed, 1))
         work = _running(work)
-        budget = self.max_batch_tokens - len(work)
+        budget, read = self.max_batch_tokens - len(work), 0
         prompts = sorted((s for s in self.running if s.remaining > 1), key=_rank)
         while True:
             if budget > 0:
-                self._admit(prompts)
+                self._admit(prompts, read)
             if not prompts:
                 return _running(work)
             sequence = prompts.pop(0)
             count = sequence.remaining - sequence.last_alone
             if self.chunked:
-                count = min(count, budget)
+                count = min(count, budget, self.prompt_tokens(sequence) - read)
+                if count <= 0 < budget:
+                    continue  # whoever has less patience may still have room
             elif count > budget and any(w.count > 1 for w in work):
                 return _running(work)  # a prompt too long for the step is the only prompt of its step
             if count <= 0:
@@ -202,7 +207,7 @@ class Scheduler:
             count = self._grow(sequence, sequence.computed + count)
             if count:
                 work.append(Work(sequence, sequence.computed, count))
-                budget -= count
+                budget, read = budget - count, read + count
 
     def complete(self, work: list[Work]) -> None:
         """The step has run: pages that it filled are sealed, and others may find them."""
@@ -250,12 +255,15 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self._preempted, self.preempted = True, self.preempted + 1
 
-    def _admit(self, prompts: list[Sequence]) -> None:
-        """Move the next waiting sequence to the running ones and to the front of the prompts, if there is room for it
-        and no prompt goes before it."""
+    def _admit(self, prompts: list[Sequence], read: int) -> None:
+        """Move the next waiting sequence to the running ones and to the front of the prompts, if there is room for it,
+        also beside the `read` tokens of prompts that the step has, and no prompt goes before it."""
         if not self.waiting or len(self.running) >= self.max_sequences or self._preempted:
             return
-        sequence = self.choose(self.waiting, self.running)
+        waiting: Collection[Sequence] = self.waiting
+        if self.chunked and read:
+            waiting = [s for s in waiting if self.prompt_tokens(s) > read]
+        sequence = self.choose(waiting, self.running) if waiting else None
         if sequence is None or (prompts and _rank(prompts[0]) <= _rank(sequence)):
             return
         if self.paged and self.running and self.paging.needs(sequence) > self.allocator.free_bytes:

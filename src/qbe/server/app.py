@@ -48,7 +48,7 @@ _ERRORS: Any = {
     )
 }
 _STREAM: Any = {200: {"description": "the answer; with `stream`, server-sent events", "content": {
-    "application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}},
+    "application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {}},
 }}}  # fmt: skip
 
 
@@ -141,14 +141,27 @@ def make_app(make_service: Callable[[], Service]) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, error: HTTPException) -> Response:
-        return answer(APIError(error.status_code, str(error.detail)))
+        response = answer(APIError(error.status_code, str(error.detail)))
+        response.headers.update(error.headers or {})  # of a 405: which methods there are
+        return response
 
     @app.exception_handler(Exception)
     async def on_defect(_: Request, error: Exception) -> Response:
         return answer(APIError(500, "a defect of the server; its log says more", code="internal_error"))
 
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, settings=lambda: service_of(app).settings, refused=counted)
     return app
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document. Whether a key is needed is up to the settings, so that none is allowed, too."""
+    made = app.openapi_schema is None
+    document = FastAPI.openapi(app)
+    for operation in (one for path in document["paths"].values() for one in path.values() if made):
+        if "security" in operation:
+            operation["security"].append({})
+    return document
 
 
 def service_of(app: FastAPI) -> Service:
@@ -157,7 +170,7 @@ def service_of(app: FastAPI) -> Service:
     return service
 
 
-def _client(request: Request) -> Client:
+async def _client(request: Request) -> Client:  # a plain function would run in a thread
     client: Client = request.state.client
     return client
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -97,12 +98,14 @@ def serve(
     server = Server(
         uvicorn.Config(
             make_app(service), log_level="error", access_log=False, http=protocol(lambda: watched.current),
-            ws="none", lifespan="on",            h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
+            ws="none", lifespan="on", h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
             timeout_graceful_shutdown=watched.current.limits.drain_s,
         )
     )  # fmt: skip
     address, bound = listening.getsockname()[:2]
     print(f"listening on http://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn listens to them, a moment later
+        signal.signal(number, server.handle_exit)
     server.run(sockets=[listening])
     if failures:
         raise failures[0]

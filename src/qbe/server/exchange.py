@@ -106,7 +106,9 @@ class Exchange:
         self.ends_at = self.came + seconds
         self.gone_at = self.ends_at + _GRACE_S
         latency, self.late = asked.terms.contract.max_latency_ms, ""
-        self._timers = [self._loop.call_at(self.ends_at, self._expire, "timeout")]
+        self._timers = [
+            self._loop.call_at(self.ends_at, self._expire, "timeout"), self._loop.call_at(self.gone_at, self._give_up),
+        ]  # fmt: skip
         if latency is not None:
             self._timers.append(self._loop.call_later(latency / 1e3, self._expire, "latency"))
 
@@ -118,6 +120,11 @@ class Exchange:
     def _expire(self, why: str) -> None:
         self.late = self.late or why
         self.cancel()
+
+    def _give_up(self) -> None:
+        # One timer rather than a limit on each wait for an event, which costs more than the rest of that wait.
+        for job in self.jobs[:1]:
+            self.events.put_nowait((job, APIError(504, "the engine does not answer", code="timeout")))
 
     def cancel(self) -> None:
         """End what still runs; its pages are free before the next step."""
@@ -160,11 +167,7 @@ class Exchange:
             yield self.jobs.index(job) * self.asked.n + event.answer, event
 
     async def _next(self) -> tuple[Job, Event]:
-        try:
-            async with asyncio.timeout_at(self.gone_at):
-                return self._early.popleft() if self._early else await self.events.get()
-        except TimeoutError:
-            raise APIError(504, "the engine does not answer", code="timeout") from None
+        return self._early.popleft() if self._early else await self.events.get()
 
     def _check(self, result: Result) -> None:
         if result.finish_reason == "error":

@@ -1,4 +1,5 @@
 """Which waiting answer begins next: a queue for each tier, aged priorities, places kept free, batches apart or shared.
+Of prompts, how much of a step they may take.
 
 An answer's rank is the time until which its tier has patience: when it came plus the tier's `patience_s`. The lowest
 rank goes first. So a tier with less patience overtakes, but only those who came up to the difference of the two before
@@ -23,22 +24,32 @@ from qbe.server.settings import TIER_NAMES, Settings, TierName
 from qbe.server.speed import Speed
 
 if TYPE_CHECKING:
+    from qbe.engine.scheduler import Scheduler
     from qbe.server.exchange import Asked
 
 
 class TierQueues:
-    """The order of a server's answers, as `qbe.engine.scheduler.Scheduler.choose`.
+    """The order of a server's answers, as `qbe.engine.scheduler.Scheduler.choose` and `prompt_tokens`.
 
     Args:
         settings: those in use now.
         places: answers that are written at once.
+        tokens: of a step.
         clock: seconds, as in the ranks.
     """
 
     def __init__(
-        self, settings: Callable[[], Settings], places: int, clock: Callable[[], float] = time.monotonic
+        self, settings: Callable[[], Settings], places: int, tokens: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._settings, self._places, self._clock = settings, places, clock
+        self._settings, self._places, self._tokens, self._clock = settings, places, tokens, clock
+
+    def guide(self, scheduler: Scheduler) -> None:
+        """Decide for this scheduler from now on."""
+        scheduler.choose, scheduler.prompt_tokens = self.choose, self.prompt_tokens
+
+    def prompt_tokens(self, sequence: Sequence) -> int:
+        """Tokens of prompts that a step with this one's may have, so that higher tiers do not wait long for its end."""
+        return max(1, int(self._settings().tiers.prompts(sequence.place.tier) * self._tokens))
 
     def place(self, tier: TierName, slack: float | None = None) -> Place:
         """Where an answer that comes now stands.

@@ -113,8 +113,9 @@ class Service:
         self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
         self._grammars = Grammars(engine)
         self._observer.begin(engine.core)
-        self._queues = TierQueues(lambda: self.settings, engine.core.scheduler.max_sequences)
-        engine.core.scheduler.choose = self._queues.choose
+        scheduler = engine.core.scheduler
+        self._queues = TierQueues(lambda: self.settings, scheduler.max_sequences, scheduler.max_batch_tokens)
+        self._queues.guide(scheduler)
         self._words = Words(engine.tokenizer, self._grammars.tokenizer, engine.core.eos_ids)
         return engine
 

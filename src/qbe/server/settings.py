@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,6 +20,7 @@ Bits = Annotated[float, Field(ge=1, le=FULL_BITS)]
 Positive = Annotated[int, Field(ge=1, le=2**40)]
 _PATIENCE_S = {"flex": 30.0, "default": 5.0, "priority": 0.0}
 _RESERVED = {"priority": 0.125}
+_PROMPTS = {"flex": 0.25, "default": 0.5, "priority": 1.0}
 
 
 class _Table(BaseModel):
@@ -38,6 +39,8 @@ class Tier(_Table):
             default, 0 for priority.
         reserved: part of the batch's places that lower tiers leave free for it, rounded down; None: an eighth for
             priority, nothing for the others.
+        prompts: part of a step's tokens that prompts may take where the tier's are among them, because whoever comes
+            waits for the step that runs; None: a quarter for flex, half for default, all for priority.
     """
 
     bits: tuple[Bits, Bits]
@@ -46,6 +49,7 @@ class Tier(_Table):
     price: Annotated[float, Field(ge=0)] = 1.0
     patience_s: Annotated[float, Field(ge=0)] | None = None
     reserved: Annotated[float, Field(ge=0, lt=1)] | None = None
+    prompts: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @model_validator(mode="after")
     def _rises(self) -> Self:
@@ -71,6 +75,24 @@ class Tiers(_Table):
         """A part of the batch's places."""
         given: float | None = getattr(self, name).reserved
         return _RESERVED.get(name, 0.0) if given is None else given
+
+    def prompts(self, name: str) -> float:
+        """A part of a step's tokens."""
+        given: float | None = getattr(self, name).prompts
+        return _PROMPTS[name] if given is None else given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """A table without bits has its tier's own, and their floor."""
+        if not isinstance(given, dict):
+            return given
+        own: dict[str, dict[str, Any]] = {name: {"bits": TIER_BITS[name]} for name in TIER_NAMES}
+        own["default"]["floor"] = TIER_BITS["flex"][0]
+        return {
+            name: {**own[name], **table} if name in own and isinstance(table, dict) and "bits" not in table else table
+            for name, table in given.items()
+        }
 
     @model_validator(mode="after")
     def _orders(self) -> Self:
@@ -224,7 +246,8 @@ def load(path: Path) -> Settings:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise QBEError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+        said = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+        raise QBEError(f"{path}: {where}: {said.removeprefix('Value error, ')}") from None
 
 
 class Watched:

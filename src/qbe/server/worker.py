@@ -84,6 +84,7 @@ class Worker(threading.Thread):
         self._jobs: dict[Job, _Running] = {}
         self._news: list[tuple[Job, Event]] = []
         self._spent: dict[str, float] = {}  # joules of answers that were not told yet
+        self._begun = 0.0  # when the last step did, by `time.monotonic`
 
     def submit(self, job: Job) -> None:
         """Have a job answered."""
@@ -134,9 +135,9 @@ class Worker(threading.Thread):
             while self._take_orders():
                 if engine.core.has_work():
                     try:
-                        begun = time.monotonic()
+                        self._begun = time.monotonic()
                         engine.step()
-                        for request_id, joules in self._stepped(time.monotonic() - begun).items():
+                        for request_id, joules in self._stepped(time.monotonic() - self._begun).items():
                             self._spent[request_id] = self._spent.get(request_id, 0.0) + joules
                         failures = 0
                     except Exception:
@@ -211,7 +212,7 @@ class Worker(threading.Thread):
     def _add_news(self, engine: Engine, job: Job, running: _Running, answer: int, request_id: str) -> None:
         sequence, seen, waited = engine.sequence(request_id), running.seen[answer], running.waited_s[answer]
         if waited is None and sequence.status is not Status.WAITING:
-            waited = running.waited_s[answer] = time.monotonic() - running.asked_at[answer]
+            waited = running.waited_s[answer] = max(0.0, self._begun - running.asked_at[answer])
         tokens = sequence.token_ids[len(sequence.prompt_ids) + seen :]
         done = engine.finished(request_id)
         if not tokens and not done:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from qbe.engine.result import Result
 from qbe.server.contract import Terms
@@ -26,6 +26,7 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self.registry, self._model = CollectorRegistry(), model
+        ProcessCollector(registry=self.registry)  # memory, files and processor time, where the system tells
 
         def gauge(name: str, what: str) -> Gauge:
             return Gauge(name, what, ["model_name"], registry=self.registry).labels(model)

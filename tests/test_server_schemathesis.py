@@ -1,0 +1,37 @@
+"""The OpenAPI document as schemathesis reads it: whatever it makes of it, the server does not fail.
+
+10 000 cases with its command line: docs/serving.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from server_running import LIMIT_S, running, tiny_engine
+
+
+def test_no_case_makes_the_server_fail() -> None:
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+
+    checks = [not_a_server_error, content_type_conformance, response_schema_conformance]
+    answered: set[tuple[str, int]] = set()
+    with running(lambda: tiny_engine(kv_tokens=256)) as server:
+        document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+        @settings(
+            max_examples=120, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        )
+        @given(document.as_strategy())
+        def asked(case: Any) -> None:
+            if isinstance(case.body, dict) and case.body.get("model") is not None:
+                case.body["model"] = "tiny"  # so that not every case ends at its name
+            answer = case.call_and_validate(checks=checks, timeout=LIMIT_S)
+            answered.add((case.path, answer.status_code))
+
+        asked()
+    assert {("/v1/completions", 200), ("/v1/chat/completions", 400), ("/metrics", 200)} <= answered
