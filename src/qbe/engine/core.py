@@ -13,7 +13,6 @@ from torch import nn
 from qbe.blueprint import Blueprint
 from qbe.engine.guesses import Speculation
 from qbe.engine.kv_size import default_kv_tokens, with_kv
-from qbe.engine.plan import Plan
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import SamplingParams, Sequence
@@ -29,6 +28,7 @@ from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
 from qbe.sites import FULL_BITS, KVBits, SiteTable
+from qbe.store.plan import Plan
 
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed

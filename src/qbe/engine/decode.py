@@ -26,7 +26,6 @@ from torch import nn
 
 from qbe.compile.backend import register
 from qbe.engine.compiled import Step, compile_step
-from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
@@ -34,6 +33,7 @@ from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE
 from qbe.kernels.tuning.tunable import Choice, Config, recording
 from qbe.kvcache.attention import Bounds, DecodeLayout, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
+from qbe.store.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from qbe.analysis.profile import QueryProfile
 from qbe.engine.detokenize import Detokenizer
-from qbe.engine.refresh import Refresh
 from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
 from qbe.explain import Explanation
 from qbe.records import Record
+from qbe.records.refresh import Refresh
 from qbe.sites import FULL_BITS
 
 
