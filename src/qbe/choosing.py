@@ -1,4 +1,4 @@
-"""The way of a query to its blueprint, for both engines: text and tokens -> analysis -> cache or policy -> blueprint."""
+"""The way of a query to its blueprint, in both engines: analysis of text and tokens, then cache or policy."""
 
 from __future__ import annotations
 

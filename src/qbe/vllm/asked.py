@@ -1,11 +1,11 @@
 """What a request asks of QBE, in `SamplingParams.extra_args` (in an HTTP body `vllm_xargs`).
 
-    service_tier          flex, default, priority, auto or fast: OpenAI's names
-    qbe_bits              average bits of the weights
-    qbe_activation_bits   8 or 16
-    qbe_policy            name of a policy
-    qbe_refresh           1: choose again while the answer is hard or easy to predict
-    qbe_text              the text to analyse; left out, the whole prompt
+service_tier          flex, default, priority, auto or fast: OpenAI's names
+qbe_bits              average bits of the weights
+qbe_activation_bits   8 or 16
+qbe_policy            name of a policy
+qbe_refresh           1: choose again while the answer is hard or easy to predict
+qbe_text              the text to analyse; left out, the whole prompt
 """
 
 from __future__ import annotations

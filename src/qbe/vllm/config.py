@@ -11,10 +11,13 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 
 from qbe.errors import QBEError
 from qbe.store.plan import Plan
 from qbe.vllm import QUANTIZATION, served
+from qbe.vllm.cpu_linear import CPUNestedLinearMethod
+from qbe.vllm.full_rows import FullRows
 from qbe.vllm.linear import NestedLinearMethod
 
 _active: QBEConfig | None = None
@@ -26,14 +29,16 @@ class QBEConfig(QuantizationConfig):
     Attributes:
         served: the model.
         plan: in a worker, what its layers read; None before a layer was made.
+        full_rows: what the CPU's layers read beside it: of the tokens, and of those whose logits are kept.
     """
 
     served: served.Served
     plan: Plan | None
+    full_rows: tuple[FullRows, FullRows]
 
     def __init__(self) -> None:
         super().__init__()
-        self.plan = None
+        self.plan, self.full_rows = None, (FullRows(), FullRows())
         self._rows: dict[str, int] = {}  # vLLM's name of a site -> its row in the plan
         self._found: set[int] = set()
         # vLLM has two model runners; QBE extends the first, which every platform has.
@@ -70,7 +75,7 @@ class QBEConfig(QuantizationConfig):
         activate(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "plan": None, "_found": set()}
+        return {**self.__dict__, "plan": None, "full_rows": (FullRows(), FullRows()), "_found": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -87,6 +92,9 @@ class QBEConfig(QuantizationConfig):
         if rows is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else UnquantizedEmbeddingMethod()
         self._found.update(rows)
+        if current_platform.is_cpu():
+            full_rows = self.full_rows[isinstance(layer, ParallelLMHead)]
+            return CPUNestedLinearMethod(self.served, self._plan(), rows, full_rows)
         return NestedLinearMethod(self.served, self._plan(), rows)
 
     def check_found(self) -> None:

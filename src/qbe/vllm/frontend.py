@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,14 @@ from qbe.errors import QBEError
 from qbe.models.folder_weights import lazy_state_dict
 from qbe.models.load import load_config_and_tokenizer
 from qbe.records import thresholds
-from qbe.sites import FULL_BITS, Role
+from qbe.sites import Role
 from qbe.vllm import metrics
 from qbe.vllm.asked import Asked
 from qbe.vllm.config import QBEConfig
+from qbe.vllm.salt import salt_of
 from qbe.vllm.served import Served
 from qbe.vllm.ticket import KEY, Ticket
 
-MARK = "|qbe:"  # parts the caller's own cache salt from ours
 _lock = threading.Lock()
 _front_ends: dict[str, FrontEnd] = {}  # by digest of the table
 
@@ -88,8 +87,7 @@ def admit(config: QBEConfig, prompt: Any, params: Any) -> None:
         blueprint = ticket.blueprint(config.served.table)
     except QBEError as error:
         raise VLLMValidationError(str(error)) from error
-    own = (prompt.get("cache_salt") or "").partition(MARK)[0]
-    prompt["cache_salt"] = f"{own}{MARK}{blueprint.computed_key}"
+    prompt["cache_salt"] = salt_of(prompt.get("cache_salt"), blueprint.computed_key)
     params.extra_args = {**args, KEY: ticket.pack()}
     metrics.admitted(ticket, blueprint, config.served.table)
 

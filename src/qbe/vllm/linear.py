@@ -63,17 +63,29 @@ class NestedLinearMethod(LinearMethodBase):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        n, parts = rows.shape[0], range(len(self.rows))
-        packed, meta = ([getattr(layer, f"qbe_{name}_{i}") for i in parts] for name in ("packed", "meta"))
-        words = [getattr(layer, f"qbe_words_{i}")[:n] for i in parts]
-        if len(parts) == 1:
-            y = torch.ops.qbe.nested_linear(
-                rows, packed[0], meta[0], words[0], layer.weight, bias, self.slices, self.exponents[0]
-            )
-        else:
-            originals = list(layer.weight.split(self.sizes))
-            biases = [] if bias is None else list(bias.split(self.sizes))
-            y = torch.ops.qbe.nested_linears(
-                rows, packed, meta, words, originals, biases, self.slices, self.exponents
-            )
+        y = self.nested(layer, rows, bias, [w[: rows.shape[0]] for w in self.words(layer)])
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def words(self, layer: nn.Module) -> list[torch.Tensor]:
+        """The plan's rows of the layer's sites, int32 [most rows] each."""
+        return [getattr(layer, f"qbe_words_{i}") for i in range(len(self.rows))]
+
+    def nested(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor],
+        full_weights: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """The product [rows, outputs] of x [rows, inputs] by the custom ops.
+
+        Args:
+            words: int32 [rows] for each site.
+            full_weights: whether `layer.weight` is there for rows at 16 bits.
+        """
+        packed, meta = ([getattr(layer, f"qbe_{name}_{i}") for i in range(len(words))] for name in ("packed", "meta"))
+        if len(words) == 1:
+            return torch.ops.qbe.nested_linear(
+                x, packed[0], meta[0], words[0], layer.weight if full_weights else None, bias, self.slices,
+                self.exponents[0],
+            )  # fmt: skip
+        originals = list(layer.weight.split(self.sizes)) if full_weights else []
+        biases = [] if bias is None else list(bias.split(self.sizes))
+        return torch.ops.qbe.nested_linears(x, packed, meta, words, originals, biases, self.slices, self.exponents)
