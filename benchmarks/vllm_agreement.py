@@ -75,7 +75,9 @@ def run_embedded(model: str, dtype: str) -> dict[str, list[list[int]]]:
 
 
 def stage(name: str, model: Path, dtype: str, out: Path) -> dict[str, list[list[int]]]:
-    subprocess.run([sys.executable, __file__, str(model), "--stage", name, "--dtype", dtype, "--json", str(out)], check=True)
+    subprocess.run(
+        [sys.executable, __file__, str(model), "--stage", name, "--dtype", dtype, "--json", str(out)], check=True
+    )
     return json.loads(out.read_text())
 
 
@@ -112,7 +114,9 @@ def main() -> None:
     for name, count in result.items():
         print(f"{name:34} {count} of {len(PROMPTS)} answers equal")
     if args.json:
-        args.json.write_text(json.dumps({"dtype": args.dtype, "prompts": len(PROMPTS), "equal": result}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"dtype": args.dtype, "prompts": len(PROMPTS), "equal": result}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from torch import nn
 
 from engine_models import DEVICE, build, prompts, request
 from qbe.blueprint import Blueprint
-from qbe.store import plan as plan_module
 from qbe.engine.core import Core
 from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
+from qbe.store import plan as plan_module
 from qbe.store.nested_tensor import NestedTensor, nest
 from qbe.store.plan import Plan
 from qbe.tagger import tag

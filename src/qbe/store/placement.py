@@ -76,9 +76,9 @@ def tile(
 
     None where there is none, or where its padding costs more memory than it is worth: 576 inputs would become 768.
     """
-    from qbe.kernels.triton.layout import todevice_layout
+    from qbe.kernels.triton.layout import to_device_layout
 
-    tiled = todevice_layout(packed, meta, layout, in_features, exponent)
+    tiled = to_device_layout(packed, meta, layout, in_features, exponent)
     canonical = packed.numel() + meta.numel()
     if tiled is None or tiled.numel() > max(SMALL, MOST_PADDING * canonical):
         return None

@@ -45,7 +45,7 @@ class QBEConfig(QuantizationConfig):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
     @classmethod
-    def get_name(cls) -> str:  # type: ignore[override]
+    def get_name(cls) -> str:
         return QUANTIZATION
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:

@@ -7,8 +7,9 @@ below asks there while a step runs, as vLLM's attention asks its forward context
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -18,7 +19,7 @@ from qbe.vllm.full_rows import FullRows
 from qbe.vllm.linear import NestedLinearMethod
 from qbe.vllm.served import Served
 
-_layers: list[tuple[CPUNestedLinearMethod, nn.Module]] = []
+_layers: list[tuple[CPUNestedLinearMethod, Any]] = []
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
     "vllm_linear(Tensor x, Tensor? bias, int outputs, int layer) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
@@ -32,16 +33,16 @@ class CPUNestedLinearMethod(NestedLinearMethod):
         super().__init__(model, plan, rows)
         self.full_rows = full_rows
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
         dispatch_cpu_unquantized_gemm(layer, remove_weight=not isinstance(layer, ParallelLMHead))
         self.number = len(_layers)
         _layers.append((self, layer))
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.ops.qbe.vllm_linear(x, bias, sum(self.sizes), self.number)
 
-    def run(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def run(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """What the custom op computes."""
         rows = x.reshape(-1, x.shape[-1])
         words = [w[: len(rows)] for w in self.words(layer)]

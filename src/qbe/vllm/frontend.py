@@ -47,11 +47,10 @@ class FrontEnd:
         ids = prompt.get("prompt_token_ids")
         if not ids:
             raise QBEError("a prompt of embeddings has no text that QBE could analyse; give text or tokens")
-        text, words = asked.text, ids
-        if text is not None:
-            words = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if asked.text is not None:
+            text, words = asked.text, self.tokenizer(asked.text, add_special_tokens=False)["input_ids"]
         else:
-            text = prompt.get("prompt") or self.tokenizer.decode(ids)
+            text, words = prompt.get("prompt") or str(self.tokenizer.decode(ids)), ids
         start = time.perf_counter()
         policy = self.chooser.policy(asked.policy)
         context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from qbe.vllm.runner import PlannedRunner
 
 
-class PlannedGPUModelRunner(PlannedRunner, GPUModelRunner):
-    pass
-
-
 class PlannedGPUWorker(Worker):
-    def _make_model_runner(self) -> GPUModelRunner:
-        return PlannedGPUModelRunner(self.vllm_config, self.device)
+    def _make_model_runner(self) -> PlannedRunner:
+        return PlannedRunner(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)

@@ -32,7 +32,7 @@ class NestedLinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -48,7 +48,7 @@ class NestedLinearMethod(LinearMethodBase):
         whole = len(self.rows) != len(output_partition_sizes)  # the checkpoint has them as one matrix, too
         self.sizes = [sum(output_partition_sizes)] if whole else list(output_partition_sizes)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         self.exponents = []
         device = layer.weight.device
         for i, (row, part) in enumerate(zip(self.rows, layer.weight.data.split(self.sizes), strict=True)):
@@ -61,17 +61,17 @@ class NestedLinearMethod(LinearMethodBase):
                 layer.register_buffer(f"qbe_{name}_{i}", tensor, persistent=False)
         self.slices = list(self.model.nesting.slices)
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         y = self.nested(layer, rows, bias, [w[: rows.shape[0]] for w in self.words(layer)])
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def words(self, layer: nn.Module) -> list[torch.Tensor]:
+    def words(self, layer: Any) -> list[torch.Tensor]:
         """The plan's rows of the layer's sites, int32 [most rows] each."""
         return [getattr(layer, f"qbe_words_{i}") for i in range(len(self.rows))]
 
     def nested(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor],
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor],
         full_weights: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """The product [rows, outputs] of x [rows, inputs] by the custom ops.

@@ -6,7 +6,7 @@ one's place goes to all workers with the next step. Both are attributes of vLLM'
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,14 +18,9 @@ from qbe.vllm.answer import Answer
 from qbe.vllm.salt import prefix_salt, resalt
 from qbe.vllm.ticket import Ticket
 
-if TYPE_CHECKING:
-    Base = Scheduler
-else:
-    Base = object
 
-
-class Watching(Base):
-    """To be mixed into one of vLLM's schedulers, before it in the order of bases."""
+class PlannedScheduler(Scheduler):
+    """vLLM's scheduler, and that."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -93,9 +88,5 @@ class Watching(Base):
         return found
 
 
-class PlannedScheduler(Watching, Scheduler):
-    pass
-
-
-class PlannedAsyncScheduler(Watching, AsyncScheduler):
-    pass
+class PlannedAsyncScheduler(PlannedScheduler, AsyncScheduler):
+    """The same for steps that are scheduled before the last one's output is there; a refresh comes a step later."""
