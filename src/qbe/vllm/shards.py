@@ -13,8 +13,9 @@ from vllm.model_executor.utils import set_weight_attrs
 from qbe.errors import QBEError
 from qbe.sites import Site
 from qbe.store.folding import AGAIN
-from qbe.store.layout import SliceLayout, padded
+from qbe.store.layout import BLOCK, SliceLayout, padded
 from qbe.store.nested_tensor import NestedTensor
+from qbe.store.packing import from_blocks, to_blocks
 from qbe.vllm.served import Served
 
 
@@ -45,18 +46,16 @@ def stored_shard(
     try:
         with safe_open(path, framework="pt") as stored:
             packed, meta = stored.get_tensor(f"{site.name}.packed"), stored.get_tensor(f"{site.name}.meta")
-        # Outputs first, as all loaders take them.
-        packed = packed.view(layout.total_bits, whole_n, whole // 8).transpose(0, 1)
-        meta = meta.view(2 * len(layout.precisions), whole_n, whole // group).transpose(0, 1)
+        blocks = to_blocks(packed, layout, whole_n)
+        meta = meta.view(2 * len(layout.precisions), whole_n, whole // group).permute(1, 2, 0)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise QBEError(f"{path} is damaged ({error}); {AGAIN}") from error
     shard = None if len(sizes) == 1 else _shard_id(layer, index)
-    packed = _cut(layer, packed, (n, layout.total_bits, kp // 8), shard, sizes, index)
-    meta = _cut(layer, meta, (n, 2 * len(layout.precisions), kp // group), shard, sizes, index)
+    blocks = _cut(layer, blocks, (n, kp // BLOCK, 8 * layout.total_bits), shard, sizes, index)
+    meta = _cut(layer, meta, (n, kp // group, 2 * len(layout.precisions)), shard, sizes, index)
     return NestedTensor(
-        packed.transpose(0, 1).reshape(layout.total_bits, -1).contiguous(), meta.transpose(0, 1).contiguous(),
-        torch.zeros(1, dtype=torch.int32), list(layout.slices), group, model.manifest.sites[site.name].exponent, k,
-        weight.dtype,
+        from_blocks(blocks, layout), meta.permute(2, 0, 1).contiguous(), torch.zeros(1, dtype=torch.int32),
+        list(layout.slices), group, model.manifest.sites[site.name].exponent, k, weight.dtype,
     )  # fmt: skip
 
 
@@ -71,9 +70,9 @@ def _cut(
     layer: nn.Module, whole: torch.Tensor, shape: tuple[int, ...], shard: str | int | None, sizes: Sequence[int],
     index: int,
 ) -> torch.Tensor:  # fmt: skip
-    """What the layer's weight loader copies of a tensor [outputs, ..., inputs] into one of this worker's shape."""
+    """What the layer's weight loader copies of a tensor [outputs, inputs, ...] into one of this worker's shape."""
     holder = nn.Parameter(torch.zeros(sum(sizes), *shape[1:], dtype=whole.dtype, device="cpu"), requires_grad=False)
-    set_weight_attrs(holder, {"output_dim": 0, "input_dim": 2})
+    set_weight_attrs(holder, {"output_dim": 0, "input_dim": 1})
     if shard is None:
         layer.weight_loader(holder, whole)  # type: ignore[operator]
     else:
