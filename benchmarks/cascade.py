@@ -31,11 +31,11 @@ import torch
 
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
-from qbe.engine.refresh import Monitor
 from qbe.engine.sequence import Scoring, Sequence, Status
 from qbe.eval.intervals import interval
 from qbe.eval.items import encode, read_training
 from qbe.records import thresholds
+from qbe.records.refresh import Monitor
 from qbe.sites import FULL_BITS
 from qbe.store.sensitivity import divergence_of_rows
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from engine_models import DEVICE, build, prompts, request
 from qbe.blueprint import Blueprint, Steering
-from qbe.engine import plan as plan_module
 from qbe.engine.core import Core
-from qbe.engine.plan import Plan
 from qbe.errors import QBEError
 from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
+from qbe.store import plan as plan_module
 from qbe.store.nested_tensor import NestedTensor, nest
+from qbe.store.plan import Plan
 from qbe.tagger import tag
 
 GEARS = (4, 6, 8, 16)

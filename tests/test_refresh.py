@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 import qbe
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import build, prompts, request, run
+from qbe.analysis.difficulty import difficulty
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.core import Core
-from qbe.engine.refresh import Cause, Monitor
-from qbe.engine.sampler import difficulty, likeliest
+from qbe.engine.sampler import likeliest
 from qbe.records import RecordStore, thresholds
+from qbe.records.refresh import Cause, Monitor
 from qbe.records.thresholds import RUN, WINDOW, Thresholds, moved
 from qbe.sites import NESTABLE_ROLES
 from qbe.store.nested_tensor import nest

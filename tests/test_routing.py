@@ -12,7 +12,6 @@ from engine_models import request, run
 from qbe import Engine, QBEError
 from qbe.engine.core import Core
 from qbe.engine.decode import DecodeStep
-from qbe.engine.plan import Plan
 from qbe.engine.routing import Read, Routing
 from qbe.engine.scoring import Scored, score
 from qbe.kernels.cpu import native
@@ -22,6 +21,7 @@ from qbe.sites import SiteTable
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.nesting import nest_model
 from qbe.store.placement import place
+from qbe.store.plan import Plan
 from routing_samples import Reference, random_routers, steered
 
 LEVELS = (70, 128, 190)

@@ -15,7 +15,7 @@ from qbe.kernels.reference.nested_linear import dequantise
 from qbe.store import scales
 from qbe.store.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, quantize_
-from qbe.store.packing import pack, unpack
+from qbe.store.packing import from_blocks, pack, to_blocks, unpack
 from qbe.store.placement import SMALL, place, tile
 
 LAYOUTS = [(4, 2, 2), (3, 1, 1, 1, 2), (1,) * 8, (8,), (5, 3), (4,), (2, 1), (3, 3), (7, 1)]
@@ -291,3 +291,15 @@ def test_compiled_linear_follows_the_bits_without_recompiling(device: torch.devi
             layer.weight.bits.copy_(torch.tensor(bits))
             torch.testing.assert_close(compiled(x), layer(x))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@given(st.sampled_from([(4, 2, 2), (3, 1, 1, 1, 2), (5, 3)]), st.integers(1, 5), st.integers(1, 4), st.randoms())
+def test_rows_and_columns_can_be_cut_out_of_packed_codes(slices, rows, blocks, random):
+    layout = SliceLayout.of(slices)
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+    codes = torch.randint(0, 2**layout.total_bits, (rows, 64 * blocks), dtype=torch.uint8, generator=generator)
+    cut = to_blocks(pack(codes, layout), layout, rows)
+    assert torch.equal(from_blocks(cut, layout), pack(codes, layout))
+    row, block = random.randrange(rows), random.randrange(blocks)
+    part = from_blocks(cut[row:, block:], layout)
+    assert torch.equal(unpack(part, layout, rows - row, layout.total_bits), codes[row:, 64 * block :])

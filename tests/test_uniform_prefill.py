@@ -9,10 +9,10 @@ from conftest import byte_tokenizer, tiny_llama
 from engine_models import build
 from qbe import Budget, Engine, Request, SamplingParams
 from qbe.blueprint import Blueprint
-from qbe.engine.plan import Plan
 from qbe.kernels.reference.activations import word
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedWeightConfig, nest, nested_linears
 from qbe.store.nesting import nestable, with_store
+from qbe.store.plan import Plan
 from qbe.tagger import tag
 
 

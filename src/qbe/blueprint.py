@@ -168,6 +168,19 @@ class Blueprint:
         }
 
 
+def tokens_by_bits(blueprint: Blueprint, table: SiteTable, tokens: int) -> dict[int, int]:
+    """Gear -> how many of so many computed tokens count towards it: each by the gear's share of the weights."""
+    return {g: round(tokens * n / table.nested_parameters) for g, n in weights_by_bits(blueprint, table).items()}
+
+
+def weights_by_bits(blueprint: Blueprint, table: SiteTable) -> dict[int, int]:
+    """Gear -> weights of the nested sites that are read at it."""
+    found: dict[int, int] = {}
+    for site, gear in zip(table.nested, blueprint.weight_bits, strict=True):
+        found[gear] = found.get(gear, 0) + site.parameters
+    return found
+
+
 def _plain(bits: KVBits) -> int | str | list[Any]:
     """As JSON has it: 4, `turbo4` or a list of such."""
     if isinstance(bits, tuple):

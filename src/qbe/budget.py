@@ -32,7 +32,7 @@ class Budget:
             8-bit numbers; the output head and the few sites that would cost most keep 16.
         careful_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with 16.
         refresh: choose again while the answer is written, within what tier or range allow, when it has become hard or
-            easy to predict and stays so (`qbe.engine.refresh`); not beside `bits`.
+            easy to predict and stays so (`qbe.records.refresh`); not beside `bits`.
         cascade: let what the attention of a layer shows raise or lower the weights of later layers, for each token of
             the answer, around the same average (`qbe.engine.cascade`).
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within

@@ -24,10 +24,10 @@ from qbe.bench.measure import Failed, Measured, Sample, take_turns
 from qbe.bench.report import COUNT, Row
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.plan import Plan
 from qbe.engine.sequence import SamplingParams, Sequence
 from qbe.progress import bar
 from qbe.sites import SiteTable
+from qbe.store.plan import Plan
 
 CHANGED, UNCHANGED, ADDED = "change", "no change", "added"
 THIN: dict[str, Any] = {

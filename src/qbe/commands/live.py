@@ -29,10 +29,10 @@ def watch(
     """Answers a prompt; result and trace. `live`: draws it on the terminal meanwhile."""
     from rich.live import Live
 
-    from qbe.engine.refresh import Monitor
     from qbe.engine.result import Request
     from qbe.explain.live import LiveView
     from qbe.explain.trace import Trace
+    from qbe.records.refresh import Monitor
 
     key = engine.submit(Request(prompt, params, budget))
     try:

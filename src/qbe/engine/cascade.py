@@ -19,13 +19,13 @@ from functools import lru_cache
 import torch
 
 from qbe.blueprint import Blueprint, Steering
-from qbe.engine.plan import Plan
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
 from qbe.kernels.cascade_ops import LEVELS, UP, WIDTHS, cascade
 from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.sites import SiteTable
 from qbe.store.cascade_table import CascadeTable, steering, step
+from qbe.store.plan import Plan
 
 NAME = "cascade"  # among steerers
 

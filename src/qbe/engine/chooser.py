@@ -1,4 +1,4 @@
-"""The way of a request to its blueprint: tokens -> analysis -> policy -> blueprint, with the time of each."""
+"""The way of a request to its blueprint: its prompt becomes tokens, then `qbe.choosing`; with the time of each part."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from qbe import policies
 from qbe.analysis import Analyzer, QueryProfile
 from qbe.analysis.profile import PromptSignals
 from qbe.blueprint import Blueprint
-from qbe.budget import Budget
 from qbe.cache import BlueprintCache
 from qbe.cache.traffic import Asked
+from qbe.choosing import BlueprintChooser
 from qbe.engine.result import Request
 from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
@@ -20,13 +19,13 @@ from qbe.explain import Explanation
 from qbe.policies import Policy
 from qbe.policies.mobi import Routers
 from qbe.records import thresholds
-from qbe.sites import TURBO_KINDS, SiteTable
+from qbe.sites import SiteTable
 from qbe.store.cascade_table import CascadeTable, steering
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
 
 
-class Chooser:
+class Chooser(BlueprintChooser):
     """Chooses the blueprints of one engine's requests.
 
     Args:
@@ -46,14 +45,11 @@ class Chooser:
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
         cascade: CascadeTable | None = None,
     ) -> None:  # fmt: skip
-        self.cache, self.thresholds, self.cascade = cache, thresholds.load(model_name), cascade
-        if cache is not None:
-            cache.prepare(policy)
-        _prepare(policy, table)
-        self._default, self._policies = policy, {name: policy}
-        self._tokenizer, self._model_name, self._table, self._context = tokenizer, model_name, table, context
-        self.analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
-        self.analyzer.analyze("warm up", [0], tier=analysis_tier or 2)  # the first of a process takes milliseconds
+        analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
+        analyzer.analyze("warm up", [0], tier=analysis_tier or 2)  # the first of a process takes milliseconds
+        super().__init__(policy, name, table, analyzer, thresholds.load(model_name), context, cache)
+        self.cascade = cascade
+        self._tokenizer, self._model_name = tokenizer, model_name
         full = Blueprint.of("full", table, tuple(s.gears[-1] for s in table.nested))
         self._full_bytes = full.bytes_per_token(table)
 
@@ -64,13 +60,11 @@ class Chooser:
             QBEError: a prompt that cannot be run, an unknown policy, or a budget that cannot be met.
         """
         text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools)
-        policy = self._policy(request.policy)
+        policy = self.policy(request.policy)
         start = time.perf_counter()
-        profile: QueryProfile = self.analyzer.analyze(text, words, tier=_tier_of(policy))
+        profile = self.profile(text, words, policy, len(ids) + request.params.max_tokens)
         analysed = time.perf_counter()
-        context = len(ids) + request.params.max_tokens
-        profile = self._within(profile, context)
-        blueprint, cached = self._blueprint(policy, profile, request.budget)
+        blueprint, cached = self.blueprint(policy, profile, request.budget)
         if request.budget.cascade:
             blueprint = self._steered(blueprint)
         if request.budget.kv_error is not None:
@@ -94,21 +88,21 @@ class Chooser:
 
     def reads_prompt(self, request: Request) -> bool:
         """Whether its policy chooses anew when the prompt has run."""
-        return getattr(self._policy(request.policy), "reads_prompt", False)
+        return getattr(self.policy(request.policy), "reads_prompt", False)
 
     def again(self, request: Request, chosen: Explanation, signals: PromptSignals) -> Blueprint:
         """The blueprint for the rest of a request of such a policy. The KV cache keeps what it has."""
         profile = replace(chosen.profile, signals=signals)
-        found = self._policy(request.policy).blueprint(profile, request.budget, self._table)
+        found = self.policy(request.policy).blueprint(profile, request.budget, self._table)
         return replace(chosen.blueprint, weight_bits=found.weight_bits, activation_bits=found.activation_bits)
 
     def refreshed(self, request: Request, profile: QueryProfile) -> Blueprint:
         """The blueprint for a request whose profile has become another."""
-        return self._blueprint(self._policy(request.policy), profile, request.budget)[0]
+        return self.blueprint(self.policy(request.policy), profile, request.budget)[0]
 
     def routers(self, policy: str | None) -> Routers | None:
         """Those that the policy of this name has, or the engine's. Raises QBEError for an unknown one."""
-        return routers_of(self._policy(policy), self._table)
+        return routers_of(self.policy(policy), self._table)
 
     def remember(self, asked: Asked) -> None:
         """Puts the blueprint of a past request into the cache.
@@ -117,28 +111,13 @@ class Chooser:
             QBEError: what `choose` raises.
         """
         if asked.profile is not None:
-            profile, tokens = asked.profile, 0
+            context = asked.max_tokens if asked.context is None else asked.context
+            profile = self.within(asked.profile, context)
         else:
             text, words, ids = encode(asked.text or "", self._tokenizer, self._model_name)
-            profile, tokens = self.analyzer.analyze(text, words, tier=_tier_of(self._default)), len(ids)
-        context = tokens + asked.max_tokens if asked.context is None else asked.context
-        self._blueprint(self._default, self._within(profile, context), asked.budget, near=False)
-
-    def _within(self, profile: QueryProfile, context: int) -> QueryProfile:
-        return replace(profile, context=context if self._context is None else min(context, self._context))
-
-    def _blueprint(
-        self, policy: Policy, profile: QueryProfile, budget: Budget, near: bool = True
-    ) -> tuple[Blueprint, str | None]:
-        budget = replace(budget, refresh=False, cascade=False)  # of these no policy chooses otherwise
-        turbo = TURBO_KINDS.get(str(budget.kv_bits))
-        if turbo is not None:  # policies choose numbers of bits
-            budget = replace(budget, kv_bits=None)
-        if self.cache is None:
-            blueprint, cached = policy.blueprint(profile, budget, self._table), None
-        else:
-            blueprint, cached = self.cache.blueprint(policy, profile, budget, near)
-        return blueprint if turbo is None else blueprint.with_kv_bits((turbo,) * self._table.layers), cached
+            context = len(ids) + asked.max_tokens if asked.context is None else asked.context
+            profile = self.profile(text, words, self._default, context)
+        self.blueprint(self._default, profile, asked.budget, near=False)
 
     def _steered(self, blueprint: Blueprint) -> Blueprint:
         if self.cascade is None:
@@ -153,30 +132,8 @@ class Chooser:
             )
         return replace(blueprint, steering=steering(self.cascade, self._table, blueprint.weight_bits))
 
-    def _policy(self, name: str | None) -> Policy:
-        if name is None:
-            return self._default
-        if name not in self._policies:
-            found = policies.load(name)
-            _prepare(found, self._table)
-            self._policies[name] = found
-        if self._policies[name].needs_sensitivity and not self._table.measured:
-            raise QBEError(f"this engine was started without a sensitivity table; start it with policy='{name}'")
-        return self._policies[name]
-
 
 def routers_of(policy: Policy, table: SiteTable) -> Routers | None:
     """What the policy wants to run in the forward pass, if anything."""
     routers = getattr(policy, "routers", None)
     return None if routers is None else routers(table)
-
-
-def _tier_of(policy: Policy) -> int | None:
-    """Of the analysis that the policy needs; None leaves it to the analyser."""
-    return getattr(policy, "analysis_tier", None)
-
-
-def _prepare(policy: Policy, table: SiteTable) -> None:
-    prepare = getattr(policy, "prepare", None)
-    if prepare is not None:
-        prepare(table)

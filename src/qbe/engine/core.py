@@ -14,7 +14,6 @@ from qbe.blueprint import Blueprint
 from qbe.engine.cascade import Cascade, steers
 from qbe.engine.guesses import Speculation
 from qbe.engine.kv_size import default_kv_tokens, with_kv
-from qbe.engine.plan import Plan
 from qbe.engine.routing import is_routed
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.scheduler import Scheduler, Work
@@ -33,6 +32,7 @@ from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages
 from qbe.policies.mobi import Routers
 from qbe.sites import FULL_BITS, KVBits, SiteTable
 from qbe.store.cascade_table import CascadeTable
+from qbe.store.plan import Plan
 
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed

@@ -28,7 +28,6 @@ from qbe.compile.backend import register
 from qbe.engine.cascade import steers
 from qbe.engine.compiled import Step, compile_step
 from qbe.engine.devices import no_collection
-from qbe.engine.plan import Plan
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
@@ -36,6 +35,7 @@ from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE
 from qbe.kernels.tuning.tunable import Choice, Config, recording
 from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
+from qbe.store.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from qbe.analysis.profile import QueryProfile
 from qbe.engine.detokenize import Detokenizer
-from qbe.engine.refresh import Refresh
 from qbe.engine.result import Request, Result
 from qbe.engine.routing import Read
 from qbe.engine.sequence import Sequence
 from qbe.explain import Explanation
 from qbe.records import Record
+from qbe.records.refresh import Refresh
 from qbe.sites import FULL_BITS
 
 _EVERY_UP = 0x15555555  # `qbe.kernels.cascade_ops.UP` at every point of a word of moves; DOWN is the bit above it

@@ -16,12 +16,12 @@ from qbe.engine.detokenize import Detokenizer
 from qbe.engine.live import Live
 from qbe.engine.logprobs import prompt_scoring
 from qbe.engine.moments import Moments
-from qbe.engine.refresh import Monitor, Refresh
 from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.policies import kv
 from qbe.records import RecordStore
+from qbe.records.refresh import Monitor, Refresh
 from qbe.records.thresholds import moved
 from qbe.sites import FULL_BITS, SiteTable
 

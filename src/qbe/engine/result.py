@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qbe.analysis.profile import QueryProfile
-from qbe.blueprint import Blueprint
+from qbe.blueprint import Blueprint, weights_by_bits
 from qbe.budget import Budget
 from qbe.engine.constraint import Constraint
-from qbe.engine.refresh import Refresh
 from qbe.engine.sequence import FIRST_COME, Place, SamplingParams
+from qbe.records.refresh import Refresh
 from qbe.sites import FULL_BITS, SiteTable
 
 Prompt = str | list[dict[str, Any]] | list[int]
@@ -166,16 +166,3 @@ class Result:
                 "decode_tokens_per_s": round(self.decode_tokens_per_s, 2),
             },
         }
-
-
-def tokens_by_bits(blueprint: Blueprint, table: SiteTable, tokens: int) -> dict[int, int]:
-    """Gear -> how many of so many computed tokens count towards it: each by the gear's share of the weights."""
-    return {g: round(tokens * n / table.nested_parameters) for g, n in weights_by_bits(blueprint, table).items()}
-
-
-def weights_by_bits(blueprint: Blueprint, table: SiteTable) -> dict[int, int]:
-    """Gear -> weights of the nested sites that are read at it."""
-    found: dict[int, int] = {}
-    for site, gear in zip(table.nested, blueprint.weight_bits, strict=True):
-        found[gear] = found.get(gear, 0) + site.parameters
-    return found

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from qbe.blueprint import STEERERS, Blueprint
-from qbe.engine.plan import Plan
 from qbe.engine.scheduler import Work
 from qbe.errors import QBEError
 from qbe.kernels.routing_ops import route
 from qbe.policies.mobi import Routers
 from qbe.policies.routers import blocks_of, widths_of
 from qbe.sites import SiteTable
+from qbe.store.plan import Plan
 
 MOBI = STEERERS.index("mobi") + 1
 _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]

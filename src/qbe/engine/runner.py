@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 from qbe.engine import entropy
 from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.moments import gathering
-from qbe.engine.plan import Plan
 from qbe.engine.routing import Routing
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
@@ -24,6 +23,7 @@ from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_rec
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.policies.mobi import Routers
 from qbe.progress import bar, spinner
+from qbe.store.plan import Plan
 
 # Rotary embeddings whose frequencies depend on the longest position of the forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}

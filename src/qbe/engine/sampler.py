@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 
 import torch
 
+from qbe.analysis.difficulty import difficulty
 from qbe.engine.logprobs import logprobs
 from qbe.engine.sequence import Sequence
 
@@ -103,18 +104,6 @@ def _choose(
         sequences[i].token_entropies.append(entropy)
         sequences[i].token_margins.append(margin)
     return [int(t) if t >= 0 else None for t in numbers[:n]]
-
-
-def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """How hard tokens are to predict, `[2, n]` on the logits' device: entropies in nats, and by how much the likeliest
-    token's logit exceeds the next one's. Args: as those of `sample`; the logits stay.
-    """
-    first = best.clamp_min(0)[:, None]
-    below = (logits - logits.gather(-1, first)).clamp_min_(-1e4)  # 0 * -inf would be NaN
-    weights = below.exp()
-    total = weights.sum(-1)
-    entropy = total.log() - (weights * below).sum(-1) / total
-    return torch.stack([entropy, -below.scatter_(-1, first, -torch.inf).amax(-1)])
 
 
 def is_likeliest(sequence: Sequence) -> bool:

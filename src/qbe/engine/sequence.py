@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qbe.engine.guesses import Speculation
     from qbe.engine.logprobs import Logprob
     from qbe.engine.moments import Moments
-    from qbe.engine.refresh import Monitor
+    from qbe.records.refresh import Monitor
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Sequence:
         excess: bits of the average that these had more than their blueprints say, summed.
         difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
             activations; None where nobody asked for that or its blueprint has no others.
-        monitor: decides when another blueprint is due (`qbe.engine.refresh`); None where nobody asked.
+        monitor: decides when another blueprint is due (`qbe.records.refresh`); None where nobody asked.
         token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` or
             `monitor` asks.
         token_margins: likewise, by how much the likeliest token's logit exceeds the next one's.

@@ -27,7 +27,7 @@ class Trace:
         entropy, margin: [tokens], of the distribution that the token was drawn from, nats and logits; empty where
             nobody measured them.
         cascade: [tokens], the changes of the cascade within that pass, each `UP` or `DOWN`.
-        refreshes: as `qbe.engine.refresh.Refresh.describe`.
+        refreshes: as `qbe.records.refresh.Refresh.describe`.
         texts: [tokens], each token by itself.
     """
 

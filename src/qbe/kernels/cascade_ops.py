@@ -54,7 +54,7 @@ def cascade(
         entropy: float32 `[n, heads]`, nats, of the attention weights of this layer (`qbe::paged_attention`).
         lengths: int64 `[n]`, tokens of each sequence with the new one.
         rows: int64 `[n]`, each one's row in the plan; None: the first n, in order.
-        words, steering: int32 `[sites, max_rows]` and `[max_rows]` (`qbe.engine.plan.Plan`); words are written.
+        words, steering: int32 `[sites, max_rows]` and `[max_rows]` (`qbe.store.plan.Plan`); words are written.
         moves: int32 `[max_rows]`; written for these rows: two bits for each point, `UP`, `DOWN` or 0, the first one's
             lowest. Point 0 begins it anew.
         thresholds: float32 `[points, LEVELS, 2]`: the lower and the upper one, of sign times entropy.

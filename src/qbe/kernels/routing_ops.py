@@ -39,7 +39,7 @@ def route(
         thresholds: float32 [levels].
         gears: int32 [slices + 1], the bits with one slice, with two and so on.
         sizes: int64 [sites], weights of each.
-        steering: int32 [>= R], as in `qbe.engine.plan.Plan`: level in the lowest byte.
+        steering: int32 [>= R], as in `qbe.store.plan.Plan`: level in the lowest byte.
         words: int32 [sites, >= R]; the lowest byte becomes the gear.
         spent: int64 [slices + 1, >= R]: becomes the block's weights that each row reads at each gear, 0 for other rows.
 

@@ -103,6 +103,17 @@ def load_config_and_tokenizer(path: str | Path) -> tuple[PreTrainedConfig, PreTr
         return _folder_config(path), _folder_tokenizer(path)
 
 
+def load_skeleton(path: str | Path) -> PreTrainedModel:
+    """The model of a local folder on the meta device: its class, names and shapes, no memory.
+
+    Raises:
+        QBEError: as `load_model`.
+    """
+    path = Path(path)
+    with quiet():
+        return _skeleton(_folder_config(path), path)
+
+
 def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """None for `auto`."""
     if dtype == "auto":

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from qbe.engine.result import Result, weights_by_bits
+from qbe.blueprint import weights_by_bits
+from qbe.engine.result import Result
 from qbe.errors import QBEError
 from qbe.records.ledger import UNIT, Entry, Ledger
 from qbe.server.energy.spending import MODEL

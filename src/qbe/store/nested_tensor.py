@@ -26,7 +26,7 @@ from qbe.kernels.gradients import without_gradient
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
 from qbe.store.codes import quantise
-from qbe.store.layout import SliceLayout, check_group_size
+from qbe.store.layout import SliceLayout, check_group_size, padded
 from qbe.store.packing import pack
 
 UNIFORM_ROWS = 256  # from here on a GPU makes the weight once, when it knows the words of all rows to be the same
@@ -121,6 +121,27 @@ class NestedTensor(TorchAOBaseTensor):
             weight.shape[1],
             weight.dtype,
             weight.detach() if keep_original else None,
+        )
+
+    @classmethod
+    def empty(cls, weight: torch.Tensor, config: NestedWeightConfig) -> NestedTensor:
+        """One of the shape that `weight` [N, K] gets by nesting, whose codes are not filled in; on its device."""
+        layout, (n, k) = SliceLayout.of(config.slices), weight.shape
+        kp = padded(k, config.group_size)
+
+        def uint8(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.uint8, device=weight.device)
+
+        return cls(
+            uint8(layout.total_bits, n * kp // 8),
+            uint8(2 * len(layout.precisions), n, kp // config.group_size),
+            torch.empty(1, dtype=torch.int32, device=weight.device),
+            list(layout.slices),
+            config.group_size,
+            1,
+            k,
+            weight.dtype,
+            weight.detach() if config.keep_original else None,
         )
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[type[NestedTensor], tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from qbe.store.calibrate import calibrate
 from qbe.store.folding import Fold, edges
 from qbe.store.layout import SliceLayout
 from qbe.store.native_formats import is_native, stored_bytes
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, set_weight
 from qbe.tagger import tag
 
 
@@ -39,6 +40,26 @@ def with_store(table: SiteTable, model: nn.Module) -> SiteTable:
             site = replace(site, bytes_at={FULL_BITS: site.bytes_at[FULL_BITS] - as_tagged + stored_bytes(weight)})
         sites.append(site)
     return replace(table, sites=tuple(sites))
+
+
+def nest_skeleton(model: nn.Module, name: str, config: NestedWeightConfig, sites: Collection[str] | None) -> SiteTable:
+    """Puts nested weights without memory into a model on the meta device; returns the table that the model will have.
+
+    Args:
+        sites: names of those to nest; None takes all that can be.
+
+    Raises:
+        QBEError: there is nothing to nest.
+    """
+    table = tag(model, name=name)
+    names = nestable(table) if sites is None else [n for n in nestable(table) if n in sites]
+    if not names:
+        raise QBEError(f"{name} has no linear layer that can be nested; QBE cannot change its precision")
+    for site in names:
+        module = model.get_submodule(site)
+        assert isinstance(module, nn.Linear)
+        set_weight(module, NestedTensor.empty(module.weight, config))
+    return with_store(table, model)
 
 
 def smooth_model(model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, progress: bool) -> list[Fold]:

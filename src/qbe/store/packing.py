@@ -45,3 +45,23 @@ def unpack(packed: torch.Tensor, layout: SliceLayout, out_features: int, bits: i
         fields = (part >> shifts) & ((1 << width) - 1)
         codes |= fields.reshape(out_features, blocks, BLOCK) << (bits - first - width)
     return codes.view(out_features, -1)
+
+
+def to_blocks(packed: torch.Tensor, layout: SliceLayout, out_features: int) -> torch.Tensor:
+    """A view of the packed buffer by output and block, so that rows and columns can be cut out of it.
+
+    Args:
+        packed: uint8 [total_bits, N * Kp / 8].
+
+    Returns:
+        uint8 [N, Kp / 64, 8 * total_bits]: each block's bytes, most significant part first.
+    """
+    parts = [packed[first : first + width].reshape(out_features, -1, 8 * width) for first, width in layout.parts]
+    return torch.cat(parts, dim=-1)
+
+
+def from_blocks(blocks: torch.Tensor, layout: SliceLayout) -> torch.Tensor:
+    """The inverse of `to_blocks`."""
+    widths = [8 * width for _, width in layout.parts]
+    parts = [part.reshape(width // 8, -1) for part, width in zip(blocks.split(widths, dim=-1), widths, strict=True)]
+    return torch.cat(parts)

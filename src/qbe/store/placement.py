@@ -46,7 +46,7 @@ def place(model: nn.Module, device: torch.device, originals: str) -> None:
             original = parameters[tied[name]].detach()
         elif original is not None:
             original = original.to(device) if originals == "device" else original.cpu().pin_memory()
-        packed, meta = _device_layout(weight, device)
+        packed, meta = device_layout(weight, device)
         moved = NestedTensor(
             packed, meta, weight.bits.to(device), weight.slices,
             weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,
@@ -54,7 +54,7 @@ def place(model: nn.Module, device: torch.device, originals: str) -> None:
         set_weight(module, moved)
 
 
-def _device_layout(weight: NestedTensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def device_layout(weight: NestedTensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Slices and scales for the device's kernels: tiled where they have such a layout, else canonical.
 
     The tiled buffer holds the scales too, so their canonical form stays in host memory then.

@@ -213,7 +213,7 @@ def quantise_to(
         nest_model(loaded.model, name, config, text=tokens, keep=keep, progress=progress)
         checkpoint.write_nested(partial, loaded.model, name, folds=folds)
         del loaded
-        if measure:
+        if measure and not known.bring(partial, checkpoint.read_manifest(partial)):
             measure_into(partial, path, name, device, progress=progress)
     if keep is not None:
         shutil.rmtree(keep, ignore_errors=True)

@@ -1,0 +1,57 @@
+"""What a request asks of QBE, in `SamplingParams.extra_args` (in an HTTP body `vllm_xargs`).
+
+service_tier          flex, default, priority, auto or fast: OpenAI's names
+qbe_bits              average bits of the weights
+qbe_activation_bits   8 or 16
+qbe_policy            name of a policy
+qbe_refresh           1: choose again while the answer is hard or easy to predict
+qbe_text              the text to analyse; left out, the whole prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qbe.budget import Budget
+from qbe.errors import QBEError
+from qbe.sites import FULL_BITS
+
+PREFIX = "qbe_"
+KNOWN = ("service_tier", "qbe_bits", "qbe_activation_bits", "qbe_policy", "qbe_refresh", "qbe_text")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request's wishes.
+
+    Attributes:
+        policy: None takes the model's default.
+        text: None takes the prompt.
+    """
+
+    budget: Budget
+    policy: str | None = None
+    text: str | None = None
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any] | None) -> Asked:
+        """Raises QBEError for a name that there is not, or a value that cannot be."""
+        args = args or {}
+        unknown = [k for k in args if k.startswith(PREFIX) and k not in KNOWN]
+        if unknown:
+            raise QBEError(f"unknown argument {unknown[0]}: QBE takes {', '.join(KNOWN)}")
+        refresh = args.get("qbe_refresh", 0)
+        if refresh not in (0, 1):  # JSON's true and false are among them
+            raise QBEError(f"qbe_refresh is {refresh!r}, but must be 0 or 1")
+        budget = Budget(
+            bits=args.get("qbe_bits"),
+            tier=args.get("service_tier") or "default",
+            activation_bits=args.get("qbe_activation_bits", FULL_BITS),
+            refresh=bool(refresh),
+        )
+        for name in ("qbe_policy", "qbe_text"):
+            if not isinstance(args.get(name, ""), str):
+                raise QBEError(f"{name} is {args[name]!r}, but must be text")
+        return cls(budget, args.get("qbe_policy"), args.get("qbe_text"))

@@ -1,0 +1,85 @@
+"""Nested linear layers on a CPU: rows at 16 bits take vLLM's own product, so that they are what they are without QBE.
+
+Sums of another order would give another token now and then. vLLM packs 16-bit weights for its product and drops the
+plain ones, so nothing is kept twice. Which rows those are is known on the host (`qbe.vllm.full_rows`): the custom op
+below asks there while a step runs, as vLLM's attention asks its forward context, under torch.compile, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from qbe.kernels.reference.activations import eight_bits, has_eight
+from qbe.store.plan import Plan
+from qbe.vllm.full_rows import FullRows
+from qbe.vllm.linear import NestedLinearMethod
+from qbe.vllm.served import Served
+
+_layers: list[tuple[CPUNestedLinearMethod, Any]] = []
+_library = torch.library.Library("qbe", "FRAGMENT")
+_library.define(
+    "vllm_linear(Tensor x, Tensor? bias, int outputs, int layer) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+class CPUNestedLinearMethod(NestedLinearMethod):
+    """As its base; `full_rows` is that of the tokens, for the output head that of the tokens whose logits are kept."""
+
+    def __init__(self, model: Served, plan: Plan, rows: list[int], full_rows: FullRows) -> None:
+        super().__init__(model, plan, rows)
+        self.full_rows = full_rows
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=not isinstance(layer, ParallelLMHead))
+        self.number = len(_layers)
+        _layers.append((self, layer))
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ops.qbe.vllm_linear(x, bias, sum(self.sizes), self.number)
+
+    def run(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What the custom op computes."""
+        rows = x.reshape(-1, x.shape[-1])
+        words = [w[: len(rows)] for w in self.words(layer)]
+        full = [self.full_rows.of(row) for row in self.rows]
+        if all(f is False for f in full):
+            return self.nested(layer, rows, bias, words, full_weights=False).view(*x.shape[:-1], -1)
+        eight = any(bool(has_eight(w).any()) for w in words)
+        if all(f is True for f in full) and not eight:
+            return layer.cpu_linear(x, layer.weight, bias)
+        masks = [f if isinstance(f, torch.Tensor) else torch.full((len(rows),), f) for f in full]
+        some = ~torch.stack(masks).all(0)
+        y = x.new_empty(len(rows), sum(self.sizes))
+        if some.any():  # in a row of which only some parts are at 16 bits, these are computed at the lowest, in vain
+            lowest = self.model.nesting.slices[0]
+            low = [torch.where(m, lowest, w)[some] for m, w in zip(masks, words, strict=True)]
+            y[some] = self.nested(layer, rows[some], bias, low, full_weights=False)
+        at = 0
+        for mask, own, size in zip(masks, words, self.sizes, strict=True):
+            at += size
+            if not mask.any():
+                continue
+            x_full = rows[mask]
+            if eight:
+                low_x = eight_bits(x_full, self.model.nesting.group_size).to(x.dtype)
+                x_full = torch.where(has_eight(own[mask])[:, None], low_x, x_full)
+            y[mask, at - size : at] = layer.cpu_linear(x_full, layer.weight, bias)[:, at - size : at]
+        return y.view(*x.shape[:-1], -1)
+
+
+def _run(x: torch.Tensor, bias: torch.Tensor | None, _outputs: int, layer: int) -> torch.Tensor:
+    method, module = _layers[layer]
+    return method.run(module, x, bias)
+
+
+@torch.library.register_fake("qbe::vllm_linear", lib=_library)
+def _fake(x: torch.Tensor, _bias: torch.Tensor | None, outputs: int, _layer: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+_library.impl("vllm_linear", _run, "CPU")

@@ -1,0 +1,119 @@
+"""A request in vLLM's front end: its budget, analysis and policy give it a blueprint before it is sent to the engine.
+
+This runs where vLLM tokenises, in the API server's process and its pool of threads, so the engine never waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.exceptions import VLLMValidationError
+
+from qbe import policies
+from qbe.analysis import Analyzer
+from qbe.cache import open_cache
+from qbe.choosing import BlueprintChooser
+from qbe.errors import QBEError
+from qbe.models.folder_weights import lazy_state_dict
+from qbe.models.load import load_config_and_tokenizer
+from qbe.records import thresholds
+from qbe.sites import Role
+from qbe.vllm import metrics
+from qbe.vllm.asked import Asked
+from qbe.vllm.config import QBEConfig
+from qbe.vllm.salt import salt_of
+from qbe.vllm.served import Served
+from qbe.vllm.ticket import KEY, Ticket
+
+_lock = threading.Lock()
+_front_ends: dict[str, FrontEnd] = {}  # by digest of the table
+
+
+class FrontEnd:
+    """Chooses blueprints for the requests of one model."""
+
+    def __init__(self, model: Served) -> None:
+        config, self.tokenizer = load_config_and_tokenizer(model.folder)
+        self.model = model
+        self.context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.chooser = make_chooser(model, Analyzer(_embedding(model)), self.context)
+
+    def choose(self, prompt: Any, asked: Asked, max_tokens: int | None) -> Ticket:
+        """Raises QBEError for a budget that cannot be met, or a prompt that cannot be analysed."""
+        ids = prompt.get("prompt_token_ids")
+        if not ids:
+            raise QBEError("a prompt of embeddings has no text that QBE could analyse; give text or tokens")
+        if asked.text is not None:
+            text, words = asked.text, self.tokenizer(asked.text, add_special_tokens=False)["input_ids"]
+        else:
+            text, words = prompt.get("prompt") or str(self.tokenizer.decode(ids)), ids
+        start = time.perf_counter()
+        policy = self.chooser.policy(asked.policy)
+        if getattr(policy, "reads_prompt", False) or hasattr(policy, "routers"):
+            raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")
+        context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)
+        profile = self.chooser.profile(text, words, policy, context)
+        analysed = time.perf_counter()
+        blueprint, cached = self.chooser.blueprint(policy, profile, asked.budget)
+        budget = asked.budget
+        return Ticket(
+            policy=blueprint.policy, asked_policy=asked.policy, weight_bits=bytes(blueprint.weight_bits),
+            activation_bits=bytes(blueprint.activation_bits), digest=self.model.table.digest,
+            budget={"bits": budget.bits, "tier": budget.tier, "activation_bits": budget.activation_bits,
+                    "refresh": budget.refresh},
+            profile={"score": profile.score, "prompt_class": profile.prompt_class, "tier": profile.tier,
+                     "features": profile.features, "cluster": profile.cluster},
+            context=profile.context, analysis_ms=(analysed - start) * 1e3,
+            policy_ms=(time.perf_counter() - analysed) * 1e3, cache=cached,
+        )  # fmt: skip
+
+
+def admit(config: QBEConfig, prompt: Any, params: Any) -> None:
+    """Gives a request its ticket and a cache salt, so that prefixes are shared only where they were computed alike.
+
+    Args:
+        prompt: vLLM's processed input; its `cache_salt` is set.
+        params: the caller's `SamplingParams`, which vLLM copies after this; its `extra_args` are replaced, not changed.
+
+    Raises:
+        VLLMValidationError: which becomes HTTP 400, or the caller's exception.
+    """
+    args = {k: v for k, v in (params.extra_args or {}).items() if k != KEY}  # that of an earlier prompt
+    try:
+        ticket = front_end(config.served).choose(prompt, Asked.of(args), params.max_tokens)
+        blueprint = ticket.blueprint(config.served.table)
+    except QBEError as error:
+        raise VLLMValidationError(str(error)) from error
+    prompt["cache_salt"] = salt_of(prompt.get("cache_salt"), blueprint.computed_key)
+    params.extra_args = {**args, KEY: ticket.pack()}
+    metrics.admitted(ticket, blueprint, config.served.table)
+
+
+def front_end(model: Served) -> FrontEnd:
+    """That of a model, made for its first request."""
+    with _lock:
+        key = model.table.digest
+        if key not in _front_ends:
+            _front_ends[key] = FrontEnd(model)
+        return _front_ends[key]
+
+
+def make_chooser(model: Served, analyzer: Analyzer, context: int | None) -> BlueprintChooser:
+    """Chooser with the default policy: `tiered`, or `uniform` where the folder has no measured sensitivities."""
+    name = "tiered" if model.table.measured else "uniform"
+    cache = open_cache(None, model.table, model.name)
+    return BlueprintChooser(
+        policies.load(name), name, model.table, analyzer, thresholds.load(model.name), context, cache
+    )
+
+
+def _embedding(model: Served) -> torch.Tensor | None:
+    """The input embedding [vocabulary, hidden] out of the checkpoint; None where it has another name there."""
+    weights = lazy_state_dict(Path(model.folder))
+    site = next((s for s in model.table if s.role is Role.EMBEDDING), None)
+    found = None if site is None else weights.get(f"{site.name}.weight")
+    return None if found is None else found.to()

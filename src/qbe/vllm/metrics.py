@@ -1,0 +1,26 @@
+"""QBE's numbers in vLLM's registry, where `/metrics` shows them beside its own. Counted where requests are admitted."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+
+from qbe.blueprint import Blueprint
+from qbe.sites import SiteTable
+from qbe.vllm.ticket import Ticket
+
+REQUESTS = Counter("qbe:requests", "Requests that got a blueprint.", ["policy", "tier"])
+BITS = Histogram(
+    "qbe:weight_bits", "Average bits a weight of the blueprints chosen.", ["tier"],
+    buckets=(4, 4.5, 5, 5.5, 6, 6.5, 7, 7.5, 8, 16),
+)  # fmt: skip
+SECONDS = Histogram(
+    "qbe:choice_seconds", "Time of analysis and policy for a request.", buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1e-1, 1)
+)
+
+
+def admitted(ticket: Ticket, blueprint: Blueprint, table: SiteTable) -> None:
+    """Count a request that got a blueprint."""
+    tier = ticket.budget["tier"]
+    REQUESTS.labels(ticket.policy, tier).inc()
+    BITS.labels(tier).observe(blueprint.average_weight_bits(table))
+    SECONDS.observe((ticket.analysis_ms + ticket.policy_ms) / 1e3)

@@ -1,0 +1,99 @@
+"""vLLM's model runner, writing the rows' words into the plan before each forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from qbe.analysis.difficulty import difficulty
+from qbe.blueprint import Blueprint
+from qbe.vllm.config import QBEConfig
+from qbe.vllm.full_rows import Runs
+from qbe.vllm.measured import measured
+from qbe.vllm.ticket import Ticket, blueprint_of
+
+
+class PlannedRunner(GPUModelRunner):
+    """vLLM's first model runner, which those of all platforms are made from.
+
+    vLLM tells a worker of a request once, with its sampling parameters; a refreshed blueprint comes with the
+    scheduler's output (`qbe.vllm.scheduler`). Preempted requests keep theirs.
+    """
+
+    blueprints: dict[str, Blueprint]
+
+    def start_plan(self, config: QBEConfig) -> None:
+        """Called once, when the model is loaded."""
+        assert config.plan is not None
+        if self.vllm_config.parallel_config.pipeline_parallel_size == 1:
+            config.check_found()
+        self.plan, self._full_rows, self.blueprints = config.plan, config.full_rows, {}
+        self.watched: set[str] = set()
+        table = config.served.table
+        # For requests that came without a ticket, and for steps without requests.
+        self._widest = Blueprint.of("widest", table, tuple(s.gears[-1] for s in table.nested))
+        self._lowest = Blueprint.of("lowest", table, tuple(s.gears[0] for s in table.nested))
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        for request in scheduler_output.finished_req_ids:
+            self.blueprints.pop(request, None)
+            self.watched.discard(request)
+        return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        found = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        for request, (policy, weights, activations) in getattr(scheduler_output, "qbe_refreshed", {}).items():
+            self.blueprints[request] = blueprint_of(policy, weights, activations, self.plan.table)
+        each = [self._blueprint(request) for _, request in self._batch()]
+        self._write(list(zip(each, num_scheduled_tokens.tolist(), strict=True)), [(b, 1) for b in each])
+        return found
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "plan"):  # of any number of rows, between steps of requests
+            rows = [(self._lowest, self.plan.max_rows)]
+            self._write(rows, rows)
+        return super()._dummy_run(*args, **kwargs)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Leaves with its output how hard the tokens of watched answers were to predict."""
+        state = self.execute_model_state
+        logits: Any = None if state is None else state.logits
+        watched = [] if logits is None else [(i, r) for i, r in self._batch() if r in self.watched]
+        hard = None
+        if watched:  # before sampling, which may change the logits
+            rows = logits[[i for i, _ in watched]].float()
+            hard = difficulty(rows, rows.argmax(-1))
+        output = super().sample_tokens(grammar_output)
+        return output if hard is None else measured(output, [r for _, r in watched], hard)
+
+    def _batch(self) -> Iterator[tuple[int, str]]:
+        batch = self.input_batch
+        return enumerate(batch.req_ids[: batch.num_reqs])
+
+    def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        """The head then sees tokens of one prompt, not the last token of each: its row of the plan is set for that."""
+        found: dict[str, Any] = {}
+        for request in list(self.num_prompt_logprobs):
+            if request in num_scheduled_tokens:
+                tokens = num_scheduled_tokens[request]
+                blueprint = self._blueprint(request)
+                self._write([(blueprint, tokens)], [(blueprint, tokens)])
+                found |= super()._get_prompt_logprobs_dict(hidden_states, {request: tokens})
+        return found
+
+    def _write(self, tokens: Runs, kept: Runs) -> None:
+        """Set the rows of all layers, and those of the output head."""
+        self.plan.write(tokens, [b for b, n in kept for _ in range(n)])
+        for full_rows, runs in zip(self._full_rows, (tokens, kept), strict=True):
+            full_rows.note(runs)
+
+    def _blueprint(self, request: str) -> Blueprint:
+        if request not in self.blueprints:
+            ticket = Ticket.find(self.requests[request].sampling_params)
+            self.blueprints[request] = self._widest if ticket is None else ticket.blueprint(self.plan.table)
+            if ticket is not None and ticket.budget["refresh"]:
+                self.watched.add(request)
+        return self.blueprints[request]

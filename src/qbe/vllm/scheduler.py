@@ -1,0 +1,92 @@
+"""vLLM's scheduler, watching over answers: it refreshes their blueprints and writes their records.
+
+Workers leave with a step's output how hard each watched answer's token was to predict; a blueprint that takes another
+one's place goes to all workers with the next step. Both are attributes of vLLM's own messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from qbe.analysis import Analyzer
+from qbe.records import RecordStore, thresholds
+from qbe.records.refresh import Monitor
+from qbe.vllm.answer import Answer
+from qbe.vllm.salt import prefix_salt, resalt
+from qbe.vllm.ticket import Ticket
+
+
+class PlannedScheduler(Scheduler):
+    """vLLM's scheduler, and that."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._model = self.vllm_config.quant_config.served
+        self._answers: dict[str, Answer] = {}
+        self._refreshed: dict[str, tuple[str, bytes, bytes]] = {}  # not yet sent to the workers
+        self._records = RecordStore()
+        self._chooser: Any = None
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        ticket = Ticket.find(request.sampling_params)
+        if ticket is not None and request.request_id not in self._answers:
+            monitor = Monitor(thresholds.load(self._model.name)) if ticket.budget["refresh"] else None
+            self._answers[request.request_id] = Answer(ticket, self._model.table, request.arrival_time, monitor)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)
+        output.qbe_refreshed = {
+            request: self._refreshed.pop(request)
+            for request in list(self._refreshed)
+            if request in output.num_scheduled_tokens
+        }
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        sampled, where = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+        difficulties = getattr(model_runner_output, "qbe_difficulties", {})
+        for request, tokens in scheduler_output.num_scheduled_tokens.items():
+            if (answer := self._answers.get(request)) is not None:
+                new = len(sampled[where[request]]) if sampled and request in where else 0
+                answer.step(tokens, new, difficulties.get(request))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in difficulties:
+            self._refresh(request)
+        return outputs
+
+    def _refresh(self, request_id: str) -> None:
+        answer, request = self._answers.get(request_id), self.requests.get(request_id)
+        if answer is None or request is None or (cause := answer.cause()) is None:
+            return
+        if self._chooser is None:
+            from qbe.vllm.frontend import make_chooser
+
+            self._chooser = make_chooser(self._model, Analyzer(), None)
+        if answer.refresh(cause, self._chooser):
+            blueprint = answer.blueprint
+            self._refreshed[request_id] = (
+                blueprint.policy, bytes(blueprint.weight_bits), bytes(blueprint.activation_bits)
+            )  # fmt: skip
+            resalt(request, blueprint.computed_key)
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        answer = self._answers.get(request.request_id)
+        if answer is not None and answer.refreshes:  # all of it will be computed at the present blueprint
+            prefix_salt(request, answer.blueprint.computed_key)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super()._free_request(request, *args, **kwargs)
+        self._refreshed.pop(request.request_id, None)
+        answer = self._answers.pop(request.request_id, None)
+        if answer is not None:
+            self._records.try_append(answer.record(request, self._model.name))
+        return found
+
+
+class PlannedAsyncScheduler(PlannedScheduler, AsyncScheduler):
+    """The same for steps that are scheduled before the last one's output is there; a refresh comes a step later."""

@@ -1,0 +1,61 @@
+"""What QBE knows of a model that vLLM serves, read from its folder: its sites and, where there is one, its store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qbe.models.load import load_skeleton
+from qbe.sites import SiteTable
+from qbe.store import checkpoint, sensitivity_table
+from qbe.store.checkpoint import Manifest
+from qbe.store.measure import with_measured
+from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nesting import nest_skeleton
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that vLLM serves with QBE. It travels to every worker.
+
+    Attributes:
+        name: what the caller called it.
+        folder: where its files are.
+        table: its sites; the order of the nested ones is that of the plan's rows.
+        nesting: layout of the store.
+        manifest: of the store that `qbe quantize` wrote; None for a checkpoint that is nested while it is loaded.
+    """
+
+    name: str
+    folder: Path
+    table: SiteTable
+    nesting: NestedWeightConfig
+    manifest: Manifest | None
+
+
+def describe(name: str, revision: str | None = None) -> Served:
+    """Reads what there is to know of a model before its weights are.
+
+    Args:
+        name: a folder, or a hub id (which is downloaded, as vLLM would).
+
+    Raises:
+        QBEError: a folder without config, a damaged store, or a model with nothing to nest.
+    """
+    folder = Path(name) if Path(name).is_dir() else _download(name, revision)
+    manifest = checkpoint.read_manifest(folder) if checkpoint.is_checkpoint(folder) else None
+    nesting = NestedWeightConfig()
+    if manifest is not None:
+        nesting = NestedWeightConfig(manifest.group_size, manifest.slices)
+    sites = None if manifest is None else manifest.sites.keys()
+    table = nest_skeleton(load_skeleton(folder), name, nesting, sites)
+    measured = sensitivity_table.read(folder) if manifest is not None else None
+    if measured is not None:
+        table = with_measured(table, measured)
+    return Served(name, folder, table, nesting, manifest)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))

@@ -1,0 +1,74 @@
+"""OpenAI's `service_tier` for vLLM's server, which does nothing with that field: `--middleware` of this class.
+
+Also tells QBE's analysis what the user wrote last, where vLLM would hand it the whole conversation in its template.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+class ServiceTier:
+    """ASGI middleware: copies `service_tier`, and of a chat the last message's text, into the body's `vllm_xargs`.
+
+    What is there already stays. A body that is no JSON object goes on as it is, for vLLM to refuse.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+            await self.app(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":  # the client has gone
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = with_args(body)
+        headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+        scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+        given = False
+
+        async def once() -> Any:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, once, send)
+
+
+def with_args(body: bytes) -> bytes:
+    """The request's body with QBE's arguments in it."""
+    try:
+        request = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(request, dict) or not isinstance(request.get("vllm_xargs") or {}, dict):
+        return body
+    found = {}
+    if isinstance(tier := request.get("service_tier"), str):
+        found["service_tier"] = tier
+    if text := _last_text(request.get("messages")):
+        found["qbe_text"] = text
+    if not found:
+        return body
+    return json.dumps({**request, "vllm_xargs": {**found, **(request.get("vllm_xargs") or {})}}).encode()
+
+
+def _last_text(messages: Any) -> str | None:
+    """Of the last message that has some."""
+    for message in reversed(messages if isinstance(messages, list) else []):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            content = "\n".join(p["text"] for p in content if isinstance(p, dict) and isinstance(p.get("text"), str))
+        if isinstance(content, str) and content.strip():
+            return content
+    return None

@@ -1,0 +1,219 @@
+"""The parts of the vLLM plug-in by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qbe.blueprint import Blueprint
+from qbe.errors import QBEError
+from qbe.sites import FULL_BITS, Role, Site, SiteTable
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from qbe.vllm.answer import Answer
+from qbe.vllm.asked import Asked
+from qbe.vllm.full_rows import FullRows
+from qbe.vllm.loader import scaled
+from qbe.vllm.measured import MeasuredLater
+from qbe.vllm.salt import MARK, prefix_salt, resalt, salt_of
+from qbe.vllm.service_tier import ServiceTier, with_args
+from qbe.vllm.ticket import KEY, Ticket
+
+GEARS = (4, 6, 8, FULL_BITS)
+
+
+def table(sites: int = 3) -> SiteTable:
+    made = tuple(
+        Site(f"layers.{i}.up", Role.FFN_UP, i, (64, 64), True, GEARS, {g: g * 512 for g in GEARS}) for i in range(sites)
+    )
+    return SiteTable(made, "made up", sites)
+
+
+def ticket(bits: tuple[int, ...], of: SiteTable, refresh: bool = False) -> Ticket:
+    return Ticket(
+        policy="uniform", asked_policy="uniform", weight_bits=bytes(bits), activation_bits=bytes([16] * len(bits)),
+        digest=of.digest, budget={"bits": None, "tier": "flex", "activation_bits": 16, "refresh": refresh},
+        profile={"score": 0.5, "prompt_class": "code", "tier": 1, "features": {}, "cluster": None}, context=9,
+        analysis_ms=0.1, policy_ms=0.2,
+    )  # fmt: skip
+
+
+def test_what_a_request_asks_for() -> None:
+    asked = Asked.of({"qbe_bits": 5, "service_tier": "priority", "qbe_policy": "uniform", "top": 1})
+    assert (asked.budget.bits, asked.budget.tier, asked.policy, asked.text) == (5, "priority", "uniform", None)
+    assert Asked.of(None).budget.tier == "default"
+    assert Asked.of({"qbe_refresh": True}).budget.refresh
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"qbe_bit": 4}, {"qbe_bits": "four"}, {"qbe_bits": 40}, {"service_tier": "gold"}, {"qbe_refresh": 2},
+        {"qbe_policy": 4}, {"qbe_activation_bits": 4}, {"qbe_bits": 5, "qbe_refresh": 1},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(args: dict[str, Any]) -> None:
+    with pytest.raises(QBEError) as found:
+        Asked.of(args)
+    assert "\n" not in str(found.value)
+
+
+def test_a_ticket_is_plain_data_and_belongs_to_one_model() -> None:
+    mine = table()
+    packed = json.loads(json.dumps(ticket((4, 6, 16), mine).pack(), default=list))
+    found = Ticket.find(SimpleNamespace(extra_args={KEY: packed}))
+    assert found is not None
+    assert found.blueprint(mine).weight_bits == (4, 6, 16)
+    with pytest.raises(QBEError, match="another model"):
+        found.blueprint(table(4))
+    assert Ticket.find(SimpleNamespace(extra_args=None)) is None
+
+
+def test_a_salt_keeps_the_callers_and_is_made_once() -> None:
+    first = salt_of("theirs", "a")
+    assert first == f"theirs{MARK}a"
+    assert salt_of(first, "b") == f"theirs{MARK}b"
+    assert salt_of(None, "a") != salt_of(None, "b")
+
+
+def test_blocks_are_renamed_after_a_refresh_and_all_of_them_after_a_preemption() -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+
+    def made(salt: str) -> Request:
+        params = SamplingParams(max_tokens=9)
+        return Request(
+            "r", list(range(8)), params, None, cache_salt=salt, block_hasher=get_request_block_hasher(4, sha256)
+        )
+
+    def names(request: Request, answer: list[int]) -> list[bytes]:
+        request.append_output_token_ids(answer)
+        return list(request.block_hashes)
+
+    plain = names(made(salt_of(None, "a")), [1, 2, 3, 4, 5, 6, 7, 8])
+    assert plain == names(made(salt_of(None, "a")), [1, 2, 3, 4, 5, 6, 7, 8])
+    refreshed = made(salt_of(None, "a"))
+    resalt(refreshed, "b")
+    found = names(refreshed, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert found[:2] == plain[:2]
+    assert not set(found[2:]) & set(plain)
+    prefix_salt(refreshed, "b")
+    assert list(refreshed.block_hashes) == names(made(salt_of(None, "b")), [1, 2, 3, 4, 5, 6, 7, 8])
+
+
+@given(st.lists(st.tuples(st.sampled_from([(4, 16, 8), (16, 16, 16), (6, 6, 6)]), st.integers(1, 3)), min_size=1))
+def test_rows_at_16_bits_are_those_of_the_blueprints(runs: list[tuple[tuple[int, ...], int]]) -> None:
+    full_rows = FullRows()
+    full_rows.note([(Blueprint("made up", bits, (16, 16, 16), ()), n) for bits, n in runs])
+    for site in range(3):
+        expected = [bits[site] == 16 for bits, n in runs for _ in range(n)]
+        found = full_rows.of(site)
+        assert (found.tolist() if isinstance(found, torch.Tensor) else [found] * len(expected)) == expected
+
+
+def test_folds_are_powers_of_two_on_both_sides() -> None:
+    torch.manual_seed(0)
+    exponents = torch.tensor([1, -2, 0, 3], dtype=torch.int8)
+    x, norm, weight = torch.randn(5, 4).bfloat16(), torch.randn(4).bfloat16(), torch.randn(6, 4).bfloat16()
+    folded = torch.nn.functional.linear(x * scaled(norm, exponents, None, True), scaled(weight, None, exponents, True))
+    assert torch.equal(folded, torch.nn.functional.linear(x * norm, weight))
+    assert torch.equal(scaled(weight[:4], exponents, None, True)[1], weight[1] * 4)
+    assert scaled(norm, None, exponents, False) is norm  # a consumer's bias
+
+
+def test_an_answer_is_refreshed_and_recorded() -> None:
+    from qbe.policies.uniform import UniformPolicy
+    from qbe.records.refresh import Monitor
+    from qbe.records.thresholds import RUN, WINDOW, Thresholds
+
+    class Wider(UniformPolicy):
+        """The widest gear for hard queries."""
+
+        def blueprint(self, profile: Any, budget: Any, table: SiteTable) -> Blueprint:
+            return Blueprint.of("wider", table, (8 if profile.score > 0.6 else 4,) * len(table.nested))
+
+    mine = table()
+    thresholds = Thresholds(2.0, 0.5, 1.0, 3.0, 99)
+    answer = Answer(ticket((4, 4, 4), mine, refresh=True), mine, 0.0, Monitor(thresholds))
+    chooser = SimpleNamespace(policy=lambda _: Wider(), blueprint=lambda p, q, b: (p.blueprint(q, b, mine), None))
+    answer.step(5, 1, (3.0, 0.1))
+    for i in range(RUN * WINDOW - 1):
+        assert answer.cause() is None, i
+        answer.step(1, 1, (3.0, 0.1))
+    cause = answer.cause()
+    assert cause is not None
+    assert cause.kind == "hard"
+    assert answer.refresh(cause, chooser)  # type: ignore[arg-type]
+    assert answer.blueprint.weight_bits == (8, 8, 8)
+    answer.step(1, 1, (0.1, 5.0))
+    request = SimpleNamespace(
+        num_prompt_tokens=5, num_output_tokens=97, get_finished_reason=lambda: "length", status=None
+    )
+    record = answer.record(request, "made up")
+    assert record.tokens_by_bits == {4: 5 + RUN * WINDOW - 1, 8: 1}
+    assert record.finish_reason == "length"
+    assert len(record.entropies or ()) == 97
+    assert record.bytes_moved == 3 * 512 * (4 * 96 + 8)
+    assert [r["kind"] for r in record.refreshes or ()] == ["hard"]
+    record.to_row()
+
+
+def test_an_output_that_comes_later_still_tells_of_difficulty() -> None:
+    inner = SimpleNamespace(get_output=lambda: SimpleNamespace())
+    found = MeasuredLater(inner, ["a", "b"], torch.tensor([[1.0, 2.0], [3.0, 4.0]])).get_output()  # type: ignore[arg-type]
+    assert found.qbe_difficulties == {"a": (1.0, 3.0), "b": (2.0, 4.0)}
+
+
+def test_the_tier_of_a_body_reaches_the_arguments() -> None:
+    chat = {"service_tier": "flex", "messages": [{"role": "user", "content": "why?"}, {"role": "user", "content": " "}]}
+    assert json.loads(with_args(json.dumps(chat).encode()))["vllm_xargs"] == {
+        "service_tier": "flex",
+        "qbe_text": "why?",
+    }
+    own = {"service_tier": "flex", "vllm_xargs": {"service_tier": "priority"}}
+    assert json.loads(with_args(json.dumps(own).encode()))["vllm_xargs"] == {"service_tier": "priority"}
+    for body in (b"{", b"[1]", b'{"prompt": "x"}', b'{"vllm_xargs": 3, "service_tier": "flex"}'):
+        assert with_args(body) == body
+
+
+def test_the_middleware_hands_on_one_whole_body() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, _send: Any) -> None:
+        seen.append((dict(scope["headers"]), await receive()))
+
+    parts = [{"type": "http.request", "body": b'{"service_', "more_body": True},
+             {"type": "http.request", "body": b'tier": "flex"}'}]  # fmt: skip
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-length", b"24")]}
+    asyncio.run(ServiceTier(app)(scope, receive, None))
+    headers, message = seen[0]
+    assert json.loads(message["body"])["vllm_xargs"] == {"service_tier": "flex"}
+    assert headers[b"content-length"] == str(len(message["body"])).encode()
+
+
+def test_another_version_of_vllm_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qbe.vllm import versions
+
+    assert versions.refusal() is None
+    monkeypatch.setattr("vllm.__version__", "0.33.1")
+    message = versions.refusal()
+    assert message is not None
+    assert "0.33.1" in message
+    with pytest.raises(ValueError, match=r"0\.33\.1"):
+        versions.refused(message).from_config({})
