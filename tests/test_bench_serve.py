@@ -48,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sizes(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Sizes:
     model = save_tiny(tmp_path_factory.mktemp("bench") / "model")
     return Sizes(
-        model=model, policy="uniform", data=data, shrink=4, requests=6, halvings=0, rounds=1, batch=2, tokens=4,
+        model=model, policy="uniform", data=data, shrink=16, requests=4, halvings=0, rounds=1, batch=2, tokens=4,
         probes=5, flood=3, schemas=4, schema_tokens=40,
     )  # fmt: skip
 
