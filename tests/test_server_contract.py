@@ -217,6 +217,13 @@ def test_a_browned_out_tier_sinks_to_its_floor_and_no_further() -> None:
     assert budget(given, 1, 1, 1, 4.0, Speed()).within == (6.0, 6.0)  # what was asked for stays
 
 
+def test_a_tier_says_the_activation_bits_that_a_request_does_not() -> None:
+    settings = Settings.model_validate({"tiers": {"flex": {"activation_bits": 8}}})
+    for tier, wanted, bits in (("flex", None, 8), ("flex", 16, 16), ("default", None, 16), ("default", 8, 8)):
+        given = terms(tier, Contract(activation_bits=wanted), settings, 0.0)  # type: ignore[arg-type]
+        assert budget(given, 1, 1, 1, 4.0, Speed()).activation_bits == bits
+
+
 def test_speed_is_a_line_over_bits() -> None:
     speed = Speed()
     assert speed.most_bits(100, 10, 10) is None

@@ -10,6 +10,7 @@ import numpy as np
 from qbe.bench.client import Answered
 
 PART = 0.95  # of the requests must meet the bound
+_RISES = 8  # of the first rate, to 25 times: so few requests that all of them may come at once end the search, too
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 class Search:
-    """The highest rate at which a bound is met, by doubling and then halving the interval on a logarithmic scale.
+    """The highest rate at which a bound is met: half as much again until it is not, then the interval is halved.
 
     Args:
         bound: to be met.
@@ -71,12 +72,12 @@ class Search:
     def __init__(self, bound: Bound, start: float, steps: int) -> None:
         self._bound, self._steps = bound, steps
         self.rate, self.trials = start, list[Trial]()
-        self._good, self._bad = 0.0, float("inf")
+        self._good, self._bad, self._rises = 0.0, float("inf"), 0
 
     @property
     def done(self) -> bool:
         """Whether the interval is small enough."""
-        return self._steps < 0
+        return self._steps < 0 or self._rises > _RISES
 
     @property
     def best(self) -> float:
@@ -92,6 +93,7 @@ class Search:
             self._bad = min(self._bad, trial.rate)
         if self._bad == float("inf"):
             self.rate = self._good * 1.5
+            self._rises += 1
         elif self._good == 0.0:
             self.rate = self._bad / 1.5
         else:

@@ -116,8 +116,8 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
             "raise it, or lower max_tokens or the bits", param="qbe.max_cost", code="contradictory_budget",
         )  # fmt: skip
     rest: dict[str, Any] = {
-        "tier": given.tier, "activation_bits": c.activation_bits, "kv_bits": c.kv_bits, "kv_error": c.kv_error,
-        "cascade": c.cascade,
+        "tier": given.tier, "activation_bits": c.activation_bits or given.tier_settings.activation_bits,
+        "kv_bits": c.kv_bits, "kv_error": c.kv_error, "cascade": c.cascade,
     }  # fmt: skip
     if c.bits is not None:
         return Budget(bits=c.bits, **rest)

@@ -30,7 +30,7 @@ class Contract(Body):
         min_bits, max_bits: bounds of that average instead; the query's score chooses between them.
         kv_bits: average bits of the KV cache, or `turbo2` or `turbo4` (keys in TurboQuant's form).
         kv_error: what these may change of attention's outputs, as a part of their norm.
-        activation_bits: of the inputs of linear layers, 8 or 16.
+        activation_bits: of the inputs of linear layers, 8 or 16; left out, the tier's.
         max_latency_ms: the answer ends by then: precision is lowered as far as that is foreseen to need, what is not
             written yet is cut (`finish_reason` `length`).
         max_cost: the most that the request may cost, in the server's currency; bounds the bits.
@@ -45,7 +45,7 @@ class Contract(Body):
     max_bits: Bits | None = None
     kv_bits: Annotated[float, Field(ge=2, le=FULL_BITS)] | Literal["turbo2", "turbo4"] | None = None
     kv_error: Annotated[float, Field(ge=0, le=MOST_KV_ERROR)] | None = None
-    activation_bits: Literal[8, 16] = 16
+    activation_bits: Literal[8, 16] | None = None
     max_latency_ms: Annotated[float, Field(gt=0)] | None = None
     max_cost: Annotated[float, Field(gt=0)] | None = None
     policy: Annotated[str, Field(max_length=64)] | None = None

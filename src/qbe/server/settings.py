@@ -34,6 +34,7 @@ class Tier(_Table):
         bits: the average bits that the query's score chooses among, lowest and highest.
         floor: under pressure the range sinks to this average ("brownout") before anyone is refused; None: it does not.
         ceiling: the most that a request may ask for by itself.
+        activation_bits: of the inputs of linear layers, where a request does not say.
         price: factor on the prices.
         patience_s: how long an answer of the tier lets later ones of higher tiers pass; None: 30 s for flex, 5 for
             default, 0 for priority.
@@ -46,6 +47,7 @@ class Tier(_Table):
     bits: tuple[Bits, Bits]
     floor: Bits | None = None
     ceiling: Bits = float(FULL_BITS)
+    activation_bits: Literal[8, 16] = 16
     price: Annotated[float, Field(ge=0)] = 1.0
     patience_s: Annotated[float, Field(ge=0)] | None = None
     reserved: Annotated[float, Field(ge=0, lt=1)] | None = None
