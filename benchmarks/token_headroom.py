@@ -22,6 +22,7 @@ import argparse
 import json
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -119,9 +120,12 @@ class Damages:
             return hook
 
         try:
-            for number, at in enumerate(self.sites):
-                module = self.model.get_submodule(self.table.nested[at].name)
-                module.forward = site_forward(number, module.weight, module.bias)
+            for at, site in enumerate(self.table.nested):
+                module = self.model.get_submodule(site.name)
+                if at in self.sites:
+                    module.forward = site_forward(self.sites.index(at), module.weight, module.bias)
+                else:
+                    module.forward = partial(linear, weight=module.weight.original, bias=module.bias)
                 modules.append(module)
             if self._routers is not None:
                 for number, block in enumerate(self.blocks):

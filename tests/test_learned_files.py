@@ -28,6 +28,8 @@ def test_what_was_learned_comes_back() -> None:
     found = learned.read("paq", smollm2_like())  # another table that says the same
     assert found.about == {"n": 3}
     assert np.array_equal(found.tensors["a"], FOUND.tensors["a"])
+    wider = tuple(replace(s, bytes_at={**s.bytes_at, 16: 4 * s.parameters}) for s in TABLE)
+    assert learned.read("paq", replace(TABLE, sites=wider)).about == {"n": 3}, "loaded in another dtype"
     assert learned.path_of("paq", replace(TABLE, model_name="other/like")) != path
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from qbe.errors import QBEError
 from qbe.files import write_bytes
-from qbe.sites import SiteTable
+from qbe.sites import FULL_BITS, SiteTable
 
 FORMAT = 1
 # Code and trained data of the analysis that learned policies read the results of.
@@ -54,8 +54,12 @@ def path_of(policy: str, table: SiteTable) -> Path:
 
 
 def version_of(policy: str, table: SiteTable) -> str:
-    """32 hex digits that change with the model, its store, what was measured of it, the analysis and the policy."""
-    facts = (FORMAT, policy, table.digest, _analysis())
+    """32 hex digits that change with the model, its store, what was measured of it, the analysis and the policy.
+
+    They do not with the dtype that the model is loaded in.
+    """
+    stored = tuple(replace(s, bytes_at={g: n for g, n in s.bytes_at.items() if g != FULL_BITS}) for s in table)
+    facts = (FORMAT, policy, replace(table, sites=stored).digest, _analysis())
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
