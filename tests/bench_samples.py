@@ -13,7 +13,7 @@ import torch
 
 from qbe.bench import linears
 from qbe.bench.machine import Limits, hardware
-from qbe.bench.report import Report, Row
+from qbe.bench.report import HIGHER_IS_BETTER, Report, Row
 from qbe.bench.weights import Part, Token
 
 LIMITS = Limits(bandwidth=1e9, flops=1e10)
@@ -44,7 +44,7 @@ def described(rows: list[Row], device: torch.device) -> list[dict[str, Any]]:
             assert row["spread"][0] <= row["ours"] <= row["spread"][1]
             assert row["rounds"] >= 1
         if row["ours"] and row["peer_value"]:
-            higher = row["unit"] == "tokens/s"
+            higher = row["unit"] in HIGHER_IS_BETTER
             ratio = row["ours"] / row["peer_value"] if higher else row["peer_value"] / row["ours"]
             assert row["ratio"] == pytest.approx(ratio)
             if row["limit"] is not None:
