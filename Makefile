@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
 
-.PHONY: setup demo test lint types bench clean
+.PHONY: setup setup-vllm demo test test-vllm lint types bench clean
 
 setup: $(READY)
 
@@ -17,11 +18,24 @@ $(READY): pyproject.toml constraints.txt setup.py src/qbe/kernels/cpu/source.py 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $(READY)
 
+# vLLM for the CPU in an environment of its own: it pins other versions. The list is complete, so that nothing is
+# resolved, and torch's companions that it asks for, but does not need, stay away.
+setup-vllm: $(VLLM)/.ready
+
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
 demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-vllm: setup-vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm
 
 lint: setup
 	$(BIN)/ruff check .
@@ -35,4 +49,4 @@ bench: setup
 	for what in linears decode prefill switch batch kv; do $(BIN)/qbe bench $$what || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info

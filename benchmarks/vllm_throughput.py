@@ -23,7 +23,7 @@ from pathlib import Path
 
 from vllm_agreement import plain_folder
 
-PORT, START_S = 8471, 400
+PORT, START_S = 8471, 900
 # The command `vllm` of the CPU wheel looks for a distribution called vllm and fails: this is `vllm bench serve`.
 BENCH = """
 import vllm.benchmarks.serve as serve
@@ -35,10 +35,10 @@ serve.main(parser.parse_args())
 
 
 @contextmanager
-def serving(model: Path, quantization: str | None) -> Iterator[str]:
+def serving(model: Path, quantization: str | None, more: list[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(PORT),
                "--served-model-name", "model", "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "16",
-               "--kv-cache-memory-bytes", str(1 << 29), "--no-enable-prefix-caching"]  # fmt: skip
+               "--kv-cache-memory-bytes", str(1 << 29), "--no-enable-prefix-caching", *more]  # fmt: skip
     command += ["--quantization", quantization] if quantization else []
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -53,7 +53,7 @@ def serving(model: Path, quantization: str | None) -> Iterator[str]:
                 time.sleep(1)
         yield f"http://127.0.0.1:{PORT}"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
 
@@ -78,14 +78,15 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, which takes minutes to start")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result = {}
+    result, more = {}, ["--enforce-eager"] if args.eager else []
     with tempfile.TemporaryDirectory() as folder:
         plain = plain_folder(args.model, Path(folder))
-        with serving(plain, None) as url:
+        with serving(plain, None, more) as url:
             result["vLLM alone, bf16"] = bench(url, plain, args.prompts, None)
-        with serving(args.model, "qbe") as url:
+        with serving(args.model, "qbe", more) as url:
             for bits in args.bits:
                 extra = {"vllm_xargs": {"qbe_bits": bits, "qbe_policy": "uniform"}}
                 result[f"QBE, {bits} bits"] = bench(url, plain, args.prompts, extra)
