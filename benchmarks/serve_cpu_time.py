@@ -27,11 +27,12 @@ import numpy as np
 
 from qbe.bench.client import Answered
 from qbe.bench.goodput import Bound, Search, Trial, in_turns, quantile
-from qbe.bench.serve import FULL_SETTINGS, Sizes
+from qbe.bench.serve import FULL_SETTINGS
+from qbe.bench.serve_sizes import Sizes
 from qbe.bench.traffic import Arrival, Traffic
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.sampling_params import SamplingParams
 from qbe.server import contract
 from qbe.server.queues import TierQueues
 from qbe.server.settings import Settings

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sequence import Sequence
 from qbe.sites import SiteTable
 
 VOCABULARY = 199

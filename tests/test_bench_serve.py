@@ -17,7 +17,8 @@ import pytest
 from bench_samples import CPU, LIMITS, described
 from qbe.bench.client import Answered
 from qbe.bench.goodput import Bound, Search, Trial, in_turns, quantile
-from qbe.bench.serve import Sizes, run
+from qbe.bench.serve import run
+from qbe.bench.serve_sizes import Sizes
 from qbe.bench.traffic import Traffic
 from qbe.errors import QBEError
 from server_process import save_tiny

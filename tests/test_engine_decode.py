@@ -11,9 +11,10 @@ from conftest import byte_tokenizer, tiny_llama
 from engine_models import NO_SITES, build, greedy, prompts, request, run
 from qbe import Engine
 from qbe.blueprint import Blueprint
+from qbe.engine.captured import Kind
 from qbe.engine.core import Core
 from qbe.engine.decode import DecodeStep, batch_sizes
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.sampling_params import SamplingParams
 from qbe.kvcache import attention
 from qbe.kvcache.pages import PAGE_SIZE, pages_for
 
@@ -130,7 +131,7 @@ def test_rows_that_pad_a_batch_touch_nobodys_page() -> None:
     before = [m.clone() for m in (*core.pool.keys, *core.pool.values)]
     work = core.scheduler.schedule()
     decode._stage(work, 4)
-    with torch.inference_mode(), attention.step(decode._layout((4, False, False))):
+    with torch.inference_mode(), attention.step(decode._layout(Kind(4))):
         decode._run_model(4)
     spare = core.pool.num_pages
     written = r.pages[20 // PAGE_SIZE].address // core.pool.page_bytes

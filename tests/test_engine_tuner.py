@@ -10,7 +10,7 @@ import torch
 
 from conftest import byte_tokenizer, tiny_llama
 from qbe import Budget, Engine, Request, SamplingParams
-from qbe.engine import decode as module
+from qbe.engine.captured import Captured, Forward, Kind, counted
 from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.runner import Runner
 from qbe.engine.warmup import row_counts
@@ -46,10 +46,10 @@ class Graph:
 def engine(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose decode steps have graphs that launch the made-up kernel twice; their capture is no real one."""
 
-    def capture(self: DecodeStep, kind: tuple[int, bool, bool], forward: module.Forward) -> module._Captured:
+    def capture(self: DecodeStep, kind: Kind, forward: Forward) -> Captured:
         launches = [(choice, choice.config), (choice, choice.config)]
-        numbers = torch.zeros(kind[0], 320)
-        return module._Captured(Graph(), numbers, numbers.argmax(-1), forward, module._counted(launches))  # type: ignore[arg-type]
+        numbers = torch.zeros(kind.size, 320)
+        return Captured(Graph(), numbers, numbers.argmax(-1), forward, counted(launches))  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecodeStep, "_capture", capture)
     made = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False,
@@ -58,9 +58,7 @@ def engine(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Engine:
     if runner.decode is None:
         pytest.skip("no compiled CPU kernel")
     for size in batch_sizes(4):
-        runner.decode._graphs[size, False, False] = runner.decode._capture(
-            (size, False, False), runner.decode._run_model
-        )
+        runner.decode._graphs[Kind(size)] = runner.decode._capture(Kind(size), runner.decode._run_model)
     return made
 
 
@@ -98,7 +96,7 @@ def test_bounded_steps_have_graphs_of_their_own_when_they_are_needed(
     for _ in range(2):
         engine.generate("text", params, budget=bounded)
         assert decode.captures == 1
-    assert (1, True, False) in decode._graphs
+    assert Kind(1, bounded=True) in decode._graphs
 
     def refuse(*_: object) -> None:
         raise RuntimeError("no memory\nmore lines")

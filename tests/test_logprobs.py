@@ -13,7 +13,8 @@ from qbe.budget import Budget
 from qbe.engine.engine import Engine, Request
 from qbe.engine.logprobs import logprobs
 from qbe.engine.sampler import likeliest, sample
-from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
 
 

@@ -21,7 +21,8 @@ from transformers import (
 from engine_models import NO_BLUEPRINT, request
 from qbe.engine import sampler
 from qbe.engine.sampler import adjust, filtered, likeliest
-from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
 
 PARAMS = st.fixed_dictionaries(

@@ -16,8 +16,9 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.core import Core
 from qbe.engine.sampler import likeliest, sample
+from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scheduler import Work
-from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.sequence import Sequence
 from qbe.records import RecordStore
 from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store.nested_tensor import nest

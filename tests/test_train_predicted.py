@@ -12,7 +12,7 @@ from conftest import tiny_llama
 from qbe import Engine, QBEError
 from qbe.analysis.profile import PromptSignals
 from qbe.budget import Budget
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.sampling_params import SamplingParams
 from qbe.eval.items import Form, Item
 from qbe.eval.results import Results
 from qbe.learning import predicted

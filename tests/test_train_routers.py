@@ -16,8 +16,8 @@ from qbe import Engine, QBEError, policies
 from qbe.analysis.profile import QueryProfile
 from qbe.budget import Budget
 from qbe.cli import main
+from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scoring import Scored, score
-from qbe.engine.sequence import SamplingParams
 from qbe.eval.compare import Comparison, Setting
 from qbe.eval.items import Form, Item
 from qbe.eval.results import Results

@@ -21,7 +21,7 @@ from qbe.models import pull
 
 if TYPE_CHECKING:
     from qbe.engine.engine import Engine, Request, Result
-    from qbe.engine.sequence import SamplingParams
+    from qbe.engine.sampling_params import SamplingParams
     from qbe.store.native_formats import native_config
     from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
 

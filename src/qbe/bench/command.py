@@ -143,7 +143,8 @@ def serve(
     """A real server under Azure's traces: requests within a latency bound, overhead, priority, JSON schemas."""
     from dataclasses import replace
 
-    from qbe.bench.serve import PARTS, sizes_for
+    from qbe.bench.serve import sizes_for
+    from qbe.bench.serve_sizes import PARTS
     from qbe.engine.devices import pick_device
 
     try:

@@ -18,7 +18,7 @@ from qbe.bench.report import Row, rows_beside
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.guesses import TEXT, Costs
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.sequence import Sequence as Running
 from qbe.engine.speculation import ROWS, Speculator
 from qbe.engine.tokenize import encode

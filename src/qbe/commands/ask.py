@@ -51,7 +51,7 @@ from qbe.errors import QBEError
 if TYPE_CHECKING:
     from qbe.budget import Budget
     from qbe.engine.engine import Engine, Result
-    from qbe.engine.sequence import SamplingParams
+    from qbe.engine.sampling_params import SamplingParams
 
 Prompt = Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")]
 

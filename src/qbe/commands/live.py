@@ -11,7 +11,7 @@ from qbe.errors import QBEError
 if TYPE_CHECKING:
     from qbe.budget import Budget
     from qbe.engine.engine import Engine, Result
-    from qbe.engine.sequence import SamplingParams
+    from qbe.engine.sampling_params import SamplingParams
     from qbe.explain.trace import Trace
 
 _FRAMES = 12  # a second, at most

@@ -12,7 +12,7 @@ from qbe.commands.console import err, say
 if TYPE_CHECKING:  # torch and transformers are imported when a command needs them: `qbe --help` stays quick
     from qbe.budget import Budget
     from qbe.engine.engine import Engine
-    from qbe.engine.sequence import SamplingParams
+    from qbe.engine.sampling_params import SamplingParams
 
 _TOGETHER = 8  # answers that are written in the same steps; more wait
 DEFAULT = "smollm2-135m-instruct"
@@ -102,7 +102,7 @@ def make_params(
     max_tokens: int, greedy: bool, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float,
     seed: int | None, stop: list[str] | None, speculate: bool = False,
 ) -> SamplingParams:  # fmt: skip
-    from qbe.engine.sequence import SamplingParams
+    from qbe.engine.sampling_params import SamplingParams
 
     return SamplingParams(
         max_tokens=max_tokens, temperature=0.0 if greedy else temperature, top_k=top_k, top_p=top_p, min_p=min_p,

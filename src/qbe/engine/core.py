@@ -16,8 +16,9 @@ from qbe.engine.guesses import Speculation
 from qbe.engine.kv_size import default_kv_tokens, with_kv
 from qbe.engine.routing import is_routed
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
+from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scheduler import Scheduler, Work
-from qbe.engine.sequence import SamplingParams, Sequence
+from qbe.engine.sequence import Sequence
 from qbe.engine.speculation import ROWS, Speculator
 from qbe.engine.taking import take
 from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches

@@ -15,16 +15,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from qbe.compile.backend import register
+from qbe.engine.captured import Captured, Forward, Kind, counted
 from qbe.engine.cascade import steers
 from qbe.engine.compiled import Step, compile_step
 from qbe.engine.devices import no_collection
@@ -32,16 +31,13 @@ from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
 from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE
-from qbe.kernels.tuning.tunable import Choice, Config, recording
+from qbe.kernels.tuning.tunable import recording
 from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
 from qbe.store.plan import Plan
 
 log = logging.getLogger(__name__)
 
-Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-# Of a step: its size, and whether any sequence is bounded, has several rows, or has rows that the cascade moves.
-_Kind = tuple[int, bool, bool, bool]
 _INPUTS = 5  # numbers per row: token, position, slot, length, column
 
 
@@ -49,36 +45,6 @@ def batch_sizes(largest: int) -> list[int]:
     """The sizes that have a graph: powers of two up to 16, then multiples of 16, and `largest` itself."""
     sizes = [1, 2, 4, 8, *range(16, largest, 16)]
     return [s for s in sizes if s < largest] + [largest]
-
-
-@dataclass
-class _Captured:
-    """A graph and what it writes: logits float32 [B, V] and tokens int64 [B], -1 where the logits are not numbers.
-
-    `forward` is what was captured; `launches` are its nested linear kernels, with the configuration of each, counted.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-    tokens: torch.Tensor
-    forward: Forward
-    launches: list[tuple[Choice, Config, int]]
-    final: bool = False  # it could not be captured again
-
-    def outdated(self) -> bool:
-        """Whether a kernel in it has another configuration by now."""
-        return not self.final and any(choice.config is not config for choice, config, _ in self.launches)
-
-    def replay(self) -> None:
-        self.graph.replay()
-        for choice, config, times in self.launches:
-            choice.count(config, times)
-
-
-def _counted(launches: Many[tuple[Choice, Config]]) -> list[tuple[Choice, Config, int]]:
-    """Each choice once, and how many launches it has. Nothing is tuned while a graph is captured."""
-    times = Counter(choice for choice, _ in launches)
-    return [(choice, config, times[choice]) for choice, config in dict(launches).items()]
 
 
 class DecodeStep:
@@ -105,8 +71,8 @@ class DecodeStep:
         self.device = plan.device
         self.captures = self.renewals = 0
         self._cache_name = cache_name
-        self._graphs: dict[_Kind, _Captured] = {}
-        self._refused: set[_Kind] = set()  # could not be captured
+        self._graphs: dict[Kind, Captured] = {}
+        self._refused: set[Kind] = set()  # could not be captured
         self._memory: Any = None  # of the graphs
         self._compiled: dict[int, Step] = {}
         self._compiled_graphs: set[int] = set()
@@ -119,7 +85,7 @@ class DecodeStep:
         self._originals = torch.full_like(self._tables, NO_ORIGINAL)
         self._limits = torch.full((largest,), math.inf, device=self.device)
         self._counts = torch.zeros(largest, 3, dtype=torch.long, device=self.device)
-        self._layouts: dict[_Kind, DecodeLayout] = {}
+        self._layouts: dict[Kind, DecodeLayout] = {}
         # Whose pages are in a row of `_tables`, at which version of them, and the row's limit.
         self._owners: list[tuple[Sequence, int, float] | None] = [None] * largest
         self._copied: torch.cuda.Event | None = None
@@ -137,7 +103,7 @@ class DecodeStep:
         self._memory = torch.cuda.graph_pool_handle()
         try:
             for size in reversed(batch_sizes(self.largest)):
-                for kind in [(size, False, False, False)] + [(size, False, True, False)] * (1 < size <= several):
+                for kind in [Kind(size)] + [Kind(size, several=True)] * (1 < size <= several):
                     self._graphs[kind] = self._capture(kind, self._run_model)
                     self.captures += 1
                 if on_size is not None:
@@ -150,8 +116,8 @@ class DecodeStep:
         return True
 
     @torch.inference_mode()
-    def _capture(self, kind: _Kind, forward: Forward) -> _Captured:
-        size = kind[0]
+    def _capture(self, kind: Kind, forward: Forward) -> Captured:
+        size = kind.size
         self._stage([], size)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -165,7 +131,7 @@ class DecodeStep:
             with no_collection(), torch.cuda.graph(graph, **modes):
                 logits, tokens = forward(size)
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        return _Captured(graph, logits, tokens, forward, _counted(launches))
+        return Captured(graph, logits, tokens, forward, counted(launches))
 
     def renew(self) -> None:
         """The forward pass has become another: capture and compile again what was."""
@@ -181,11 +147,11 @@ class DecodeStep:
             self.compile(size)
         self.plan.forget()
 
-    def outdated(self) -> _Kind | None:
+    def outdated(self) -> Kind | None:
         """A graph that should be captured again, if any."""
         return next((kind for kind, captured in self._graphs.items() if captured.outdated()), None)
 
-    def recapture(self, kind: _Kind) -> None:
+    def recapture(self, kind: Kind) -> None:
         """Capture a graph anew. No request may run: it takes as long as some steps, and uses the inputs."""
         old = self._graphs[kind]
         self._synchronize()  # the thread that tunes has a stream of its own
@@ -194,7 +160,7 @@ class DecodeStep:
             self.renewals += 1
         except RuntimeError as error:
             old.final = True
-            log.warning("decode steps of %d keep their graph: %s", kind[0], str(error).splitlines()[0])
+            log.warning("decode steps of %d keep their graph: %s", kind.size, str(error).splitlines()[0])
         self._synchronize()
         self.plan.forget()  # the capture has set the plan's rows
 
@@ -223,23 +189,23 @@ class DecodeStep:
         size = self.size_of(n)
         several = len({w.sequence.request_id for w in work}) < n
         steered = self.observe is not None and any(steers(w.blueprint) for w in work)
-        kind = size, any(w.sequence.kv_limit < math.inf for w in work), several, steered
+        kind = Kind(size, any(w.sequence.kv_limit < math.inf for w in work), several, steered)
         captured = self._graph(kind)
         self._stage(work, size)
         self.plan.forget()
-        if kind[1]:
+        if kind.bounded:
             self._counts.zero_()
         if captured is not None:
             captured.replay()
             logits, tokens = captured.logits[:n], captured.tokens[:n]
         else:
             with step(self._layout(kind)):
-                if size in self._compiled and not kind[1]:
+                if size in self._compiled and not kind.bounded:
                     self.plan.gather(self._rows(size)[-1])
                     logits, tokens = self._compiled[size]()
                 else:
                     logits, tokens = self._run_model(size)
-        if kind[1]:
+        if kind.bounded:
             for w, counts in zip(work, self._counts[:n].tolist(), strict=True):
                 w.sequence.count(*counts)
         return logits, tokens
@@ -252,19 +218,19 @@ class DecodeStep:
         try:
             if self._graphs:
                 compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
-                kind = size, False, False, False
+                kind = Kind(size)
                 self._graphs[kind] = self._capture(kind, compiled)
                 self.captures += 1
                 self._compiled_graphs.add(size)
             else:
-                with step(self._layout((size, False, False, self.observe is not None))):
+                with step(self._layout(Kind(size, steered=self.observe is not None))):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
         except RuntimeError as error:  # what dynamo and Inductor raise
             log.warning("decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
             return False
         return True
 
-    def _graph(self, kind: _Kind) -> _Captured | None:
+    def _graph(self, kind: Kind) -> Captured | None:
         """The graph of such steps, captured now if these are the first of their kind; None: run them eagerly."""
         if self._graphs and kind not in self._graphs and kind not in self._refused:
             try:
@@ -272,14 +238,14 @@ class DecodeStep:
                 self.captures += 1
             except RuntimeError as error:
                 self._refused.add(kind)
-                log.warning("some steps of %d rows run without a CUDA graph: %s", kind[0], str(error).splitlines()[0])
+                log.warning("some steps of %d rows run without a CUDA graph: %s", kind.size, str(error).splitlines()[0])
         return self._graphs.get(kind)
 
     def _rows(self, size: int) -> torch.Tensor:
         """tokens, positions, slots, lengths and columns, int64 [5, size]"""
         return self._inputs[: _INPUTS * size].view(_INPUTS, size)
 
-    def _layout(self, kind: _Kind) -> DecodeLayout:
+    def _layout(self, kind: Kind) -> DecodeLayout:
         if kind not in self._layouts:
             size, bounded, several, steered = kind
             _, _, slots, lengths, _ = self._rows(size)

@@ -22,7 +22,7 @@ from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import Prompt, Request, Result
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.stream import Stream
 from qbe.engine.tokenize import eos_ids
 from qbe.engine.tuner_host import TunerHost

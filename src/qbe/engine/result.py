@@ -10,7 +10,8 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint, weights_by_bits
 from qbe.budget import Budget
 from qbe.engine.constraint import Constraint
-from qbe.engine.sequence import FIRST_COME, Place, SamplingParams
+from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sequence import FIRST_COME, Place
 from qbe.records.refresh import Refresh
 from qbe.sites import FULL_BITS, SiteTable
 

@@ -11,7 +11,8 @@ import torch
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.routing import Read
-from qbe.engine.sequence import SamplingParams, Scoring, Status
+from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sequence import Scoring, Status
 from qbe.engine.sequence import Sequence as Running
 from qbe.errors import QBEError
 

@@ -15,7 +15,7 @@ from qbe.budget import Budget
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
 from qbe.engine.routing import is_routed
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.fidelity import Fidelity, Teacher
 from qbe.eval.items import Encoded, Item, encode

@@ -14,7 +14,7 @@ from typing import Any
 
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
-from qbe.engine.sequence import SamplingParams
+from qbe.engine.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.haystack import Haystack
 from qbe.sites import FULL_BITS

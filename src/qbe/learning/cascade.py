@@ -25,8 +25,8 @@ from qbe.budget import Budget
 from qbe.engine.core import Core
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
+from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scoring import Scored, score
-from qbe.engine.sequence import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.intervals import interval
 from qbe.eval.items import Item, encode

@@ -1,0 +1,56 @@
+"""A captured decode step: its graph, what it writes, and which configurations of kernels it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from qbe.kernels.tuning.tunable import Choice, Config
+
+
+class Kind(NamedTuple):
+    """Of a step: its size, and whether any of its sequences is bounded, has several rows, or has its bits moved by the
+    cascade."""
+
+    size: int
+    bounded: bool = False
+    several: bool = False
+    steered: bool = False
+
+
+Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # size of a step -> logits and likeliest tokens
+
+
+@dataclass
+class Captured:
+    """A graph and what it writes: logits float32 [B, V] and tokens int64 [B], -1 where the logits are not numbers.
+
+    `forward` is what was captured; `launches` are its nested linear kernels, with the configuration of each, counted.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    forward: Forward
+    launches: list[tuple[Choice, Config, int]]
+    final: bool = False  # it could not be captured again
+
+    def outdated(self) -> bool:
+        """Whether a kernel in it has another configuration by now."""
+        return not self.final and any(choice.config is not config for choice, config, _ in self.launches)
+
+    def replay(self) -> None:
+        self.graph.replay()
+        for choice, config, times in self.launches:
+            choice.count(config, times)
+
+
+def counted(launches: Many[tuple[Choice, Config]]) -> list[tuple[Choice, Config, int]]:
+    """Each choice once, and how many launches it has. Nothing is tuned while a graph is captured."""
+    times = Counter(choice for choice, _ in launches)
+    return [(choice, config, times[choice]) for choice, config in dict(launches).items()]
