@@ -138,6 +138,24 @@ def test_an_interrupted_batch_leaves_nothing_running(engine: Engine, monkeypatch
     assert not engine._live
 
 
+def test_a_policy_that_fails_ends_its_own_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a batch, at its third token, which is not lost without a word."""
+
+    def refresh(live):  # type: ignore[no-untyped-def]
+        if live.request.params.max_tokens == 7 and live.tokens == 2:
+            raise RuntimeError("a defect")
+
+    both = [Request(p, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in ((FACT, 7), (CODE, 5))]
+    with monkeypatch.context() as m:
+        m.setattr(engine, "_refresh", refresh)
+        failed, other = engine.generate_batch(both)
+    assert failed.finish_reason == "error"
+    assert failed.error == "its policy failed while it was answered (RuntimeError)"
+    assert (other.finish_reason, len(other.token_ids)) == ("length", 5)
+    assert not engine._live
+    assert not engine.core.has_work()
+
+
 def test_a_tiny_temperature_is_greedy(engine: Engine) -> None:
     greedy = engine.generate(FACT, SamplingParams(max_tokens=6)).token_ids
     assert engine.generate(FACT, SamplingParams(max_tokens=6, temperature=1e-300)).token_ids == greedy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from qbe.budget import Budget
 from qbe.eval.items import Form, Item
 from qbe.learning import cascade as learning
 from qbe.learning.cascade import Answer, behind, divergences, fit, moved, train, write
-from qbe.store.cascade_table import load, save
+from qbe.store.cascade_table import CascadeTable, Point, load, path_of, save
 
 TEXTS = ("one two three", "a b c d e f", "zero", "what is it?", "lorem ipsum dolor sit amet", "42 43 44 45")
 
@@ -99,10 +100,63 @@ def test_the_whole_of_it(engine: qbe.Engine, monkeypatch: pytest.MonkeyPatch, tm
         train(engine, items[:1])
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"share": "x"}, {"share": 0}, {"most": None}, {"points": []}, {"points": [{"layer": 0, "sign": 1}]},
+        {"points": [{"layer": 99, "sign": 1, "quantiles": [0, 1]}]},
+        {"points": [{"layer": 0, "sign": 1, "quantiles": []}]},
+        {"points": [{"layer": 0, "sign": 1, "quantiles": ["a", "b"]}]},
+        {"points": [{"layer": 0, "sign": 7, "quantiles": [0, 1]}]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_table_is_told_and_missed_by_nobody_else(
+    engine: qbe.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: dict[str, object]
+) -> None:
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
+    path = save(CascadeTable((Point(0, 1, (0.0, 0.5, 1.0)),), 0.4, 1), engine.table)
+    assert load(engine.table) is not None
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(qbe.QBEError, match=r"is damaged.*qbe train cascade"):
+        load(engine.table)
+
+
+def test_only_those_who_ask_for_a_cascade_miss_a_damaged_table(
+    engine: qbe.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
+    path_of(engine.table).parent.mkdir()
+    path_of(engine.table).write_text("{")
+    with pytest.warns(RuntimeWarning, match="is damaged"):
+        other = qbe.Engine(tiny_llama(num_hidden_layers=4), tokenizer=byte_tokenizer(), policy="static", device="cpu",
+                           records=False)  # fmt: skip
+    with other:
+        assert other.generate("text", qbe.SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason == "length"
+        with pytest.raises(qbe.QBEError, match="no thresholds of the cascade"):
+            other.generate("text", budget=Budget(cascade=True))
+
+
+def test_nothing_is_trained_for_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qbe.policies import learned
+
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
+    (tmp_path / "learned").write_text("a file")
+    with pytest.raises(qbe.QBEError, match="learned' cannot be made"):
+        learned.ready()
+
+
+def test_a_cascade_without_anything_to_move_is_refused(engine: qbe.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._chooser, "cascade", CascadeTable((Point(0, 1, (0.0, 1.0)),), 0.4, 1))
+    with pytest.raises(qbe.QBEError, match="nothing to move at 16 bits"):
+        engine.explain(TEXTS[0], budget=Budget(bits=16, cascade=True), policy="uniform")
+    assert engine.explain(TEXTS[0], budget=Budget(bits=6, cascade=True), policy="uniform").blueprint.steering
+
+
 def test_moves_follow_levels_page_by_page(engine: qbe.Engine) -> None:
     """An answer that is always above what was learned goes up for a page, then no more."""
-    from qbe.store.cascade_table import CascadeTable, Point
-
     base = engine.explain(TEXTS[0], budget=Budget(bits=6), policy="uniform").blueprint
     table = CascadeTable((Point(1, 1, tuple(i / 100 for i in range(33))),), 0.4, 1)
     kl, bits = moved(table, Answer(np.full((200, 4), 0.9), np.tile([[1.0], [0.5], [2.0]], (1, 200))), [1], base, engine)

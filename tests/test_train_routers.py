@@ -148,6 +148,8 @@ def test_mobi_is_served_as_it_was_trained(folder: Path, trained: dict[str, Learn
         )
         with pytest.raises(QBEError, match="cannot be met"):
             engine.explain(PROMPT, budget=Budget(bits=3))
+        with pytest.raises(QBEError, match="more than that allows"):
+            engine.explain(PROMPT, budget=Budget(bits=12))
     prepared = loaded(folder)
     with sliced(prepared) as student, torch.no_grad():
         routers = _of(trained["mobi"], prepared.table)

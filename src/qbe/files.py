@@ -95,6 +95,16 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8", "replace"))
 
 
+def make_folder(path: Path) -> None:
+    """Raises QBEError where there is no such folder and none can be made, or nothing can be written into it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QBEError(f"the folder '{path}' cannot be made: {reason(error)}") from None
+    if not os.access(path, os.W_OK):
+        raise QBEError(f"nothing can be written into the folder '{path}'; set QBE_CACHE to another, or free it")
+
+
 def check_writable(option: str, path: Path | None) -> None:
     """Raises QBEError where a file of that name cannot be made: told before minutes of work, not after."""
     if path is None:

@@ -9,6 +9,7 @@ import typer
 from qbe.commands.console import err, out, print_json
 from qbe.commands.options import DEFAULT, Device, Dtype, Json, Model, make_engine
 from qbe.errors import QBEError
+from qbe.files import make_folder
 from qbe.learning.command import Data
 
 if TYPE_CHECKING:
@@ -23,12 +24,14 @@ def cascade(
     """Learn when the attention of a layer shall move the bits of later layers (--cascade), from the model's answers."""
     from qbe.eval.items import read_training
     from qbe.learning.cascade import TOGETHER, train
+    from qbe.models import cache_dir
     from qbe.models.load import quiet
     from qbe.progress import bar
     from qbe.store import cascade_table
 
     if limit < 1:
         raise QBEError(f"--limit is {limit}, but must be 1 or more")
+    make_folder(cache_dir() / "learned")  # told before the work, not after
     items = read_training(data, limit)
     with quiet(), make_engine(model, "static", dtype, device, "device", answers=TOGETHER) as engine:
         with bar("answers", len(items), err.is_terminal) as tick:

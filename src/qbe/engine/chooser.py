@@ -20,7 +20,7 @@ from qbe.policies import Policy
 from qbe.policies.mobi import Routers
 from qbe.records import thresholds
 from qbe.sites import SiteTable
-from qbe.store.cascade_table import CascadeTable, steering
+from qbe.store.cascade_table import CascadeTable, balanced, steering
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
 
@@ -93,7 +93,8 @@ class Chooser(BlueprintChooser):
     def again(self, request: Request, chosen: Explanation, signals: PromptSignals) -> Blueprint:
         """The blueprint for the rest of a request of such a policy. The KV cache keeps what it has."""
         profile = replace(chosen.profile, signals=signals)
-        found = self.policy(request.policy).blueprint(profile, request.budget, self._table)
+        budget = replace(request.budget, kv_bits=None)  # which need not be a number, and is what it was
+        found = self.policy(request.policy).blueprint(profile, budget, self._table)
         return replace(chosen.blueprint, weight_bits=found.weight_bits, activation_bits=found.activation_bits)
 
     def refreshed(self, request: Request, profile: QueryProfile) -> Blueprint:
@@ -129,6 +130,11 @@ class Chooser(BlueprintChooser):
             raise QBEError(
                 f"the policy '{blueprint.policy}' moves bits within a step itself: leave the cascade out, or choose "
                 "another policy"
+            )
+        if not sum(balanced(self.cascade, self._table, blueprint.weight_bits)):
+            raise QBEError(
+                f"the cascade has nothing to move at {blueprint.average_weight_bits(self._table):.4g} bits a weight: "
+                "leave it out, or ask for fewer bits"
             )
         return replace(blueprint, steering=steering(self.cascade, self._table, blueprint.weight_bits))
 

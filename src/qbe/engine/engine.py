@@ -5,6 +5,7 @@ analysis -> policy -> blueprint (`chooser`) -> core (plan, pages, model, sampler
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,11 @@ class Engine(Requests):
                 need_sensitivity=default.needs_sensitivity, progress=progress,
             )  # fmt: skip
         self.model = prepared.model
-        cascade = cascade_table.load(prepared.table)
+        try:
+            cascade = cascade_table.load(prepared.table)
+        except QBEError as error:  # who asks for a cascade is refused; others can do without
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            cascade = None
         try:
             core = Core(
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),

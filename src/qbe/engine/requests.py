@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 import uuid
@@ -28,6 +29,8 @@ from qbe.sites import FULL_BITS, SiteTable
 P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", bound="Requests")
+
+log = logging.getLogger(__name__)
 
 
 def locked(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -131,9 +134,16 @@ class Requests:
             live = self._live[output.sequence.request_id]
             if live.result is not None:
                 continue  # a stop string ended it at an earlier token of this step
-            self._raise_kv(live)
-            self._choose_again(live)
-            self._refresh(live)
+            try:
+                self._raise_kv(live)
+                self._choose_again(live)
+                self._refresh(live)
+            except Exception as error:  # of a policy; the others in the step have nothing to do with it
+                log.exception("the policy of a request failed while it was answered")
+                live.running.error = f"its policy failed while it was answered ({type(error).__name__})"
+                self.core.cancel(output.sequence.request_id, "error")
+                self._finish(live, now)
+                continue
             if output.new_token is not None:
                 live.first_token = live.first_token or now
                 live.tokens += 1

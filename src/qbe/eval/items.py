@@ -89,9 +89,8 @@ def _some(dataset: str, folder: Path, limit: int, of: Datasets | None = None) ->
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise QBEError(f"'{folder / file}' cannot be read as {dataset} ({_said(error)}); give --data another") from None
     if not items:
-        raise QBEError(
-            f"there is no {dataset} in '{folder}'; give --data the folder that holds '{file}', or --datasets others"
-        )
+        others = "" if of is TRAINING else ", or --datasets others"
+        raise QBEError(f"there is no {dataset} in '{folder}'; give --data the folder that holds '{file}'{others}")
     return items if limit >= len(items) else [items[i * len(items) // limit] for i in range(limit)]
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from qbe.blueprint import Blueprint
+from qbe.errors import QBEError
 from qbe.sites import SiteTable
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class Trace:
         first = len(sequence.prompt_ids) - 1
         for i in range(len(self.bits), len(sequence.output_ids)):
             blueprint = sequence.blueprint_at(first + i)
+            if blueprint.steering is not None and blueprint.steering.by != "cascade":
+                raise QBEError(
+                    f"the policy '{blueprint.policy}' chooses bits within each step and keeps their sum only: "
+                    "there is no trace of them; choose another policy"
+                )
             self.bits.append(by_layer(blueprint, table))
             self.average.append(blueprint.average_weight_bits(table))
             self.cascade.append(changes(sequence.moves[i - 1]) if 0 < i <= len(sequence.moves) else ())

@@ -40,6 +40,7 @@ def paq(
 
     fitting.check()
     _positive("--limit", limit)
+    learned.ready()
     items = read_training(data, limit)
     from qbe.eval.results import Results, identity
     from qbe.models.load import quiet
@@ -88,6 +89,7 @@ def predicted(
     from qbe.progress import bar
 
     _positive("--limit", limit)
+    learned.ready()
     items = read_training(data, limit)
     from qbe.eval.results import Results, identity_of
     from qbe.models.load import quiet
@@ -192,6 +194,7 @@ def _routers(
         _positive(option, value)
     if seed < 0:
         raise QBEError(f"--seed is {seed}, but must be 0 or more")
+    learned.ready()
     items = read_training(data, limit)
     with quiet():
         prepared = prepare(model, dtype=dtype, device=pick_device(device), progress=err.is_terminal)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qbe.errors import QBEError
-from qbe.files import write_bytes
+from qbe.files import make_folder, write_bytes
 from qbe.sites import FULL_BITS, SiteTable
 
 FORMAT = 1
@@ -63,12 +63,19 @@ def version_of(policy: str, table: SiteTable) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
+def ready() -> None:
+    """Raises QBEError where nothing can be kept: told before minutes of training, not after."""
+    from qbe.models import cache_dir
+
+    make_folder(cache_dir() / "learned")
+
+
 def write(policy: str, table: SiteTable, found: Learned) -> Path:
     """Keeps what was learned; returns where. Raises QBEError when the disk refuses."""
     from safetensors.numpy import save
 
     path = path_of(policy, table)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     tensors = {name: np.ascontiguousarray(t) for name, t in found.tensors.items()}
     about = json.dumps(dict(found.about), sort_keys=True, allow_nan=False)
     metadata = {"version": version_of(policy, table), "about": about, "checksum": _checksum(tensors, about)}

@@ -8,6 +8,7 @@ from functools import lru_cache
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint, Steering
 from qbe.budget import Budget
+from qbe.errors import QBEError
 from qbe.policies import learned
 from qbe.policies.kv import allocate_kv
 from qbe.policies.routers import Block, Network, bits_left, blocks_of, networks, static_gears, widths_of
@@ -60,6 +61,11 @@ class MobiPolicy:
         bits, widths = budget.bits_for(0.5), widths_of(table)
         gears = static_gears(table, bits)
         share = (bits_left(table, gears, bits) - widths[0]) / (widths[-1] - widths[0])
+        if budget.bits is not None and share > 1.01:
+            raise QBEError(
+                f"'{self.name}' moves bits between {widths[0]} and {widths[-1]}: {budget.bits:g} on average is more "
+                "than that allows; ask for fewer, or for another policy"
+            )
         level = round(min(1.0, max(0.0, share)) * (LEVELS - 1))
         kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
         found = Blueprint.of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from qbe.budget import MOST_KV_ERROR
 from qbe.sites import FULL_BITS
@@ -49,9 +49,9 @@ class Contract(Body):
     max_latency_ms: Annotated[float, Field(gt=0)] | None = None
     max_cost: Annotated[float, Field(gt=0)] | None = None
     policy: Annotated[str, Field(max_length=64)] | None = None
-    refresh: bool = False
-    cascade: bool = False
-    speculate: bool = False
+    refresh: StrictBool = False
+    cascade: StrictBool = False
+    speculate: StrictBool = False
 
 
 class StreamOptions(Body):

@@ -19,7 +19,7 @@ import numpy as np
 
 from qbe.blueprint import Steering
 from qbe.errors import QBEError
-from qbe.files import write_text
+from qbe.files import make_folder, write_text
 from qbe.sites import FULL_BITS, Site, SiteTable
 
 FORMAT = 1
@@ -42,6 +42,12 @@ class Point:
     sign: int
     quantiles: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.layer, int) and self.layer >= 0 and self.sign in (1, -1)):
+            raise ValueError("a point is a layer and a sign")
+        if len(self.quantiles) < 2 or not all(isinstance(q, int | float) and math.isfinite(q) for q in self.quantiles):
+            raise ValueError("quantiles are two numbers or more")
+
     def quantile(self, part: float) -> float:
         """Of sign times entropy: what so large a part of all tokens lies below."""
         values = sorted(self.sign * q for q in self.quantiles)
@@ -63,6 +69,12 @@ class CascadeTable:
     share: float
     most: int
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.points and isinstance(self.share, int | float) and 0 < self.share <= 1):
+            raise ValueError("there are points, and each moves a share of the tokens")
+        if not (isinstance(self.most, int) and self.most >= 1):
+            raise ValueError("a pass has one change or more")
 
     def thresholds(self, point: Point, level: int) -> tuple[float, float]:
         """Sign times entropy below which a token goes down, and above which it goes up."""
@@ -134,7 +146,7 @@ def path_of(sites: SiteTable) -> Path:
 def save(table: CascadeTable, sites: SiteTable, path: Path | None = None) -> Path:
     """Writes it; returns where. Raises QBEError when the disk refuses."""
     path = path_of(sites) if path is None else path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     described = {"key": key_of(sites), **asdict(table)}
     write_text(path, json.dumps(described, indent=1, sort_keys=True, allow_nan=False) + "\n")
     return path
@@ -153,6 +165,8 @@ def load(sites: SiteTable) -> CascadeTable | None:
             found = json.loads(path.read_text("utf-8"))
             if found.pop("key") == key_of(sites):
                 points = tuple(Point(p["layer"], p["sign"], tuple(p["quantiles"])) for p in found.pop("points"))
+                if max(p.layer for p in points) >= sites.layers:
+                    raise ValueError("a point lies behind the last layer")
                 return CascadeTable(points, **found)
         except FileNotFoundError:
             continue
