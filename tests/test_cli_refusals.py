@@ -53,8 +53,13 @@ def test_failed_answers_and_outputs_are_one_line(nested: str, home: Path, tmp_pa
     weights[-4000:] = b"\xff" * 4000
     (broken / "model.safetensors").write_bytes(weights)
     assert "not numbers" in refused("generate", "hi", "--model", str(broken), "--max-tokens", "2", home=home, out=b"\n")
-    for where in ("", ".", "/etc/passwd/x.html", "x" * 300):
-        assert "cannot be written" in refused("explain", "hi", "--model", nested, "--html", where, home=home)
+    for where, says in (
+        ("", "is a folder"),
+        (".", "is a folder"),
+        ("/etc/passwd/x.html", "cannot be written"),
+        ("x" * 300, "cannot be written"),
+    ):
+        assert says in refused("explain", "hi", "--model", nested, "--html", where, home=home)
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "qbe", "pull", nested], stdout=full, stderr=subprocess.PIPE, timeout=60

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import request, run
 from qbe import Engine, QBEError
+from qbe.blueprint import Steering
 from qbe.engine.core import Core
 from qbe.engine.decode import DecodeStep
 from qbe.engine.routing import Read, Routing
@@ -133,6 +134,15 @@ def test_a_compiled_step_routes_and_is_compiled_anew_for_other_routers(device: t
     assert len({tuple(t) for t in totals}) > 5, "tokens differ"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
     assert decode.captures == captures
+
+
+def test_another_blueprint_brings_its_own_level(reference: Reference) -> None:
+    """A refresh of a routed answer, whose bits are its level's."""
+    made = core(torch.device("cpu"), routers=reference.routers)
+    sequence = request("r", texts(20)[0], steered(made.table, 40), max_tokens=4)
+    made.add(sequence)
+    assert made.refresh(sequence, steered(made.table, 200))
+    assert sequence.blueprint.steering == Steering("mobi", 200)
 
 
 def test_preempted_requests_resume_with_the_same_answer(reference: Reference) -> None:

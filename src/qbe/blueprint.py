@@ -10,7 +10,7 @@ from typing import Any
 from qbe.errors import QBEError
 from qbe.sites import ATTENTION_ROLES, FULL_BITS, TURBO, KVBits, SiteTable, kv_width
 
-STEERERS = ("cascade", "qaq", "mobi")  # a plan holds their places: append only
+STEERERS = ("cascade", "mobi")
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,13 @@ class Steering:
 
     @property
     def word(self) -> int:
-        """Who in the second byte, from 1 on, and the level in the lowest."""
-        return STEERERS.index(self.by) + 1 << 8 | self.level
+        """Who in the second byte, and the level in the lowest."""
+        return steerer(self.by) << 8 | self.level
+
+
+def steerer(by: str) -> int:
+    """The number by which a plan knows one of `STEERERS`; 0 is nobody."""
+    return STEERERS.index(by) + 1
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,11 @@ def check_writable(option: str, path: Path | None) -> None:
     """Raises QBEError where a file of that name cannot be made: told before minutes of work, not after."""
     if path is None:
         return
-    if not path.name or path.is_dir():
+    try:
+        folder, inside = not path.name or path.is_dir(), path.absolute().parent.is_dir()
+    except OSError as error:  # a name too long
+        raise QBEError(f"{option} '{path}' cannot be written: {reason(error)}") from None
+    if folder:
         raise QBEError(f"{option} '{path}' is a folder; give the name of a file")
-    if not path.absolute().parent.is_dir():
+    if not inside:
         raise QBEError(f"{option} '{path}' cannot be written: there is no folder {path.absolute().parent}")

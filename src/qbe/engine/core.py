@@ -196,7 +196,8 @@ class Core:
         Pages that are written stay. Those to come get its KV bits if what the request may still write then fits.
         """
         before = sequence.blueprint
-        blueprint = replace(blueprint, kv_error=before.kv_error, steering=before.steering)
+        steering = before.steering if steers(before) else blueprint.steering  # a policy's own comes with its bits
+        blueprint = replace(blueprint, kv_error=before.kv_error, steering=steering)
         if blueprint.key == before.key:
             return False
         if self.cascade is not None and steers(blueprint):

@@ -117,8 +117,7 @@ class Engine(Requests):
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
-                cascade=cascade,
-                routers=routers_of(default, prepared.table),
+                cascade=cascade, routers=routers_of(default, prepared.table),
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not out_of_memory(error):

@@ -141,7 +141,8 @@ class Requests:
             except Exception as error:  # of a policy; the others in the step have nothing to do with it
                 log.exception("the policy of a request failed while it was answered")
                 live.running.error = f"its policy failed while it was answered ({type(error).__name__})"
-                self.core.cancel(output.sequence.request_id, "error")
+                if self.core.cancel(output.sequence.request_id, "error") is None:
+                    live.running.finish_reason = "error"  # it was its last token
                 self._finish(live, now)
                 continue
             if output.new_token is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qbe.blueprint import STEERERS, Blueprint
+from qbe.blueprint import Blueprint, steerer
 from qbe.engine.scheduler import Work
 from qbe.errors import QBEError
 from qbe.kernels.routing_ops import route
@@ -24,7 +24,7 @@ from qbe.policies.routers import blocks_of, widths_of
 from qbe.sites import SiteTable
 from qbe.store.plan import Plan
 
-MOBI = STEERERS.index("mobi") + 1
+MOBI = steerer("mobi")
 _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 

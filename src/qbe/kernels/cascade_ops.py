@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import torch
 
+from qbe.blueprint import steerer
+
+WHO = steerer("cascade")  # in the second byte of a row's steering
 LEVELS = 256  # of steering, each with thresholds of its own
 UP, DOWN = 1, 2  # what a row's word says of a point; 0: it was left alone
 POINTS = 15  # that a word of 32 bits has places for
@@ -76,23 +79,7 @@ def cascade(
 
 
 @torch.library.register_fake("qbe::cascade", lib=_library)
-def _fake(
-    attended: torch.Tensor,
-    entropy: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor | None,
-    words: torch.Tensor,
-    steering: torch.Tensor,
-    moves: torch.Tensor,
-    thresholds: torch.Tensor,
-    steps: torch.Tensor,
-    layers: torch.Tensor,
-    point: int,
-    layer: int,
-    sign: int,
-    window: int,
-    most: int,
-) -> torch.Tensor:
+def _fake(attended: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(attended)
 
 

@@ -61,7 +61,7 @@ class CascadeTable:
     Attributes:
         points: by layer, ascending.
         share: of the tokens that a point moves, up and down together.
-        most: changes in a pass.
+        most: changes in a pass; 0 watches and moves nothing.
         about: how it was learned and what it reached on held-out answers.
     """
 
@@ -73,8 +73,8 @@ class CascadeTable:
     def __post_init__(self) -> None:
         if not (self.points and isinstance(self.share, int | float) and 0 < self.share <= 1):
             raise ValueError("there are points, and each moves a share of the tokens")
-        if not (isinstance(self.most, int) and self.most >= 1):
-            raise ValueError("a pass has one change or more")
+        if not (isinstance(self.most, int) and self.most >= 0):
+            raise ValueError("the changes in a pass are a whole number")
 
     def thresholds(self, point: Point, level: int) -> tuple[float, float]:
         """Sign times entropy below which a token goes down, and above which it goes up."""

@@ -7,8 +7,8 @@ import functools
 
 import torch
 
+from qbe.kernels.cascade_ops import WHO
 from qbe.kernels.cpu import build
-from qbe.kernels.reference.cascade import WHO
 from qbe.kernels.reference.cascade import cascade as reference
 
 

@@ -6,10 +6,7 @@ import math
 
 import torch
 
-from qbe.blueprint import STEERERS
-from qbe.kernels.cascade_ops import DOWN, POINTS, UP
-
-WHO = STEERERS.index("cascade") + 1  # in the second byte of a row's steering
+from qbe.kernels.cascade_ops import DOWN, POINTS, UP, WHO
 
 
 def cascade(

@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qbe.kernels.cascade_ops import DOWN, LEVELS, POINTS, UP, WIDTHS
-from qbe.kernels.reference.cascade import WHO
+from qbe.kernels.cascade_ops import DOWN, LEVELS, POINTS, UP, WHO, WIDTHS
 
 _BLOCK = 256  # sites, or numbers of attention, at a time
 
