@@ -9,7 +9,7 @@ are chosen by half of the backward passes and judged by the other half, by sums 
     site        the same bits for every token: the best assignment for this very text
     scale       every token's damage taken as its own number times the site's: who suffers, not where
     token       every token by itself: what an oracle could reach, were it not for the noise of its half of the passes
-    routers     what `qbe train mobi` has learned for this model, of the 16-bit model's hidden states
+    mobi, tokenwise   what `qbe train` has learned for this model, where it has, of the 16-bit model's hidden states
 
 Sums over tokens leave out that errors of several tokens add up or cancel; `together` is what lowering all tokens of
 a site makes, over the sum of its tokens, at the lowest width. Texts are those of `qbe eval` (the test files): the last
@@ -21,23 +21,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from qbe.engine.devices import pick_device
 from qbe.errors import QBEError
 from qbe.eval.items import read
 from qbe.kernels.routing_ops import worths_of
-from qbe.learning.distil import Batch, batches
-from qbe.policies.mobi import MobiPolicy
+from qbe.learning.distil import Batch, batches, watched
+from qbe.learning.sensitivities import lowered
+from qbe.policies import load
 from qbe.policies.routers import blocks_of, widths_of
 from qbe.progress import bar
 from qbe.store.prepare import PreparedModel, prepare
+
+POLICIES = ("mobi", "tokenwise")
 
 
 class Damages:
@@ -46,7 +46,7 @@ class Damages:
     Attributes:
         halves: float64 [2, tokens, sites, widths], nats, each by half of the draws.
         together: float64 [sites], of all tokens lowered to the lowest width, summed over the texts.
-        worths: float32 [tokens, sites, slices] that routers gave, if there are any.
+        worths: for each policy that was trained float32 [tokens, sites, slices], what its routers gave.
     """
 
     def __init__(self, prepared: PreparedModel, texts: list[Batch], draws: int, seed: int, tick) -> None:
@@ -54,89 +54,47 @@ class Damages:
         self.blocks, self.widths = blocks_of(self.table), widths_of(self.table)
         self.sites = [s for b in self.blocks for s in b.sites]
         self.sizes = np.array([self.table.nested[s].parameters for s in self.sites], np.float64)
-        try:
-            self._routers = MobiPolicy().routers(self.table)
-        except QBEError:
-            self._routers = None
-        self._draws, self._generator = draws, torch.Generator().manual_seed(seed)
-        self._found: torch.Tensor | None = None  # [draws, texts, tokens, sites, widths] of a batch: g . error
-        self._draw, self._worths = 0, []
-        halves, worths, self.together = [], [], np.zeros(len(self.sites))
-        for batch in texts:
-            found = self._of(batch)
-            self.together += (found[..., 0].sum(2).square().mean(0) / 2).sum(0).double().numpy()
-            squares = found[:, batch.real].double().square() / 2
-            halves.append(torch.stack([squares[::2].mean(0), squares[1::2].mean(0)]).numpy())
-            if self._routers is not None:
-                worths.append(torch.cat(self._worths, 2)[batch.real].numpy())
-            tick()
+        routers = {policy: trained for policy in POLICIES if (trained := self._routers(policy)) is not None}
+        generator = torch.Generator().manual_seed(seed)
+        halves, worths, self.together = [], {name: [] for name in routers}, np.zeros(len(self.sites))
+        seen = {}
+        with (
+            lowered(self.model, self.table, self.widths, self.sites) as run,
+            watched(self.model, self.blocks, lambda block, x: seen.update({block: x.detach().double()})),
+        ):
+            for batch in texts:
+                found = self._of(batch, run, draws, generator)
+                self.together += (found[..., 0].sum(2).square().mean(0) / 2).sum(0).double().numpy()
+                squares = found[:, batch.real].double().square() / 2
+                halves.append(torch.stack([squares[::2].mean(0), squares[1::2].mean(0)]).numpy())
+                for name, networks in routers.items():
+                    of_blocks = [self._worths(n, seen[i], i) for i, n in enumerate(networks)]
+                    worths[name].append(torch.cat(of_blocks, 2)[batch.real].numpy())
+                tick()
         self.halves = np.concatenate(halves, 1)
-        self.worths = np.concatenate(worths) if worths else None
+        self.worths = {name: np.concatenate(found) for name, found in worths.items()}
 
-    def _of(self, batch: Batch) -> torch.Tensor:
-        self._found = torch.zeros(self._draws, *batch.tokens.shape, len(self.sites), len(self.widths))
-        self._worths = []
-        with torch.enable_grad(), self._watched():
-            states = self.model.get_input_embeddings()(batch.tokens).detach().requires_grad_()
-            rows = self.model(inputs_embeds=states, use_cache=False).logits[batch.predicted].float()
-            p = rows.detach().softmax(-1)
-            for draw in range(self._draws):
-                self._draw = draw
-                r = torch.randn(p.shape, generator=self._generator) * p.sqrt()
-                r -= p * r.sum(-1, keepdim=True)
-                rows.backward(r, retain_graph=draw + 1 < self._draws)
-        return self._found
-
-    @contextmanager
-    def _watched(self):
-        modules, hooks = [], []
-
-        def site_forward(number, weight, bias):
-            lowered = [weight.dequantise(g) - weight.original for g in self.widths]
-
-            def forward(x):
-                y = linear(x, weight.original, bias)
-                with torch.no_grad():
-                    errors = [linear(x, low) for low in lowered]
-
-                def add(gradient):
-                    for w, error in enumerate(errors):
-                        self._found[self._draw, :, :, number, w] = (gradient * error).sum(-1)
-
-                y.register_hook(add)
-                return y
-
-            return forward
-
-        def router(number):
-            def hook(_module, args, kwargs):
-                x = (args[0] if args else kwargs["hidden_states"]).detach().double()
-                inner, inner_bias, outer, outer_bias = (
-                    torch.from_numpy(t).double() for t in vars(self._routers.networks[number]).values()
-                )
-                scores = (x @ inner + inner_bias).relu() @ outer + outer_bias
-                self._worths.append(worths_of(scores.unflatten(-1, (len(self.blocks[number].sites), -1))).float())
-
-            return hook
-
+    def _routers(self, policy):
         try:
-            for at, site in enumerate(self.table.nested):
-                module = self.model.get_submodule(site.name)
-                if at in self.sites:
-                    module.forward = site_forward(self.sites.index(at), module.weight, module.bias)
-                else:
-                    module.forward = partial(linear, weight=module.weight.original, bias=module.bias)
-                modules.append(module)
-            if self._routers is not None:
-                for number, block in enumerate(self.blocks):
-                    module = self.model.get_submodule(block.name)
-                    hooks.append(module.register_forward_pre_hook(router(number), with_kwargs=True))
-            yield
-        finally:
-            for module in modules:
-                del module.forward
-            for h in hooks:
-                h.remove()
+            return load(policy).routers(self.table).networks
+        except QBEError:
+            return None
+
+    def _of(self, batch: Batch, run, draws: int, generator: torch.Generator) -> torch.Tensor:
+        """[draws, texts, tokens, sites, widths]: gradient times error."""
+        found = torch.zeros(draws, *batch.tokens.shape, len(self.sites), len(self.widths))
+        places, passes = {site: i for i, site in enumerate(self.sites)}, dict.fromkeys(self.sites, 0)
+
+        def note(at, _x, product):
+            found[passes[at], :, :, places[at]] = product
+            passes[at] += 1
+
+        run(batch.tokens, batch.predicted, draws, generator, note)
+        return found
+
+    def _worths(self, network, x: torch.Tensor, block: int) -> torch.Tensor:
+        scores = torch.from_numpy(network.scores(x.numpy()))
+        return worths_of(scores.unflatten(-1, (len(self.blocks[block].sites), -1))).float()
 
     def judged(self, bits: float) -> dict[str, float]:
         """Divergence of each assignment at that average over these sites, over that of `site`; nats for `site`."""
@@ -146,8 +104,7 @@ class Damages:
         scale = chosen_by[..., 0].sum(1, keepdims=True)[..., None] / chosen_by[..., 0].sum() * by_site
         picks = {"site": np.broadcast_to(self._cheapest(by_site[None], bits), (tokens, len(self.sites)))}
         picks["scale"], picks["token"] = self._cheapest(scale, bits), self._cheapest(chosen_by, bits)
-        if self.worths is not None:
-            picks["routers"] = self._over(bits)
+        picks |= {name: self._over(worths, bits) for name, worths in self.worths.items()}
         cost = {name: float(np.take_along_axis(judge, at[..., None], 2).sum()) for name, at in picks.items()}
         got = {f"{name}_bits": self._average(at) for name, at in picks.items()}
         ratios = {name: value / cost["site"] for name, value in cost.items() if name != "site"}
@@ -166,17 +123,17 @@ class Damages:
             low, high = (middle, high) if self._average(at) > bits else (low, middle)
         return (costs + np.exp(high) * taken).argmin(-1)
 
-    def _over(self, bits: float) -> np.ndarray:
+    def _over(self, worths: np.ndarray, bits: float) -> np.ndarray:
         low, high = -200.0, 200.0
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._average((self.worths > middle).sum(-1)) > bits else (low, middle)
-        return (self.worths > high).sum(-1)
+            low, high = (middle, high) if self._average((worths > middle).sum(-1)) > bits else (low, middle)
+        return (worths > high).sum(-1)
 
-    def agreement(self) -> float:
+    def agreement(self, worths: np.ndarray) -> float:
         """Rank correlation of the routers' worth of the second slice with its damage, over tokens, mean over sites."""
         gains = (self.halves[..., 0] - self.halves[..., 1]).mean(0)
-        ranks = [np.argsort(np.argsort(x, 0), 0) for x in (gains, self.worths[..., 0])]
+        ranks = [np.argsort(np.argsort(x, 0), 0) for x in (gains, worths[..., 0])]
         return float(np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(ranks[0].T, ranks[1].T, strict=True)]))
 
 
@@ -202,7 +159,7 @@ def main() -> None:
         "model": args.model, "texts": len(items), "tokens": len(share), "draws": args.draws,
         "together": float(found.together.sum() / lowest.sum()),
         "token_deviation": float(np.log(share[share > 0]).std()),
-        "agreement": None if found.worths is None else found.agreement(),
+        "agreement": {name: found.agreement(worths) for name, worths in found.worths.items()},
         "rows": [found.judged(float(b)) for b in args.bits.split(",")],
     }  # fmt: skip
     print(json.dumps(described, indent=1))

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from conftest import tiny_llama
 from qbe.blueprint import Blueprint, Steering
-from qbe.policies.mobi import LEVELS, Routers
+from qbe.policies.per_token import LEVELS, Routers
 from qbe.policies.routers import Network, blocks_of, widths_of
 from qbe.sites import SiteTable
 from qbe.store.nested_tensor import NestedWeightConfig
@@ -36,7 +36,7 @@ def random_routers(table: SiteTable, seed: int = 0, inputs: int = 128) -> Router
 def steered(table: SiteTable, level: int | None, gear: int = 6) -> Blueprint:
     """Every site at a gear; at a level, if there is one."""
     found = Blueprint.of("mobi", table, (gear,) * len(table.nested))
-    return found if level is None else replace(found, steering=Steering("mobi", level))
+    return found if level is None else replace(found, steering=Steering("routers", level))
 
 
 class Reference:

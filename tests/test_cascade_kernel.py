@@ -36,7 +36,7 @@ def case(seed: int, n: int, sites: int, heads: int, points: int, with_rows: bool
     g = torch.Generator().manual_seed(seed)
     max_rows = n + 5
     words = torch.tensor(GEARS)[torch.randint(0, 4, (sites, max_rows), generator=g)].int() | EIGHT
-    steering = torch.tensor([0, Steering("mobi", 7).word, *(Steering("cascade", v).word for v in (0, 9, 128, 255))])
+    steering = torch.tensor([0, Steering("routers", 7).word, *(Steering("cascade", v).word for v in (0, 9, 128, 255))])
     entropy = torch.rand(n, heads, generator=g) * 4
     entropy[torch.rand(n, generator=g) < 0.1, 0] = torch.nan
     low = torch.rand(points, LEVELS, generator=g) - 0.5

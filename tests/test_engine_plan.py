@@ -85,7 +85,7 @@ def test_the_same_rows_again_are_not_written() -> None:
 
 def test_steering_is_a_row_of_the_plan_and_what_it_moved_is_undone() -> None:
     plan = Plan(TABLE, 4, CPU)
-    fixed, moved = blueprint(4, 6, 8), replace(blueprint(4, 6, 8), steering=Steering("mobi", 7))
+    fixed, moved = blueprint(4, 6, 8), replace(blueprint(4, 6, 8), steering=Steering("routers", 7))
     assert len({fixed.key, moved.key}) == len({fixed.linear_key, moved.linear_key}) == 2
     assert fixed.computed_key != moved.computed_key
     for write in (

@@ -142,7 +142,7 @@ def test_another_blueprint_brings_its_own_level(reference: Reference) -> None:
     sequence = request("r", texts(20)[0], steered(made.table, 40), max_tokens=4)
     made.add(sequence)
     assert made.refresh(sequence, steered(made.table, 200))
-    assert sequence.blueprint.steering == Steering("mobi", 200)
+    assert sequence.blueprint.steering == Steering("routers", 200)
 
 
 def test_preempted_requests_resume_with_the_same_answer(reference: Reference) -> None:

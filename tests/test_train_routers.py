@@ -1,4 +1,4 @@
-"""`qbe train qaq` and `qbe train mobi`: the student, the step that keeps an average, and what is served of it."""
+"""`qbe train qaq`, `mobi` and `tokenwise`: the student, the step that keeps an average, and what is served of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from qbe.engine.scoring import Scored, score
 from qbe.eval.compare import Comparison, Setting
 from qbe.eval.items import Form, Item
 from qbe.eval.results import Results
-from qbe.learning import distil, mobi, qaq
+from qbe.learning import distil, mobi, qaq, tokenwise
 from qbe.learning.distil import Routers, descend, sliced
+from qbe.learning.gates import Gates
 from qbe.policies import learned
 from qbe.policies.learned import Learned
-from qbe.policies.mobi import LEVELS
+from qbe.policies.per_token import LEVELS
 from qbe.policies.routers import blocks_of, static_gears, widths_of
 from qbe.sites import SiteTable
 from qbe.store.nested_tensor import nested_linears
@@ -54,7 +55,9 @@ def loaded(folder: Path) -> PreparedModel:
 def trained(folder: Path) -> dict[str, Learned]:
     """Both policies' files, written; strong routers, so that queries and tokens differ whatever few steps gave."""
     found = {}
-    trainers: tuple[tuple[str, Callable[..., Learned]], ...] = (("qaq", qaq.train), ("mobi", mobi.train))
+    trainers: tuple[tuple[str, Callable[..., Learned]], ...] = (
+        ("qaq", qaq.train), ("mobi", mobi.train), ("tokenwise", tokenwise.train),
+    )  # fmt: skip
     for name, train in trainers:
         prepared, ticks = loaded(folder), list[int]()
         with pytest.MonkeyPatch.context() as patch:
@@ -102,10 +105,10 @@ def test_a_step_goes_nowhere_by_bits_alone() -> None:
     assert value > 0, "a bit is worth something"
 
 
-@pytest.mark.parametrize("policy", ["qaq", "mobi"])
+@pytest.mark.parametrize("policy", ["qaq", "mobi", "tokenwise"])
 def test_routers_begin_with_the_measured_worth(folder: Path, policy: str) -> None:
     """Untrained, all tokens and queries have the same bits, and what is reported of them is so."""
-    train = {"qaq": qaq.train, "mobi": mobi.train}[policy]
+    train = {"qaq": qaq.train, "mobi": mobi.train, "tokenwise": tokenwise.train}[policy]
     found = train(loaded(folder), items(16), 1)
     before = found.about["before"]
     assert [b["asked"] for b in before] == list(distil.HELD_AT)
@@ -114,28 +117,30 @@ def test_routers_begin_with_the_measured_worth(folder: Path, policy: str) -> Non
         assert entry["bits"] == pytest.approx(entry["asked"], abs=0.7)
 
 
-def test_thresholds_meet_averages(trained: dict[str, Learned]) -> None:
-    thresholds = trained["mobi"].tensors["thresholds"]
+@pytest.mark.parametrize("policy", ["mobi", "tokenwise"])
+def test_thresholds_meet_averages(trained: dict[str, Learned], policy: str) -> None:
+    thresholds = trained[policy].tensors["thresholds"]
     assert thresholds.shape == (LEVELS,)
     assert (np.diff(thresholds) <= 0).all()
-    for entry in trained["mobi"].about["after"]:
+    for entry in trained[policy].about["after"]:
         assert entry["bits"] == pytest.approx(entry["asked"], abs=0.3)
 
 
-def test_mobi_is_served_as_it_was_trained(folder: Path, trained: dict[str, Learned]) -> None:
-    with Engine(folder, policy="mobi", dtype="float32", device="cpu", records=False) as engine:
+@pytest.mark.parametrize("policy", ["mobi", "tokenwise"])
+def test_a_per_token_policy_is_served_as_it_was_trained(folder: Path, trained: dict[str, Learned], policy: str) -> None:
+    with Engine(folder, policy=policy, dtype="float32", device="cpu", records=False) as engine:
         table, ids = engine.table, engine.tokenizer(PROMPT)["input_ids"]
         assert engine.core.runner.routing is not None
         got = []
         for bits in (4.0, 4.5, 5.0, 6.0, 8.0):
             result = engine.generate(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True), budget=Budget(bits=bits))
             assert result.error is None
-            assert result.blueprint.policy == "mobi"
+            assert result.blueprint.policy == policy
             assert result.blueprint.average_weight_bits(table) <= bits
             got.append(result.average_weight_bits)
             described = result.describe()
             assert described["usage"]["average_weight_bits"] == round(got[-1], 4)
-            assert described["blueprint"]["steering"]["by"] == "mobi"
+            assert described["blueprint"]["steering"]["by"] == "routers"
             assert sum(result.tokens_by_bits.values()) == pytest.approx(result.computed_tokens, abs=3)
         assert got == sorted(got)
         assert got[0] == 4
@@ -152,11 +157,11 @@ def test_mobi_is_served_as_it_was_trained(folder: Path, trained: dict[str, Learn
             engine.explain(PROMPT, budget=Budget(bits=12))
     prepared = loaded(folder)
     with sliced(prepared) as student, torch.no_grad():
-        routers = _of(trained["mobi"], prepared.table)
-        tokens = mobi._Tokens(prepared.table, student, routers)
+        routers = _of(trained[policy], prepared.table)
+        tokens = Gates(prepared.table, student, routers)
         tokens.hard, tokens.threshold = (
             True,
-            torch.tensor(trained["mobi"].tensors["thresholds"][blueprint.steering.level]),
+            torch.tensor(trained[policy].tensors["thresholds"][blueprint.steering.level]),
         )
         whole = torch.ones(1, len(ids), dtype=torch.bool)
         student.full, student.on_block = False, tokens._gate
@@ -224,15 +229,14 @@ def _price(sample: np.ndarray, widths: np.ndarray, share: np.ndarray, bits: floa
 
 
 def test_a_comparison_counts_what_was_routed(folder: Path, trained: dict[str, Learned], tmp_path: Path) -> None:
-    settings = [Setting(p, 5.0) for p in ("static", "qaq", "mobi")]
+    settings = [Setting(p, 5.0) for p in ("static", "qaq", "mobi", "tokenwise")]
     with Engine(folder, dtype="float32", device="cpu", records=False) as engine:
         results = Results(["tiny"], tmp_path)
         outcome = Comparison(engine, items(3), settings, results).run()
         for query in outcome.queries:
-            routed = query.measured[settings[-1]]
-            assert (
-                routed.fidelity.bits == routed.bits != query.blueprints[settings[-1]].average_weight_bits(engine.table)
-            )
+            for setting in settings[2:]:
+                routed, static = query.measured[setting], query.blueprints[setting].average_weight_bits(engine.table)
+                assert routed.fidelity.bits == routed.bits != static
             assert query.measured[settings[0]].fidelity.bits is None
         before = Comparison(engine, items(3), settings, results)._key(query.blueprints[settings[-1]])
         engine.core.runner.route(replace(policies.load("mobi").routers(engine.table), digest="other"))
@@ -244,14 +248,14 @@ def test_a_comparison_counts_what_was_routed(folder: Path, trained: dict[str, Le
 
 def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared = loaded(folder)
-    for train in (qaq.train, mobi.train):
+    for train in (qaq.train, mobi.train, tokenwise.train):
         with pytest.raises(QBEError, match="4 texts are too few"):
             train(prepared, items(4), 1)
     hybrid = PreparedModel(build("mamba2"), prepared.tokenizer, prepared.table, "hybrid")
     with pytest.raises(QBEError, match="cannot have bits of their own"):
-        mobi.train(hybrid, items(16), 1)
+        tokenwise.train(hybrid, items(16), 1)
     untrained = SiteTable(prepared.table.sites, model_name="untrained", layers=2)
-    for name in ("qaq", "mobi"):
+    for name in ("qaq", "mobi", "tokenwise"):
         with pytest.raises(QBEError, match=f"run 'qbe train {name} --model untrained'"):
             policies.load(name).blueprint(QueryProfile(0.5, "code", 2), Budget(), untrained)
         wrong = (
@@ -276,7 +280,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "alpaca_seed_tasks.jsonl").write_text(json.dumps(task) + "\n")
     args = ["--data", str(tmp_path), "--model", str(folder), "--limit", "4", "--steps", "1", "--device", "cpu"]
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "mobi", *args, "--json"])
+        main(["train", "tokenwise", *args, "--json"])
     about = json.loads(capsys.readouterr().out)
     assert Path(about["file"]).is_file()
     assert about["texts"] == 12

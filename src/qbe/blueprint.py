@@ -10,7 +10,7 @@ from typing import Any
 from qbe.errors import QBEError
 from qbe.sites import ATTENTION_ROLES, FULL_BITS, TURBO, KVBits, SiteTable, kv_width
 
-STEERERS = ("cascade", "mobi")
+STEERERS = ("cascade", "routers")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.policies import Policy
-from qbe.policies.mobi import Routers
+from qbe.policies.per_token import Routers
 from qbe.records import thresholds
 from qbe.sites import SiteTable
 from qbe.store.cascade_table import CascadeTable, balanced, steering

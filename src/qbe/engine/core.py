@@ -30,7 +30,7 @@ from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
-from qbe.policies.mobi import Routers
+from qbe.policies.per_token import Routers
 from qbe.sites import FULL_BITS, KVBits, SiteTable
 from qbe.store.cascade_table import CascadeTable
 from qbe.store.plan import Plan

@@ -1,4 +1,4 @@
-"""Routers inside the forward pass: they move the plan's words of the rows that a policy like `mobi` steers.
+"""Routers inside the forward pass: they move the plan's words of rows that a per-token policy steers.
 
 A hook before each block's module runs the block's router on what the module reads. It writes to the plan on the device
 (`qbe.kernels.routing_ops`), at fixed shapes and without a host wait, so it lies inside CUDA graphs and compiled steps.
@@ -19,12 +19,12 @@ from qbe.blueprint import Blueprint, steerer
 from qbe.engine.scheduler import Work
 from qbe.errors import QBEError
 from qbe.kernels.routing_ops import route
-from qbe.policies.mobi import Routers
+from qbe.policies.per_token import Routers
 from qbe.policies.routers import blocks_of, widths_of
 from qbe.sites import SiteTable
 from qbe.store.plan import Plan
 
-MOBI = steerer("mobi")
+WHO = steerer("routers")
 _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -46,7 +46,9 @@ class Routing:
 
     def __init__(self, model: nn.Module, plan: Plan, routers: Routers) -> None:
         if plan.max_rows == 1:
-            raise QBEError("this model's tokens cannot have bits of their own (its layers keep a state): not by 'mobi'")
+            raise QBEError(
+                "this model's tokens cannot have bits of their own (its layers keep a state): choose another policy"
+            )
         self.digest, self.widths, self._plan, device = routers.digest, routers.widths, plan, plan.device
         self.spent = torch.zeros(
             len(routers.blocks), len(routers.widths), plan.max_rows, dtype=torch.int64, device=device
@@ -72,7 +74,7 @@ class Routing:
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             x = args[0] if args else kwargs["hidden_states"]
-            x = route(x, network, thresholds, gears, sizes, steering, words, spent, MOBI)
+            x = route(x, network, thresholds, gears, sizes, steering, words, spent, WHO)
             return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
         return hook
@@ -98,7 +100,7 @@ class Routing:
 
 def is_routed(blueprint: Blueprint) -> bool:
     """Whether routers move its words."""
-    return blueprint.steering is not None and blueprint.steering.by == "mobi"
+    return blueprint.steering is not None and blueprint.steering.by == "routers"
 
 
 @dataclass(frozen=True)

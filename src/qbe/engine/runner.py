@@ -21,7 +21,7 @@ from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
 from qbe.kvcache.pages import PAGE_SIZE
-from qbe.policies.mobi import Routers
+from qbe.policies.per_token import Routers
 from qbe.progress import bar, spinner
 from qbe.store.plan import Plan
 

@@ -35,7 +35,7 @@ def route(
     Args:
         x: [..., K], what the block reads; R rows.
         network: inner float64 [K, hidden], inner_bias [hidden], outer [hidden, sites * slices], outer_bias: see
-            `qbe.policies.mobi.Routers`. In float64, so that a token's scores do not depend on the number of rows.
+            `qbe.policies.per_token.Routers`. In float64, so that a token's scores do not depend on the number of rows.
         thresholds: float32 [levels].
         gears: int32 [slices + 1], the bits with one slice, with two and so on.
         sizes: int64 [sites], weights of each.

@@ -178,6 +178,18 @@ def mobi(
     _routers("mobi", train, model, data, limit, steps, seed, dtype, device, as_json)
 
 
+@app.command()
+def tokenwise(
+    model: Model = DEFAULT, data: Data = None,
+    limit: Annotated[int, typer.Option(help="texts of each data set at most, spread over it")] = 1000,
+    steps: Steps = 400, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train QBE's own routers: bits of every site for each token, by what fewer would do to the answer."""
+    from qbe.learning.tokenwise import train
+
+    _routers("tokenwise", train, model, data, limit, steps, seed, dtype, device, as_json)
+
+
 def _routers(
     policy: str, train: Callable[..., Learned], model: str, data: Path | None, limit: int, steps: int, seed: int,
     dtype: str, device: str, as_json: bool,

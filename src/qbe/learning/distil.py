@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from qbe.errors import QBEError
 from qbe.eval.items import Item, encode
-from qbe.policies.routers import Network, Numbers, blocks_of, static_gears, widths_of
+from qbe.policies.routers import Block, Network, Numbers, blocks_of, static_gears, widths_of
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
@@ -133,7 +133,6 @@ def sliced(prepared: PreparedModel) -> Iterator[Student]:
     routed = {s for block in blocks for s in block.sites}
     student = Student(model, table, [None] * len(table.nested))
     changed: list[nn.Module] = []
-    hooks = []
 
     def replace(at: int, module: Any) -> None:
         weight, bias = module.weight, module.bias
@@ -155,24 +154,37 @@ def sliced(prepared: PreparedModel) -> Iterator[Student]:
         module.forward = forward
         changed.append(module)
 
-    def watch(number: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if student.on_block is not None:
-                student.on_block(number, args[0] if args else kwargs["hidden_states"])
-
-        return hook
+    def on_block(number: int, x: torch.Tensor) -> None:
+        if student.on_block is not None:
+            student.on_block(number, x)
 
     try:
         with torch.no_grad():
             for at, site in enumerate(table.nested):
                 replace(at, model.get_submodule(site.name))
-        for number, block in enumerate(blocks):
-            hooks.append(model.get_submodule(block.name).register_forward_pre_hook(watch(number), with_kwargs=True))
-        with torch.enable_grad():
+        with torch.enable_grad(), watched(model, blocks, on_block):
             yield student
     finally:
         for module in changed:
             del module.forward  # the class's method shows again
+
+
+@contextmanager
+def watched(model: nn.Module, blocks: Sequence[Block], on_block: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    """Inside, `on_block` is called with a block's number and the input of its module before that runs."""
+
+    def watch(number: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            on_block(number, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    hooks = [
+        model.get_submodule(b.name).register_forward_pre_hook(watch(i), with_kwargs=True) for i, b in enumerate(blocks)
+    ]
+    try:
+        yield
+    finally:
         for h in hooks:
             h.remove()
 

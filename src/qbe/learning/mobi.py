@@ -1,9 +1,8 @@
 """Trains MoBiQuant's routers: per-token gates of slices, distilled from 16 bits at averages drawn anew in each step.
 
-A gate is a sigmoid of what a slice is worth to the token, over the threshold, divided by a temperature that falls. The
-threshold of a step is the one at which lately seen tokens had the average that was drawn, so one set of routers learns
-all averages. Routers begin with what the measured sensitivities say, the same for every token. Divergence is counted
-for prompts, too: else routers save bits where nobody looks, at the tokens of prompts.
+A gate's temperature falls from step to step. The threshold of a step is the one at which lately seen tokens had the
+average that was drawn, so one set of routers learns all averages. Divergence is counted for prompts, too: else routers
+save bits where nobody looks, at the tokens of prompts.
 """
 
 from __future__ import annotations
@@ -13,202 +12,52 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from qbe.engine.runner import can_pack
-from qbe.errors import QBEError
 from qbe.eval.items import Item
-from qbe.kernels.routing_ops import worths_of
-from qbe.kvcache.cache import decoder_config
-from qbe.learning import distil
-from qbe.learning.distil import Batch, Routers, Student, batches, descend, sliced, solve, split, worth
+from qbe.learning import distil, gates
+from qbe.learning.distil import Batch, descend, sliced
+from qbe.learning.gates import Gates
 from qbe.policies.learned import Learned
-from qbe.policies.mobi import LEVELS
-from qbe.policies.routers import Numbers, blocks_of, named, widths_of
-from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
 TEMPERATURES = (1.0, 0.25)  # of the gates, in the first and in the last step
 SEEN = 8  # steps whose tokens say where the threshold lies
-CALIBRATED = 12  # steps' worth of tokens whose scores the thresholds for serving are taken from, at most
 
 
 def train(
     prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None
 ) -> Learned:
-    """Routers of all blocks.
+    """Routers of all blocks (`qbe.learning.gates.train`).
 
     Args:
-        prepared: not yet served by an engine; on its device everything runs.
-        items: three quarters are trained on; what is reported is of the others.
         tick: called after each of `steps` steps.
-
-    Raises:
-        QBEError: too few items, a model whose tokens cannot have bits of their own, or one without 16-bit weights.
-    """
-    if not can_pack(decoder_config(prepared.model)):
-        raise QBEError("the tokens of this model cannot have bits of their own (its layers keep a state): train qaq")
-    table, device = prepared.table, next(prepared.model.parameters()).device
-    kept, held = (batches(some, prepared.tokenizer, device) for some in split(items, seed))
-    rng = np.random.default_rng(seed)
-    blocks, widths = blocks_of(table), widths_of(table)
-    with sliced(prepared) as student:
-        inputs = _inputs(student, kept[0], len(blocks))
-        routers = Routers(inputs, [_begin(table, b.sites) for b in blocks], seed).to(device)
-        tokens = _Tokens(table, student, routers)
-        at_start = _held_out(tokens, held, kept)
-        optimiser = torch.optim.Adam(routers.parameters(), lr=distil.RATE)
-        rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
-        seen: deque[torch.Tensor] = deque([tokens.worths(kept[0])], maxlen=SEEN)
-        prices = []
-        for step in range(steps):
-            batch = kept[int(rng.integers(len(kept)))]
-            bits = widths[0] + (widths[-1] - widths[0]) * float(rng.uniform(*distil.RANGE))
-            done = step / max(1, steps - 1)
-            tokens.temperature = TEMPERATURES[0] * (TEMPERATURES[1] / TEMPERATURES[0]) ** done
-            at = tokens.price(torch.cat(tuple(seen)), bits)
-            tokens.threshold = torch.tensor(at, device=device, requires_grad=True)
-            teacher = student.teacher(batch.tokens, batch.predicted)
-            divergence = tokens.divergence(batch, teacher)
-            prices.append(descend(routers, optimiser, divergence, tokens.bits(), tokens.threshold))
-            rates.step()
-            seen.append(tokens.seen())
-            tick()
-        thresholds = tokens.thresholds(kept)
-        after = _held_out(tokens, held, kept)
-    tensors: dict[str, npt.NDArray[Any]] = {
-        **named(routers.networks(len(blocks))), "widths": np.array(widths), "thresholds": thresholds,
-    }  # fmt: skip
-    count = sum(p.numel() for p in routers.parameters())
-    about = {
-        "texts": len(items), "steps": steps, "seed": seed, "parameters": count, "before": at_start, "after": after,
-        "price_of_a_bit": float(np.mean(prices[-SEEN:])) if prices else None,
-    }  # fmt: skip
-    return Learned(tensors, about)
-
-
-def _begin(table: SiteTable, sites: Sequence[int]) -> Numbers:
-    """Scores that give each slice of a site its measured worth."""
-    worths = [worth(table, [s]) for s in sites]
-    return np.concatenate([[w[0], *np.log(np.expm1(-np.diff(w)))] for w in worths])
-
-
-def _inputs(student: Student, batch: Batch, count: int) -> list[int]:
-    """Of each block's module."""
-    found = [0] * count
-
-    def note(block: int, x: torch.Tensor) -> None:
-        found[block] = x.shape[-1]
-
-    student.on_block = note
-    student.teacher(batch.tokens, batch.predicted)
-    return found
-
-
-class _Tokens:
-    """Gates of a student's tokens by routers.
-
-    Attributes:
-        threshold: what slices must be worth more than, float32 [].
-        temperature: of the gates. hard: make them 0 or 1.
-        share: float32 [slices of all sites], bits that each adds to the average over the blocks' weights.
     """
 
-    def __init__(self, table: SiteTable, student: Student, routers: Routers) -> None:
-        self.student, self.routers = student, routers
-        self.blocks, self.widths = blocks_of(table), widths_of(table)
-        self.threshold, self.temperature, self.hard = torch.tensor(0.0), 1.0, False
-        device = next(routers.parameters()).device
-        steps = np.diff(self.widths)
-        sizes = [[table.nested[s].parameters for s in b.sites] for b in self.blocks]
-        total = sum(map(sum, sizes))
-        self.share = torch.tensor(
-            [size * step / total for block in sizes for size in block for step in steps],
-            dtype=torch.float32,
-            device=device,
-        )
-        self._batch: Batch | None = None
-        self._worths: list[torch.Tensor] = []
+    def fit(found: Gates, kept: Sequence[Batch]) -> dict[str, Any]:
+        with sliced(prepared) as found.student:
+            return {"price_of_a_bit": _distil(found, kept, steps, seed, tick)}
 
-    def divergence(self, batch: Batch, teacher: torch.Tensor) -> torch.Tensor:
-        """Of the student with the routers' gates, nats []."""
-        self._batch, self._worths = batch, []
-        self.student.on_block = self._gate
-        return self.student.divergence(batch.tokens, batch.predicted, teacher)
-
-    def _gate(self, block: int, x: torch.Tensor) -> None:
-        if self.student.full:
-            return
-        sites = self.blocks[block].sites
-        scores = self.routers.scores(block, x.detach()).unflatten(-1, (len(sites), -1))
-        worths = worths_of(scores)
-        assert self._batch is not None
-        self._worths.append(worths[self._batch.real].flatten(1))
-        over = (worths - self.threshold) / self.temperature
-        gates = (over > 0).to(x.dtype) if self.hard else over.sigmoid().to(x.dtype)
-        for i, site in enumerate(sites):
-            self.student.gates[site] = gates[..., i, :]
-
-    def seen(self) -> torch.Tensor:
-        """What slices were worth to the batch's tokens, float32 [tokens, slices of all sites]."""
-        return torch.cat([w.detach() for w in self._worths], 1)
-
-    def bits(self) -> torch.Tensor:
-        """The average over the blocks' weights and the batch's tokens []."""
-        over = (torch.cat(self._worths, 1) - self.threshold) / self.temperature
-        return self.widths[0] + (over.sigmoid() @ self.share).mean()
-
-    def price(self, worths: torch.Tensor, bits: float) -> float:
-        """The threshold at which gates of these [tokens, slices] give that average."""
-
-        def average(at: float) -> float:
-            return self.widths[0] + float((((worths - at) / self.temperature).sigmoid() @ self.share).mean())
-
-        return solve(average, bits)
-
-    @torch.no_grad()
-    def worths(self, batch: Batch) -> torch.Tensor:
-        """As `seen`, of a pass at the threshold."""
-        self._batch, self._worths = batch, []
-        self.student.full, self.student.on_block = False, self._gate
-        self.student.logits(batch.tokens)
-        return self.seen()
-
-    @torch.no_grad()
-    def thresholds(self, kept: Sequence[Batch]) -> npt.NDArray[np.float32]:
-        """For averages that rise evenly from lowest to highest width, float32 [LEVELS], by training's tokens."""
-        self.hard = True
-        # What tokens look like depends on their bits a little: they are as in training.
-        found = torch.cat([self.worths(batch) for batch in kept[:: -(-len(kept) // CALIBRATED)]])
-        self.hard = False
-        return _levels(found, self.share, self.widths)
+    return gates.train(prepared, items, steps, seed, fit)
 
 
-def _levels(worths: torch.Tensor, share: torch.Tensor, widths: Sequence[int]) -> npt.NDArray[np.float32]:
-    values, order = worths.flatten().sort(descending=True)
-    bits = (share.expand_as(worths).flatten()[order].double() / len(worths)).cumsum(0)
-    wanted = torch.linspace(0, widths[-1] - widths[0], LEVELS, dtype=torch.float64, device=bits.device)
-    at = torch.searchsorted(bits, wanted)
-    found = values[at.clamp(max=len(values) - 1)].float()
-    found[0], found[-1] = values[0] + 1, values[-1] - 1
-    return found.cpu().numpy()
-
-
-@torch.no_grad()
-def _held_out(tokens: _Tokens, held: Sequence[Batch], kept: Sequence[Batch]) -> list[dict[str, float]]:
-    """Bits that held-out texts get at thresholds for `distil.HELD_AT`, and their divergence, nats per token."""
-    thresholds, widths = tokens.thresholds(kept), tokens.widths
-    found = [{"asked": asked, "bits": 0.0, "kl": 0.0} for asked in distil.HELD_AT]
-    counted = rows = 0
-    tokens.hard = True
-    for batch in held[:: -(-len(held) // distil.HELD)]:
-        teacher, n = tokens.student.teacher(batch.tokens, batch.predicted), int(batch.predicted.sum())
-        for entry in found:
-            level = round((entry["asked"] - widths[0]) / (widths[-1] - widths[0]) * (LEVELS - 1))
-            tokens.threshold = torch.tensor(thresholds[level])
-            entry["kl"] += float(tokens.divergence(batch, teacher)) * n
-            entry["bits"] += float(((tokens.seen() > tokens.threshold).float() @ tokens.share).sum())
-        counted, rows = counted + n, rows + int(batch.real.sum())
-    tokens.hard = False
-    return [{"asked": e["asked"], "bits": widths[0] + e["bits"] / rows, "kl": e["kl"] / counted} for e in found]
+def _distil(gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]) -> float | None:
+    rng, widths, device = np.random.default_rng(seed), gates.widths, gates.share.device
+    optimiser = torch.optim.Adam(gates.routers.parameters(), lr=distil.RATE)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
+    seen: deque[torch.Tensor] = deque([gates.worths(kept[0])], maxlen=SEEN)
+    prices = []
+    for step in range(steps):
+        batch = kept[int(rng.integers(len(kept)))]
+        bits = widths[0] + (widths[-1] - widths[0]) * float(rng.uniform(*distil.RANGE))
+        done = step / max(1, steps - 1)
+        gates.temperature = TEMPERATURES[0] * (TEMPERATURES[1] / TEMPERATURES[0]) ** done
+        at = gates.price(torch.cat(tuple(seen)), bits)
+        gates.threshold = torch.tensor(at, device=device, requires_grad=True)
+        teacher = gates.student.teacher(batch.tokens, batch.predicted)
+        divergence = gates.divergence(batch, teacher)
+        prices.append(descend(gates.routers, optimiser, divergence, gates.bits(), gates.threshold))
+        rates.step()
+        seen.append(gates.seen())
+        tick()
+    return float(np.mean(prices[-SEEN:])) if prices else None

@@ -1,4 +1,4 @@
-"""What lowering each site alone does to one text, for all sites at once: from gradients of the 16-bit model.
+"""What lowering each site alone does to a text or a token, for all sites at once: from gradients of the 16-bit model.
 
 A site at fewer bits adds an error to its outputs, which moves the logits of a token by J error, and to second order the
 divergence of the distributions is half the variance of that under the 16-bit model's p. With r drawn so that its
@@ -9,8 +9,9 @@ estimate is unbiased up to that second order, and noisy: its relative deviation 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,82 @@ from torch.nn.functional import linear
 
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
-from qbe.store.nested_tensor import NestedTensor
 
 Numbers = npt.NDArray[np.float64]
+
+
+Note = Callable[[int, torch.Tensor, torch.Tensor], None]
+Run = Callable[[torch.Tensor, torch.Tensor, int, torch.Generator, Note], torch.Tensor]
+
+
+@contextmanager
+def lowered(model: nn.Module, table: SiteTable, gears: Sequence[int], sites: Collection[int]) -> Iterator[Run]:
+    """Inside, nested sites multiply their original weights, a plain product that gradients pass.
+
+    Yields `run(tokens, counted, draws, generator, note)`, which runs texts forward once, backward `draws` times and
+    returns the logits of the 16-bit model, [texts, tokens, vocabulary]. tokens: int64 [texts, tokens], padded at the
+    right; counted: bool likewise, whose logits count; both and the generator on the model's device. `note` is called in
+    each pass with the place of a site, its inputs [texts, tokens, inputs], and r J error for each gear, float32 [texts,
+    tokens, gears]: half the mean of its square is what a token at that gear does alone; of its sum over tokens, what
+    these do together.
+
+    Args:
+        model: a transformers causal LM whose nested sites hold NestedTensors with their originals, not yet served.
+        gears: below 16 bits. The errors of all are kept while this lasts, so many times the weights' memory.
+        sites: the places of nested sites that are asked about.
+
+    Raises:
+        QBEError: a nested site lost its 16-bit original.
+    """
+    noted: list[Note] = []
+    modules = dict(model.named_modules())
+    changed: list[nn.Module] = []
+
+    def run(
+        tokens: torch.Tensor, counted: torch.Tensor, draws: int, generator: torch.Generator, note: Note
+    ) -> torch.Tensor:
+        noted[:] = [note]
+        with torch.enable_grad():
+            states = model.get_input_embeddings()(tokens).detach().requires_grad_()  # type: ignore[operator]
+            logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
+            rows = logits[counted].float()
+            p = rows.detach().softmax(-1)
+            for draw in range(draws):
+                r = torch.randn(p.shape, generator=generator, device=p.device) * p.sqrt()
+                r -= p * r.sum(-1, keepdim=True)
+                rows.backward(r, retain_graph=draw + 1 < draws)
+        return logits.detach()
+
+    def replace(at: int, module: Any) -> None:
+        weight, bias = module.weight, module.bias
+        original = weight.original
+        if original is None:
+            raise QBEError(f"{table.nested[at].name} was stored without its 16-bit weight: nothing can be learned")
+        wrong = [weight.dequantise(g) - original for g in gears] if at in sites else []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            y = linear(x, original, bias)
+            if wrong:
+                with torch.no_grad():
+                    errors = [linear(x, w) for w in wrong]
+
+                def add(gradient: torch.Tensor) -> None:
+                    noted[0](at, x.detach(), torch.stack([(gradient.float() * e).sum(-1) for e in errors], -1))
+
+                y.register_hook(add)
+            return y
+
+        module.forward = forward
+        changed.append(module)
+
+    try:
+        with torch.no_grad():
+            for at, site in enumerate(table.nested):
+                replace(at, modules[site.name])
+        yield run
+    finally:
+        for module in changed:
+            del module.forward  # the class's method shows again
 
 
 def estimate(
@@ -33,7 +107,7 @@ def estimate(
     """Divergence of each text when one site alone runs at a gear, summed over its counted tokens.
 
     Args:
-        model: a transformers causal LM whose nested sites hold NestedTensors with their originals, not yet served.
+        model: as in `lowered`.
         tokens: int64 [texts, tokens], padded at the right.
         counted: bool [texts, tokens]: whose logits count.
         draws: backward passes.
@@ -49,61 +123,18 @@ def estimate(
     device = next(model.parameters()).device
     tokens, counted = tokens.to(device), counted.to(device)
     read = counted.int().argmax(-1)[:, None] >= torch.arange(tokens.shape[1], device=device)
-    found = torch.zeros(draws, len(table.nested), len(tokens), dtype=torch.float64, device=device)
+    found = torch.zeros(len(table.nested), len(tokens), dtype=torch.float64, device=device)
     moments: list[torch.Tensor] = [torch.empty(0)] * len(table.nested)
-    draw = [0]
-    with torch.enable_grad(), _with_errors(model, table, gear, read, found, moments, draw):
-        states = model.get_input_embeddings()(tokens).detach().requires_grad_()  # type: ignore[operator]
-        logits = model(inputs_embeds=states, use_cache=False).logits
-        rows = logits[counted].float()
-        p = rows.detach().softmax(-1)
-        first = logits.detach()[torch.arange(len(tokens), device=device), read.sum(-1) - 1].float()
-        generator = torch.Generator(device).manual_seed(seed)
-        for draw[0] in range(draws):
-            r = torch.randn(p.shape, generator=generator, device=device) * p.sqrt()
-            r -= p * r.sum(-1, keepdim=True)
-            rows.backward(r, retain_graph=draw[0] + 1 < draws)
+
+    def note(at: int, x: torch.Tensor, product: torch.Tensor) -> None:
+        found[at] += product.sum((1, 2)).double().square()
+        if not len(moments[at]):
+            mean = torch.where(read[..., None], x.float().square(), 0.0).sum(1) / read.sum(1, keepdim=True)
+            moments[at] = mean.cpu()
+
+    generator = torch.Generator(device).manual_seed(seed)
+    with lowered(model, table, (gear,), range(len(table.nested))) as run:
+        logits = run(tokens, counted, draws, generator, note)
+    first = logits[torch.arange(len(tokens), device=device), read.sum(-1) - 1].float()
     entropy = Categorical(logits=first, validate_args=False).entropy()
-    return (found.square().mean(0) / 2).T.cpu().numpy(), moments, entropy.cpu()
-
-
-@contextmanager
-def _with_errors(
-    model: nn.Module, table: SiteTable, gear: int, read: torch.Tensor, found: torch.Tensor,
-    moments: list[torch.Tensor], draw: list[int],
-) -> Iterator[None]:  # fmt: skip
-    """Inside, nested sites multiply their original weights, a plain product that gradients pass, and add to `found`
-    [draws, sites, texts] what each backward pass says of the error that the gear would make.
-    """
-    modules = dict(model.named_modules())
-    changed: list[nn.Module] = []
-
-    def site_forward(at: int, weight: NestedTensor, bias: torch.Tensor | None):  # type: ignore[no-untyped-def]
-        original = weight.original
-        if original is None:
-            raise QBEError(f"{table.nested[at].name} was stored without its 16-bit weight: nothing can be learned")
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            y = linear(x, original, bias)
-            with torch.no_grad():
-                error = linear(x, weight.dequantise(gear) - original)
-                mean = torch.where(read[..., None], x.float().square(), 0.0).sum(1) / read.sum(1, keepdim=True)
-                moments[at] = mean.cpu()
-
-            def add(gradient: torch.Tensor) -> None:
-                found[draw[0], at] = (gradient.float() * error).sum((1, 2)).double()
-
-            y.register_hook(add)
-            return y
-
-        return forward
-
-    try:
-        for at, site in enumerate(table.nested):
-            module = modules[site.name]
-            module.forward = site_forward(at, module.weight, module.bias)
-            changed.append(module)
-        yield
-    finally:
-        for module in changed:
-            del module.forward  # the class's method shows again
+    return (found / draws / 2).T.cpu().numpy(), moments, entropy.cpu()

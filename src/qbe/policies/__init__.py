@@ -35,7 +35,7 @@ class Policy(Protocol):
     `analysis_tier` says that it needs profiles of that tier, and `prepare(table)` is called when an engine takes the
     policy: it raises QBEError where it cannot serve that model. One with `reads_prompt` is asked once more when the
     prompt has run, now with `profile.signals`; what it says then is for the answer. One whose blueprints are steered by
-    routers of its own (`Blueprint.steering`) has `routers(table)`, a `qbe.policies.mobi.Routers`.
+    routers of its own (`Blueprint.steering`) has `routers(table)`, a `qbe.policies.per_token.Routers`.
     """
 
     name: str
@@ -62,7 +62,8 @@ _BUILT_IN = {
     "predicted": "qbe.policies.predicted:PredictedPolicy",
     "proxy": "qbe.policies.proxy:ProxyPolicy",
     "qaq": "qbe.policies.qaq:QAQPolicy",
-    "mobi": "qbe.policies.mobi:MobiPolicy",
+    "mobi": "qbe.policies.per_token:MobiPolicy",
+    "tokenwise": "qbe.policies.per_token:TokenwisePolicy",
 }
 
 

@@ -1,4 +1,4 @@
-"""MoBiQuant (seed 004): each token runs with as many slices of every weight as its own hidden states ask for."""
+"""Each token runs with as many slices of every weight as its hidden states ask for: MoBiQuant (seed 004), QBE's own."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Routers:
     digest: str
 
 
-class MobiPolicy:
+class PerTokenPolicy:
     """Every token of prompt and answer chooses the bits of each block when it gets there, within the forward pass: a
-    router (`qbe train mobi`) scores what each further slice of each site is worth to it, and slices above a threshold
+    router (`qbe train`) scores what each further slice of each site is worth to it, and slices above a threshold
     are read. One threshold serves all blocks; it follows from the budget by what training's tokens chose, so the
     average is met over traffic and not by every answer. It is the budget's, else the middle of its tier; above the
     store's widest slice, that. The KV cache has the budget's bits, else 16.
@@ -48,16 +48,16 @@ class MobiPolicy:
     without a router have. What was read in fact is in its result.
     """
 
-    name = "mobi"
+    name: str
     needs_sensitivity = True
 
     def prepare(self, table: SiteTable) -> None:
         """Raises QBEError where no routers were trained for this model."""
-        _routers(table)
+        _routers(self.name, table)
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without trained routers, or for a budget below the store's lowest average."""
-        _routers(table)
+        _routers(self.name, table)
         bits, widths = budget.bits_for(0.5), widths_of(table)
         gears = static_gears(table, bits)
         share = (bits_left(table, gears, bits) - widths[0]) / (widths[-1] - widths[0])
@@ -71,16 +71,28 @@ class MobiPolicy:
         found = Blueprint.of(
             self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
         )
-        return replace(found, steering=Steering(self.name, level))
+        return replace(found, steering=Steering("routers", level))
 
     def routers(self, table: SiteTable) -> Routers:
         """What the engine runs. Raises QBEError where none were trained for this model."""
-        return _routers(table)
+        return _routers(self.name, table)
+
+
+class MobiPolicy(PerTokenPolicy):
+    """MoBiQuant: routers distilled from the 16-bit model (`qbe train mobi`)."""
+
+    name = "mobi"
+
+
+class TokenwisePolicy(PerTokenPolicy):
+    """QBE's own: routers that expect what fewer bits would do to the answer (`qbe train tokenwise`)."""
+
+    name = "tokenwise"
 
 
 @lru_cache(maxsize=8)
-def _routers(table: SiteTable) -> Routers:
-    found, blocks = learned.read("mobi", table), blocks_of(table)
+def _routers(name: str, table: SiteTable) -> Routers:
+    found, blocks = learned.read(name, table), blocks_of(table)
     return Routers(
         blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),
         found.tensors["thresholds"], found.checksum,

@@ -1,0 +1,194 @@
+"""Per-token gates of slices while routers are trained, and the frame of that training: `mobi` and `tokenwise` share it.
+
+A gate is a sigmoid of what a slice is worth to the token, over the threshold, divided by a temperature; hard ones are 0
+or 1, as they are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from qbe.engine.runner import can_pack
+from qbe.errors import QBEError
+from qbe.eval.items import Item
+from qbe.kernels.routing_ops import worths_of
+from qbe.kvcache.cache import decoder_config
+from qbe.learning import distil
+from qbe.learning.distil import Batch, Routers, Student, batches, sliced, solve, split, worth
+from qbe.policies.learned import Learned
+from qbe.policies.per_token import LEVELS
+from qbe.policies.routers import Numbers, blocks_of, named, widths_of
+from qbe.sites import SiteTable
+from qbe.store.prepare import PreparedModel
+
+CALIBRATED = 12  # steps' worth of tokens whose scores the thresholds for serving are taken from, at most
+
+
+def train(
+    prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int,
+    fit: Callable[[Gates, Sequence[Batch]], Mapping[str, Any]],
+) -> Learned:  # fmt: skip
+    """Routers of all blocks, which begin with what the measured sensitivities say, the same for every token.
+
+    Args:
+        prepared: not yet served by an engine; on its device everything runs.
+        items: three quarters are trained on; what is reported is of the others.
+        fit: trains the routers of these gates on these batches; what it returns is reported, too.
+
+    Raises:
+        QBEError: too few items, a model whose tokens cannot have bits of their own, or one without 16-bit weights.
+    """
+    if not can_pack(decoder_config(prepared.model)):
+        raise QBEError("the tokens of this model cannot have bits of their own (its layers keep a state): train qaq")
+    table, device = prepared.table, next(prepared.model.parameters()).device
+    kept, held = (batches(some, prepared.tokenizer, device) for some in split(items, seed))
+    blocks = blocks_of(table)
+    with sliced(prepared) as student:
+        inputs = _inputs(student, kept[0], len(blocks))
+        routers = Routers(inputs, [_begin(table, b.sites) for b in blocks], seed).to(device)
+        gates = Gates(table, student, routers)
+        before = _held_out(gates, held, kept)
+    found = fit(gates, kept)
+    with sliced(prepared) as gates.student:
+        thresholds = gates.thresholds(kept)
+        after = _held_out(gates, held, kept)
+    tensors: dict[str, npt.NDArray[Any]] = {
+        **named(routers.networks(len(blocks))), "widths": np.array(widths_of(table)), "thresholds": thresholds,
+    }  # fmt: skip
+    count = sum(p.numel() for p in routers.parameters())
+    about = {
+        "texts": len(items), "steps": steps, "seed": seed, "parameters": count, "before": before, "after": after,
+        **found,
+    }  # fmt: skip
+    return Learned(tensors, about)
+
+
+def _begin(table: SiteTable, sites: Sequence[int]) -> Numbers:
+    """Scores that give each slice of a site its measured worth."""
+    worths = [worth(table, [s]) for s in sites]
+    return np.concatenate([[w[0], *np.log(np.expm1(-np.diff(w)))] for w in worths])
+
+
+def _inputs(student: Student, batch: Batch, count: int) -> list[int]:
+    """Of each block's module."""
+    found = [0] * count
+
+    def note(block: int, x: torch.Tensor) -> None:
+        found[block] = x.shape[-1]
+
+    student.on_block = note
+    student.teacher(batch.tokens, batch.predicted)
+    return found
+
+
+class Gates:
+    """Gates of a student's tokens by routers.
+
+    Attributes:
+        threshold: what slices must be worth more than, float32 [].
+        temperature: of the gates. hard: make them 0 or 1.
+        share: float32 [slices of all sites], bits that each adds to the average over the blocks' weights.
+    """
+
+    def __init__(self, table: SiteTable, student: Student, routers: Routers) -> None:
+        self.student, self.routers, self.table = student, routers, table
+        self.blocks, self.widths = blocks_of(table), widths_of(table)
+        self.threshold, self.temperature, self.hard = torch.tensor(0.0), 1.0, False
+        device = next(routers.parameters()).device
+        steps = np.diff(self.widths)
+        sizes = [[table.nested[s].parameters for s in b.sites] for b in self.blocks]
+        total = sum(map(sum, sizes))
+        self.share = torch.tensor(
+            [size * step / total for block in sizes for size in block for step in steps],
+            dtype=torch.float32,
+            device=device,
+        )
+        self._batch: Batch | None = None
+        self._worths: list[torch.Tensor] = []
+
+    def divergence(self, batch: Batch, teacher: torch.Tensor) -> torch.Tensor:
+        """Of the student with the routers' gates, nats []."""
+        self._batch, self._worths = batch, []
+        self.student.on_block = self._gate
+        return self.student.divergence(batch.tokens, batch.predicted, teacher)
+
+    def _gate(self, block: int, x: torch.Tensor) -> None:
+        if self.student.full:
+            return
+        sites = self.blocks[block].sites
+        scores = self.routers.scores(block, x.detach()).unflatten(-1, (len(sites), -1))
+        worths = worths_of(scores)
+        assert self._batch is not None
+        self._worths.append(worths[self._batch.real].flatten(1))
+        over = (worths - self.threshold) / self.temperature
+        gates = (over > 0).to(x.dtype) if self.hard else over.sigmoid().to(x.dtype)
+        for i, site in enumerate(sites):
+            self.student.gates[site] = gates[..., i, :]
+
+    def seen(self) -> torch.Tensor:
+        """What slices were worth to the batch's tokens, float32 [tokens, slices of all sites]."""
+        return torch.cat([w.detach() for w in self._worths], 1)
+
+    def bits(self) -> torch.Tensor:
+        """The average over the blocks' weights and the batch's tokens []."""
+        over = (torch.cat(self._worths, 1) - self.threshold) / self.temperature
+        return self.widths[0] + (over.sigmoid() @ self.share).mean()
+
+    def price(self, worths: torch.Tensor, bits: float) -> float:
+        """The threshold at which gates of these [tokens, slices] give that average."""
+
+        def average(at: float) -> float:
+            return self.widths[0] + float((((worths - at) / self.temperature).sigmoid() @ self.share).mean())
+
+        return solve(average, bits)
+
+    @torch.no_grad()
+    def worths(self, batch: Batch) -> torch.Tensor:
+        """As `seen`, of a pass at the threshold."""
+        self._batch, self._worths = batch, []
+        self.student.full, self.student.on_block = False, self._gate
+        self.student.logits(batch.tokens)
+        return self.seen()
+
+    @torch.no_grad()
+    def thresholds(self, kept: Sequence[Batch]) -> npt.NDArray[np.float32]:
+        """For averages that rise evenly from lowest to highest width, float32 [LEVELS], by training's tokens."""
+        self.hard = True
+        # What tokens look like depends on their bits a little: they are as in training.
+        found = torch.cat([self.worths(batch) for batch in kept[:: -(-len(kept) // CALIBRATED)]])
+        self.hard = False
+        return _levels(found, self.share, self.widths)
+
+
+def _levels(worths: torch.Tensor, share: torch.Tensor, widths: Sequence[int]) -> npt.NDArray[np.float32]:
+    values, order = worths.flatten().sort(descending=True)
+    bits = (share.expand_as(worths).flatten()[order].double() / len(worths)).cumsum(0)
+    wanted = torch.linspace(0, widths[-1] - widths[0], LEVELS, dtype=torch.float64, device=bits.device)
+    at = torch.searchsorted(bits, wanted)
+    found = values[at.clamp(max=len(values) - 1)].float()
+    found[0], found[-1] = values[0] + 1, values[-1] - 1
+    return found.cpu().numpy()
+
+
+@torch.no_grad()
+def _held_out(gates: Gates, held: Sequence[Batch], kept: Sequence[Batch]) -> list[dict[str, float]]:
+    """Bits that held-out texts get at thresholds for `distil.HELD_AT`, and their divergence, nats per token."""
+    thresholds, widths = gates.thresholds(kept), gates.widths
+    found = [{"asked": asked, "bits": 0.0, "kl": 0.0} for asked in distil.HELD_AT]
+    counted = rows = 0
+    gates.hard = True
+    for batch in held[:: -(-len(held) // distil.HELD)]:
+        teacher, n = gates.student.teacher(batch.tokens, batch.predicted), int(batch.predicted.sum())
+        for entry in found:
+            level = round((entry["asked"] - widths[0]) / (widths[-1] - widths[0]) * (LEVELS - 1))
+            gates.threshold = torch.tensor(thresholds[level])
+            entry["kl"] += float(gates.divergence(batch, teacher)) * n
+            entry["bits"] += float(((gates.seen() > gates.threshold).float() @ gates.share).sum())
+        counted, rows = counted + n, rows + int(batch.real.sum())
+    gates.hard = False
+    return [{"asked": e["asked"], "bits": widths[0] + e["bits"] / rows, "kl": e["kl"] / counted} for e in found]

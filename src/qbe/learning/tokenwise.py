@@ -1,0 +1,113 @@
+"""Trains routers to expect what each token's reading a weight at fewer bits does: the per-token policy `tokenwise`.
+
+Gradients of the 16-bit model estimate that damage for every token, site and width of a text at once
+(`qbe.learning.sensitivities`). Damages of many sites and tokens add up, nearly, so the best bits under an average are
+those that weigh each slice's expected damage against one price, and its expectation is all that a router has to learn:
+a regression, where `mobi` learns by what all gates together do to the answer, whose gradients at a token are mostly the
+others' noise. A damage is the square of a sum of many small errors and so spreads like a chi-square about its mean; the
+likelihood of such numbers is what is fitted, which gives the mean, not the mean of logarithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from qbe.eval.items import Item
+from qbe.kernels.routing_ops import worths_of
+from qbe.learning import distil, gates
+from qbe.learning.distil import Batch, watched
+from qbe.learning.gates import Gates
+from qbe.learning.sensitivities import lowered
+from qbe.policies.learned import Learned
+from qbe.store.prepare import PreparedModel
+
+LARGEST = 3e3  # a damage over its expectation counts as at most this: one such number says little, but moves much
+LEAST = 1e-20  # nats
+
+
+def train(
+    prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None
+) -> Learned:
+    """Routers of all blocks (`qbe.learning.gates.train`).
+
+    Args:
+        tick: called after each of `steps` steps.
+    """
+
+    def fit(found: Gates, kept: Sequence[Batch]) -> dict[str, Any]:
+        return {"loss": _regress(prepared, found, kept, steps, seed, tick)}
+
+    return gates.train(prepared, items, steps, seed, fit)
+
+
+def _regress(
+    prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
+) -> float | None:
+    """Returns the mean loss of the last tenth of the steps: of a damage over its expectation, less the logarithm."""
+    rng, device = np.random.default_rng(seed), gates.share.device
+    generator = torch.Generator(device).manual_seed(seed)
+    expected = Expected(gates).to(device)
+    optimiser = torch.optim.Adam(expected.parameters(), lr=distil.RATE)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
+    sites = {s for block in gates.blocks for s in block.sites}
+    losses: list[float] = []
+    damage: dict[int, torch.Tensor] = {}
+    inputs: dict[int, torch.Tensor] = {}
+    model = prepared.model
+    with (
+        lowered(model, gates.table, gates.widths, sites) as run,
+        watched(model, gates.blocks, lambda block, x: inputs.update({block: x.detach()})),
+    ):
+        for _ in range(steps):
+            batch = kept[int(rng.integers(len(kept)))]
+            run(batch.tokens, batch.predicted, 1, generator, lambda at, _, product: damage.update({at: product}))
+            of_blocks = [
+                _loss(
+                    torch.stack([damage[s][batch.real].square() / 2 for s in block.sites], 1),
+                    expected(number, inputs[number][batch.real]),
+                )
+                for number, block in enumerate(gates.blocks)
+            ]
+            loss = torch.stack(of_blocks).mean()
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+            optimiser.step()
+            rates.step()
+            losses.append(float(loss.detach()))
+            tick()
+    return float(np.mean(losses[-max(1, steps // 10) :])) if losses else None
+
+
+class Expected(nn.Module):
+    """Damages by routers' scores, trained here: at each width what the slices above it are worth, and what the widest
+    leaves, which is learned for each site and not served.
+    """
+
+    def __init__(self, gates: Gates) -> None:
+        super().__init__()
+        self.routers, table = gates.routers, gates.table
+        steps = torch.tensor(np.diff(gates.widths), dtype=torch.float32)
+        for number, block in enumerate(gates.blocks):
+            sizes = torch.tensor([table.nested[s].parameters for s in block.sites], dtype=torch.float32)
+            self.register_buffer(f"bits{number}", (sizes[:, None] * steps).log())
+            rest = [max(table.nested[s].sensitivity[gates.widths[-1]], 1e-12) for s in block.sites]
+            self.register_parameter(f"rest{number}", nn.Parameter(torch.tensor(rest).log()))
+
+    def forward(self, block: int, x: torch.Tensor) -> torch.Tensor:
+        """Logarithms of nats, [tokens, sites, widths], of what the block reads [tokens, inputs]."""
+        bits, rest = self.get_buffer(f"bits{block}"), self.get_parameter(f"rest{block}")
+        worths = worths_of(self.routers.scores(block, x).unflatten(-1, bits.shape))
+        parts = torch.cat([worths + bits, rest.expand(len(x), -1)[..., None]], -1)
+        return torch.logcumsumexp(parts.flip(-1), -1).flip(-1)
+
+
+def _loss(damage: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Minus the likelihood of damages [...] with these means, whose logarithms are given, up to a constant []."""
+    ratio = (damage.clamp(min=LEAST).log() - expected).clamp(max=float(np.log(LARGEST)))
+    return (ratio.exp() - ratio).mean()
