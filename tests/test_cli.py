@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_chat_answers_and_survives_bad_lines(nested: str, home: Path) -> None:
     assert "context" in done.stderr.decode()
     assert "not valid UTF-8" in done.stderr.decode()
     assert len(done.stdout.decode().splitlines()) >= 2
+
+
+def test_a_model_without_a_template_cannot_chat_and_says_so_at_once(nested: str, home: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(nested, tmp_path / "plain"))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    done = qbe("chat", "--model", str(folder), stdin=b"", home=home)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"has no chat template" in done.stderr
 
 
 def test_chat_json_is_one_object_a_line(nested: str, home: Path) -> None:

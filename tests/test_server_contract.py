@@ -179,6 +179,8 @@ def test_settings_change_while_it_runs_and_broken_ones_do_not(server: Running, c
         ("[tiers]\nflex = 4", "tiers.flex"),
         ("tiers = 4", "tiers"),
         ("[tiers.flex]\nprompts = 0", "tiers.flex.prompts"),
+        ("[tiers.flex]\nprompts = true", "tiers.flex.prompts"),
+        ("[limits]\nqueue = true", "limits.queue"),
         ("[tiers.default]\nbits = [4, 99]", "tiers.default.bits"),
         ("[tiers.default]\nbits = [5, 6]\nfloor = 5.5", "tiers.default"),
         ("[prices]\ninput = -1", "prices.input"),

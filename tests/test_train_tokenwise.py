@@ -91,15 +91,15 @@ def test_expected_damages_add_up_what_slices_are_worth(prepared: PreparedModel) 
     expected = Expected(gates)
     for number, block in enumerate(blocks):
         got = expected(number, torch.randn(5, 8, generator=generator)).detach().exp()
-        assert got.shape == (5, len(block.sites), len(widths))
+        assert got.shape == (5, len(block.sites), len(widths) - 1)
         for i, site in enumerate(block.sites):
             scores = begin[number].reshape(len(block.sites), -1)[i]
             worth = [scores[0], *(scores[0] - np.cumsum(np.log1p(np.exp(scores[1:]))))]
-            left = max(table.nested[site].sensitivity[widths[-1]], 1e-12)
-            for w in reversed(range(len(widths))):
+            bits = table.nested[site].parameters * np.diff(widths)
+            left = np.exp(worth[-1]) * bits[-1] / (4 ** (widths[-1] - widths[-2]) - 1)  # a step four times as fine
+            for w in reversed(range(len(widths) - 1)):
+                left += np.exp(worth[w]) * bits[w]
                 assert float(got[0, i, w]) == pytest.approx(left, rel=1e-4)
-                if w:
-                    left += np.exp(worth[w - 1]) * table.nested[site].parameters * (widths[w] - widths[w - 1])
 
 
 def test_the_loss_is_least_at_the_mean_not_at_the_mean_of_logarithms() -> None:

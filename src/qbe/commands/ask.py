@@ -117,6 +117,9 @@ def chat(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
         speculate=speculate,
     ) as engine:  # fmt: skip
+        from qbe.engine.tokenize import check_chat
+
+        check_chat(engine.tokenizer, model)
         if sys.stdin is None:
             raise QBEError("standard input is closed; a chat needs one")
         if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone

@@ -32,8 +32,7 @@ def encode(
         else:
             if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
                 raise QBEError("a prompt is text, token ids or a conversation: messages with 'role' and 'content'")
-            if not getattr(tokenizer, "chat_template", None):
-                raise QBEError(f"{model} has no chat template; give the prompt as plain text")
+            check_chat(tokenizer, model)
             messages = [m for m in prompt if isinstance(m, dict)]
             text = next((m["content"] for m in reversed(messages) if m["content"].strip()), "")
             whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
@@ -49,6 +48,12 @@ def encode(
     if not text.strip() or not ids:
         raise QBEError("the prompt is empty; give some text")
     return text, list(words), list(ids)
+
+
+def check_chat(tokenizer: Any, model: str) -> None:
+    """Raises QBEError where conversations cannot be made a prompt."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise QBEError(f"{model} has no chat template; give the prompt as plain text")
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -60,7 +60,7 @@ def _regress(
     inputs: dict[int, torch.Tensor] = {}
     model = prepared.model
     with (
-        lowered(model, gates.table, gates.widths, sites) as run,
+        lowered(model, gates.table, gates.widths[:-1], sites) as run,
         watched(model, gates.blocks, lambda block, x: inputs.update({block: x.detach()})),
     ):
         for _ in range(steps):
@@ -85,25 +85,25 @@ def _regress(
 
 
 class Expected(nn.Module):
-    """Damages by routers' scores, trained here: at each width what the slices above it are worth, and what the widest
-    leaves, which is learned for each site and not served.
+    """Damages by routers' scores, trained here: at each width but the widest what the slices above it are worth, and
+    what the widest leaves, which is taken for what the last slice's worth says, as errors go with the square of a step.
     """
 
     def __init__(self, gates: Gates) -> None:
         super().__init__()
         self.routers, table = gates.routers, gates.table
         steps = torch.tensor(np.diff(gates.widths), dtype=torch.float32)
+        left = -torch.log1p(-(4.0 ** -steps[-1]))  # what a slice takes away and leaves, over what it takes away
         for number, block in enumerate(gates.blocks):
             sizes = torch.tensor([table.nested[s].parameters for s in block.sites], dtype=torch.float32)
-            self.register_buffer(f"bits{number}", (sizes[:, None] * steps).log())
-            rest = [max(table.nested[s].sensitivity[gates.widths[-1]], 1e-12) for s in block.sites]
-            self.register_parameter(f"rest{number}", nn.Parameter(torch.tensor(rest).log()))
+            bits = (sizes[:, None] * steps).log()
+            bits[:, -1] += left
+            self.register_buffer(f"bits{number}", bits)
 
     def forward(self, block: int, x: torch.Tensor) -> torch.Tensor:
-        """Logarithms of nats, [tokens, sites, widths], of what the block reads [tokens, inputs]."""
-        bits, rest = self.get_buffer(f"bits{block}"), self.get_parameter(f"rest{block}")
-        worths = worths_of(self.routers.scores(block, x).unflatten(-1, bits.shape))
-        parts = torch.cat([worths + bits, rest.expand(len(x), -1)[..., None]], -1)
+        """Logarithms of nats, [tokens, sites, widths - 1], of what the block reads [tokens, inputs]."""
+        bits = self.get_buffer(f"bits{block}")
+        parts = worths_of(self.routers.scores(block, x).unflatten(-1, bits.shape)) + bits
         return torch.logcumsumexp(parts.flip(-1), -1).flip(-1)
 
 

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from qbe.budget import TIER_BITS
 from qbe.errors import QBEError
@@ -16,8 +16,8 @@ from qbe.sites import FULL_BITS
 
 TierName = Literal["flex", "default", "priority"]
 TIER_NAMES: tuple[TierName, ...] = ("flex", "default", "priority")  # from the lowest to the highest
-Bits = Annotated[float, Field(ge=1, le=FULL_BITS)]
-Positive = Annotated[int, Field(ge=1, le=2**40)]
+Bits = Annotated[float, Strict(), Field(ge=1, le=FULL_BITS)]
+Positive = Annotated[int, Strict(), Field(ge=1, le=2**40)]
 _PATIENCE_S = {"flex": 30.0, "default": 5.0, "priority": 0.0}
 _RESERVED = {"priority": 0.125}
 _PROMPTS = {"flex": 0.25, "default": 0.5, "priority": 1.0}
@@ -48,10 +48,10 @@ class Tier(_Table):
     floor: Bits | None = None
     ceiling: Bits = float(FULL_BITS)
     activation_bits: Literal[8, 16] = 16
-    price: Annotated[float, Field(ge=0)] = 1.0
-    patience_s: Annotated[float, Field(ge=0)] | None = None
-    reserved: Annotated[float, Field(ge=0, lt=1)] | None = None
-    prompts: Annotated[float, Field(gt=0, le=1)] | None = None
+    price: Annotated[float, Strict(), Field(ge=0)] = 1.0
+    patience_s: Annotated[float, Strict(), Field(ge=0)] | None = None
+    reserved: Annotated[float, Strict(), Field(ge=0, lt=1)] | None = None
+    prompts: Annotated[float, Strict(), Field(gt=0, le=1)] | None = None
 
     @model_validator(mode="after")
     def _rises(self) -> Self:
@@ -116,16 +116,16 @@ class Queues(_Table):
     """
 
     apart: bool = False
-    thin: Annotated[int, Field(ge=0)] = 4
+    thin: Annotated[int, Strict(), Field(ge=0)] = 4
 
 
 class Prices(_Table):
     """Per million tokens computed at 16 bits; a token at b bits costs b/16 of that, times its tier's factor."""
 
     currency: str = "USD"
-    input: Annotated[float, Field(ge=0)] = 0.0
-    cached_input: Annotated[float, Field(ge=0)] = 0.0
-    output: Annotated[float, Field(ge=0)] = 0.0
+    input: Annotated[float, Strict(), Field(ge=0)] = 0.0
+    cached_input: Annotated[float, Strict(), Field(ge=0)] = 0.0
+    output: Annotated[float, Strict(), Field(ge=0)] = 0.0
 
 
 class Limits(_Table):
@@ -145,17 +145,17 @@ class Limits(_Table):
     """
 
     queue: Positive = 64
-    brownout: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    drain_s: Annotated[int, Field(ge=1)] = 60
+    brownout: Annotated[float, Strict(), Field(ge=0, lt=1)] = 0.5
+    timeout_s: Annotated[float, Strict(), Field(gt=0)] = 600.0
+    drain_s: Annotated[int, Strict(), Field(ge=1)] = 60
     answer_tokens: Positive = 1024
     choices: Positive = 128
     connections: Positive = 4096
-    header_s: Annotated[float, Field(gt=0)] = 10.0
+    header_s: Annotated[float, Strict(), Field(gt=0)] = 10.0
     body_bytes: Positive = 4 * 1024 * 1024
-    body_s: Annotated[float, Field(gt=0)] = 30.0
+    body_s: Annotated[float, Strict(), Field(gt=0)] = 30.0
     grammar_bytes: Positive = 64 * 1024
-    grammar_s: Annotated[float, Field(gt=0)] = 5.0
+    grammar_s: Annotated[float, Strict(), Field(gt=0)] = 5.0
 
 
 class Energy(_Table):
@@ -171,13 +171,13 @@ class Energy(_Table):
         refresh_s: after which the intensity is asked for again.
     """
 
-    watts: Annotated[float, Field(gt=0)] | None = None
-    power_w: Annotated[float, Field(gt=0)] | None = None
-    carbon_g_per_h: Annotated[float, Field(gt=0)] | None = None
-    intensity: Annotated[float, Field(ge=0)] | str | None = None
+    watts: Annotated[float, Strict(), Field(gt=0)] | None = None
+    power_w: Annotated[float, Strict(), Field(gt=0)] | None = None
+    carbon_g_per_h: Annotated[float, Strict(), Field(gt=0)] | None = None
+    intensity: Annotated[float, Strict(), Field(ge=0)] | str | None = None
     intensity_field: str = ""
-    window_s: Annotated[float, Field(gt=0)] = 30.0
-    refresh_s: Annotated[float, Field(gt=0)] = 300.0
+    window_s: Annotated[float, Strict(), Field(gt=0)] = 30.0
+    refresh_s: Annotated[float, Strict(), Field(gt=0)] = 300.0
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
