@@ -32,7 +32,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: setup-vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm

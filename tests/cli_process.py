@@ -33,8 +33,9 @@ class Commands:
         )
 
     def run(
-        self, args: Sequence[str | bytes], environment: Mapping[str, str], stdin: bytes = b"", reader: bool = True
-    ) -> subprocess.CompletedProcess[bytes]:
+        self, args: Sequence[str | bytes], environment: Mapping[str, str], stdin: bytes = b"", reader: bool = True,
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[bytes]:  # fmt: skip
         """Runs one command. Without a `reader` its standard output is a pipe whose other end is closed."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -46,6 +47,7 @@ class Commands:
                 "environment": dict(environment),
                 "streams": [str(s) for s in streams],
                 "reader": reader,
+                "cwd": os.fspath(cwd or Path.cwd()),
             }
             self._server.stdin.write(json.dumps(ask).encode() + b"\n")
             self._server.stdin.flush()
@@ -71,16 +73,18 @@ def _commands() -> Commands:
 
 
 def qbe(
-    *args: str | bytes, stdin: bytes = b"", home: Path | None = None, reader: bool = True
+    *args: str | bytes, stdin: bytes = b"", home: Path | None = None, reader: bool = True, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[bytes]:
     environment = dict(os.environ, NO_COLOR="1")
     if home is not None:
         environment |= {"QBE_CACHE": str(home), "QBE_RECORDS": str(home / "records.sqlite")}
-    return _commands().run(args, environment, stdin, reader)
+    return _commands().run(args, environment, stdin, reader, cwd)
 
 
-def refused(*args: str | bytes, stdin: bytes = b"", home: Path | None = None, out: bytes = b"") -> str:
-    done = qbe(*args, stdin=stdin, home=home)
+def refused(
+    *args: str | bytes, stdin: bytes = b"", home: Path | None = None, out: bytes = b"", cwd: Path | None = None
+) -> str:
+    done = qbe(*args, stdin=stdin, home=home, cwd=cwd)
     message = done.stderr.decode().strip()
     assert done.returncode == 2, message
     assert "Traceback" not in message
@@ -110,6 +114,7 @@ def serve() -> None:
         return
     os.environ.clear()
     os.environ.update(ask["environment"])
+    os.chdir(ask["cwd"])
     if ask["reader"]:
         out = os.open(ask["streams"][1], os.O_WRONLY | os.O_CREAT)
     else:

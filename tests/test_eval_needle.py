@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cli_process import refused
 from conftest import byte_tokenizer
 from qbe import Budget, QBEError
 from qbe.eval.command import _settings
@@ -207,9 +208,6 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
         (["--plot", "r.jpg"], "png"),
     ],
 )
-def test_bad_input_is_one_line(args: list[str], says: str, tmp_path: Path) -> None:
-    done = command(*args, home=tmp_path)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.startswith("qbe: ")
-    assert done.stderr.strip().count("\n") == 0
+def test_bad_input_is_one_line(args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QBE_DATA", raising=False)
+    assert says in refused("eval", "needle", *args, home=tmp_path, cwd=tmp_path)

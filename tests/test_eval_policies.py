@@ -18,6 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from cli_process import refused
 from conftest import as_read, byte_tokenizer, tiny_llama
 from qbe import Engine, QBEError
 from qbe.eval.compare import FULL, Comparison, Outcome, Setting, settings_of
@@ -234,9 +235,6 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
         (["--policies", "static", "--plot", "r.jpg"], "png"),
     ],
 )
-def test_bad_input_is_one_line(args: list[str], says: str, tmp_path: Path) -> None:
-    done = run(*args, home=tmp_path)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.startswith("qbe: ")
-    assert done.stderr.strip().count("\n") == 0
+def test_bad_input_is_one_line(args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QBE_DATA", raising=False)
+    assert says in refused("eval", *args, home=tmp_path, cwd=tmp_path)
