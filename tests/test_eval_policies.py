@@ -111,9 +111,10 @@ def test_rows_comparisons_and_flips(outcome: Outcome) -> None:
         kl = [q.measured[setting].fidelity for q in own]
         assert row["kl"] == pytest.approx(sum(f.kl for f in kl) / sum(f.tokens for f in kl))
         assert row["perplexity"] == pytest.approx(math.exp(sum(f.loss for f in kl) / sum(f.tokens for f in kl)))
-        assert row["bytes_per_token"] == pytest.approx(
-            sum(q.measured[setting].bytes_per_token for q in own) / len(own), abs=1
-        )
+        measured, tokens = [q.measured[setting] for q in own], sum(f.tokens for f in kl)
+        for name, places in (("bytes_per_token", 1), ("bits", 1e-3)):
+            value = sum(getattr(m, name) * m.fidelity.tokens for m in measured) / tokens
+            assert row["average_bits" if name == "bits" else name] == pytest.approx(value, abs=places)
     pairs = {(c["policy"], c["baseline"]) for c in described["comparisons"] if c["bits"] == 6}
     assert pairs == {("static", "random"), ("static", "uniform"), ("random", "uniform"), ("tiered", "static"),
                      ("tiered", "random"), ("tiered", "uniform")}  # fmt: skip

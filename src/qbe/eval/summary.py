@@ -46,7 +46,8 @@ def row(dataset: str, queries: Sequence[Query], setting: Setting) -> dict[str, A
 
     `kl` is nats a token from 16 bits, `top1` the share of tokens with the same likeliest successor, both over all
     tokens of the reference answers, of which `perplexity` is; the intervals are over queries. `bits` is what was asked
-    for, `average_bits` what the queries got. `accuracy` and `answer_tokens` are of the answers written.
+    for, `average_bits` and `bytes_per_token` what these tokens got. `accuracy` and `answer_tokens` are of the answers
+    written.
     """
     of = [q.measured[setting] for q in queries]
     tokens, kl, loss = _tokens(of), _kl(of), _numbers([m.fidelity.loss for m in of])
@@ -54,8 +55,8 @@ def row(dataset: str, queries: Sequence[Query], setting: Setting) -> dict[str, A
     per_token = interval(loss, tokens)
     found: dict[str, Any] = {
         "policy": setting.policy, "seed": setting.seed, "dataset": dataset, "bits": setting.bits, "n": len(of),
-        "tokens": int(tokens.sum()), "average_bits": round(float(np.mean([m.bits for m in of])), 4),
-        "bytes_per_token": round(float(np.mean([m.bytes_per_token for m in of]))),
+        "tokens": int(tokens.sum()), "average_bits": _mean_bits(queries, [setting]),
+        "bytes_per_token": round(float(np.average([m.bytes_per_token for m in of], weights=tokens))),
         "kl": float(kl.sum() / tokens.sum()), "kl_interval": interval(kl, tokens),
         "top1": float(agreed.sum() / tokens.sum()), "top1_interval": interval(agreed, tokens),
         "perplexity": math.exp(min(700.0, loss.sum() / tokens.sum())),
@@ -175,7 +176,9 @@ def _kl(of: Sequence[Measured]) -> Numbers:
 
 
 def _mean_bits(queries: Sequence[Query], settings: Sequence[Setting]) -> float:
-    return round(float(np.mean([q.measured[s].bits for q in queries for s in settings])), 4)
+    """Over the tokens that divergence is counted on: a policy may give the queries that have many of them more."""
+    of = [q.measured[s] for q in queries for s in settings]
+    return round(float(np.average([m.bits for m in of], weights=_tokens(of))), 4)
 
 
 def _right(queries: Sequence[Query], settings: Sequence[Setting]) -> Numbers:

@@ -26,7 +26,7 @@ from qbe.policies.routers import Numbers, blocks_of, named, widths_of
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
-CALIBRATED = 12  # steps' worth of tokens whose scores the thresholds for serving are taken from, at most
+CALIBRATED = 48  # steps' worth of tokens whose scores the thresholds for serving are taken from, at most
 
 
 def train(
