@@ -1,5 +1,6 @@
 """One `vllm serve --quantization qbe` with two workers, and what its clients see. Tensor parallel: every matrix of the
-model is split in two, so each test of an answer is one of the shards, too."""
+model is split in two, so each test of an answer is one of the shards, too. The last tests kill it and start it again,
+this time with too few blocks for its requests."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from qbe.store.prepare import quantise_to
 
 START_S = 300  # on a busy machine
 LIMIT_S = 60
+LONG = 170  # tokens of an answer
 WIDTHS = (4, 6, 8, 16)
 PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
 
@@ -78,12 +80,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    home = tmp_path_factory.mktemp("home")
-    # Every window of an answer is easy.
-    save({str(model): Thresholds(1e3, 1e2, -2.0, -1.0, 99)}, home / "refresh.json")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    with serving(model, tmp_path_factory.mktemp("home"), port) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def again(server: Server, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Another server on the port of the first, which must have ended; 17 blocks of 32 tokens."""
+    assert server.process.poll() is not None
+    port = int(server.url.rpartition(":")[2])
+    with serving(model, tmp_path_factory.mktemp("again"), port, "--num-gpu-blocks-override", "18") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def roomy(server: Server) -> list[list[int]]:
+    """What the first server answers to the long requests."""
+    found = long_answers(server)
+    assert server.metric("vllm:num_preemptions_total") == 0
+    return found
+
+
+def long_answers(server: Server) -> list[list[int]]:
+    """Of four requests at once, 6 blocks each; the last is refreshed after 96 tokens, and the first to be preempted."""
+    asked: list[dict[str, object]] = [{"qbe_bits": bits, "qbe_policy": "uniform"} for bits in (4, 8, 16)]
+    asked.append({"qbe_refresh": 1, "service_tier": "priority"})
+
+    def ask(job: tuple[str, dict[str, object]]) -> list[int]:
+        last = "qbe_refresh" in job[1]
+        answer = server.complete(job[0], LONG, vllm_xargs=job[1], ignore_eos=True, priority=int(last))
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(ask, zip(PROMPTS, asked, strict=True)))
+
+
+@contextmanager
+def serving(model: Path, home: Path, port: int, *more: str) -> Iterator[Server]:
+    """A server that is ready; its cache and its records are in `home`."""
+    # Every window of an answer is easy.
+    save({str(model): Thresholds(1e3, 1e2, -2.0, -1.0, 99)}, home / "refresh.json")
     environment = dict(
         os.environ, QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"), VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
@@ -92,7 +131,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--quantization", "qbe",
         "--middleware", "qbe.vllm.service_tier.ServiceTier", "--tensor-parallel-size", "2", "--dtype", "float32",
         "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
-        "--kv-cache-memory-bytes", str(1 << 24), "--host", "127.0.0.1", "--port", str(port),
+        "--kv-cache-memory-bytes", str(1 << 24), "--block-size", "32", "--scheduling-policy", "priority",
+        "--host", "127.0.0.1", "--port", str(port), *more,
     ]  # fmt: skip
     log = (home / "log").open("wb")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -176,7 +216,8 @@ def test_a_refresh_reaches_the_workers_and_the_record(server: Server) -> None:
     assert record.average_weight_bits is not None
 
 
-def test_a_worker_that_dies_is_an_error_and_no_hang(server: Server) -> None:  # the last one: there is no server then
+def test_a_worker_that_dies_is_an_error_and_no_hang(server: Server, roomy: list[list[int]]) -> None:
+    assert len(roomy) == 4, "asked before there is no server any more"
     body = {
         "model": server.model, "prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True,
         "vllm_xargs": {"qbe_bits": 8, "qbe_policy": "uniform"},
@@ -198,6 +239,21 @@ def test_a_worker_that_dies_is_an_error_and_no_hang(server: Server) -> None:  # 
     whole = sum(1 for line in lines if line.startswith("data: {") and not json.loads(line[6:]).get("error"))
     assert whole < 400, "the answer broke off"
     assert server.process.wait(LIMIT_S) is not None, "the server ends, for whoever runs it to start it again"
+
+
+def test_a_server_started_again_answers_as_before(again: Server, roomy: list[list[int]]) -> None:
+    for prompt, bits, before in zip(PROMPTS, (4, 8, 16), roomy, strict=False):
+        answer = again.complete(prompt, vllm_xargs={"qbe_bits": bits, "qbe_policy": "uniform"})
+        assert answer.json()["choices"][0]["token_ids"] == before[:8]
+
+
+def test_preempted_requests_are_answered_as_with_room_for_all(again: Server, roomy: list[list[int]]) -> None:
+    assert long_answers(again) == roomy
+    assert again.metric("vllm:num_preemptions_total") >= 2
+    record = _record(again, "priority")
+    assert [r["token"] for r in record.refreshes or ()] == [96]
+    computed = sum(record.tokens_by_bits.values())
+    assert computed > record.prompt_tokens + LONG, "the refreshed one was preempted, and much of it computed again"
 
 
 def _record(server: Server, tier: str):  # type: ignore[no-untyped-def]
