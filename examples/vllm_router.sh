@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two servers with QBE behind vllm-router (pip install vllm-router). QBE's arguments are in the body and pass through.
 # Requests with the same header X-Session-ID, or the same "user" in the body, go to the same server, where their
-# conversation's prefix is cached; without either the router goes by the whole body.
+# conversation's prefix is cached; without either the router goes by the prompt.
 #   examples/vllm_router.sh MODEL [options of vllm serve]
 set -euo pipefail
 model=$1
@@ -21,4 +21,6 @@ for i in "${!ports[@]}"; do
     sleep 1
   done
 done
-vllm-router --worker-urls "${ports[@]/#/http://127.0.0.1:}" --policy consistent_hash --host 127.0.0.1 --port 8000
+vllm-router --worker-urls "${ports[@]/#/http://127.0.0.1:}" --policy consistent_hash --host 127.0.0.1 --port 8000 &
+started+=($!)
+wait $! # in the background, so that whoever ends this script ends all three
