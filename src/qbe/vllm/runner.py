@@ -46,8 +46,8 @@ class PlannedRunner(GPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         found = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        for request, (start, *chosen) in getattr(scheduler_output, "qbe_refreshed", {}).items():
-            self._course(request).change(start, blueprint_of(*chosen, self.plan.table))
+        for request, (start, policy, weights, activations) in getattr(scheduler_output, "qbe_refreshed", {}).items():
+            self._course(request).change(start, blueprint_of(policy, weights, activations, self.plan.table))
         starts, counts = self.input_batch.num_computed_tokens_cpu.tolist(), num_scheduled_tokens.tolist()
         each = [self._course(request).runs(starts[i], counts[i]) for i, request in self._batch()]
         self._write([run for runs in each for run in runs], [(runs[-1][0], 1) for runs in each])
