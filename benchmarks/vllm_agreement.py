@@ -1,13 +1,11 @@
 """Does QBE inside vLLM answer as the embedded engine does, and at 16 bits as vLLM without QBE?
 
-    python benchmarks/vllm_agreement.py MODEL-QBE [--dtype float32] [--rounding] [--json FILE]
+    python benchmarks/vllm_agreement.py MODEL-QBE [--dtype float32] [--json FILE]   # a folder of 'qbe quantize'
 
-MODEL-QBE is a folder of 'qbe quantize'. 20 prompts, 32 greedy tokens. vLLM with QBE answers all of them at 4, 6, 8 and
-16 bits in one batch, and at 16 bits alone; the embedded engine at the same blueprints; vLLM without QBE once. Each
-engine runs in a process of its own. In bfloat16 vLLM and transformers round differently outside of QBE's layers, so
-that their answers part where two tokens are nearly as likely; the last line says how often at 16 bits. In float32 what
-is left is QBE. With --rounding the embedded engine answers again, rounding where vLLM does (`vllm_rounding.py`): what
-is left then is QBE, too.
+20 prompts, 32 greedy tokens. vLLM with QBE answers all of them at 4, 6, 8 and 16 bits in one batch, and at 16 bits
+alone; the embedded engine at the same blueprints; vLLM without QBE once. Each engine runs in a process of its own.
+In bfloat16 vLLM and transformers round differently outside of QBE's layers, so that their answers part where two tokens
+are nearly as likely; the last line says how often at 16 bits. In float32 what is left is QBE.
 Needs an environment with vLLM (`make setup-vllm`).
 """
 
@@ -20,8 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from vllm_rounding import PLACES, round_as_vllm
 
 WIDTHS = (4, 6, 8, 16)
 TOKENS = 32
@@ -66,10 +62,9 @@ def run_vllm(model: str, quantization: str | None, dtype: str) -> dict[str, list
     return found | {"16 alone": ask(PROMPTS, [16] * len(PROMPTS))}
 
 
-def run_embedded(model: str, dtype: str, places: tuple[str, ...] = ()) -> dict[str, list[list[int]]]:
+def run_embedded(model: str, dtype: str) -> dict[str, list[list[int]]]:
     import qbe
 
-    round_as_vllm(places)
     engine = qbe.Engine(model, policy="uniform", dtype=dtype, records=False)
     params = qbe.SamplingParams(temperature=0, max_tokens=TOKENS)
     found = {}
@@ -79,9 +74,9 @@ def run_embedded(model: str, dtype: str, places: tuple[str, ...] = ()) -> dict[s
     return found
 
 
-def stage(name: str, model: Path, dtype: str, out: Path, *more: str) -> dict[str, list[list[int]]]:
+def stage(name: str, model: Path, dtype: str, out: Path) -> dict[str, list[list[int]]]:
     subprocess.run(
-        [sys.executable, __file__, str(model), "--stage", name, "--dtype", dtype, "--json", str(out), *more], check=True
+        [sys.executable, __file__, str(model), "--stage", name, "--dtype", dtype, "--json", str(out)], check=True
     )
     return json.loads(out.read_text())
 
@@ -90,16 +85,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--rounding", nargs="*", choices=PLACES, help="where; without any: everywhere")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--stage", choices=("plain", "qbe", "embedded", "rounded"), help=argparse.SUPPRESS)
+    parser.add_argument("--stage", choices=("plain", "qbe", "embedded"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage:
         run = {
             "plain": lambda: run_vllm(str(args.model), None, args.dtype),
             "qbe": lambda: run_vllm(str(args.model), "qbe", args.dtype),
             "embedded": lambda: run_embedded(str(args.model), args.dtype),
-            "rounded": lambda: run_embedded(str(args.model), args.dtype, args.rounding or PLACES),
         }[args.stage]
         args.json.write_text(json.dumps(run()))
         return
@@ -109,9 +102,6 @@ def main() -> None:
         out = Path(folder) / "answers.json"
         qbe = stage("qbe", args.model, args.dtype, out)
         embedded = stage("embedded", args.model, args.dtype, out)
-        rounded = None
-        if args.rounding is not None:
-            rounded = stage("rounded", args.model, args.dtype, out, "--rounding", *args.rounding)
         plain = stage("plain", plain_folder(args.model, plain_model), args.dtype, out)["plain"]
 
     def same(ours: list[list[int]], theirs: list[list[int]]) -> int:
@@ -121,9 +111,6 @@ def main() -> None:
     result["16 bits mixed, vLLM alone"] = same(qbe["16 mixed"], plain)
     result["16 bits alone, vLLM alone"] = same(qbe["16 alone"], plain)
     result["embedded at 16 bits, vLLM alone"] = same(embedded["16"], plain)
-    if rounded is not None:
-        result |= {f"{b} bits, rounded as in vLLM": same(qbe[f"{b} mixed"], rounded[str(b)]) for b in WIDTHS}
-        result["rounded at 16 bits, vLLM alone"] = same(rounded["16"], plain)
     for name, count in result.items():
         print(f"{name:34} {count} of {len(PROMPTS)} answers equal")
     if args.json:
