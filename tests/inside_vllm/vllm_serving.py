@@ -17,7 +17,7 @@ import httpx
 
 from qbe.records.thresholds import Thresholds, save
 
-START_S = 300  # on a busy machine
+START_S = 600  # on a busy machine
 LIMIT_S = 60
 
 
