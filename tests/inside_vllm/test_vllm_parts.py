@@ -20,10 +20,11 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from qbe.vllm.answer import Answer
 from qbe.vllm.asked import Asked
+from qbe.vllm.course import Course
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.loader import scaled
 from qbe.vllm.measured import MeasuredLater
-from qbe.vllm.salt import MARK, prefix_salt, resalt, salt_of
+from qbe.vllm.salt import MARK, resalt, salt_of
 from qbe.vllm.service_tier import ServiceTier, with_args
 from qbe.vllm.ticket import KEY, Ticket
 
@@ -84,7 +85,7 @@ def test_a_salt_keeps_the_callers_and_is_made_once() -> None:
     assert salt_of(None, "a") != salt_of(None, "b")
 
 
-def test_blocks_are_renamed_after_a_refresh_and_all_of_them_after_a_preemption() -> None:
+def test_blocks_with_tokens_of_a_refresh_have_names_of_their_own() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -104,13 +105,32 @@ def test_blocks_are_renamed_after_a_refresh_and_all_of_them_after_a_preemption()
 
     plain = names(made(salt_of(None, "a")), [1, 2, 3, 4, 5, 6, 7, 8])
     assert plain == names(made(salt_of(None, "a")), [1, 2, 3, 4, 5, 6, 7, 8])
-    refreshed = made(salt_of(None, "a"))
-    resalt(refreshed, "b")
-    found = names(refreshed, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert found[:2] == plain[:2]
-    assert not set(found[2:]) & set(plain)
-    prefix_salt(refreshed, "b")
-    assert list(refreshed.block_hashes) == names(made(salt_of(None, "b")), [1, 2, 3, 4, 5, 6, 7, 8])
+
+    def refreshed(written: int, start: int) -> list[bytes]:
+        request = made(salt_of(None, "a"))
+        names(request, [1, 2, 3, 4, 5, 6, 7, 8][:written])
+        resalt(request, start, "b", 4)
+        return names(request, [1, 2, 3, 4, 5, 6, 7, 8][written:])
+
+    for written, start, kept in ((0, 8, 2), (2, 9, 2), (4, 11, 2), (4, 12, 3), (5, 12, 3)):
+        found = refreshed(written, start)
+        assert len(found) == 4
+        assert found[:kept] == plain[:kept]
+        assert not set(found[kept:]) & set(plain)
+    assert refreshed(2, 9)[2] != refreshed(3, 10)[2], "another token was the first"
+
+
+@given(st.lists(st.integers(1, 9), max_size=3), st.integers(0, 30), st.integers(1, 30))
+def test_a_token_keeps_the_blueprint_that_it_had(gaps: list[int], start: int, count: int) -> None:
+    made = [Blueprint(f"of part {i}", (4,), (16,), ()) for i in range(4)]
+    course, expected = Course(made[0]), [made[0]] * 60
+    at = 0
+    for gap, blueprint in zip(gaps, made[1:], strict=False):
+        at += gap
+        course.change(at, blueprint)
+        expected[at:] = [blueprint] * (60 - at)
+    assert [b for b, n in course.runs(start, count) for _ in range(n)] == expected[start : start + count]
+    assert course.last == expected[-1]
 
 
 @given(st.lists(st.tuples(st.sampled_from([(4, 16, 8), (16, 16, 16), (6, 6, 6)]), st.integers(1, 3)), min_size=1))
@@ -148,21 +168,26 @@ def test_an_answer_is_refreshed_and_recorded() -> None:
     thresholds = Thresholds(2.0, 0.5, 1.0, 3.0, 99)
     answer = Answer(ticket((4, 4, 4), mine, refresh=True), mine, 0.0, Monitor(thresholds))
     chooser = SimpleNamespace(policy=lambda _: Wider(), blueprint=lambda p, q, b: (p.blueprint(q, b, mine), None))
-    answer.step(5, 1, (3.0, 0.1))
+    answer.computed(0, 5)
+    answer.wrote((3.0, 0.1))
     for i in range(RUN * WINDOW - 1):
         assert answer.cause() is None, i
-        answer.step(1, 1, (3.0, 0.1))
+        answer.computed(5 + i, 1)
+        answer.wrote((3.0, 0.1))
     cause = answer.cause()
     assert cause is not None
     assert cause.kind == "hard"
-    assert answer.refresh(cause, chooser)  # type: ignore[arg-type]
-    assert answer.blueprint.weight_bits == (8, 8, 8)
-    answer.step(1, 1, (0.1, 5.0))
+    end = 4 + RUN * WINDOW
+    assert answer.refresh(cause, chooser, end)  # type: ignore[arg-type]
+    assert answer.course.last.weight_bits == (8, 8, 8)
+    answer.computed(end, 1)
+    answer.wrote((0.1, 5.0))
+    answer.computed(0, 3)  # again, after a preemption
     request = SimpleNamespace(
         num_prompt_tokens=5, num_output_tokens=97, get_finished_reason=lambda: "length", status=None
     )
     record = answer.record(request, "made up")
-    assert record.tokens_by_bits == {4: 5 + RUN * WINDOW - 1, 8: 1}
+    assert record.tokens_by_bits == {4: 5 + RUN * WINDOW - 1 + 3, 8: 1}
     assert record.finish_reason == "length"
     assert len(record.entropies or ()) == 97
     assert record.bytes_moved == 3 * 512 * (4 * 96 + 8)

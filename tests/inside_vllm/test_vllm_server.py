@@ -1,19 +1,14 @@
 """One `vllm serve --quantization qbe` with two workers, and what its clients see. Tensor parallel: every matrix of the
-model is split in two, so each test of an answer is one of the shards, too."""
+model is split in two, so each test of an answer is one of the shards, too. The last tests kill it and start it again,
+this time with too few blocks for its requests."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,37 +19,18 @@ import httpx
 import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from vllm_serving import LIMIT_S, Server, free_port, routing, serving
 
 import qbe
 from models_tiny import TOKENS, tiny_tokenizer
 from qbe.records import RecordStore
-from qbe.records.thresholds import Thresholds, save
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.prepare import quantise_to
 
-START_S = 300  # on a busy machine
-LIMIT_S = 60
+LONG = 300  # tokens of the answer that is preempted
+PLAIN = (4, 8, 16)  # bits of those beside it
 WIDTHS = (4, 6, 8, 16)
 PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
-
-
-@dataclass
-class Server:
-    """A running server."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    model: str
-    records: Path
-
-    def complete(self, prompt: str, tokens: int = 8, **more: object) -> httpx.Response:
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
-        return httpx.post(f"{self.url}/v1/completions", json={**body, **more}, timeout=LIMIT_S)
-
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT_S).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 @pytest.fixture(scope="module")
@@ -78,43 +54,54 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    home = tmp_path_factory.mktemp("home")
-    # Every window of an answer is easy.
-    save({str(model): Thresholds(1e3, 1e2, -2.0, -1.0, 99)}, home / "refresh.json")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = dict(
-        os.environ, QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"), VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
-    )  # fmt: skip
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--quantization", "qbe",
-        "--middleware", "qbe.vllm.service_tier.ServiceTier", "--tensor-parallel-size", "2", "--dtype", "float32",
-        "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
-        "--kv-cache-memory-bytes", str(1 << 24), "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
-    log = (home / "log").open("wb")
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    found = Server(process, f"http://127.0.0.1:{port}", str(model), home / "records.sqlite")
-    try:
-        end = time.monotonic() + START_S
-        while not _healthy(found.url):
-            assert process.poll() is None, (home / "log").read_text()[-4000:]
-            assert time.monotonic() < end, (home / "log").read_text()[-4000:]
-            time.sleep(0.5)
+    with serving(model, tmp_path_factory.mktemp("home"), free_port()) as found:
         yield found
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(LIMIT_S)
 
 
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=LIMIT_S).status_code == 200
-    except httpx.TransportError:
-        return False
+@pytest.fixture(scope="module")
+def router(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with routing(server, tmp_path_factory.mktemp("router")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def again(server: Server, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Another server on the port of the first, which must have ended; with one worker, and 17 blocks of 32 tokens."""
+    assert server.process.poll() is not None
+    port = int(server.url.rpartition(":")[2])
+    few = ("--tensor-parallel-size", "1", "--num-gpu-blocks-override", "18")
+    with serving(model, tmp_path_factory.mktemp("again"), port, *few) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def roomy(server: Server) -> list[list[int]]:
+    """What the first server answers to the long requests."""
+    found = long_answers(server)
+    assert server.metric("vllm:num_preemptions_total") == 0
+    return found
+
+
+def long_answers(server: Server) -> list[list[int]]:
+    """Of one request that is refreshed after 96 tokens, and of three that come then, need room, and go before it."""
+    args = {"qbe_refresh": 1, "service_tier": "priority"}
+    first = server.body(PROMPTS[0], LONG, ignore_eos=True, stream=True, priority=1, vllm_xargs=args)
+    found: list[int] = []
+    with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client, ThreadPoolExecutor(len(PLAIN)) as pool:
+
+        def ask(job: tuple[str, int]) -> list[int]:
+            args = {"qbe_bits": job[1], "qbe_policy": "uniform"}
+            body = server.body((job[0] * 20)[:120], 100, ignore_eos=True, vllm_xargs=args)
+            return list(client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"])
+
+        others = []
+        with client.stream("POST", "/v1/completions", json=first) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    found += json.loads(line[6:])["choices"][0]["token_ids"] or ()
+                if len(found) > 96 and not others:
+                    others = [pool.submit(ask, job) for job in zip(PROMPTS[1:], PLAIN, strict=True)]
+        return [found, *(o.result() for o in others)]
 
 
 def test_a_mixed_batch_is_answered_as_by_the_embedded_engine(server: Server, model: Path) -> None:
@@ -176,36 +163,68 @@ def test_a_refresh_reaches_the_workers_and_the_record(server: Server) -> None:
     assert record.average_weight_bits is not None
 
 
-def test_a_worker_that_dies_is_an_error_and_no_hang(server: Server) -> None:  # the last one: there is no server then
-    body = {
-        "model": server.model, "prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True,
-        "vllm_xargs": {"qbe_bits": 8, "qbe_policy": "uniform"},
-    }  # fmt: skip
+def test_a_router_passes_on_what_is_asked_of_qbe(server: Server, router: Server) -> None:
+    for bits in WIDTHS:
+        args = {"qbe_bits": bits, "qbe_policy": "uniform"}
+        found, direct = (s.complete(PROMPTS[0], vllm_xargs=args).json()["choices"][0] for s in (router, server))
+        assert found["token_ids"] == direct["token_ids"]
+    before = server.metric('qbe:requests_total{policy="tiered",tier="flex"}')
+    assert router.complete("a", service_tier="flex").status_code == 200
+    assert server.metric('qbe:requests_total{policy="tiered",tier="flex"}') == before + 1
+    for bad in ({"vllm_xargs": {"qbe_bits": 40}}, {"service_tier": "gold"}):
+        found, direct = (s.complete("a", **bad) for s in (router, server))
+        assert found.status_code == 400
+        assert found.json() == direct.json()
+    body = router.body("a", 20, stream=True, ignore_eos=True, vllm_xargs={"qbe_bits": 4})
+    with httpx.stream("POST", f"{router.url}/v1/completions", json=body, timeout=LIMIT_S) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    tokens = [t for line in lines[:-1] for c in json.loads(line[6:])["choices"] for t in c.get("token_ids") or ()]
+    assert lines[-1] == "data: [DONE]"
+    assert len(tokens) == 20
+
+
+def test_a_worker_that_dies_is_an_error_and_no_hang(server: Server, router: Server, roomy: list[list[int]]) -> None:
+    assert len(roomy) == 4, "asked before there is no server any more"
+    args = {"qbe_bits": 8, "qbe_policy": "uniform"}
+    body = server.body("Once", 400, stream=True, ignore_eos=True, vllm_xargs=args)
     lines: list[str] = []
     started = time.monotonic()
-    try:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LIMIT_S) as answer:
-            for line in answer.iter_lines():
-                lines.append(line)
-                if len(lines) == 5:
-                    children = psutil.Process(server.process.pid).children(recursive=True)
-                    workers = [p for p in children if "Worker" in " ".join(p.cmdline())]
-                    assert len(workers) == 2
-                    workers[-1].kill()
-    except httpx.TransportError:
-        pass
+    stream = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LIMIT_S)
+    with suppress(httpx.TransportError), stream as answer:
+        for line in answer.iter_lines():
+            lines.append(line)
+            if len(lines) == 5:
+                children = psutil.Process(server.process.pid).children(recursive=True)
+                workers = [p for p in children if "Worker" in " ".join(p.cmdline())]
+                assert len(workers) == 2
+                workers[-1].kill()
     assert time.monotonic() - started < LIMIT_S
     whole = sum(1 for line in lines if line.startswith("data: {") and not json.loads(line[6:]).get("error"))
     assert whole < 400, "the answer broke off"
     assert server.process.wait(LIMIT_S) is not None, "the server ends, for whoever runs it to start it again"
+    assert router.complete("Once", vllm_xargs=args).status_code >= 500
 
 
-def _record(server: Server, tier: str):  # type: ignore[no-untyped-def]
-    """The latest record of that tier; it is written when the client has its answer, by another process."""
+def test_a_server_started_again_answers_as_before(again: Server, roomy: list[list[int]]) -> None:
+    answer = again.complete(PROMPTS[0], vllm_xargs={"service_tier": "priority"})
+    assert answer.json()["choices"][0]["token_ids"] == roomy[0][:8]
+
+
+def test_preempted_requests_are_answered_as_with_room_for_all(again: Server, roomy: list[list[int]]) -> None:
+    assert long_answers(again) == roomy
+    assert again.metric("vllm:num_preemptions_total") >= 1
+    record = _record(again, "priority", LONG)
+    assert [r["token"] for r in record.refreshes or ()][:1] == [96]
+    computed = sum(record.tokens_by_bits.values())
+    assert computed > record.prompt_tokens + LONG, "the refreshed one was preempted, and some of it computed again"
+
+
+def _record(server: Server, tier: str, tokens: int = 0):  # type: ignore[no-untyped-def]
+    """The latest record of that tier with so many tokens; another process writes it when the client has its answer."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         for record in RecordStore(server.records).list(20):
-            if record.tier == tier:
+            if record.tier == tier and record.completion_tokens >= tokens:
                 return record
         time.sleep(0.1)
     raise AssertionError(f"no record of tier {tier}")

@@ -14,6 +14,7 @@ from qbe.records import Record
 from qbe.records.refresh import Cause, Monitor, Refresh
 from qbe.records.thresholds import moved
 from qbe.sites import FULL_BITS, SiteTable
+from qbe.vllm.course import Course
 from qbe.vllm.ticket import Ticket
 
 # A stop string is found in the front end, which aborts the request: here that is a cancellation, too.
@@ -30,7 +31,7 @@ class Answer:
 
     def __init__(self, ticket: Ticket, table: SiteTable, started: float, monitor: Monitor | None) -> None:
         self.ticket, self.table, self.started, self.monitor = ticket, table, started, monitor
-        self.first = self.blueprint = ticket.blueprint(table)
+        self.course = Course(ticket.blueprint(table))
         self.profile = QueryProfile(**ticket.profile, context=ticket.context)
         self.refreshes: list[Refresh] = []
         self.entropies: list[float] = []
@@ -39,18 +40,19 @@ class Answer:
         self._computed: Counter[Blueprint] = Counter()  # tokens
         self._bytes = 0
 
-    def step(self, tokens: int, new: int, difficulty: tuple[float, float] | None) -> None:
-        """Count a step.
+    def computed(self, start: int, tokens: int) -> None:
+        """Count tokens of a step, from position `start` on; after a preemption they are counted again."""
+        for blueprint, count in self.course.runs(start, tokens):
+            self._computed[blueprint] += count
+
+    def wrote(self, difficulty: tuple[float, float] | None) -> None:
+        """Count a token of the answer.
 
         Args:
-            tokens: that were computed; new: that were written.
-            difficulty: entropy and margin of the new one, where that is watched.
+            difficulty: its entropy and margin, where they are watched.
         """
-        self._computed[self.blueprint] += tokens
-        if not new:
-            return
         self._first_token = self._first_token or time.time()
-        self._bytes += self.blueprint.bytes_per_token(self.table)
+        self._bytes += self.course.last.bytes_per_token(self.table)
         if difficulty is not None:
             self.entropies.append(difficulty[0])
             self.margins.append(difficulty[1])
@@ -59,16 +61,17 @@ class Answer:
         """Why another blueprint is due, if one is."""
         return None if self.monitor is None else self.monitor.look(self.entropies, self.margins)
 
-    def refresh(self, cause: Cause, chooser: BlueprintChooser) -> bool:
-        """Choose again; whether that gave another blueprint."""
+    def refresh(self, cause: Cause, chooser: BlueprintChooser, start: int) -> bool:
+        """Choose again for the tokens from position `start` on; whether that gave another blueprint."""
         profile = replace(self.profile, score=moved(self.profile.score, cause.kind))
         policy = chooser.policy(self.ticket.asked_policy)
         found, _ = chooser.blueprint(policy, profile, self.ticket.as_budget())
         found = found.with_kv_bits((FULL_BITS,) * self.table.layers)
-        if found.linear_key == self.blueprint.linear_key:
+        if found.linear_key == self.course.last.linear_key:
             return False
-        self.refreshes.append(Refresh.of(cause, self.blueprint, found, self.table, profile.score))
-        self.profile, self.blueprint = profile, found
+        self.refreshes.append(Refresh.of(cause, self.course.last, found, self.table, profile.score))
+        self.profile = profile
+        self.course.change(start, found)
         return True
 
     def record(self, request: Any, model: str) -> Record:
@@ -79,7 +82,7 @@ class Answer:
             model: its name.
         """
         now, ticket, profile, table = time.time(), self.ticket, self.ticket.profile, self.table
-        first, parts = self._first_token or now, self._computed
+        began, first, parts = self._first_token or now, self.course.first, self._computed
         computed = sum(parts.values())
         average = sum(b.average_weight_bits(table) * n for b, n in parts.items()) / computed if computed else None
         by_bits: Counter[int] = Counter()
@@ -93,14 +96,14 @@ class Answer:
             model=model, policy=ticket.policy, tier=ticket.budget["tier"], budget_bits=ticket.budget["bits"],
             prompt_tokens=request.num_prompt_tokens, completion_tokens=request.num_output_tokens, finish_reason=reason,
             score=profile["score"], prompt_class=profile["prompt_class"], analysis_tier=profile["tier"],
-            features=profile["features"], blueprint_key=self.first.key,
-            average_weight_bits=average or self.first.average_weight_bits(table), weight_bits=self.first.weight_bits,
-            activation_bits=self.first.activation_bits, kv_bits=self.first.kv_bits,
-            bytes_per_token=self.first.bytes_per_token(table), bytes_moved=self._bytes, tokens_by_bits=dict(by_bits),
+            features=profile["features"], blueprint_key=first.key,
+            average_weight_bits=average or first.average_weight_bits(table), weight_bits=first.weight_bits,
+            activation_bits=first.activation_bits, kv_bits=first.kv_bits,
+            bytes_per_token=first.bytes_per_token(table), bytes_moved=self._bytes, tokens_by_bits=dict(by_bits),
             tokens_by_activation_bits={g: n for g, n in ((8, eight), (FULL_BITS, computed - eight)) if n},
             entropies=tuple(self.entropies) or None, margins=tuple(self.margins) or None,
             refreshes=tuple(r.describe() for r in self.refreshes) or None, analysis_ms=ticket.analysis_ms,
-            policy_ms=ticket.policy_ms, prefill_ms=(first - self.started) * 1e3, decode_ms=(now - first) * 1e3,
+            policy_ms=ticket.policy_ms, prefill_ms=(began - self.started) * 1e3, decode_ms=(now - began) * 1e3,
             error=None if reason != "error" else f"vLLM ended it: {request.status.name}", cluster=profile["cluster"],
             cache=ticket.cache,
         )  # fmt: skip

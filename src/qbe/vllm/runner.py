@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from qbe.analysis.difficulty import difficulty
 from qbe.blueprint import Blueprint
 from qbe.vllm.config import QBEConfig
+from qbe.vllm.course import Course
 from qbe.vllm.full_rows import Runs
 from qbe.vllm.measured import measured
 from qbe.vllm.ticket import Ticket, blueprint_of
@@ -20,17 +21,17 @@ class PlannedRunner(GPUModelRunner):
     """vLLM's first model runner, which those of all platforms are made from.
 
     vLLM tells a worker of a request once, with its sampling parameters; a refreshed blueprint comes with the
-    scheduler's output (`qbe.vllm.scheduler`). Preempted requests keep theirs.
+    scheduler's output (`qbe.vllm.scheduler`). Preempted requests keep theirs, and those that they had before.
     """
 
-    blueprints: dict[str, Blueprint]
+    courses: dict[str, Course]
 
     def start_plan(self, config: QBEConfig) -> None:
         """Called once, when the model is loaded."""
         assert config.plan is not None
         if self.vllm_config.parallel_config.pipeline_parallel_size == 1:
             config.check_found()
-        self.plan, self._full_rows, self.blueprints = config.plan, config.full_rows, {}
+        self.plan, self._full_rows, self.courses = config.plan, config.full_rows, {}
         self.watched: set[str] = set()
         table = config.served.table
         # For requests that came without a ticket, and for steps without requests.
@@ -39,16 +40,17 @@ class PlannedRunner(GPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for request in scheduler_output.finished_req_ids:
-            self.blueprints.pop(request, None)
+            self.courses.pop(request, None)
             self.watched.discard(request)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         found = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        for request, (policy, weights, activations) in getattr(scheduler_output, "qbe_refreshed", {}).items():
-            self.blueprints[request] = blueprint_of(policy, weights, activations, self.plan.table)
-        each = [self._blueprint(request) for _, request in self._batch()]
-        self._write(list(zip(each, num_scheduled_tokens.tolist(), strict=True)), [(b, 1) for b in each])
+        for request, (start, policy, weights, activations) in getattr(scheduler_output, "qbe_refreshed", {}).items():
+            self._course(request).change(start, blueprint_of(policy, weights, activations, self.plan.table))
+        starts, counts = self.input_batch.num_computed_tokens_cpu.tolist(), num_scheduled_tokens.tolist()
+        each = [self._course(request).runs(starts[i], counts[i]) for i, request in self._batch()]
+        self._write([run for runs in each for run in runs], [(runs[-1][0], 1) for runs in each])
         return found
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +81,7 @@ class PlannedRunner(GPUModelRunner):
         for request in list(self.num_prompt_logprobs):
             if request in num_scheduled_tokens:
                 tokens = num_scheduled_tokens[request]
-                blueprint = self._blueprint(request)
+                blueprint = self._course(request).first
                 self._write([(blueprint, tokens)], [(blueprint, tokens)])
                 found |= super()._get_prompt_logprobs_dict(hidden_states, {request: tokens})
         return found
@@ -90,10 +92,10 @@ class PlannedRunner(GPUModelRunner):
         for full_rows, runs in zip(self._full_rows, (tokens, kept), strict=True):
             full_rows.note(runs)
 
-    def _blueprint(self, request: str) -> Blueprint:
-        if request not in self.blueprints:
+    def _course(self, request: str) -> Course:
+        if request not in self.courses:
             ticket = Ticket.find(self.requests[request].sampling_params)
-            self.blueprints[request] = self._widest if ticket is None else ticket.blueprint(self.plan.table)
+            self.courses[request] = Course(self._widest if ticket is None else ticket.blueprint(self.plan.table))
             if ticket is not None and ticket.budget["refresh"]:
                 self.watched.add(request)
-        return self.blueprints[request]
+        return self.courses[request]

@@ -21,24 +21,23 @@ def salt_of(own: str | None, key: str) -> str:
     return f"{(own or '').partition(MARK)[0]}{MARK}{key}"
 
 
-def resalt(request: Any, key: str) -> None:
-    """Blocks that get their names from now on were computed at another blueprint than those before."""
+def resalt(request: Any, start: int, key: str, block: int) -> None:
+    """Blocks that end after position `start` have tokens of another blueprint than those before.
+
+    Args:
+        key: `Blueprint.computed_key` of the new one.
+        block: tokens of a block that has a name.
+    """
     if request._block_hasher is None:  # prefix caching is off
         return
     hasher = getattr(request._block_hasher, "inner", request._block_hasher)
 
+    salt = f"{key}@{start}".encode()
+
     def salted(of: Any) -> list[bytes]:
-        return [hashlib.blake2b(h + key.encode(), digest_size=len(h)).digest() for h in hasher(of)]
+        return [hashlib.blake2b(h + salt, digest_size=len(h)).digest() for h in hasher(of)]
 
     salted.inner = hasher  # type: ignore[attr-defined]
     request._block_hasher = salted
-
-
-def prefix_salt(request: Any, key: str) -> None:
-    """All blocks of the request will be computed anew, at this blueprint: they get new names."""
-    request.cache_salt = salt_of(request.cache_salt, key)
-    if request._block_hasher is None:
-        return
-    request._block_hasher = getattr(request._block_hasher, "inner", request._block_hasher)
-    request.block_hashes.clear()
+    del request.block_hashes[start // block :]  # named when its last token was written, before that was computed
     request.update_block_hashes()

@@ -15,7 +15,7 @@ from qbe.analysis import Analyzer
 from qbe.records import RecordStore, thresholds
 from qbe.records.refresh import Monitor
 from qbe.vllm.answer import Answer
-from qbe.vllm.salt import prefix_salt, resalt
+from qbe.vllm.salt import resalt
 from qbe.vllm.ticket import Ticket
 
 
@@ -26,7 +26,7 @@ class PlannedScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._model = self.vllm_config.quant_config.served
         self._answers: dict[str, Answer] = {}
-        self._refreshed: dict[str, tuple[str, bytes, bytes]] = {}  # not yet sent to the workers
+        self._refreshed: dict[str, tuple[int, str, bytes, bytes]] = {}  # not yet sent to the workers
         self._records = RecordStore()
         self._chooser: Any = None
 
@@ -39,6 +39,9 @@ class PlannedScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
+        for request, tokens in output.num_scheduled_tokens.items():
+            if (answer := self._answers.get(request)) is not None:
+                answer.computed(self.requests[request].num_computed_tokens - tokens, tokens)
         output.qbe_refreshed = {
             request: self._refreshed.pop(request)
             for request in list(self._refreshed)
@@ -49,10 +52,10 @@ class PlannedScheduler(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         sampled, where = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         difficulties = getattr(model_runner_output, "qbe_difficulties", {})
-        for request, tokens in scheduler_output.num_scheduled_tokens.items():
-            if (answer := self._answers.get(request)) is not None:
-                new = len(sampled[where[request]]) if sampled and request in where else 0
-                answer.step(tokens, new, difficulties.get(request))
+        for request in scheduler_output.num_scheduled_tokens:
+            answer = self._answers.get(request)
+            if answer is not None and sampled and request in where and sampled[where[request]]:
+                answer.wrote(difficulties.get(request))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in difficulties:
             self._refresh(request)
@@ -66,18 +69,12 @@ class PlannedScheduler(Scheduler):
             from qbe.vllm.frontend import make_chooser
 
             self._chooser = make_chooser(self._model, Analyzer(), None)
-        if answer.refresh(cause, self._chooser):
-            blueprint = answer.blueprint
-            self._refreshed[request_id] = (
-                blueprint.policy, bytes(blueprint.weight_bits), bytes(blueprint.activation_bits)
-            )  # fmt: skip
-            resalt(request, blueprint.computed_key)
-
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        super()._preempt_request(request, *args, **kwargs)
-        answer = self._answers.get(request.request_id)
-        if answer is not None and answer.refreshes:  # all of it will be computed at the present blueprint
-            prefix_salt(request, answer.blueprint.computed_key)
+        # From the token on that was just written, or from the first that is not on its way; none is after a preemption.
+        start = max(request.num_tokens - 1, request.num_computed_tokens)
+        if answer.refresh(cause, self._chooser, start):
+            found = answer.course.last
+            self._refreshed[request_id] = start, found.policy, bytes(found.weight_bits), bytes(found.activation_bits)
+            resalt(request, start, found.computed_key, self.hash_block_size)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._free_request(request, *args, **kwargs)
