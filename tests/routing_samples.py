@@ -33,10 +33,10 @@ def random_routers(table: SiteTable, seed: int = 0, inputs: int = 128) -> Router
     return Routers(blocks, tuple(networks), widths_of(table), thresholds, f"random {seed}")
 
 
-def steered(table: SiteTable, level: int | None, gear: int = 6) -> Blueprint:
-    """Every site at a gear; at a level, if there is one."""
+def steered(table: SiteTable, level: int | None, gear: int = 6, seed: int = 0) -> Blueprint:
+    """Every site at a gear; at a level of the routers of that seed, if there is one."""
     found = Blueprint.of("mobi", table, (gear,) * len(table.nested))
-    return found if level is None else replace(found, steering=Steering("routers", level))
+    return found if level is None else replace(found, steering=Steering("routers", level, f"random {seed}"))
 
 
 class Reference:

@@ -113,7 +113,7 @@ def test_a_compiled_step_routes_and_is_compiled_anew_for_other_routers(device: t
     made.runner.route(routers)  # the same ones
     assert decode.captures == captures
     level = 150
-    sequence = request("compiled", texts(20)[0], steered(made.table, level), max_tokens=60)
+    sequence = request("compiled", texts(20)[0], steered(made.table, level, seed=1), max_tokens=60)
     made.add(sequence)
     made.step()
     torch._dynamo.utils.counters.clear()
@@ -142,7 +142,7 @@ def test_another_blueprint_brings_its_own_level(reference: Reference) -> None:
     sequence = request("r", texts(20)[0], steered(made.table, 40), max_tokens=4)
     made.add(sequence)
     assert made.refresh(sequence, steered(made.table, 200))
-    assert sequence.blueprint.steering == Steering("routers", 200)
+    assert sequence.blueprint.steering == Steering("routers", 200, "random 0")
 
 
 def test_preempted_requests_resume_with_the_same_answer(reference: Reference) -> None:
@@ -177,7 +177,7 @@ def test_guesses_are_checked_by_routed_rows(reference: Reference) -> None:
 
 def test_no_steering_without_routers() -> None:
     made = core(torch.device("cpu"))
-    with pytest.raises(QBEError, match="runs no routers: start it with the policy"):
+    with pytest.raises(QBEError, match="runs no such routers: start it with the policy"):
         made.add(request("a", [1], steered(made.table, 1)))
 
 

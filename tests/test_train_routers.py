@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,13 @@ import pytest
 import torch
 
 from engine_models import build
-from qbe import Engine, QBEError, policies
+from qbe import Engine, QBEError, Request, policies
 from qbe.analysis.profile import QueryProfile
 from qbe.budget import Budget
 from qbe.cli import main
 from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scoring import Scored, score
+from qbe.engine.sequence import Sequence
 from qbe.eval.compare import Comparison, Setting
 from qbe.eval.items import Form, Item
 from qbe.eval.results import Results
@@ -238,12 +238,37 @@ def test_a_comparison_counts_what_was_routed(folder: Path, trained: dict[str, Le
                 routed, static = query.measured[setting], query.blueprints[setting].average_weight_bits(engine.table)
                 assert routed.fidelity.bits == routed.bits != static
             assert query.measured[settings[0]].fidelity.bits is None
-        before = Comparison(engine, items(3), settings, results)._key(query.blueprints[settings[-1]])
-        engine.core.runner.route(replace(policies.load("mobi").routers(engine.table), digest="other"))
-        comparison = Comparison.__new__(Comparison)
-        comparison.engine = engine
-        assert comparison._key(query.blueprints[settings[-1]]) != before, "other routers did something else"
-        assert comparison._key(query.blueprints[settings[0]]) == query.blueprints[settings[0]].key
+            mobi, tokenwise = (query.measured[s].fidelity.kl for s in settings[2:])
+            assert mobi != tokenwise, "each by its own routers"
+        alone = Comparison(engine, items(3), settings[3:], Results(["tiny"], tmp_path / "alone")).run()
+        for query, again in zip(outcome.queries, alone.queries, strict=True):
+            assert again.measured[settings[3]] == query.measured[settings[3]], "whoever was compared beside it"
+
+
+def test_an_engine_runs_the_routers_of_one_policy_at_a_time(folder: Path, trained: dict[str, Learned]) -> None:
+    """Others come when nobody is steered any more, and what the first ones left in the KV cache is not theirs."""
+    params, budget = SamplingParams(max_tokens=6, ignore_eos=True), Budget(bits=5)
+
+    def ask(policy: str) -> Request:
+        return Request("once upon a time " * 12, params, budget, policy)
+
+    with Engine(folder, dtype="float32", device="cpu", records=False) as engine:
+        first = engine.submit(ask("mobi"))
+        engine.step()
+        with pytest.raises(QBEError, match="ask again when it has ended"):
+            engine.submit(ask("tokenwise"))
+        again = engine.submit(ask("mobi"))
+        while not (engine.finished(first) and engine.finished(again)):
+            engine.step()
+        one, two = engine.take_result(first), engine.take_result(again)
+        assert (one.error, one.token_ids) == (two.error, two.token_ids)
+        other = engine.generate_batch([ask("tokenwise")])[0]
+        assert other.error is None
+        assert other.cached_tokens == 0
+        assert engine.generate_batch([ask("tokenwise")])[0].cached_tokens > 0
+        foreign = one.blueprint
+        with pytest.raises(QBEError, match="runs no such routers"):
+            engine.core.add(Sequence("x", [1, 2, 3], params, foreign))
 
 
 def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

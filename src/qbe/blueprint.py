@@ -22,10 +22,12 @@ class Steering:
     Attributes:
         by: one of `STEERERS`.
         level: 0 to 255, how readily; what it means is the steerer's.
+        routers: their digest, where routers move the words: what others would do is another assignment.
     """
 
     by: str
     level: int = 0
+    routers: str = ""
 
     def __post_init__(self) -> None:
         if self.by not in STEERERS or not 0 <= self.level <= 255:

@@ -206,6 +206,18 @@ class Core:
         self.raise_kv(sequence, blueprint.kv_bits)
         return True
 
+    def route(self, routers: Routers) -> None:
+        """Let these routers, and no others, run in the forward pass (`Runner.route`).
+
+        Raises:
+            QBEError: a model whose tokens cannot have bits of their own, or a request that others steer has not ended.
+        """
+        current = self.runner.routing
+        steered = any(s.routed is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
+        if steered and current is not None and current.digest != routers.digest:
+            raise QBEError("a request that other routers steer is being answered: ask again when it has ended")
+        self.runner.route(routers)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
 
@@ -220,9 +232,10 @@ class Core:
                 f"{len(self.table.nested)}: make it for this model"
             )
         if is_routed(sequence.blueprint):
-            if self.runner.routing is None:
-                raise QBEError("this engine runs no routers: start it with the policy that the blueprint is of")
-            sequence.routed = torch.zeros(len(self.runner.routing.widths), dtype=torch.int64, device=self.device)
+            routing, steering = self.runner.routing, sequence.blueprint.steering
+            if routing is None or steering is None or routing.digest != steering.routers:
+                raise QBEError("this engine runs no such routers: start it with the policy that the blueprint is of")
+            sequence.routed = torch.zeros(len(routing.widths), dtype=torch.int64, device=self.device)
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
         if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
             sequence.difficult = None

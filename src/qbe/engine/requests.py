@@ -85,7 +85,7 @@ class Requests:
         """
         routers = self._chooser.routers(policy)
         if routers is not None:
-            self.core.runner.route(routers)
+            self.core.route(routers)
 
     @locked
     def submit(self, request: Request, twin: str | None = None, choice: Choice | None = None) -> str:

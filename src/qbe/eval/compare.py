@@ -14,7 +14,6 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
-from qbe.engine.routing import is_routed
 from qbe.engine.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.fidelity import Fidelity, Teacher
@@ -163,7 +162,7 @@ class Comparison:
             teacher = Teacher(self.engine.core, full, e.prompt_ids, e.reference_ids)
             for setting in (FULL, *self.settings):
                 blueprint = query.blueprints[setting]
-                found, table = self._fidelity(query, teacher, blueprint), self.engine.table
+                found, table = self._fidelity(query, teacher, setting), self.engine.table
                 query.measured[setting] = Measured(
                     blueprint.average_weight_bits(table) if found.bits is None else found.bits,
                     blueprint.bytes_per_token(table) if found.bytes_per_token is None else found.bytes_per_token,
@@ -183,23 +182,19 @@ class Comparison:
             return self.engine.generate(prompt, SamplingParams(max_tokens=1), budget=budget, policy=name).blueprint
         return self.engine.explain(prompt, _params(query), budget=budget, policy=name).blueprint
 
-    def _key(self, blueprint: Blueprint) -> str:
-        """What a result at it is kept by: the routers that steer it are no part of a blueprint."""
-        routing = self.engine.core.runner.routing
-        return f"{blueprint.key} {routing.digest}" if is_routed(blueprint) and routing else blueprint.key
-
-    def _fidelity(self, query: Query, teacher: Teacher, blueprint: Blueprint) -> Fidelity:
-        key = self._key(blueprint)
-        known = self.results.get("forced", query.key, key)
+    def _fidelity(self, query: Query, teacher: Teacher, setting: Setting) -> Fidelity:
+        blueprint = query.blueprints[setting]
+        known = self.results.get("forced", query.key, blueprint.key)
         if known is None:
+            self.engine.make_ready(setting.name)
             known = teacher.compare(blueprint).describe()
-            self.results.put("forced", query.key, key, known)
+            self.results.put("forced", query.key, blueprint.key, known)
         return Fidelity(**known)
 
     def _answer(self, queries: Sequence[Query], setting: Setting, on_step: Callable[[], None]) -> None:
         """Answers that are not known yet, greedily and in shared steps."""
         keys = [digest([q.encoded.prompt_ids, q.encoded.stop, q.item.max_tokens]) for q in queries]
-        at = [self._key(q.blueprints[setting]) for q in queries]
+        at = [q.blueprints[setting].key for q in queries]
         known = [self.results.get("answer", k, key) for k, key in zip(keys, at, strict=True)]
         missing = [i for i, found in enumerate(known) if found is None]
         asked = [queries[i] for i in missing]

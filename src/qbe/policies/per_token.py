@@ -57,7 +57,7 @@ class PerTokenPolicy:
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without trained routers, or for a budget below the store's lowest average."""
-        _routers(self.name, table)
+        routers = _routers(self.name, table)
         bits, widths = budget.bits_for(0.5), widths_of(table)
         gears = static_gears(table, bits)
         share = (bits_left(table, gears, bits) - widths[0]) / (widths[-1] - widths[0])
@@ -71,7 +71,7 @@ class PerTokenPolicy:
         found = Blueprint.of(
             self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
         )
-        return replace(found, steering=Steering("routers", level))
+        return replace(found, steering=Steering("routers", level, routers.digest))
 
     def routers(self, table: SiteTable) -> Routers:
         """What the engine runs. Raises QBEError where none were trained for this model."""
