@@ -33,9 +33,9 @@ from qbe.store.layout import SliceLayout
 Nested = tuple[torch.Tensor, torch.Tensor, int]  # codes, meta and scale exponent of a site
 Planes = dict[str, torch.Tensor]  # of each site: int8 [2, N, G], ratios and offsets of one precision
 
-STEPS = 16  # of a window each: more than one pass over a short text
-HELD_OUT = 8  # one window of so many, at least one
-WIDEST = 5  # at 6 bits the bytes are too coarse for it: 1 % was gained, at the price of any other precision
+STEPS = 16  # of a window each; half as many at twice the rate gain less (docs/quality.md)
+HELD_OUT = 2  # windows, of a longer text than one of a few
+WIDEST = 5  # at 6 bits plain Adam gained 1 %, and it would take as long as any other precision
 RATE = 0.01  # how far a group's largest code and its offset go in the first steps, in steps of the precision
 MOMENTUM, SQUARES, TINY = 0.9, 0.95, 1e-12  # of Adam
 SETTINGS = repr((STEPS, HELD_OUT, WIDEST, RATE))  # results that are kept belong to them
@@ -93,14 +93,14 @@ def tune(
         tokens: int64 [windows, tokens], at least two.
         step: called after each of `STEPS` steps.
     """
-    held = max(1, len(tokens) // HELD_OUT)
+    held = min(HELD_OUT, len(tokens) // 2)
     device = next(model.parameters()).device
     train, rest = tokens[:-held].to(device), tokens[-held:].to(device)
     sites = {n: _Site(*nested[n], layout, bits, model.get_submodule(n).weight) for n in nested}  # type: ignore[arg-type]
     before = {n: s.planes() for n, s in sites.items()}
     fast = Format.BF16 in detect(device).formats  # gradients are noisy anyway; what is held out is read as it is
     start = _held_out(model, sites, rest)
-    if not math.isfinite(start):
+    if not 0 < start < math.inf:
         return before
     for i in range(STEPS):
         weights = {n: s.weight().requires_grad_() for n, s in sites.items()}
