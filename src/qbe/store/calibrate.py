@@ -1,8 +1,9 @@
 """Codes chosen by what they do to the outputs of a text: every nestable site of a model nested, one after the other.
 
 The text gives the second moments of each site's inputs (its Hessian, as GPTQ has it), in as many passes as their
-memory needs; `qbe.store.descent` then betters the codes of plain rounding. Each site's result is kept in a folder as
-soon as it is there, so that an interrupted calibration goes on where it was.
+memory needs; `qbe.store.descent` then betters the codes of plain rounding, and `qbe.store.tuning` the scales of each
+precision on the answers of the whole model. Results of single sites and precisions are kept in a folder as soon as they
+are there, so that an interrupted calibration goes on where it was.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from qbe.store.descent import SETTINGS
 from qbe.store.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
 from qbe.store.packing import pack
+from qbe.store.tuning import Nested, tune_all
 
 TOKENS = 32768  # of the text that are used, at most
 FEWEST = 1024
@@ -36,8 +38,6 @@ WINDOW = 1024  # tokens of a forward pass
 CHARACTERS = 16  # read for each token: no tokenizer needs as many
 DAMPING = 0.01  # of the mean of the diagonal, added to it: what the text did not show is not known to be harmless
 MOMENTS_BYTES = 2 << 30  # of Hessians that are kept at a time
-
-Nested = tuple[torch.Tensor, torch.Tensor, int]  # codes, meta and scale exponent
 
 
 def read_tokens(path: Path, tokenizer: Any, context: int) -> torch.Tensor:
@@ -114,6 +114,7 @@ def calibrate(
     if plain:
         warnings.warn(f"{len(plain)} sites got no usable inputs from the calibration text and are rounded plainly, "
                       f"{plain[0]} for example", stacklevel=2)  # fmt: skip
+    done = tune_all(model, {n: done[n] for n in names}, layout, tokens, keep, progress=progress)
     for name, linear in linears.items():
         set_weight(linear, _tensor(linear.weight.detach(), done[name], layout, config))
 
