@@ -171,7 +171,7 @@ def _levels(worths: torch.Tensor, share: torch.Tensor, widths: Sequence[int]) ->
     wanted = torch.linspace(0, widths[-1] - widths[0], LEVELS, dtype=torch.float64, device=bits.device)
     at = torch.searchsorted(bits, wanted)
     found = values[at.clamp(max=len(values) - 1)].float()
-    found[0], found[-1] = values[0] + 1, values[-1] - 1
+    found[0], found[-1] = torch.inf, -torch.inf
     return found.cpu().numpy()
 
 
