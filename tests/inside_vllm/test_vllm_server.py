@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,11 +23,11 @@ from vllm_serving import LIMIT_S, Server, free_port, routing, serving
 
 import qbe
 from models_tiny import TOKENS, tiny_tokenizer
-from qbe.records import RecordStore
+from qbe.records import Record, RecordStore
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.prepare import quantise_to
 
-LONG = 300  # tokens of the answer that is preempted
+LONG = 440  # tokens of the answer that is preempted
 PLAIN = (4, 8, 16)  # bits of those beside it
 WIDTHS = (4, 6, 8, 16)
 PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
@@ -83,7 +83,10 @@ def roomy(server: Server) -> list[list[int]]:
 
 
 def long_answers(server: Server) -> list[list[int]]:
-    """Of one request that is refreshed after 96 tokens, and of three that come then, need room, and go before it."""
+    """Of one request that is refreshed after 96 tokens, and of three that come then and go before it.
+
+    With 17 blocks these have room together, but not beside it.
+    """
     args = {"qbe_refresh": 1, "service_tier": "priority"}
     first = server.body(PROMPTS[0], LONG, ignore_eos=True, stream=True, priority=1, vllm_xargs=args)
     found: list[int] = []
@@ -91,7 +94,7 @@ def long_answers(server: Server) -> list[list[int]]:
 
         def ask(job: tuple[str, int]) -> list[int]:
             args = {"qbe_bits": job[1], "qbe_policy": "uniform"}
-            body = server.body((job[0] * 20)[:120], 100, ignore_eos=True, vllm_xargs=args)
+            body = server.body((job[0] * 20)[:60], 100, ignore_eos=True, vllm_xargs=args)
             return list(client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"])
 
         others = []
@@ -211,20 +214,21 @@ def test_a_server_started_again_answers_as_before(again: Server, roomy: list[lis
 
 
 def test_preempted_requests_are_answered_as_with_room_for_all(again: Server, roomy: list[list[int]]) -> None:
-    assert long_answers(again) == roomy
-    assert again.metric("vllm:num_preemptions_total") >= 1
-    record = _record(again, "priority", LONG)
+    for _ in range(5):  # the others may come too late to be in its way
+        assert long_answers(again) == roomy
+        if again.metric("vllm:num_preemptions_total") >= 1:
+            break
+    # The refreshed one was preempted, and some of it computed again.
+    record = _record(again, "priority", lambda r: sum(r.tokens_by_bits.values()) > r.prompt_tokens + LONG)
     assert [r["token"] for r in record.refreshes or ()][:1] == [96]
-    computed = sum(record.tokens_by_bits.values())
-    assert computed > record.prompt_tokens + LONG, "the refreshed one was preempted, and some of it computed again"
 
 
-def _record(server: Server, tier: str, tokens: int = 0):  # type: ignore[no-untyped-def]
-    """The latest record of that tier with so many tokens; another process writes it when the client has its answer."""
+def _record(server: Server, tier: str, fits: Callable[[Record], bool] = lambda _: True) -> Record:
+    """The latest record of that tier that fits; another process writes it when the client has its answer."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         for record in RecordStore(server.records).list(20):
-            if record.tier == tier and record.completion_tokens >= tokens:
+            if record.tier == tier and fits(record):
                 return record
         time.sleep(0.1)
-    raise AssertionError(f"no record of tier {tier}")
+    raise AssertionError(f"no such record of tier {tier}")

@@ -182,7 +182,7 @@ def mobi(
 def tokenwise(
     model: Model = DEFAULT, data: Data = None,
     limit: Annotated[int, typer.Option(help="texts of each data set at most, spread over it")] = 1000,
-    steps: Steps = 400, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+    steps: Steps = 200, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train QBE's own routers: bits of every site for each token, by what fewer would do to the answer."""
     from qbe.learning.tokenwise import train
