@@ -29,16 +29,21 @@ from qbe.store.prepare import PreparedModel
 CALIBRATED = 48  # steps' worth of tokens whose scores the thresholds for serving are taken from, at most
 
 
-def train(
-    prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int,
-    fit: Callable[[Gates, Sequence[Batch]], Mapping[str, Any]],
+# The model, its gates, batches, steps, seed, and what to call after each step.
+Fit = Callable[["PreparedModel", "Gates", Sequence[Batch], int, int, Callable[[], None]], Mapping[str, Any]]
+
+
+def train_routers(
+    fit: Fit, prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0,
+    tick: Callable[[], None] = lambda: None,
 ) -> Learned:  # fmt: skip
     """Routers of all blocks, which begin with what the measured sensitivities say, the same for every token.
 
     Args:
+        fit: trains the routers of the gates on the batches; what it returns is reported, too.
         prepared: not yet served by an engine; on its device everything runs.
         items: three quarters are trained on; what is reported is of the others.
-        fit: trains the routers of these gates on these batches; what it returns is reported, too.
+        tick: called after each of `steps` steps.
 
     Raises:
         QBEError: too few items, a model whose tokens cannot have bits of their own, or one without 16-bit weights.
@@ -53,7 +58,7 @@ def train(
         routers = Routers(inputs, [_begin(table, b.sites) for b in blocks], seed).to(device)
         gates = Gates(table, student, routers)
         before = _held_out(gates, held, kept)
-    found = fit(gates, kept)
+    found = fit(prepared, gates, kept, steps, seed, tick)
     with sliced(prepared) as gates.student:
         thresholds = gates.thresholds(kept)
         after = _held_out(gates, held, kept)
@@ -159,7 +164,7 @@ class Gates:
     def thresholds(self, kept: Sequence[Batch]) -> npt.NDArray[np.float32]:
         """For averages that rise evenly from lowest to highest width, float32 [LEVELS], by training's tokens."""
         self.hard = True
-        # What tokens look like depends on their bits a little: they are as in training.
+        # What tokens look like depends on their bits a little: these are of the threshold that was last in use.
         found = torch.cat([self.worths(batch) for batch in kept[:: -(-len(kept) // CALIBRATED)]])
         self.hard = False
         return _levels(found, self.share, self.widths)

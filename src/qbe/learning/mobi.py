@@ -9,39 +9,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 
-from qbe.eval.items import Item
-from qbe.learning import distil, gates
+from qbe.learning import distil
 from qbe.learning.distil import Batch, descend, sliced
-from qbe.learning.gates import Gates
-from qbe.policies.learned import Learned
+from qbe.learning.gates import Gates, train_routers
 from qbe.store.prepare import PreparedModel
 
 TEMPERATURES = (1.0, 0.25)  # of the gates, in the first and in the last step
 SEEN = 8  # steps whose tokens say where the threshold lies
 
 
-def train(
-    prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None
-) -> Learned:
-    """Routers of all blocks (`qbe.learning.gates.train`).
-
-    Args:
-        tick: called after each of `steps` steps.
-    """
-
-    def fit(found: Gates, kept: Sequence[Batch]) -> dict[str, Any]:
-        with sliced(prepared) as found.student:
-            return {"price_of_a_bit": _distil(found, kept, steps, seed, tick)}
-
-    return gates.train(prepared, items, steps, seed, fit)
+def _distil(
+    prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
+) -> dict[str, float | None]:
+    with sliced(prepared) as gates.student:
+        return {"price_of_a_bit": _descended(gates, kept, steps, seed, tick)}
 
 
-def _distil(gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]) -> float | None:
+def _descended(gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]) -> float | None:
+    """Returns what a bit was worth in the last steps, nats."""
     rng, widths, device = np.random.default_rng(seed), gates.widths, gates.share.device
     optimiser = torch.optim.Adam(gates.routers.parameters(), lr=distil.RATE)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
@@ -61,3 +51,6 @@ def _distil(gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Ca
         seen.append(gates.seen())
         tick()
     return float(np.mean(prices[-SEEN:])) if prices else None
+
+
+train = partial(train_routers, _distil)

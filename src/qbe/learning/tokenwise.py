@@ -11,43 +11,26 @@ likelihood of such numbers is what is fitted, which gives the mean, not the mean
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
-from qbe.eval.items import Item
 from qbe.kernels.routing_ops import worths_of
-from qbe.learning import distil, gates
+from qbe.learning import distil
 from qbe.learning.distil import Batch, watched
-from qbe.learning.gates import Gates
+from qbe.learning.gates import Gates, train_routers
 from qbe.learning.sensitivities import lowered
-from qbe.policies.learned import Learned
 from qbe.store.prepare import PreparedModel
 
 LARGEST = 3e3  # a damage over its expectation counts as at most this: one such number says little, but moves much
 LEAST = 1e-20  # nats
 
 
-def train(
-    prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None
-) -> Learned:
-    """Routers of all blocks (`qbe.learning.gates.train`).
-
-    Args:
-        tick: called after each of `steps` steps.
-    """
-
-    def fit(found: Gates, kept: Sequence[Batch]) -> dict[str, Any]:
-        return {"loss": _regress(prepared, found, kept, steps, seed, tick)}
-
-    return gates.train(prepared, items, steps, seed, fit)
-
-
 def _regress(
     prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
-) -> float | None:
+) -> dict[str, float | None]:
     """Returns the mean loss of the last tenth of the steps: of a damage over its expectation, less the logarithm."""
     rng, device = np.random.default_rng(seed), gates.share.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -81,7 +64,7 @@ def _regress(
             rates.step()
             losses.append(float(loss.detach()))
             tick()
-    return float(np.mean(losses[-max(1, steps // 10) :])) if losses else None
+    return {"loss": float(np.mean(losses[-max(1, steps // 10) :])) if losses else None}
 
 
 class Expected(nn.Module):
@@ -111,3 +94,6 @@ def _loss(damage: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Minus the likelihood of damages [...] with these means, whose logarithms are given, up to a constant []."""
     ratio = (damage.clamp(min=LEAST).log() - expected).clamp(max=float(np.log(LARGEST)))
     return (ratio.exp() - ratio).mean()
+
+
+train = partial(train_routers, _regress)
