@@ -65,7 +65,7 @@ def serving(model: Path, home: Path, port: int, *more: str) -> Iterator[Server]:
     )  # fmt: skip
     options = [
         "--model", str(model), "--quantization", "qbe", "--middleware", "qbe.vllm.service_tier.ServiceTier",
-        "--tensor-parallel-size", "2", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
+        "--tensor-parallel-size", "2", "--dtype", "float32", "--enforce-eager", "--max-model-len", "8192",
         "--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(1 << 24),
         "--block-size", "32", "--scheduling-policy", "priority", *more,
     ]  # fmt: skip
