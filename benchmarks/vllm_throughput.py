@@ -2,8 +2,9 @@
 
     python benchmarks/vllm_throughput.py MODEL-QBE [--json FILE]     # a folder that 'qbe quantize' wrote
 
-Each server runs alone; the same random prompts are sent to both. Ends with an error if a request failed. Needs an
-environment with vLLM (`make setup-vllm`).
+Both servers are started, and measured in turns for several rounds: while one is, the other is stopped (SIGSTOP), so
+that each has the machine for itself and both meet its moods. Medians, and the ratios of the rounds. The same random
+prompts are sent to both. Ends with an error if a request failed. Needs an environment with vLLM (`make setup-vllm`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,7 @@ from pathlib import Path
 
 from vllm_agreement import plain_folder
 
-PORT, START_S = 8471, 900
+PORT, START_S, ALONE = 8471, 900, "vLLM alone, bf16"
 # The command `vllm` of the CPU wheel looks for a distribution called vllm and fails: this is `vllm bench serve`.
 BENCH = """
 import vllm.benchmarks.serve as serve
@@ -35,8 +37,8 @@ serve.main(parser.parse_args())
 
 
 @contextmanager
-def serving(model: Path, quantization: str | None, more: list[str]) -> Iterator[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(PORT),
+def serving(model: Path, quantization: str | None, port: int, more: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
                "--served-model-name", "model", "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "16",
                "--kv-cache-memory-bytes", str(1 << 29), "--no-enable-prefix-caching", *more]  # fmt: skip
     command += ["--quantization", quantization] if quantization else []
@@ -45,20 +47,30 @@ def serving(model: Path, quantization: str | None, more: list[str]) -> Iterator[
         end = time.monotonic() + START_S
         while True:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5)
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
                 break
             except OSError:
                 if process.poll() is not None or time.monotonic() > end:
                     raise SystemExit(f"the server of {model} does not start") from None
                 time.sleep(1)
-        yield f"http://127.0.0.1:{PORT}"
+        yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
 
-def bench(url: str, model: Path, prompts: int, extra: dict[str, object] | None) -> dict[str, float]:
+@contextmanager
+def stopped(server: subprocess.Popen[bytes]) -> Iterator[None]:
+    os.killpg(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGCONT)
+
+
+def bench(port: int, model: Path, prompts: int, extra: dict[str, object] | None) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
+        url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-c", BENCH, "--base-url", url, "--model", "model", "--tokenizer", str(model),
                    "--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "64", "--ignore-eos",
                    "--num-prompts", str(prompts), "--max-concurrency", "8", "--num-warmups", "8", "--seed", "1",
@@ -78,22 +90,36 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="without torch.compile, which takes minutes to start")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result, more = {}, ["--enforce-eager"] if args.eager else []
+    more = ["--enforce-eager"] if args.eager else []
+    rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         plain = plain_folder(args.model, Path(folder))
-        with serving(plain, None, more) as url:
-            result["vLLM alone, bf16"] = bench(url, plain, args.prompts, None)
-        with serving(args.model, "qbe", more) as url:
-            for bits in args.bits:
-                extra = {"vllm_xargs": {"qbe_bits": bits, "qbe_policy": "uniform"}}
-                result[f"QBE, {bits} bits"] = bench(url, plain, args.prompts, extra)
-    for name, numbers in result.items():
-        print(f"{name:18}", "  ".join(f"{k} {v}" for k, v in numbers.items()))
+        with serving(plain, None, PORT, more) as vllm, serving(args.model, "qbe", PORT + 1, more) as ours:
+            for number in range(args.rounds):
+                with stopped(ours):
+                    found = {ALONE: bench(PORT, plain, args.prompts, None)}
+                with stopped(vllm):
+                    for bits in args.bits:
+                        extra = {"vllm_xargs": {"qbe_bits": bits, "qbe_policy": "uniform"}}
+                        found[f"QBE, {bits} bits"] = bench(PORT + 1, plain, args.prompts, extra)
+                rounds.append(found)
+                print(f"round {number + 1}:", {k: v["output_throughput"] for k, v in found.items()}, file=sys.stderr)
+    rows = {what: summary(rounds, what) for what in rounds[0]}
+    for what, row in rows.items():
+        print(f"{what:18}", "  ".join(f"{k} {v}" for k, v in row.items()))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        args.json.write_text(json.dumps({"rows": rows, "rounds": rounds}, indent=1) + "\n")
+
+
+def summary(rounds: list[dict[str, dict[str, float]]], what: str) -> dict[str, object]:
+    """Medians over the rounds, and the least, median and greatest ratio of output tokens a second to vLLM alone."""
+    medians = {name: statistics.median(r[what][name] for r in rounds) for name in rounds[0][what]}
+    ratios = sorted(r[what]["output_throughput"] / r[ALONE]["output_throughput"] for r in rounds)
+    return {**medians, "ratio": [round(x, 2) for x in (ratios[0], statistics.median(ratios), ratios[-1])]}
 
 
 if __name__ == "__main__":
