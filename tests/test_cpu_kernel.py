@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -181,6 +183,28 @@ def test_threads_do_not_change_the_result(path: str) -> None:
         torch.set_num_threads(before)
     if path != "torch":
         assert torch.equal(several, single)
+
+
+@pytest.mark.skipif(not COMPILED, reason="needs the compiled kernel")
+def test_threads_of_openmp_do_not_change_the_result() -> None:
+    """Those of torch are taken, none are made; and the own ones again."""
+    a = problem(515, 200, 64, (4, 2, 2), 7, torch.bfloat16, seed=10)
+    before, own = torch.get_num_threads(), cpu.nested_linear(**a)
+    try:
+        torch.set_num_threads(2)
+        assert build.use_openmp() == (sys.platform == "linux")
+        torch.ones(1 << 20).sum()  # starts torch's
+        started = threads()
+        shared = cpu.nested_linear(**a)
+        assert threads() == started
+    finally:
+        torch.set_num_threads(before)
+        assert not build.use_openmp(False)
+    assert torch.equal(shared, own)
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
 
 
 @pytest.mark.skipif(not COMPILED, reason="no compiled kernel")

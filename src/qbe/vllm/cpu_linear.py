@@ -13,12 +13,14 @@ import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from qbe.kernels import merged_ops, ops  # noqa: F401  (they define the custom ops)
 from qbe.kernels.reference.activations import eight_bits, has_eight
 from qbe.store.plan import Plan
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.linear import NestedLinearMethod
 from qbe.vllm.served import Served
 
+_one, _many = torch.ops.qbe.nested_linear.default, torch.ops.qbe.nested_linears.default
 _layers: list[tuple[CPUNestedLinearMethod, Any]] = []
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
@@ -36,6 +38,11 @@ class CPUNestedLinearMethod(NestedLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
         dispatch_cpu_unquantized_gemm(layer, remove_weight=not isinstance(layer, ParallelLMHead))
+        # Every step asks a hundred layers for these: a look-up by name would cost as much as a small product.
+        self.packed, self.meta = (
+            [getattr(layer, f"qbe_{n}_{i}") for i in range(len(self.rows))] for n in ("packed", "meta")
+        )
+        self.words_of = 0, self.words(layer)
         self.number = len(_layers)
         _layers.append((self, layer))
 
@@ -44,21 +51,36 @@ class CPUNestedLinearMethod(NestedLinearMethod):
 
     def run(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """What the custom op computes."""
-        rows = x.reshape(-1, x.shape[-1])
-        words = [w[: len(rows)] for w in self.words(layer)]
-        full = [self.full_rows.of(row) for row in self.rows]
-        if all(f is False for f in full):
-            return self.nested(layer, rows, bias, words, full_weights=False).view(*x.shape[:-1], -1)
-        eight = any(bool(has_eight(w).any()) for w in words)
-        if all(f is True for f in full) and not eight:
+        every = self.full_rows.every(self.rows)
+        if every:
             return layer.cpu_linear(x, layer.weight, bias)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if len(rows) != self.words_of[0]:
+            self.words_of = len(rows), [w[: len(rows)] for w in self.words(layer)]
+        words = self.words_of[1]
+        y = self.narrow(rows, bias, words) if every is False else self.mixed(layer, rows, bias, words)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
+
+    def narrow(self, x: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor]) -> torch.Tensor:
+        """The product of rows none of which is at 16 bits."""
+        if len(words) == 1:
+            return _one(x, self.packed[0], self.meta[0], words[0], None, bias, self.slices, self.exponents[0])
+        biases = [] if bias is None else list(bias.split(self.sizes))
+        return _many(x, self.packed, self.meta, words, [], biases, self.slices, self.exponents)
+
+    def mixed(
+        self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """The product of rows some of which are at 16 bits, or all of which are with 8-bit activations."""
+        full = [self.full_rows.of(row) for row in self.rows]
+        eight = any(bool(has_eight(w).any()) for w in words)
         masks = [f if isinstance(f, torch.Tensor) else torch.full((len(rows),), f) for f in full]
         some = ~torch.stack(masks).all(0)
-        y = x.new_empty(len(rows), sum(self.sizes))
+        y = rows.new_empty(len(rows), sum(self.sizes))
         if some.any():  # in a row of which only some parts are at 16 bits, these are computed at the lowest, in vain
             lowest = self.model.nesting.slices[0]
             low = [torch.where(m, lowest, w)[some] for m, w in zip(masks, words, strict=True)]
-            y[some] = self.nested(layer, rows[some], bias, low, full_weights=False)
+            y[some] = self.narrow(rows[some], bias, low)
         at = 0
         for mask, own, size in zip(masks, words, self.sizes, strict=True):
             at += size
@@ -66,10 +88,10 @@ class CPUNestedLinearMethod(NestedLinearMethod):
                 continue
             x_full = rows[mask]
             if eight:
-                low_x = eight_bits(x_full, self.model.nesting.group_size).to(x.dtype)
+                low_x = eight_bits(x_full, self.model.nesting.group_size).to(rows.dtype)
                 x_full = torch.where(has_eight(own[mask])[:, None], low_x, x_full)
             y[mask, at - size : at] = layer.cpu_linear(x_full, layer.weight, bias)[:, at - size : at]
-        return y.view(*x.shape[:-1], -1)
+        return y
 
 
 def _run(x: torch.Tensor, bias: torch.Tensor | None, _outputs: int, layer: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip  (loads what must come first)
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from qbe.kernels.cpu import native
+from qbe.kernels.cpu import build, native
 from qbe.vllm.runner import PlannedRunner
 
 
@@ -18,6 +18,7 @@ class PlannedCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         native.load()
+        build.use_openmp()  # as everything else of vLLM's does, which binds these threads to cores
         super().init_device()
         self.model_runner.__class__ = PlannedCPUModelRunner
 

@@ -28,7 +28,7 @@ class NestedLinearMethod(LinearMethodBase):
     """
 
     def __init__(self, model: Served, plan: Plan, rows: list[int]) -> None:
-        self.model, self.plan, self.rows = model, plan, rows
+        self.model, self.plan, self.rows = model, plan, tuple(rows)
 
     def create_weights(
         self,
@@ -70,22 +70,17 @@ class NestedLinearMethod(LinearMethodBase):
         """The plan's rows of the layer's sites, int32 [most rows] each."""
         return [getattr(layer, f"qbe_words_{i}") for i in range(len(self.rows))]
 
-    def nested(
-        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor],
-        full_weights: bool = True,
-    ) -> torch.Tensor:  # fmt: skip
+    def nested(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor]) -> torch.Tensor:
         """The product [rows, outputs] of x [rows, inputs] by the custom ops.
 
         Args:
             words: int32 [rows] for each site.
-            full_weights: whether `layer.weight` is there for rows at 16 bits.
         """
         packed, meta = ([getattr(layer, f"qbe_{name}_{i}") for i in range(len(words))] for name in ("packed", "meta"))
         if len(words) == 1:
             return torch.ops.qbe.nested_linear(
-                x, packed[0], meta[0], words[0], layer.weight if full_weights else None, bias, self.slices,
-                self.exponents[0],
-            )  # fmt: skip
-        originals = list(layer.weight.split(self.sizes)) if full_weights else []
+                x, packed[0], meta[0], words[0], layer.weight, bias, self.slices, self.exponents[0]
+            )
+        originals = list(layer.weight.split(self.sizes))
         biases = [] if bias is None else list(bias.split(self.sizes))
         return torch.ops.qbe.nested_linears(x, packed, meta, words, originals, biases, self.slices, self.exponents)

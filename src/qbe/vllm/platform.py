@@ -20,7 +20,13 @@ else:
 
 
 class QBEPlatform(Base):
-    """vLLM's own platform of this machine, and QBE's hooks."""
+    """vLLM's own platform of this machine, and QBE's hooks.
+
+    On a machine without a GPU vLLM names no resource that Ray could count its workers by, and refuses Ray. Ray knows
+    ids of accelerators only, so a worker there is what `ray start --num-gpus N` calls a GPU.
+    """
+
+    ray_device_key = Base.ray_device_key or "GPU"
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

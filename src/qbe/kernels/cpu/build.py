@@ -15,7 +15,11 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from qbe.errors import QBEError
 from qbe.kernels.cpu.source import FLAGS, FOLDER, SOURCE, source_hash
@@ -79,6 +83,23 @@ def library() -> ctypes.CDLL | None:
     except OSError as error:
         log.warning("the CPU kernel %s does not load (%s); plain PyTorch serves instead", path, error)
         return None
+
+
+def use_openmp(wanted: bool = True) -> bool:
+    """Whether kernels run on the threads of torch's OpenMP from now on, and not on their own (pool.c says when to).
+
+    OpenMP is the one that torch's calls reach: of the process, where one was loaded before torch, else torch's. Any
+    that exports GNU's entry point will do; without one nothing changes.
+    """
+    if backend() == "torch":
+        return False
+    region: Any = None
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")) if wanted else ():
+        with suppress(OSError, AttributeError):
+            region = ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p)
+            break
+    loaded().qbe_use_team(region)
+    return region is not None
 
 
 def _packaged() -> Path | None:
@@ -159,4 +180,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_read_pages.restype = long
     lib.qbe_cascade.argtypes = [pointer] * 3 + [long] + [pointer] * 7
     lib.qbe_cascade.restype = None
+    lib.qbe_use_team.argtypes = [pointer]
+    lib.qbe_use_team.restype = None
     return lib

@@ -48,15 +48,16 @@ static Recipe recipe_of(const Layout *l, int bits) {
     return r;
 }
 
-/* Blocks b and b + 1 of the n-th row at part[] (b alone unless `both`; the rest is then zero): `low`, or, if HIGH, `high`. */
+/* Blocks b and b + 1 of the n-th row at part[] (b alone unless `both`; the rest is then zero): `low`, or, if HIGH, `high`.
+   ASK: for memory that lies AHEAD. */
 TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int64_t n,
-                                        int64_t b, const int both, const int SHAPE, const int HIGH) {
+                                        int64_t b, const int both, const int SHAPE, const int HIGH, const int ASK) {
     __m512i codes = _mm512_setzero_si512();
     for (int p = 0; p < (SHAPE == ANY ? r->count : SHAPE); p++) {
         const Step *s = &r->step[p];
         const int width = SHAPE == ANY ? s->width : p == 0 ? 4 : 2;
         const uint8_t *from = part[p] + n * row_bytes[p] + b * 8 * width;
-        if (!HIGH) _mm_prefetch((const char *)from + AHEAD / 4 * width, _MM_HINT_T0);
+        if (ASK && !HIGH) _mm_prefetch((const char *)from + AHEAD / 4 * width, _MM_HINT_T0);
         __m512i v;
         if (SHAPE != ANY && width == 4)
             v = both ? _mm512_loadu_si512(from) : _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)from));
@@ -75,11 +76,11 @@ TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *p
 
 /* Four outputs of two blocks (of one unless `both`) into a panel, from output 4 * q on: `low` or, if HIGH, `high`. */
 TARGET_AVX512 INLINE void unpack_four(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int last, int q,
-                                      int64_t b, const int both, const int SHAPE, const int HIGH, char *panel) {
+                                      int64_t b, const int both, const int SHAPE, const int HIGH, const int ASK, char *panel) {
     __m512i v[4], t[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
-        v[i] = unpack_two(r, part, row_bytes, 4 * q + i < last ? 4 * q + i : last, b, both, SHAPE, HIGH);
+        v[i] = unpack_two(r, part, row_bytes, 4 * q + i < last ? 4 * q + i : last, b, both, SHAPE, HIGH, ASK);
     t[0] = _mm512_unpacklo_epi32(v[0], v[1]), t[1] = _mm512_unpackhi_epi32(v[0], v[1]);
     t[2] = _mm512_unpacklo_epi32(v[2], v[3]), t[3] = _mm512_unpackhi_epi32(v[2], v[3]);
     v[0] = _mm512_unpacklo_epi64(t[0], t[2]), v[1] = _mm512_unpackhi_epi64(t[0], t[2]);
@@ -98,16 +99,16 @@ TARGET_AVX512 INLINE void unpack_four(const Recipe *r, const uint8_t *const *par
 
 /* The codes of TILE outputs for the blocks [0, blocks): uint8 [16 * blocks, TILE, 4], input by input. */
 TARGET_AVX512 INLINE void unpack_panel(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int last,
-                                       int64_t blocks, const int SHAPE, char *panel) {
+                                       int64_t blocks, const int SHAPE, const int ASK, char *panel) {
     for (int q = 0; q < TILE / 4; q++) { /* four runs of memory at a time */
         int64_t b = 0;
         for (; b + 1 < blocks; b += 2) {
-            unpack_four(r, part, row_bytes, last, q, b, 1, SHAPE, 0, panel);
-            unpack_four(r, part, row_bytes, last, q, b, 1, SHAPE, 1, panel);
+            unpack_four(r, part, row_bytes, last, q, b, 1, SHAPE, 0, ASK, panel);
+            unpack_four(r, part, row_bytes, last, q, b, 1, SHAPE, 1, ASK, panel);
         }
         if (b == blocks) continue;
-        unpack_four(r, part, row_bytes, last, q, b, 0, SHAPE, 0, panel);
-        unpack_four(r, part, row_bytes, last, q, b, 0, SHAPE, 1, panel);
+        unpack_four(r, part, row_bytes, last, q, b, 0, SHAPE, 0, ASK, panel);
+        unpack_four(r, part, row_bytes, last, q, b, 0, SHAPE, 1, ASK, panel);
     }
 }
 

@@ -67,7 +67,7 @@ TARGET_AVX512 static void multiply_plain(const Job *j, int at, int64_t n0, int64
     char *panels = (char *)(scratch + tile_floats(&j->w));
     for (int64_t n = n0; n < n1; n += TILE) {
         const Tile t = tile_of(j, at, n, scratch);
-        make_panel(&t, (char *)scratch);
+        make_panel(&t, (char *)scratch, 1);
         round_panel(&t, (const char *)scratch, panels + (n - n0) / TILE * tile_bytes);
     }
     int kind = 0;

@@ -63,8 +63,8 @@ TARGET_AVX512 INLINE void four_outputs(const Tile *t, const char *x, int64_t x_b
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         const int64_t n = 4 * q + i < t->last ? 4 * q + i : t->last;
-        const __m512i l = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 0);
-        const __m512i h = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 1);
+        const __m512i l = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 0, 1);
+        const __m512i h = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 1, 1);
         for (int m = 0; m < M; m++) {
             __m512i d[2];
             for (int p = 0; p < P; p++) {
@@ -110,12 +110,23 @@ TARGET_AVX512 INLINE void few_rows(const Tile *t, const char *x, int64_t x_bytes
     }
 }
 
-/* The same for R rows, of any P, through the panel. */
+/* Asks for the g-th group's share of the next tile: while products keep a core busy, its memory would have nothing to do, and
+   everything asked for while a panel is made has to wait for itself. */
+TARGET_AVX512 INLINE void ask_for_next(const Tile *t, int64_t g) {
+    for (int p = 0; p < t->recipe->count; p++) {
+        const int64_t bytes = TILE * t->row_bytes[p], share = bytes / t->w->groups;
+        const char *next = (const char *)t->part[p] + bytes + g * share;
+        for (int64_t i = 0; i < share; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
+    }
+}
+
+/* The same for R rows, of any P, through the panel. `first`: nobody has asked for the next tile yet. */
 TARGET_AVX512 INLINE void panel_rows(const Tile *t, const char *panel, const char *x, int64_t x_bytes, const float *pairs,
-                                     __m512 *y, const int R, const int P) {
+                                     int first, __m512 *y, const int R, const int P) {
     const int64_t groups = t->w->groups, each = t->w->kp / groups / BLOCK;
     for (int r = 0; r < R; r++) y[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
+        if (first) ask_for_next(t, g);
         __m512i sum[12 * 2];
 #pragma GCC unroll 24
         for (int i = 0; i < R * P; i++) sum[i] = _mm512_setzero_si512();
@@ -145,7 +156,7 @@ TARGET_AVX512 INLINE void panel_rows(const Tile *t, const char *panel, const cha
 }
 
 typedef void (*FewFn)(const Tile *, const char *, int64_t, const float *, __m512i *, __m512 *);
-typedef void (*PanelFn)(const Tile *, const char *, const char *, int64_t, const float *, __m512 *);
+typedef void (*PanelFn)(const Tile *, const char *, const char *, int64_t, const float *, int, __m512 *);
 
 #define FEW_ROWS(M, P, SHAPE)                                                                                          \
     TARGET_AVX512 static void few_##M##_##P##_##SHAPE(const Tile *t, const char *x, int64_t x_bytes, const float *pairs, \
@@ -161,8 +172,8 @@ static const FewFn FEW_FNS[2][FEW][4] = {{LISTED(1, 1), LISTED(2, 1), LISTED(3, 
 
 #define PANEL_ROWS(R, P)                                                                                               \
     TARGET_AVX512 static void panel_##R##_##P(const Tile *t, const char *panel, const char *x, int64_t x_bytes,        \
-                                              const float *pairs, __m512 *y) {                                         \
-        panel_rows(t, panel, x, x_bytes, pairs, y, R, P);                                                              \
+                                              const float *pairs, int first, __m512 *y) {                              \
+        panel_rows(t, panel, x, x_bytes, pairs, first, y, R, P);                                                              \
     }
 #define PANELS(P) PANEL_ROWS(1, P) PANEL_ROWS(2, P) PANEL_ROWS(4, P) PANEL_ROWS(8, P)
 PANELS(1) PANELS(2) PANELS(3) PANEL_ROWS(12, 1) PANEL_ROWS(12, 2)
@@ -182,13 +193,15 @@ TARGET_AVX512 INLINE void store_tile(const Job *j, int64_t row, int64_t n, __m51
     else _mm256_mask_storeu_epi16((uint16_t *)j->y + row * j->y_stride + n, in, (__m256i)_mm512_cvtneps_pbh(y));
 }
 
-TARGET_AVX512 static void make_panel(const Tile *t, char *panel) {
-    const int64_t blocks = t->w->kp / BLOCK;
+/* ask: for memory ahead, unless somebody else does. */
+TARGET_AVX512 static void make_panel(const Tile *t, char *panel, int ask) {
+#define MAKE(SHAPE, ASK) unpack_panel(t->recipe, t->part, t->row_bytes, t->last, t->w->kp / BLOCK, SHAPE, ASK, panel)
+#define MAKE_SHAPE(SHAPE) ask ? MAKE(SHAPE, 1) : MAKE(SHAPE, 0)
     switch (t->recipe->shape) {
-    case W4: unpack_panel(t->recipe, t->part, t->row_bytes, t->last, blocks, W4, panel); break;
-    case W42: unpack_panel(t->recipe, t->part, t->row_bytes, t->last, blocks, W42, panel); break;
-    case W422: unpack_panel(t->recipe, t->part, t->row_bytes, t->last, blocks, W422, panel); break;
-    default: unpack_panel(t->recipe, t->part, t->row_bytes, t->last, blocks, ANY, panel);
+    case W4: MAKE_SHAPE(W4); break;
+    case W42: MAKE_SHAPE(W42); break;
+    case W422: MAKE_SHAPE(W422); break;
+    default: MAKE_SHAPE(ANY);
     }
 }
 
@@ -215,7 +228,7 @@ TARGET_AVX512 static void multiply_integers(const Job *j, int at, int64_t n0, in
     const int few = r1 - r0 <= FEW && (planes == 1 || (planes == 2 && j->w.kp / groups <= 256));
     for (int64_t n = n0; n < n1; n += TILE) {
         const Tile t = tile_of(j, at, n, scratch);
-        if (!few) make_panel(&t, (char *)scratch);
+        if (!few) make_panel(&t, (char *)scratch, 0);
         __m512 y[12];
         int kind = 0;
         for (int64_t r = r0, many; r < r1; r += many) {
@@ -227,7 +240,7 @@ TARGET_AVX512 static void multiply_integers(const Job *j, int at, int64_t n0, in
             } else {
                 while (PANEL_FNS[kind].rows > r1 - r || !PANEL_FNS[kind].planes[planes - 1]) kind++;
                 many = PANEL_FNS[kind].rows;
-                PANEL_FNS[kind].planes[planes - 1](&t, (const char *)scratch, x, j->x_bytes, pairs, y);
+                PANEL_FNS[kind].planes[planes - 1](&t, (const char *)scratch, x, j->x_bytes, pairs, r == r0, y);
             }
             for (int64_t i = 0; i < many; i++) store_tile(j, j->row[r + i], n, y[i]);
         }

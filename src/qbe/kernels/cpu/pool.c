@@ -81,9 +81,19 @@ static void grow(int workers) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+/* OpenMP's entry point for a parallel region, GOMP_parallel, or NULL. Where others run OpenMP between our jobs, its threads
+   wait awake on the cores that the pool's would need, and the caller may be bound to one core, which threads inherit. */
+static void (*team)(void (*)(void *), void *, unsigned, unsigned);
+
+void qbe_use_team(void *region) { team = (void (*)(void (*)(void *), void *, unsigned, unsigned))region; }
+
 /* Runs work(arg) here and on up to threads - 1 others; returns when all of them have returned from it. */
 static void pool_run(void (*work)(void *), void *arg, int threads) {
     const int others = threads - 1 < MAX_WORKERS ? threads - 1 : MAX_WORKERS;
+    if (others > 0 && team) {
+        team(work, arg, (unsigned)threads, 0);
+        return;
+    }
     if (others < 1 || pthread_mutex_trylock(&pool.caller)) { /* busy with another caller's job: alone, then */
         work(arg);
         return;
