@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two machines without Ray, by vLLM's own multi-node mode; also for the CPU, which vLLM does not run on Ray.
+# Two machines without Ray, by vLLM's own multi-node mode.
 #   on the first:   examples/vllm_two_nodes_mp.sh 0 ADDRESS MODEL [options of vllm serve]
 #   on the second:  examples/vllm_two_nodes_mp.sh 1 ADDRESS MODEL [the same options]
 # ADDRESS is the first machine's. The model's folder lies at the same path on both.

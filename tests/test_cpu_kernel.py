@@ -192,7 +192,7 @@ def test_threads_of_openmp_do_not_change_the_result() -> None:
     before, own = torch.get_num_threads(), cpu.nested_linear(**a)
     try:
         torch.set_num_threads(2)
-        assert build.use_openmp() == (sys.platform == "linux")
+        assert build.use_openmp() or sys.platform != "linux"
         torch.ones(1 << 20).sum()  # starts torch's
         started = threads()
         shared = cpu.nested_linear(**a)

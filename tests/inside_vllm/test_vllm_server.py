@@ -17,40 +17,16 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import httpx
 import psutil
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_serving import LIMIT_S, Server, free_port, routing, serving
 
 import qbe
-from models_tiny import TOKENS, tiny_tokenizer
 from qbe.records import Record, RecordStore
-from qbe.store.nested_tensor import NestedWeightConfig
-from qbe.store.prepare import quantise_to
 
 WHOLE = 7000  # tokens of the answer that is broken off
 LONG = 440  # tokens of the answer that is preempted
 PLAIN = (4, 8, 16)  # bits of those beside it
 WIDTHS = (4, 6, 8, 16)
 PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that `qbe quantize` wrote, of a model that can be split in two."""
-    home = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=1, eos_token_id=0,
-    )  # fmt: skip
-    plain = LlamaForCausalLM(config).eval()
-    for weight in plain.parameters():  # so that answers differ, and no two tokens are nearly as likely
-        weight.data *= 3
-    plain.save_pretrained(home / "plain")
-    tiny_tokenizer().save_pretrained(home / "plain")
-    return quantise_to(
-        str(home / "plain"), home / "qbe", NestedWeightConfig(), torch.device("cpu"), measure=True, progress=False
-    )
 
 
 @pytest.fixture(scope="module")

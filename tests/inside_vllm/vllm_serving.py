@@ -1,8 +1,9 @@
-"""Processes that the tests in this folder talk to: vLLM's server with QBE, and vllm-router before it."""
+"""Processes that the tests in this folder talk to: vLLM's server with QBE, also on two nodes, and vllm-router."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,11 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from qbe.records.thresholds import Thresholds, save
 
 START_S = 600  # on a busy machine
 LIMIT_S = 60
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_two_nodes.sh"
+SMALL = (
+    "--dtype", "float32", "--enforce-eager", "--max-model-len", "8192", "--max-num-seqs", "8",
+    "--kv-cache-memory-bytes", str(1 << 24),
+)  # fmt: skip
 
 
 @dataclass
@@ -57,52 +64,82 @@ def free_port() -> int:
 @contextmanager
 def serving(model: Path, home: Path, port: int, *more: str) -> Iterator[Server]:
     """A server that is ready; its cache and its records are in `home`."""
-    # Every window of an answer is easy.
-    save({str(model): Thresholds(1e3, 1e2, -2.0, -1.0, 99)}, home / "refresh.json")
-    environment = dict(
-        os.environ, QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"), VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
-    )  # fmt: skip
     options = [
         "--model", str(model), "--quantization", "qbe", "--middleware", "qbe.vllm.service_tier.ServiceTier",
-        "--tensor-parallel-size", "2", "--dtype", "float32", "--enforce-eager", "--max-model-len", "8192",
-        "--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(1 << 24),
-        "--block-size", "32", "--scheduling-policy", "priority", *more,
+        "--tensor-parallel-size", "2", "--max-num-batched-tokens", "128", "--block-size", "32",
+        "--scheduling-policy", "priority", *SMALL, *more,
     ]  # fmt: skip
-    module = "vllm.entrypoints.openai.api_server"
-    with _running(module, options, port, home / "log", environment) as process:
-        yield Server(process, f"http://127.0.0.1:{port}", str(model), home / "records.sqlite")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *options]
+    with _running([*command, "--port", str(port)], home / "log", _environment(model, home)) as process:
+        yield _ready(Server(process, f"http://127.0.0.1:{port}", str(model), home / "records.sqlite"), home / "log")
+
+
+@contextmanager
+def serving_on_two_nodes(model: Path, home: Path) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """The example with Ray, both of its machines on this one: the server, and the second node."""
+    address, port = f"127.0.0.1:{free_port()}", free_port()
+    environment = _environment(model, home) | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }  # fmt: skip
+    head = ["bash", str(EXAMPLE), "head", address, str(model), *SMALL, "--host", "127.0.0.1", "--port", str(port)]
+    node = ["bash", str(EXAMPLE), "node", address, "--node-ip-address", "127.0.0.2"]
+    with (
+        _running(head, home / "log", environment) as process,
+        _running(node, home / "node.log", environment) as second,
+    ):
+        server = Server(process, f"http://127.0.0.1:{port}", "model", home / "records.sqlite")
+        yield _ready(server, home / "log"), second
 
 
 @contextmanager
 def routing(server: Server, home: Path) -> Iterator[Server]:
     """vllm-router before one server."""
     port = free_port()
-    options = ["--worker-urls", server.url, "--policy", "consistent_hash", "--prometheus-port", str(free_port())]
-    with _running("vllm_router.launch_router", options, port, home / "log", dict(os.environ)) as process:
-        yield Server(process, f"http://127.0.0.1:{port}", server.model, server.records)
+    command = [
+        sys.executable, "-m", "vllm_router.launch_router", "--worker-urls", server.url, "--policy", "consistent_hash",
+        "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()),
+    ]  # fmt: skip
+    with _running(command, home / "log", dict(os.environ)) as process:
+        yield _ready(Server(process, f"http://127.0.0.1:{port}", server.model, server.records), home / "log")
+
+
+def _environment(model: Path, home: Path) -> dict[str, str]:
+    # Every window of an answer is easy.
+    save({str(model): Thresholds(1e3, 1e2, -2.0, -1.0, 99)}, home / "refresh.json")
+    return dict(
+        os.environ, QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"), VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+    )  # fmt: skip
 
 
 @contextmanager
-def _running(
-    module: str, options: list[str], port: int, log: Path, environment: dict[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *options]
+def _running(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with all that it has started."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        end = time.monotonic() + START_S
-        while not _healthy(f"http://127.0.0.1:{port}"):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < end, log.read_text()[-4000:]
-            time.sleep(0.5)
         yield process
     finally:
+        started: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(process.pid).children(recursive=True)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for each in started:  # those with a session of their own
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
         process.wait(LIMIT_S)
+
+
+def _ready(server: Server, log: Path) -> Server:
+    end = time.monotonic() + START_S
+    while not _healthy(server.url):
+        assert server.process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < end, log.read_text()[-4000:]
+        time.sleep(0.5)
+    return server
 
 
 def _healthy(url: str) -> bool:
