@@ -262,7 +262,7 @@ class Core:
         """Raises QBEError if the model does not know one of these tokens."""
         for token in tokens:
             if not 0 <= token < self.vocabulary:
-                raise QBEError(f"{name} has token {token}, but the model knows 0 to {self.vocabulary - 1} only")
+                raise QBEError(f"{name} has token {token}, but the model knows 0 to {self.vocabulary - 1} only", field=name)
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> Sequence | None:
         """End a request now and free its pages; None when there is no such request (it may have finished).

@@ -19,7 +19,7 @@ from qbe.engine.logprobs import prompt_scoring
 from qbe.engine.moments import Moments
 from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
-from qbe.errors import QBEError
+from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore
 from qbe.records.refresh import Monitor, Refresh
@@ -83,9 +83,10 @@ class Requests:
         Raises:
             QBEError: an unknown policy, or one that cannot serve this model.
         """
-        routers = self._chooser.routers(policy)
-        if routers is not None:
-            self.core.route(routers)
+        with about("policy"):
+            routers = self._chooser.routers(policy)
+            if routers is not None:
+                self.core.route(routers)
 
     @locked
     def submit(self, request: Request, twin: str | None = None, choice: Choice | None = None) -> str:

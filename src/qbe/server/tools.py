@@ -72,7 +72,7 @@ def grammar(body: ChatRequest, tools: Sequence[Tool], text: str | None) -> str:
         rules.append(text or "")
     for i, tool in enumerate(tools):
         begin = json.dumps(_OPEN + json.dumps(tool.function.name) + _ARGUMENTS)
-        arguments = rule(tool.function.parameters or {"type": "object"})
+        arguments = rule(tool.function.parameters or {"type": "object"}, "tools")
         rules.append(f"call_{i}: {begin} {arguments} {json.dumps(_CLOSE)}")
     return "\n".join(rules)
 
