@@ -77,8 +77,7 @@ class Requests:
 
     @locked
     def make_ready(self, policy: str | None) -> None:
-        """Let the routers that this policy has run in the forward pass; `submit` does so by itself. Where decode steps
-        are captured or compiled, that takes as long as at the start.
+        """Take blueprints of this policy, whose routers may steer within the forward pass; `submit` does so by itself.
 
         Raises:
             QBEError: an unknown policy, or one that cannot serve this model.
@@ -86,7 +85,7 @@ class Requests:
         with about("policy"):
             routers = self._chooser.routers(policy)
             if routers is not None:
-                self.core.route(routers)
+                self.core.add_routers(routers)
 
     @locked
     def submit(self, request: Request, twin: str | None = None, choice: Choice | None = None) -> str:
