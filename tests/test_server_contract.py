@@ -145,17 +145,6 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "5"}}],
-                    }
-                ]
-            },
-            "messages.0.tool_calls",
-        ),
         ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools"),
