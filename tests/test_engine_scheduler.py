@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_models import request
-from qbe.blueprint import Blueprint
+from qbe.blueprint import Blueprint, Steering
 from qbe.engine.sequence import Sequence, Status
 from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import PAGE_SIZE
@@ -133,10 +133,64 @@ def test_a_model_without_attention_needs_no_pages() -> None:
     assert shape(advance(s)) == [("a", 0, 1000)]
 
 
+def steered(name: str, routers: str, prompt: int = 1, tokens: int = 3) -> Sequence:
+    steering = Steering("routers", 9, routers) if routers else None
+    return request(name, [5] * prompt, Blueprint("", (4,), (16,), (16,), steering=steering), max_tokens=tokens)
+
+
+def test_routers_are_exchanged_between_batches_of_those_that_were_there() -> None:
+    """Who waits for other routers is overtaken by those that nobody steers and those that were there: one exchange
+    here, not four.
+    """
+    s = scheduler(sequences=3, tokens=64)
+    kinds = {"a1": "a", "b1": "b", "a2": "a", "b2": "b", "plain": ""}
+    for name, routers in kinds.items():
+        s.add(steered(name, routers))
+    advance(s)
+    assert [r.request_id for r in s.running] == ["a1", "a2", "plain"]
+    s.add(steered("late", "a"))
+    s.add(steered("plain, late", ""))
+    advance(s)
+    advance(s)
+    assert not s.running
+    advance(s)
+    assert [r.request_id for r in s.running] == ["b1", "b2", "plain, late"]
+    while s.get("b1"):
+        advance(s)
+    advance(s)
+    assert [r.request_id for r in s.running] == ["late"]
+
+
+@pytest.mark.parametrize("flood", ["a", ""])
+def test_a_flood_does_not_keep_other_routers_out(flood: str) -> None:
+    """Of a policy with routers, which alone would fill every place for ever, or of one without."""
+    s = scheduler(sequences=3, tokens=64)
+    s.add(steered("first", "a", tokens=40))
+    for i in range(3):
+        s.add(steered(f"before {i}", flood, tokens=9))
+    waits, ended = [steered("waits", "b"), steered("waits, too", "b")], 0
+    for now in range(400):
+        if now in (2, 20):
+            s.add(waits[now == 20])
+        s.add(steered(f"flood {now}", flood, tokens=4))
+        ended += sum(s.get(w.sequence.request_id) is None for w in advance(s))
+        if all(r.finish_reason for r in waits):
+            break
+    assert [r.finish_reason for r in waits] == ["length"] * 2
+    assert now < 60, "as soon as those that ran, and those that came before, had ended"
+    assert flood == "a" or ended > 15, "the flood went on meanwhile"
+
+
 @settings(deadline=None, max_examples=120)
 @given(
     arrivals=st.lists(
-        st.tuples(st.integers(1, 160), st.integers(1, 90), st.integers(0, 9), st.integers(0, 2)),
+        st.tuples(
+            st.integers(1, 160),
+            st.integers(1, 90),
+            st.integers(0, 9),
+            st.integers(0, 2),
+            st.sampled_from(["", "a", "b"]),
+        ),
         min_size=1,
         max_size=12,
     ),
@@ -145,15 +199,16 @@ def test_a_model_without_attention_needs_no_pages() -> None:
     lowered=st.sets(st.integers(0, 11)),
 )
 def test_any_traffic_is_served_to_the_end(
-    arrivals: list[tuple[int, int, int, int]], cancels: set[int], chunked: bool, lowered: set[int]
+    arrivals: list[tuple[int, int, int, int, str]], cancels: set[int], chunked: bool, lowered: set[int]
 ) -> None:
-    """Also with far too few pages, with pages of two formats and prompts that begin alike."""
+    """Also with far too few pages, with pages of two formats, prompts that begin alike and routers of two policies."""
     s = scheduler(pages=8, chunked=chunked, format_of=lambda r, _: LOW if int(r.request_id) in lowered else FULL)
     pending: list[tuple[int, Sequence]] = []
     at = 0
-    for i, (prompt, tokens, gap, kind) in enumerate(arrivals):
+    for i, (prompt, tokens, gap, kind, routers) in enumerate(arrivals):
         at += gap
-        blueprint = Blueprint("", (4,), (16,), (4 if i in lowered else 16,))
+        steering = Steering("routers", 9, routers) if routers else None
+        blueprint = Blueprint("", (4,), (16,), (4 if i in lowered else 16,), steering=steering)
         pending.append((at, request(str(i), [5 + kind] * prompt, blueprint, max_tokens=tokens)))
     everyone = [r for _, r in pending]
     for now in range(10_000):
@@ -165,6 +220,7 @@ def test_any_traffic_is_served_to_the_end(
         deciding = {r.request_id for r in s.running if r.remaining == 1}
         oldest = s.running[0] if s.running else None
         work = advance(s)
+        assert len({r.blueprint.steering for r in (w.sequence for w in work) if r.blueprint.steering}) < 2
         preempted = {r.request_id for r in s.waiting}
         assert deciding - preempted <= {w.sequence.request_id for w in work}, "a sequence that writes never waits"
         assert oldest is None or oldest not in s.waiting or oldest.alone_at, "nobody can starve the oldest one"
@@ -176,7 +232,7 @@ def test_any_traffic_is_served_to_the_end(
         assert all(len(r.pages) == -(-r.computed // PAGE_SIZE) for r in s.running)
         if not pending and not s.has_work():
             break
-    for r, (prompt, tokens, _, _) in zip(everyone, arrivals, strict=True):
+    for r, (prompt, tokens, *_) in zip(everyone, arrivals, strict=True):
         assert r.finish_reason == "cancelled" or len(r.token_ids) == prompt + tokens
     assert s.allocator.free == s.allocator.num_pages
     assert not s.stuck

@@ -107,6 +107,7 @@ def test_a_compiled_step_routes_and_is_compiled_anew_for_other_routers(device: t
     if device.type == "cpu":
         assert set(decode._compiled) == {1}
     captures, routers = decode.captures, random_routers(made.table, seed=1)
+    made.add_routers(routers)
     made.runner.route(routers)
     assert (decode.captures > captures) == (device.type == "cuda")
     captures = decode.captures
@@ -175,9 +176,26 @@ def test_guesses_are_checked_by_routed_rows(reference: Reference) -> None:
     assert r.speculation is not None
 
 
+def test_two_policies_share_an_engine_and_its_routers_take_turns(device: torch.device, reference: Reference) -> None:
+    """In a memory too small for all, so that some wait again, with a request that nobody steers among them."""
+    made, other = core(device, routers=reference.routers, kv_tokens=5 * PAGE_SIZE), random_routers(reference.table, 1)
+    made.add_routers(other)
+    references = [reference, Reference(other)]
+    asked = [(ids, at % 2) for at, ids in enumerate(texts(40, 70, 30, 20, 60, 50))]
+    requests = [request(str(at), ids, steered(made.table, None if at == 4 else 128, seed=kind), max_tokens=40)
+                for at, (ids, kind) in enumerate(asked)]  # fmt: skip
+    exchanges, route = [], made.runner.route
+    made.runner.route = lambda routers: exchanges.append(routers.digest) or route(routers)  # type: ignore[method-assign]
+    for (ids, kind), r, written in zip(asked, requests, run(made, *requests), strict=True):
+        assert written == references[kind].greedy(ids, r.blueprint, 40)
+    assert exchanges == sorted(exchanges), "once"
+    assert set(exchanges) == {"random 0", "random 1"}
+    assert sum(r.preemptions for r in requests) > 0
+
+
 def test_no_steering_without_routers() -> None:
     made = core(torch.device("cpu"))
-    with pytest.raises(QBEError, match="runs no such routers: start it with the policy"):
+    with pytest.raises(QBEError, match="has no such routers: start it with the policy"):
         made.add(request("a", [1], steered(made.table, 1)))
 
 

@@ -16,7 +16,7 @@ from qbe.server.errors import APIError
 from qbe.server.protocol import Contract
 from qbe.server.settings import Settings, Tier, load
 from qbe.server.speed import Speed
-from server_running import Running, running, until
+from server_running import Running, running, tiny_engine, until
 
 TOML = """
 [tiers.flex]
@@ -103,8 +103,24 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"qbe": {"policy": "none"}}, "qbe.policy"),
         ({"qbe": {"bits": 5, "refresh": True}}, "qbe.refresh"),
         ({"qbe": {"policy": "tiered"}}, "qbe.policy"),  # this engine has no sensitivities
+        ({"qbe": {"policy": "mobi", "bits": 5}}, "qbe.policy"),
+        ({"qbe": {"policy": "random:x"}}, "qbe.policy"),
+        ({"qbe": {"policy": 5}}, "qbe.policy"),
+        ({"qbe": {"cascade": True}}, "qbe.cascade"),  # nothing was learned for it
+        ({"qbe": {"cascade": 1}}, "qbe.cascade"),
+        ({"qbe": {"speculate": "yes"}}, "qbe.speculate"),
+        ({"qbe": {"refresh": None}}, "qbe.refresh"),
+        ({"qbe": {"min_bits": "many"}}, "qbe.min_bits"),
         ({"qbe": []}, "qbe"),
         ({"max_tokens": 1 << 30, "prompt": "x" * 5000}, "prompt"),
+        ({"max_tokens": 0.5}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": ""}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "text", "grammar": ""}}, "response_format.grammar"),
+        ({"response_format": {"type": "grammar", "grammar": "start: !"}}, "response_format"),
         ({"logit_bias": {"5000": 1}}, "logit_bias"),
         ({"prompt": [5000]}, "prompt"),
         ({"prompt": ""}, "prompt"),
@@ -114,8 +130,47 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"best_of": 2}, "best_of"),
     ],
 )
-def test_a_wrong_budget_is_refused_by_its_field(server: Running, body: dict[str, Any], field: str) -> None:
-    answer = server.post("completions", {"prompt": "hello"} | body)
+def test_a_wrong_body_is_refused_by_its_field(server: Running, body: dict[str, Any], field: str) -> None:
+    refused(server, "completions", {"prompt": "hello"} | body, field)
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]}, "tools"),
+        ({"tools": [FUNCTION], "response_format": {"type": "grammar", "grammar": "start: /x/"}}, "response_format"),
+        ({"qbe": {"bits": 5}}, "qbe.bits"),
+        ({"qbe": {"policy": "tokenwise"}}, "qbe.policy"),
+    ],
+)
+def test_so_is_a_wrong_conversation(server: Running, body: dict[str, Any], field: str) -> None:
+    refused(server, "chat/completions", {"messages": [{"role": "user", "content": "hello"}]} | body, field)
+
+
+def test_what_can_never_fit_names_the_length_that_was_asked_for() -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    with running(lambda: tiny_engine(kv_tokens=256)) as small:
+        refused(small, "completions", {"prompt": "hello", "max_tokens": 300}, "max_tokens")
+        refused(small, "chat/completions", chat | {"max_tokens": 300}, "max_tokens")
+        refused(small, "chat/completions", chat | {"max_completion_tokens": 300}, "max_completion_tokens")
+
+
+def refused(server: Running, path: str, body: dict[str, Any], field: str) -> None:
+    answer = server.post(path, body)
     error = answer.json()["error"]
     assert answer.status_code == 400, error
     assert error["param"] == field, error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from engine_models import build
 from qbe import Engine, QBEError, Request, policies
 from qbe.analysis.profile import QueryProfile
+from qbe.blueprint import Steering
 from qbe.budget import Budget
 from qbe.cli import main
 from qbe.engine.sampling_params import SamplingParams
@@ -246,7 +248,7 @@ def test_a_comparison_counts_what_was_routed(folder: Path, trained: dict[str, Le
 
 
 def test_an_engine_runs_the_routers_of_one_policy_at_a_time(folder: Path, trained: dict[str, Learned]) -> None:
-    """Others come when nobody is steered any more, and what the first ones left in the KV cache is not theirs."""
+    """Others wait until nobody is steered any more, and what the first ones left in the KV cache is not theirs."""
     params, budget = SamplingParams(max_tokens=6, ignore_eos=True), Budget(bits=5)
 
     def ask(policy: str) -> Request:
@@ -255,19 +257,24 @@ def test_an_engine_runs_the_routers_of_one_policy_at_a_time(folder: Path, traine
     with Engine(folder, dtype="float32", device="cpu", records=False) as engine:
         first = engine.submit(ask("mobi"))
         engine.step()
-        with pytest.raises(QBEError, match="ask again when it has ended"):
-            engine.submit(ask("tokenwise"))
+        other = engine.submit(ask("tokenwise"))
+        engine.step()
         again = engine.submit(ask("mobi"))
-        while not (engine.finished(first) and engine.finished(again)):
+        while not engine.finished(other):
+            assert not engine.started(other) or engine.finished(first)
             engine.step()
-        one, two = engine.take_result(first), engine.take_result(again)
-        assert (one.error, one.token_ids) == (two.error, two.token_ids)
-        other = engine.generate_batch([ask("tokenwise")])[0]
-        assert other.error is None
-        assert other.cached_tokens == 0
-        assert engine.generate_batch([ask("tokenwise")])[0].cached_tokens > 0
-        foreign = one.blueprint
-        with pytest.raises(QBEError, match="runs no such routers"):
+        assert not engine.finished(again), "it came when the other one was waiting"
+        while not engine.finished(again):
+            engine.step()
+        one, two, three = map(engine.take_result, (first, other, again))
+        assert (one.error, one.token_ids) == (three.error, three.token_ids)
+        assert (two.error, two.cached_tokens) == (None, 0)
+        assert three.cached_tokens > 0
+        both = engine.generate_batch([ask(p) for p in ("tokenwise", "mobi", "tokenwise", "static")])
+        assert [r.token_ids for r in both[:3]] == [two.token_ids, one.token_ids, two.token_ids]
+        assert [r.blueprint.policy for r in both] == ["tokenwise", "mobi", "tokenwise", "static"]
+        foreign = replace(one.blueprint, steering=Steering("routers", 9, "another engine's"))
+        with pytest.raises(QBEError, match="has no such routers"):
             engine.core.add(Sequence("x", [1, 2, 3], params, foreign))
 
 

@@ -14,7 +14,7 @@ from qbe.cache.traffic import Asked
 from qbe.choosing import BlueprintChooser
 from qbe.engine.result import Request
 from qbe.engine.tokenize import encode
-from qbe.errors import QBEError
+from qbe.errors import QBEError, about
 from qbe.explain import Explanation
 from qbe.policies import Policy
 from qbe.policies.per_token import Routers
@@ -59,14 +59,18 @@ class Chooser(BlueprintChooser):
         Raises:
             QBEError: a prompt that cannot be run, an unknown policy, or a budget that cannot be met.
         """
-        text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools)
-        policy = self.policy(request.policy)
+        with about("prompt"):
+            text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools)
+        with about("policy"):
+            policy = self.policy(request.policy)
         start = time.perf_counter()
         profile = self.profile(text, words, policy, len(ids) + request.params.max_tokens)
         analysed = time.perf_counter()
-        blueprint, cached = self.blueprint(policy, profile, request.budget)
+        with about("bits"):
+            blueprint, cached = self.blueprint(policy, profile, request.budget)
         if request.budget.cascade:
-            blueprint = self._steered(blueprint)
+            with about("cascade"):
+                blueprint = self._steered(blueprint)
         if request.budget.kv_error is not None:
             blueprint = replace(blueprint, kv_error=float(request.budget.kv_error))
         done = time.perf_counter()

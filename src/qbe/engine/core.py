@@ -14,7 +14,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine.cascade import Cascade, steers
 from qbe.engine.guesses import Speculation
 from qbe.engine.kv_size import default_kv_tokens, with_kv
-from qbe.engine.routing import is_routed
+from qbe.engine.routing import check_columns, is_routed
 from qbe.engine.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scheduler import Scheduler, Work
@@ -74,7 +74,7 @@ class Core:
             they may speculate where `max_sequences` gives such steps room and nothing was compiled.
         cascade: what was learned of the model's attention, for requests whose blueprint the cascade steers; without it
             they run at their blueprint as it is.
-        routers: to run in the forward pass from the start (`Runner.route` takes them later).
+        routers: to run in the forward pass from the start (`add_routers` takes others later).
 
     Attributes:
         cascade: what moves their rows; None without a table, and for models of which each sequence has its own forward.
@@ -155,7 +155,9 @@ class Core:
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:
             compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
+        self._routers: dict[str, Routers] = {}
         if routers is not None:
+            self.add_routers(routers)
             self.runner.route(routers)
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
             self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
@@ -206,17 +208,21 @@ class Core:
         self.raise_kv(sequence, blueprint.kv_bits)
         return True
 
-    def route(self, routers: Routers) -> None:
-        """Let these routers, and no others, run in the forward pass (`Runner.route`).
+    def add_routers(self, routers: Routers) -> None:
+        """Take requests that these routers steer. They run in the forward pass from the step on in which the first of
+        them begins, which is when no request is running that others steer (`Scheduler`).
 
         Raises:
-            QBEError: a model whose tokens cannot have bits of their own, or a request that others steer has not ended.
+            QBEError: a model whose tokens cannot have bits of their own.
         """
-        current = self.runner.routing
-        steered = any(s.routed is not None for s in (*self.scheduler.running, *self.scheduler.waiting))
-        if steered and current is not None and current.digest != routers.digest:
-            raise QBEError("a request that other routers steer is being answered: ask again when it has ended")
-        self.runner.route(routers)
+        check_columns(self.plan)
+        self._routers[routers.digest] = routers
+
+    def _route(self, work: list[Work]) -> None:
+        """Have the routers that steer this step's sequences run in it: one policy's, as the scheduler sees to."""
+        steering = next((w.sequence.blueprint.steering for w in work if w.sequence.routed is not None), None)
+        if steering is not None:
+            self.runner.route(self._routers[steering.routers])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -232,10 +238,11 @@ class Core:
                 f"{len(self.table.nested)}: make it for this model"
             )
         if is_routed(sequence.blueprint):
-            routing, steering = self.runner.routing, sequence.blueprint.steering
-            if routing is None or steering is None or routing.digest != steering.routers:
-                raise QBEError("this engine runs no such routers: start it with the policy that the blueprint is of")
-            sequence.routed = torch.zeros(len(routing.widths), dtype=torch.int64, device=self.device)
+            steering = sequence.blueprint.steering
+            routers = None if steering is None else self._routers.get(steering.routers)
+            if routers is None:
+                raise QBEError("this engine has no such routers: start it with the policy that the blueprint is of")
+            sequence.routed = torch.zeros(len(routers.widths), dtype=torch.int64, device=self.device)
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
         if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
             sequence.difficult = None
@@ -262,7 +269,9 @@ class Core:
         """Raises QBEError if the model does not know one of these tokens."""
         for token in tokens:
             if not 0 <= token < self.vocabulary:
-                raise QBEError(f"{name} has token {token}, but the model knows 0 to {self.vocabulary - 1} only")
+                raise QBEError(
+                    f"{name} has token {token}, but the model knows 0 to {self.vocabulary - 1} only", field=name
+                )
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> Sequence | None:
         """End a request now and free its pages; None when there is no such request (it may have finished).
@@ -286,6 +295,7 @@ class Core:
         if not work:
             return stuck
         try:
+            self._route(work)
             self.pool.copy(self.scheduler.paging.copies)
             self.scheduler.paging.copies.clear()
             began, speculator, decode = time.perf_counter(), self.speculator, self.runner.decode

@@ -17,14 +17,20 @@ TEXT = 0  # the drafter that reads the text; others are known by their bits
 
 
 class Outcomes:
-    """How guesses of one drafter fared: accepted or not, the last ones."""
+    """How guesses of one drafter fared: accepted or not, the last ones.
+
+    Attributes:
+        drafted, accepted: all guesses of it that were checked, and how many of them were right.
+    """
 
     def __init__(self) -> None:
+        self.drafted = self.accepted = 0
         self._last: deque[bool] = deque(maxlen=WINDOW)
         self._idle = 0
 
-    def add(self, accepted: int, refused: bool) -> None:
-        """So many guesses were right, and the one after them was not."""
+    def add(self, accepted: int, refused: bool, drafted: int = 0) -> None:
+        """So many guesses were right, and the one after them was not; `drafted` were checked."""
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
         self._last.extend([True] * accepted + [False] * refused)
         self._idle = 0
 
@@ -59,7 +65,6 @@ class Speculation:
             rejection sampling decides; else empty.
         generator: what guesses are drawn with.
         outcomes: per drafter.
-        drafted, accepted: guesses that were checked, and how many of them were right.
         draft_bytes: bytes of weights and scales that draft rows read, at batch 1.
     """
 
@@ -68,14 +73,22 @@ class Speculation:
     proposals: list[torch.Tensor] = field(default_factory=list)
     generator: torch.Generator | None = None
     outcomes: dict[int, Outcomes] = field(default_factory=dict)
-    drafted: int = 0
-    accepted: int = 0
     draft_bytes: int = 0
     _places: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
     _indexed: int = 0
 
     def of(self, drafter: int) -> Outcomes:
         return self.outcomes.setdefault(drafter, Outcomes())
+
+    @property
+    def drafted(self) -> int:
+        """Guesses that were checked."""
+        return sum(o.drafted for o in self.outcomes.values())
+
+    @property
+    def accepted(self) -> int:
+        """Those of them that were right."""
+        return sum(o.accepted for o in self.outcomes.values())
 
     def drop(self) -> None:
         """Forget the guesses."""
@@ -84,8 +97,7 @@ class Speculation:
 
     def checked(self, accepted: int, refused: bool) -> None:
         """The first `accepted` guesses were right; `refused`: the next one was not."""
-        self.drafted, self.accepted = self.drafted + len(self.guesses), self.accepted + accepted
-        self.of(self.source).add(accepted, refused)
+        self.of(self.source).add(accepted, refused, len(self.guesses))
         self.drop()
 
     def look_up(self, tokens: Many[int], most: int) -> list[int]:

@@ -19,7 +19,7 @@ from qbe.engine.logprobs import prompt_scoring
 from qbe.engine.moments import Moments
 from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
-from qbe.errors import QBEError
+from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore
 from qbe.records.refresh import Monitor, Refresh
@@ -77,15 +77,15 @@ class Requests:
 
     @locked
     def make_ready(self, policy: str | None) -> None:
-        """Let the routers that this policy has run in the forward pass; `submit` does so by itself. Where decode steps
-        are captured or compiled, that takes as long as at the start.
+        """Take blueprints of this policy, whose routers may steer within the forward pass; `submit` does so by itself.
 
         Raises:
             QBEError: an unknown policy, or one that cannot serve this model.
         """
-        routers = self._chooser.routers(policy)
-        if routers is not None:
-            self.core.route(routers)
+        with about("policy"):
+            routers = self._chooser.routers(policy)
+            if routers is not None:
+                self.core.add_routers(routers)
 
     @locked
     def submit(self, request: Request, twin: str | None = None, choice: Choice | None = None) -> str:

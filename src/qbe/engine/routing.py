@@ -45,10 +45,7 @@ class Routing:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, routers: Routers) -> None:
-        if plan.max_rows == 1:
-            raise QBEError(
-                "this model's tokens cannot have bits of their own (its layers keep a state): choose another policy"
-            )
+        check_columns(plan)
         self.digest, self.widths, self._plan, device = routers.digest, routers.widths, plan, plan.device
         self.spent = torch.zeros(
             len(routers.blocks), len(routers.widths), plan.max_rows, dtype=torch.int64, device=device
@@ -96,6 +93,14 @@ class Routing:
             if w.sequence.routed is not None:
                 first = 0 if w.sequence.scoring is None else max(0, w.kept.start - w.start)
                 w.sequence.routed += part[:, first:].sum(1)
+
+
+def check_columns(plan: Plan) -> None:
+    """Raises QBEError for a model whose forwards have one column for all tokens."""
+    if plan.max_rows == 1:
+        raise QBEError(
+            "this model's tokens cannot have bits of their own (its layers keep a state): choose another policy"
+        )
 
 
 def is_routed(blueprint: Blueprint) -> bool:

@@ -100,6 +100,7 @@ class Runner:
             if self.routing.digest == routers.digest:
                 return
             self.routing.remove()
+            self.routing = None
         self.routing = Routing(self.model, self.plan, routers)
         if self.decode is not None:
             self.decode.renew()

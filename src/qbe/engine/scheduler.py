@@ -65,6 +65,10 @@ class Scheduler:
     left, the youngest sequence of the highest rank is preempted: it gives its pages up and later computes them again.
     The oldest one of the lowest rank always goes on, because no request is taken that would not fit alone.
 
+    The routers of one policy steer at a time. A sequence that needs others than those of the running ones waits until
+    these have ended. Only sequences that no routers steer overtake it, and those of the running ones' routers that had
+    come before its turn did: routers are seldom exchanged where both kinds wait, and nobody is overtaken for ever.
+
     Args:
         allocator: the pages.
         max_batch_tokens: tokens of one step.
@@ -130,16 +134,19 @@ class Scheduler:
         if sequence.request_id in self._by_id:
             raise QBEError(f"a request '{sequence.request_id}' is already running: give each request its own id")
         if not prompt:
-            raise QBEError("the prompt is empty: give at least one token")
+            raise QBEError("the prompt is empty: give at least one token", field="prompt")
         if self.context is not None and prompt >= self.context:
             raise QBEError(
-                f"the prompt has {prompt} tokens, but the model's context is {self.context} with the answer: shorten it"
+                f"the prompt has {prompt} tokens, but the model's context is {self.context} with the answer: "
+                "shorten it",
+                field="prompt",
             )
         length = self.length(sequence)
         if self.paged and (most := self.paging.capacity(sequence)) < length:
             raise QBEError(
                 f"{prompt} prompt tokens and up to {length - prompt} new ones do not fit in the KV cache, which holds "
-                f"{most} tokens at this request's KV bits: lower max_tokens or raise kv_tokens"
+                f"{most} tokens at this request's KV bits: lower max_tokens or raise kv_tokens",
+                field="max_tokens",
             )
         sequence.max_length = length
         sequence.status = Status.WAITING
@@ -263,7 +270,7 @@ class Scheduler:
         waiting: Collection[Sequence] = self.waiting
         if self.chunked and read:
             waiting = [s for s in waiting if self.prompt_tokens(s) > read]
-        sequence = self.choose(waiting, self.running) if waiting else None
+        sequence = self._next(waiting) if waiting else None
         if sequence is None or (prompts and _rank(prompts[0]) <= _rank(sequence)):
             return
         if self.paged and self.running and self.paging.needs(sequence) > self.allocator.free_bytes:
@@ -274,6 +281,17 @@ class Scheduler:
         prompts.insert(0, sequence)
         self.paging.begin(sequence)
 
+    def _next(self, waiting: Collection[Sequence]) -> Sequence | None:
+        """Whose turn it is; while other routers steer than it needs, who may go before it."""
+        first, steering = self.choose(waiting, self.running), {_routers(s) for s in self.running} - {""}
+        if first is None or not steering or _routers(first) in {"", *steering}:
+            return first
+        if first.before is None:
+            first.before = frozenset(self._by_id)
+        before = first.before
+        may = [s for s in waiting if not _routers(s) or (_routers(s) in steering and s.request_id in before)]
+        return self.choose(may, self.running) if may else None
+
 
 def _first(waiting: Collection[Sequence], _: list[Sequence]) -> Sequence:
     return next(iter(waiting))
@@ -281,6 +299,12 @@ def _first(waiting: Collection[Sequence], _: list[Sequence]) -> Sequence:
 
 def _rank(sequence: Sequence) -> float:
     return sequence.place.rank
+
+
+def _routers(sequence: Sequence) -> str:
+    """The digest of those that steer it; empty where none do."""
+    steering = sequence.blueprint.steering
+    return "" if steering is None else steering.routers
 
 
 def _running(work: list[Work]) -> list[Work]:

@@ -109,6 +109,7 @@ class Sequence:
             (`qbe.engine.routing`), those of tokens computed again counted again; None where none do.
         constraint: what the answer may be; None allows everything.
         place: where it stands in line.
+        before: requests that were in the engine when its turn came and other routers than its own steered; else None.
         moments: what its prompt shows, for a policy that reads it: it then begins on nobody's pages. Else None.
         speculation: guesses of its next tokens; None where nobody asked, or it cannot be.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
@@ -154,6 +155,7 @@ class Sequence:
     routed: torch.Tensor | None = field(default=None, repr=False)
     constraint: Constraint | None = None
     place: Place = FIRST_COME
+    before: frozenset[str] | None = None
     moments: Moments | None = None
     speculation: Speculation | None = None
     recurrent: dict[int, Any] | None = None

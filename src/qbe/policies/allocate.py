@@ -35,7 +35,9 @@ def allocate(table: SiteTable, average_bits: float, floors: Mapping[Role, int]) 
         QBEError: the sensitivities were not measured, or even the lowest gears exceed the budget.
     """
     if not table.measured:
-        raise QBEError("this model has no sensitivity table: run 'qbe quantize' on it, or use --policy uniform")
+        raise QBEError(
+            "this model has no sensitivity table: run 'qbe quantize' on it, or use --policy uniform", field="policy"
+        )
     lowest = _average(table, [s.gears[0] for s in table.nested])
     if average_bits < lowest - 1e-9:
         raise QBEError(

@@ -125,7 +125,7 @@ def allocate_kv(table: SiteTable, average: float) -> tuple[KVBits, ...]:
     # A model of few heads may have no assignment that close.
     found = solve(costs, sizes, average, average - TOLERANCE) or solve(costs, sizes, average)
     if found is None:
-        raise QBEError(f"no KV bits were found for an average of {average:g}; try a higher one")
+        raise QBEError(f"no KV bits were found for an average of {average:g}; try a higher one", field="kv_bits")
     bits: list[KVBits] = [FULL_BITS] * table.layers
     for layer, heads in groupby(zip(table.kv, found, strict=True), key=lambda pair: pair[0].layer):
         bits[layer] = shortest(tuple(b for _, b in heads))

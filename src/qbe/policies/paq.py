@@ -40,7 +40,8 @@ class PAQPolicy:
         """Raises QBEError without a trained router, or for bits below the store's lowest width."""
         widths, heads, sample = _router(table)
         if profile.vector is None:
-            raise QBEError("the policy 'paq' needs analysis tier 3: start the engine without a lower --analysis-tier")
+            said = "the policy 'paq' needs analysis tier 3: start the engine without a lower --analysis-tier"
+            raise QBEError(said, field="policy")
         if budget.bits is None:
             weight, bias = heads[TIER_ALIASES.get(budget.tier, budget.tier)]
             at = int((profile.vector @ weight + bias).argmax())

@@ -34,7 +34,8 @@ class UniformPolicy:
         if kv_bits not in KV_BITS:
             raise QBEError(
                 f"the uniform policy cannot keep the KV cache at {kv_bits:g} bits: it has "
-                f"{', '.join(map(str, KV_BITS))}; choose one of those, or --policy tiered for an average in between"
+                f"{', '.join(map(str, KV_BITS))}; choose one of those, or --policy tiered for an average in between",
+                field="kv_bits",
             )
         weight_bits = (int(wanted),) * len(table.nested)
         activation_bits = table.activations(budget.activation_bits)

@@ -26,6 +26,7 @@ from qbe.server.guard import Guard
 from qbe.server.keys import Client
 from qbe.server.observe import logs
 from qbe.server.protocol import ChatRequest, CompletionRequest
+from qbe.server.requests import FORMAT
 from qbe.server.service import Service
 from qbe.server.wire import dumps
 
@@ -233,9 +234,12 @@ def wrong_body(error: RequestValidationError) -> APIError:
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not JSON: {said}", code="invalid_json")
     # Pydantic's names for the members of a union are no fields.
-    field = ".".join(takewhile(lambda part: re.fullmatch("(?!str$)[a-z_]+|[0-9]+", part), map(str, first["loc"][1:])))
+    parts = [str(part) for part in first["loc"][1:]]
+    if parts[:1] == [FORMAT]:
+        del parts[1:2]
+    field = ".".join(takewhile(lambda part: re.fullmatch("(?!str$)[a-z_]+|[0-9]+", part), parts))
     if first["type"] == "extra_forbidden":
-        field = ".".join(map(str, first["loc"][1:]))[:200]
+        field = ".".join(parts)[:200]
         return APIError(400, f"{field}: there is no such field", param=field, code="unknown_parameter")
     if not field:
         said = "it must be a JSON object, sent with 'Content-Type: application/json'"

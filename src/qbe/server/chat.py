@@ -57,6 +57,7 @@ async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange
             matcher=matcher,
             lenient=asked is None,
             field="messages",
+            length_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
             prefix="chatcmpl",
             stream=bool(body.stream),
         )

@@ -7,7 +7,6 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from qbe.errors import QBEError
 from qbe.server.wire import dumps
 
 _TYPES = {
@@ -58,14 +57,3 @@ class APIError(Exception):
         """As an HTTP response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
         return Response(dumps(self.body()), self.status, headers, "application/json")
-
-
-def refused(error: QBEError, fields: dict[str, str]) -> APIError:
-    """The engine's refusal as one of the server.
-
-    Args:
-        fields: how the engine calls something -> the field of the body that it came from.
-    """
-    said = str(error)
-    param = next((field for word, field in fields.items() if word in said), None)
-    return APIError(400, said if param is None or param in said else f"{param}: {said}", param=param)

@@ -16,22 +16,17 @@ from qbe.engine.result import Prompt, Request, Result
 from qbe.engine.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.server.contract import Terms
-from qbe.server.errors import APIError, refused
+from qbe.server.errors import APIError
 from qbe.server.job import Cancelled, Delta, Event, Job
 from qbe.server.keys import Client
 from qbe.server.observe import traces
+from qbe.server.protocol import Contract
 
 if TYPE_CHECKING:
     from qbe.server.billing import Account
     from qbe.server.grammar import Grammars
 
 _GRACE_S = 30.0  # after its time limit, for the engine to end a request
-# How the engine calls what it refuses -> the field of the body.
-_FIELDS = {
-    "logit_bias": "logit_bias", "kv_bits": "qbe.kv_bits", "KV cache at": "qbe.kv_bits", "uniform policy": "qbe.bits",
-    "max_tokens": "max_tokens", "a budget of": "qbe.bits", "sensitivity table": "qbe.policy", "prompt": "prompt",
-}  # fmt: skip
-
 
 _SHUTTING_DOWN = APIError(503, "the server is shutting down: try again later", code="shutting_down", retry_after=5)
 
@@ -45,7 +40,7 @@ class Asked:
         params: of the first answer; the i-th one has the seed s + i. `max_tokens` is a wish if `lenient`.
         lenient: whether answers may be shorter because the cache is small.
         matcher: the grammar that every answer follows.
-        field: of the body, that the prompt came from.
+        field, length_field: of the body, that the prompt and `max_tokens` came from.
         prefix: of the answer's id.
         stream: whether tokens go out as they come.
         hidden: tokens of each answer that nobody asked for.
@@ -60,6 +55,7 @@ class Asked:
     matcher: LLMatcher | None = None
     lenient: bool = False
     field: str = "prompt"
+    length_field: str = "max_tokens"
     prefix: str = "cmpl"
     stream: bool = False
     hidden: int = 0
@@ -76,7 +72,18 @@ class Asked:
 
     def refused(self, error: QBEError) -> APIError:
         """The engine's refusal, with the field of the body."""
-        return refused(error, {**_FIELDS, "prompt": self.field})
+        said, param = str(error), self._param(error.field)
+        return APIError(400, said if param is None or param in said else f"{param}: {said}", param=param)
+
+    def _param(self, field: str | None) -> str | None:
+        """The field of the body that the engine's came from."""
+        if field in ("prompt", "max_tokens"):
+            return self.field if field == "prompt" else self.length_field
+        if field == "bits":  # whatever bounded them
+            bounds = ("bits", "min_bits", "max_bits", "policy")
+            given = (f"qbe.{name}" for name in bounds if getattr(self.terms.contract, name) is not None)
+            return next(given, "service_tier")
+        return f"qbe.{field}" if field in Contract.model_fields else field
 
 
 class Exchange:

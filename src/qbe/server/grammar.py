@@ -30,26 +30,27 @@ _START_S = 60.0  # for the checking process to read its tokenizer
 _WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
 
-def rule(schema: dict[str, Any]) -> str:
-    """A JSON schema within a rule of a Lark grammar. Raises APIError."""
-    return f"%json {_dumps({**schema, 'x-guidance': _WHITESPACE})}"
+def rule(schema: dict[str, Any], param: str) -> str:
+    """A JSON schema within a rule of a Lark grammar. Raises APIError about this field of the body."""
+    return f"%json {_dumps({**schema, 'x-guidance': _WHITESPACE}, param)}"
 
 
-def _dumps(value: Any) -> str:
+def _dumps(value: Any, param: str) -> str:
     try:
         return json.dumps(value)
     except RecursionError:
-        raise APIError(400, "a schema is nested too deeply: make it simpler", code="invalid_grammar") from None
+        raise APIError(400, f"{param}: a schema is nested too deeply: make it simpler", param=param,
+                       code="invalid_grammar") from None  # fmt: skip
 
 
 def lark(text: str) -> str:
     """A Lark grammar as `Grammars.compile` takes it."""
-    return _dumps({"grammars": [{"lark_grammar": text}]})
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-def json_schema(schema: dict[str, Any]) -> str:
-    """A JSON schema, likewise."""
-    return _dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WHITESPACE}}]})
+def json_schema(schema: dict[str, Any], param: str) -> str:
+    """A JSON schema, likewise. Raises APIError about this field of the body."""
+    return _dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WHITESPACE}}]}, param)
 
 
 class GrammarConstraint:

@@ -64,9 +64,9 @@ def sampling(body: Common, max_tokens: int, logprobs: int | None, prompt_logprob
 def format_grammar(wanted: ResponseFormat | None) -> str | None:
     """The grammar of a `response_format`; None allows any text."""
     if isinstance(wanted, JsonObjectFormat):
-        return json_schema({"type": "object"})
+        return json_schema({"type": "object"}, FORMAT)
     if isinstance(wanted, JsonSchemaFormat):
-        return json_schema(wanted.json_schema.schema_ or {"type": "object"})
+        return json_schema(wanted.json_schema.schema_ or {"type": "object"}, FORMAT)
     return lark(wanted.grammar) if isinstance(wanted, GrammarFormat) else None
 
 
@@ -77,7 +77,7 @@ def format_rule(wanted: ResponseFormat | None) -> str | None:
     if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
         return None
     schema = wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
-    return f"text: {rule(schema or {'type': 'object'})}"
+    return f"text: {rule(schema or {'type': 'object'}, FORMAT)}"
 
 
 class Frame:

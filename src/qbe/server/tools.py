@@ -72,7 +72,7 @@ def grammar(body: ChatRequest, tools: Sequence[Tool], text: str | None) -> str:
         rules.append(text or "")
     for i, tool in enumerate(tools):
         begin = json.dumps(_OPEN + json.dumps(tool.function.name) + _ARGUMENTS)
-        arguments = rule(tool.function.parameters or {"type": "object"})
+        arguments = rule(tool.function.parameters or {"type": "object"}, "tools")
         rules.append(f"call_{i}: {begin} {arguments} {json.dumps(_CLOSE)}")
     return "\n".join(rules)
 
@@ -82,11 +82,8 @@ def conversation(messages: Sequence[Message], tools: Sequence[Tool], known: bool
 
     Args:
         known: whether the template itself knows what to do with tools; if not, they go into messages as text.
-
-    Raises:
-        APIError: earlier calls whose arguments are no JSON object.
     """
-    found = [_message(m, i, known) for i, m in enumerate(messages)]
+    found = [_message(m, known) for m in messages]
     if tools and not known:
         signatures = "\n".join(json.dumps(t.model_dump(exclude_none=True)) for t in tools)
         said = _PROMPT.format(tools=signatures)
@@ -97,19 +94,10 @@ def conversation(messages: Sequence[Message], tools: Sequence[Tool], known: bool
     return found
 
 
-def _message(message: Message, index: int, known: bool) -> dict[str, Any]:
+def _message(message: Message, known: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": message.text()}
-    calls = []
-    for call in message.tool_calls or ():
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            where = f"messages.{index}.tool_calls"
-            raise APIError(400, f"{where}: arguments of '{call.function.name}' are no JSON object", param=where)
-        calls.append({"name": call.function.name, "arguments": arguments})
+    calls = [{"name": c.function.name, "arguments": _arguments(c.function.arguments)} for c in message.tool_calls or ()]
     if known:
         if calls:
             found["tool_calls"] = [{"type": "function", "function": c} for c in calls]
@@ -118,6 +106,17 @@ def _message(message: Message, index: int, known: bool) -> dict[str, Any]:
         return {"role": "user", "content": f"<tool_response>\n{found['content']}\n</tool_response>"}
     said = [f"<tool_call>\n{json.dumps(c)}\n</tool_call>" for c in calls]
     return {**found, "content": "\n".join([found["content"]] * bool(found["content"]) + said)}
+
+
+def _arguments(said: str) -> dict[str, Any] | str:
+    """Those of an earlier call, as templates take them. Text stays what it is: an answer that ended with `length` may
+    have a call in it that was cut off, and comes back with the next turn.
+    """
+    try:
+        found = json.loads(said or "{}")
+    except (ValueError, RecursionError):
+        return said
+    return found if isinstance(found, dict) else said
 
 
 @dataclass(frozen=True)
