@@ -119,14 +119,25 @@ typedef struct {
     float cost, weight[MOST], target[MOST];
 } Search;
 
-/* Every continuation of a prefix that can still beat the best code so far. */
+/* The best continuation of a prefix, if it beats the best code so far: the nearest to each target first. */
 static void descend_tree(Search *s, int i, int prefix, float cost) {
-    const int first = prefix << s->slice[i];
-    for (int c = first; c < first + (1 << s->slice[i]); c++) {
-        const float away = (float)c - s->target[i], total = cost + s->weight[i] * away * away;
-        if (total >= s->cost) continue;
-        if (i + 1 < s->precisions) descend_tree(s, i + 1, c, total);
-        else s->cost = total, s->code = c;
+    const int first = prefix << s->slice[i], last = first + (1 << s->slice[i]) - 1;
+    const float target = s->target[i], weight = s->weight[i];
+    const int near = !(target > (float)first) ? first : target > (float)last ? last : (int)(target + 0.5f);
+    if (i + 1 == s->precisions) {
+        const float away = (float)near - target, total = cost + weight * away * away;
+        if (total < s->cost) s->cost = total, s->code = near;
+        return;
+    }
+    for (int c = near; c <= last; c++) {
+        const float away = (float)c - target, total = cost + weight * away * away;
+        if (total >= s->cost) break;
+        descend_tree(s, i + 1, c, total);
+    }
+    for (int c = near - 1; c >= first; c--) {
+        const float away = (float)c - target, total = cost + weight * away * away;
+        if (total >= s->cost) break;
+        descend_tree(s, i + 1, c, total);
     }
 }
 

@@ -203,19 +203,22 @@ class _Site:
         return self.plain * (1 + ratio / scales.RATIO_STEP), self.middle + offset / scales.OFFSET_STEP
 
     def prefix(self) -> torch.Tensor:
-        """The first bits of the codes, uint8 [N, G, g]."""
-        return self.codes >> self.shift
+        """The first bits of the codes, float32 [N, G, g]."""
+        return (self.codes >> self.shift).float()
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         """What is read, [N, K]."""
         scale, offset = self.decoded()
-        read = scale[..., None] * (self.prefix() - offset[..., None])
+        read = self.prefix().sub_(offset[..., None]).mul_(scale[..., None])
         return read.flatten(1)[:, : self.inputs].to(dtype)
 
     def gradient(self, of_weight: torch.Tensor) -> torch.Tensor:
         """From that of the weight [N, K] to that of ratios and offsets, in units of `unit`, float32 [2, N, G]."""
         scale, offset = self.decoded()
-        padded = nn.functional.pad(of_weight.float(), (0, self.codes[0].numel() - self.inputs)).view(self.codes.shape)
+        padded = of_weight.float()
+        if self.codes[0].numel() > self.inputs:
+            padded = nn.functional.pad(padded, (0, self.codes[0].numel() - self.inputs))
+        padded = padded.view(self.codes.shape)
         total, with_codes = padded.sum(-1), (padded * self.prefix()).sum(-1)
         ratio = self.plain / scales.RATIO_STEP * (with_codes - offset * total)
         return torch.stack([ratio, -scale / scales.OFFSET_STEP * total]) * self.unit
