@@ -2,8 +2,8 @@
 
 The text gives the second moments of each site's inputs (its Hessian, as GPTQ has it), in as many passes as their
 memory needs; `qbe.store.descent` then betters the codes of plain rounding, and `qbe.store.tuning` the scales of each
-precision on the answers of the whole model. Results of single sites and precisions are kept in a folder as soon as they
-are there, so that an interrupted calibration goes on where it was.
+precision on the answers of the whole model. Results of single sites, and of every step of the tuning, are kept in a
+folder as soon as they are there, so that an interrupted calibration goes on where it was.
 """
 
 from __future__ import annotations
