@@ -1,12 +1,13 @@
 """What it costs to read many precisions from one store: calibrated nested codes against GPTQ at each width alone.
 
-    python benchmarks/elasticity.py MODEL [--data DIR] [--peer DIR] [--keep DIR] [--windows N] [--calibration N]
-                                    [--slices 3,1,1,1,2] [--only WHAT,...] [--json FILE]
+    python benchmarks/elasticity.py MODEL [--data DIR] [--peer DIR] [--keep DIR | --store DIR] [--windows N]
+                                    [--calibration N] [--slices 3,1,1,1,2] [--only WHAT,...] [--json FILE]
 
 MODEL is a folder in float32 or bf16 (benchmarks/rotated.py makes one of SmolLM2); `--peer` is what
 benchmarks/gptq_peer.py wrote of the same folder. Calibration: the first windows of WikiText-2's validation split; the
 numbers are of its test split, windows of 1024 tokens, float32, group 64. The output head keeps 16 bits everywhere,
-because the peer leaves it alone. Results of single sites stay in `--keep`, so that an interrupted run goes on.
+because the peer leaves it alone. Results of single sites stay in `--keep`, so that an interrupted run goes on; with
+`--store`, what `qbe quantize MODEL -o STORE --calibrate` made is measured as `calibrated`, and nothing is calibrated.
 
     rounded      each matrix on its own at that width, round to nearest
     gptq         the peer, on its own at that width
@@ -31,6 +32,7 @@ from safetensors.torch import load_file
 from qbe.models import load_model, pull
 from qbe.sites import Role
 from qbe.store.calibrate import calibrate
+from qbe.store.checkpoint import attach
 from qbe.store.nested_tensor import NestedWeightConfig, nest, nested_linears
 from qbe.store.nesting import nestable, smooth_model
 from qbe.tagger import tag
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("QBE_DATA", "../shared/data")))
     parser.add_argument("--peer", type=Path)
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--store", type=Path)
     parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--calibration", type=int, default=32)
     parser.add_argument("--slices", default="3,1,1,1,2")
@@ -93,17 +96,21 @@ def main() -> None:
             continue
         loaded = load_model(path, dtype="float32")
         began = time.monotonic()
-        if what != "nested":
+        stored = args.store is not None and what == "calibrated"
+        if what != "nested" and not stored:
             smooth_model(loaded.model, loaded.tokenizer, config, progress=True)
-        if what == "calibrated":
+        if stored:
+            attach(loaded.model, args.store)
+        elif what == "calibrated":
             tokens = text(loaded.tokenizer, "valid", args.calibration)
             calibrate(loaded.model, names, tokens, config, args.keep, progress=True)
         else:
             nest(loaded.model, names, config)
         print(f"{what}: made in {time.monotonic() - began:.0f} s", flush=True)
         for bits in widths:
-            for _, _, weight in nested_linears(loaded.model):
-                weight.bits = torch.tensor([bits], dtype=torch.int32)
+            for name, _, weight in nested_linears(loaded.model):
+                if name in names:
+                    weight.bits = torch.tensor([bits], dtype=torch.int32)
             report(what, bits, loaded.model)
 
 

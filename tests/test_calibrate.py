@@ -14,7 +14,7 @@ from models_tiny import tiny_model, tiny_tokenizer, write_folder
 from qbe.errors import QBEError
 from qbe.kernels.reference import descent as reference
 from qbe.store import calibrate as module
-from qbe.store import checkpoint, descent, tuning
+from qbe.store import checkpoint, descent, kept, tuning
 from qbe.store import prepare as prepare_module
 from qbe.store.calibrate import calibrate, damped, read_tokens, second_moments
 from qbe.store.codes import quantise
@@ -38,18 +38,28 @@ def weights_of(model: nn.Module) -> dict[str, NestedTensor]:
     return {name: weight for name, _, weight in nested_linears(model)}
 
 
-def test_second_moments_are_those_of_the_inputs() -> None:
-    model = tiny_model()
-    seen: list[torch.Tensor] = []
-    layer = model.model.layers[1].mlp.up_proj
-    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+def test_second_moments_are_those_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 40)  # of 64 and 96 columns
+    model = tiny_model(tie=False)
+    seen: dict[str, list[torch.Tensor]] = {
+        "model.layers.1.mlp.up_proj": [],
+        "model.layers.0.mlp.down_proj": [],
+        "lm_head": [],
+    }
+    hooks = [
+        model.get_submodule(n).register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].flatten(0, -2)))
+        for n, rows in seen.items()
+    ]
     with torch.inference_mode():
         for row in TOKENS:
             model(input_ids=row[None])
-    hook.remove()
-    x = torch.cat(seen)
+    for hook in hooks:
+        hook.remove()
     moments = second_moments(model, names_of(model), TOKENS)
-    torch.testing.assert_close(moments["model.layers.1.mlp.up_proj"], x.T @ x / len(x))
+    for name, rows in seen.items():
+        x = torch.cat(rows)
+        assert len(x) == TOKENS.numel()
+        torch.testing.assert_close(moments[name], x.T @ x / len(x))
     assert moments["model.layers.1.mlp.gate_proj"] is moments["model.layers.1.mlp.up_proj"]
     assert set(moments) == set(names_of(model))
 
@@ -190,6 +200,22 @@ def test_quantize_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ids = TOKENS[:1]
     with torch.inference_mode():
         assert torch.equal(found.model(input_ids=ids).logits, rounded.model(input_ids=ids).logits)
+
+
+def test_what_is_kept_comes_back_or_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "state.safetensors"
+    assert kept.kept(path) is None
+    wanted = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.tensor([1], dtype=torch.uint8)}
+    kept.keep(path, wanted, {"about": "it"})
+    found = kept.kept(path)
+    assert found is not None
+    assert found[1] == {"about": "it"}
+    assert all(torch.equal(found[0][n], t) for n, t in wanted.items())
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    path.write_bytes(path.read_bytes()[:50])
+    assert kept.kept(path) is None
+    with pytest.raises(QBEError, match="cannot be written: File exists"):
+        kept.keep(path / "inside.safetensors", wanted, {})
 
 
 def test_a_site_that_nothing_calls_has_no_moments() -> None:

@@ -2,35 +2,32 @@
 
 The text gives the second moments of each site's inputs (its Hessian, as GPTQ has it), in as many passes as their
 memory needs; `qbe.store.descent` then betters the codes of plain rounding, and `qbe.store.tuning` the scales of each
-precision on the answers of the whole model. Results of single sites and precisions are kept in a folder as soon as they
-are there, so that an interrupted calibration goes on where it was.
+precision on the answers of the whole model. Results of single sites, and of every step of the tuning, are kept in a
+folder as soon as they are there, so that an interrupted calibration goes on where it was.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from qbe.errors import QBEError
 from qbe.files import reason
 from qbe.progress import bar
 from qbe.sites import FULL_BITS
-from qbe.store import descent
+from qbe.store import descent, kept
 from qbe.store.codes import quantise
 from qbe.store.descent import SETTINGS
 from qbe.store.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
 from qbe.store.packing import pack
-from qbe.store.tuning import Nested, tune_all
+from qbe.store.tuning import Nested, tune
 
 TOKENS = 32768  # of the text that are used, at most
 FEWEST = 1024
@@ -38,6 +35,7 @@ WINDOW = 1024  # tokens of a forward pass
 CHARACTERS = 16  # read for each token: no tokenizer needs as many
 DAMPING = 0.01  # of the mean of the diagonal, added to it: what the text did not show is not known to be harmless
 MOMENTS_BYTES = 2 << 30  # of Hessians that are kept at a time
+BLOCK = 192  # columns of a Hessian that are added to at once
 
 
 def read_tokens(path: Path, tokenizer: Any, context: int) -> torch.Tensor:
@@ -92,8 +90,8 @@ def calibrate(
     linears: dict[str, nn.Linear] = {n: model.get_submodule(n) for n in names}  # type: ignore[misc]
     done: dict[str, Nested] = {}
     for name, linear in linears.items():
-        if keep is not None and (kept := _load(keep, name, linear, layout, config.group_size)) is not None:
-            done[name] = kept
+        if keep is not None and (found := _load(keep, name, linear, layout, config.group_size)) is not None:
+            done[name] = found
     left = [n for n in names if n not in done]
     plain = []
     with bar("calibrating weights", len(left), progress) as step:
@@ -114,7 +112,7 @@ def calibrate(
     if plain:
         warnings.warn(f"{len(plain)} sites got no usable inputs from the calibration text and are rounded plainly, "
                       f"{plain[0]} for example", stacklevel=2)  # fmt: skip
-    done = tune_all(model, {n: done[n] for n in names}, layout, tokens, keep, progress=progress)
+    done = tune(model, {n: done[n] for n in names}, layout, tokens, keep, progress=progress)
     for name, linear in linears.items():
         set_weight(linear, _tensor(linear.weight.detach(), done[name], layout, config))
 
@@ -148,11 +146,17 @@ def second_moments(
             last[:] = [(args[0], name)]
             leaders[name] = name
             x = args[0].flatten(0, -2).float()
-            sums[name] = sums[name].addmm_(x.T, x) if name in sums else x.T @ x
+            if name not in sums:
+                sums[name] = x.new_zeros(x.shape[1], x.shape[1])
+            for a in range(0, x.shape[1], BLOCK):  # one half of what is symmetric
+                sums[name][a : a + BLOCK, a:].addmm_(x[:, a : a + BLOCK].T, x[:, a:])
 
         return add
 
     hooks = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Module):  # after the hooks: of the logits, which nobody reads, one token's are enough
+        hooks.append(head.register_forward_pre_hook(lambda _, args: args[0][..., -1:, :]))
     device = next(model.parameters()).device
     try:
         with bar("reading the calibration text", len(tokens), progress) as step:
@@ -162,7 +166,7 @@ def second_moments(
     finally:
         for h in hooks:
             h.remove()
-    means = {name: (total / tokens.numel()).cpu() for name, total in sums.items()}
+    means = {name: ((total.triu() + total.triu(1).T) / tokens.numel()).cpu() for name, total in sums.items()}
     return {name: means[leader] for name, leader in leaders.items()}
 
 
@@ -200,30 +204,21 @@ def _digest(linear: nn.Linear) -> str:
 
 
 def _save(keep: Path, name: str, linear: nn.Linear, nested: Nested) -> None:
-    path = _file(keep, name)
-    draft = path.with_suffix(f".{os.getpid()}.partial")
     about = {"site": name, "weight": _digest(linear), "exponent": str(nested[2]), "settings": SETTINGS}
-    try:
-        keep.mkdir(parents=True, exist_ok=True)
-        save_file({"codes": nested[0].contiguous(), "meta": nested[1].contiguous()}, draft, metadata=about)
-        os.replace(draft, path)
-    except (OSError, SafetensorError) as error:
-        draft.unlink(missing_ok=True)
-        said = reason(error) if isinstance(error, OSError) else str(error)
-        raise QBEError(f"{keep} cannot be written: {said}") from error
+    kept.keep(_file(keep, name), {"codes": nested[0], "meta": nested[1]}, about)
 
 
 def _load(keep: Path, name: str, linear: nn.Linear, layout: SliceLayout, group_size: int) -> Nested | None:
     """What an earlier calibration left of a site; None when nothing usable is there."""
-    try:
-        with safe_open(_file(keep, name), framework="pt") as file:
-            about = file.metadata() or {}
-            codes, meta = file.get_tensor("codes"), file.get_tensor("meta")
-        if (about.get("site"), about.get("settings")) != (name, SETTINGS) or about.get("weight") != _digest(linear):
-            return None
-        n, k = linear.weight.shape
-        groups = -(-k // group_size)
-        wanted = (n, groups * group_size), (2 * len(layout.precisions), n, groups)
-        return (codes, meta, int(about["exponent"])) if (tuple(codes.shape), tuple(meta.shape)) == wanted else None
-    except (OSError, SafetensorError, KeyError, ValueError):
+    found = kept.kept(_file(keep, name))
+    if found is None:
         return None
+    tensors, about = found
+    if (about.get("site"), about.get("settings")) != (name, SETTINGS) or about.get("weight") != _digest(linear):
+        return None
+    n, k = linear.weight.shape
+    groups = -(-k // group_size)
+    wanted = {"codes": (n, groups * group_size), "meta": (2 * len(layout.precisions), n, groups)}
+    if {part: tuple(t.shape) for part, t in tensors.items()} != wanted:
+        return None
+    return tensors["codes"], tensors["meta"], int(about["exponent"])

@@ -8,18 +8,32 @@
 #define RATIO_STEP 256.0f
 #define OFFSET_STEP 64.0f
 #define MOST 8 /* precisions */
+#define WIDEST_GROUP 1024
+#define TILE 64 /* columns */
 
 #if defined(__x86_64__) && defined(__gnu_linux__)
+#define X86
 #define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FAST
 #endif
+
+/* What the weights of one row and precision have changed by within a group: the few or many that are not 0. */
+typedef struct {
+    int count;
+    int32_t *at; /* [group] within it */
+    float *by;   /* [group] */
+} Change;
+
+typedef void (*TakeTile)(const Change *c, const float *rows, int64_t stride, float *out);
 
 typedef struct {
     int64_t k, groups, group;
     int precisions, total, slice[MOST], width[MOST];
     float importance[MOST];
     const float *hessian; /* [k, k] */
+    float *block;         /* [group, group] of it, or [group, tile] */
+    TakeTile take_tile;
 } Problem;
 
 typedef struct {
@@ -40,8 +54,63 @@ static inline void decode(const Problem *p, const Row *r, int i, int64_t g, floa
     if (!last) *offset += (float)r->offset[i * p->groups + g] / OFFSET_STEP;
 }
 
-FAST static void subtract(float *restrict pull, const float *restrict row, float by, int64_t k) {
-    for (int64_t j = 0; j < k; j++) pull[j] -= by * row[j];
+static inline int64_t width_of(const Problem *p, int64_t g) {
+    return (g + 1) * p->group < p->k ? p->group : p->k - g * p->group;
+}
+
+/* Takes a change times rows of the Hessian, `stride` apart, off a tile of columns, which stays in registers. Written
+   once for each width of these: what a compiler makes of plain loops takes three times as long. */
+#define TAKE_TILE(name, target, bytes)                                                                        \
+    target static void name(const Change *c, const float *rows, int64_t stride, float *out) {                 \
+        typedef float Wide __attribute__((vector_size(bytes), aligned(4), may_alias));                        \
+        Wide sum[TILE * 4 / bytes];                                                                           \
+        for (int i = 0; i < TILE * 4 / bytes; i++) sum[i] = ((const Wide *)out)[i];                           \
+        for (int s = 0; s < c->count; s++) {                                                                  \
+            const Wide *row = (const Wide *)(rows + c->at[s] * stride);                                       \
+            for (int i = 0; i < TILE * 4 / bytes; i++) sum[i] -= c->by[s] * row[i];                           \
+        }                                                                                                     \
+        for (int i = 0; i < TILE * 4 / bytes; i++) ((Wide *)out)[i] = sum[i];                                 \
+    }
+TAKE_TILE(take_16, , 16)
+#ifdef X86
+TAKE_TILE(take_32, __attribute__((target("avx2,fma"))), 32)
+TAKE_TILE(take_64, __attribute__((target("avx512f"))), 64)
+#endif
+
+static TakeTile best_take(void) {
+#ifdef X86
+    if (__builtin_cpu_supports("avx512f")) return take_64;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return take_32;
+#endif
+    return take_16;
+}
+
+/* The same for n columns, rows side by side. */
+static void take(const Problem *p, const Change *c, const float *rows, float *out, int64_t n) {
+    int64_t j = 0;
+    for (; j + TILE <= n; j += TILE) p->take_tile(c, rows + j, n, out + j);
+    for (int s = 0; s < c->count && j < n; s++)
+        for (int64_t b = j; b < n; b++) out[b] -= c->by[s] * rows[c->at[s] * n + b];
+}
+
+/* Copies columns from..from+n of group g's rows of the Hessian: side by side they stay in the nearest cache. */
+static void copy_block(const Problem *p, int64_t g, int64_t from, int64_t n, float *block) {
+    for (int64_t a = 0; a < width_of(p, g); a++)
+        memcpy(block + a * n, p->hessian + (g * p->group + a) * p->k + from, (size_t)n * sizeof *block);
+}
+
+/* What changes within group g mean for the pulls of all columns, or of those outside of the group. A tile of columns
+   at a time serves all rows and precisions. */
+static void spread(const Problem *p, Row *rows, int64_t n, const Change *changes, int64_t g, int outside) {
+    const int64_t from = g * p->group, to = from + width_of(p, g);
+    for (int64_t j = 0; j < p->k; j += TILE) {
+        if (outside && j >= from && j < to) continue;
+        const int64_t width = j + TILE < p->k ? TILE : p->k - j;
+        copy_block(p, g, j, width, p->block);
+        for (int64_t row = 0; row < n; row++)
+            for (int i = 0; i < p->precisions; i++)
+                take(p, changes + row * p->precisions + i, p->block, rows[row].pull + i * p->k + j, width);
+    }
 }
 
 typedef struct {
@@ -50,27 +119,37 @@ typedef struct {
     float cost, weight[MOST], target[MOST];
 } Search;
 
-/* Every continuation of a prefix that can still beat the best code so far. */
+/* The best continuation of a prefix, if it beats the best code so far: the nearest to each target first. */
 static void descend_tree(Search *s, int i, int prefix, float cost) {
-    const int first = prefix << s->slice[i];
-    for (int c = first; c < first + (1 << s->slice[i]); c++) {
-        const float away = (float)c - s->target[i], total = cost + s->weight[i] * away * away;
-        if (total >= s->cost) continue;
-        if (i + 1 < s->precisions) descend_tree(s, i + 1, c, total);
-        else s->cost = total, s->code = c;
+    const int first = prefix << s->slice[i], last = first + (1 << s->slice[i]) - 1;
+    const float target = s->target[i], weight = s->weight[i];
+    const int near = !(target > (float)first) ? first : target > (float)last ? last : (int)(target + 0.5f);
+    if (i + 1 == s->precisions) {
+        const float away = (float)near - target, total = cost + weight * away * away;
+        if (total < s->cost) s->cost = total, s->code = near;
+        return;
+    }
+    for (int c = near; c <= last; c++) {
+        const float away = (float)c - target, total = cost + weight * away * away;
+        if (total >= s->cost) break;
+        descend_tree(s, i + 1, c, total);
+    }
+    for (int c = near - 1; c >= first; c--) {
+        const float away = (float)c - target, total = cost + weight * away * away;
+        if (total >= s->cost) break;
+        descend_tree(s, i + 1, c, total);
     }
 }
 
-/* Chooses every code of the row anew, one after the other, each given all others. */
-static void choose_codes(const Problem *p, Row *r) {
-    float scale[MOST], offset[MOST];
-    for (int64_t j = 0; j < p->k; j++) {
-        const int64_t g = j / p->group;
-        const float *row = p->hessian + j * p->k;
-        const float curvature = row[j];
+/* Chooses every code of a group of a row anew, one after the other, each given all others. */
+FAST static void choose_codes(const Problem *p, Row *r, int64_t g, Change *changes) {
+    const int64_t from = g * p->group, n = width_of(p, g);
+    float scale[MOST], offset;
+    for (int i = 0; i < p->precisions; i++) decode(p, r, i, g, scale + i, &offset), changes[i].count = 0;
+    for (int64_t a = 0; a < n; a++) {
+        const int64_t j = from + a;
+        const float *row = p->block + a * n, curvature = row[a];
         Search s = {.slice = p->slice, .precisions = p->precisions, .code = r->codes[j]};
-        if (j % p->group == 0)
-            for (int i = 0; i < p->precisions; i++) decode(p, r, i, g, scale + i, offset + i);
         if (!(curvature > 0.0f)) continue;
         for (int i = 0; i < p->precisions; i++) {
             const float c = (float)(r->codes[j] >> (p->total - p->width[i])), away = r->pull[i * p->k + j] / curvature;
@@ -82,7 +161,10 @@ static void choose_codes(const Problem *p, Row *r) {
         for (int i = 0; i < p->precisions; i++) {
             const int shift = p->total - p->width[i], steps = (s.code >> shift) - (r->codes[j] >> shift);
             if (!steps) continue;
-            subtract(r->pull + i * p->k, row, scale[i] * (float)steps, p->k);
+            const float by = scale[i] * (float)steps;
+            float *pull = r->pull + i * p->k + from;
+            for (int64_t b = 0; b < n; b++) pull[b] -= by * row[b];
+            changes[i].at[changes[i].count] = (int32_t)a, changes[i].by[changes[i].count++] = by;
         }
         r->codes[j] = (uint8_t)s.code;
     }
@@ -93,21 +175,24 @@ static inline float within(float x, float step) {
     return x < -128.0f ? -128.0f : x > 127.0f ? 127.0f : x;
 }
 
-/* The best scale and offset of group g at precision i given everything else, on the grid of the format. */
-FAST static void refit_group(const Problem *p, Row *r, int i, int64_t g) {
+/* The best scale and offset of group g at precision i given everything else, on the grid of the format.
+   `ones` is the sum of the Hessian within the group. */
+FAST static void refit_group(const Problem *p, Row *r, int i, int64_t g, float ones, Change *change) {
     const int shift = p->total - p->width[i];
-    const int64_t from = g * p->group, n = from + p->group < p->k ? p->group : p->k - from;
-    float scale, offset, code[1024], change[1024];
-    float cc = 0.0f, c1 = 0.0f, ones = 0.0f, bc = 0.0f, b1 = 0.0f, gain = 0.0f;
+    const int64_t from = g * p->group, n = width_of(p, g);
+    const float *pull = r->pull + i * p->k + from;
+    float scale, offset, product[WIDEST_GROUP], *code = change->by;
+    float cc = 0.0f, c1 = 0.0f, bc = 0.0f, b1 = 0.0f, gain = 0.0f;
     decode(p, r, i, g, &scale, &offset);
-    for (int64_t a = 0; a < n; a++) code[a] = (float)(r->codes[from + a] >> shift) - offset;
+    change->count = (int)n;
+    for (int64_t a = 0; a < n; a++) change->at[a] = (int32_t)a, code[a] = (float)(r->codes[from + a] >> shift) - offset;
+    memset(product, 0, sizeof *product * (size_t)n);
+    take(p, change, p->block, product, n);
     for (int64_t a = 0; a < n; a++) {
-        const float *row = p->hessian + (from + a) * p->k + from;
-        float with_codes = 0.0f, with_ones = 0.0f;
-        for (int64_t b = 0; b < n; b++) with_codes += row[b] * code[b], with_ones += row[b];
-        cc += with_codes * code[a], c1 += with_codes, ones += with_ones;
-        bc += r->pull[i * p->k + from + a] * code[a], b1 += r->pull[i * p->k + from + a];
+        cc -= product[a] * code[a], c1 -= product[a];
+        bc += pull[a] * code[a], b1 += pull[a];
     }
+    change->count = 0;
     const float determinant = cc * ones - c1 * c1;
     if (!(ones > 0.0f) || !(determinant > 1e-4f * cc * ones)) return;
     const float plain = r->scale[g] * (float)(1 << shift), span = (float)(1 << shift);
@@ -117,21 +202,67 @@ FAST static void refit_group(const Problem *p, Row *r, int i, int64_t g) {
     const float up = (b1 - more * c1) / ones; /* added to the whole group, beside the new scale */
     const float moved = within(offset - up / wider - middle, OFFSET_STEP);
     const float shifted = wider * (offset - (middle + moved / OFFSET_STEP));
-    for (int64_t a = 0; a < n; a++) change[a] = more * code[a] + shifted;
-    for (int64_t a = 0; a < n; a++) {
-        const float *row = p->hessian + (from + a) * p->k + from;
-        float with_change = 0.0f;
-        for (int64_t b = 0; b < n; b++) with_change += row[b] * change[b];
-        gain += change[a] * (2.0f * r->pull[i * p->k + from + a] - with_change);
+    for (int64_t a = 0; a < n; a++) change->by[a] = more * code[a] + shifted;
+    change->count = (int)n;
+    memset(product, 0, sizeof *product * (size_t)n);
+    take(p, change, p->block, product, n);
+    for (int64_t a = 0; a < n; a++) gain += change->by[a] * (2.0f * pull[a] + product[a]);
+    if (!(gain > 0.0f)) {
+        change->count = 0;
+        return;
     }
-    if (!(gain > 0.0f)) return;
     r->ratio[i * p->groups + g] = (int8_t)ratio, r->offset[i * p->groups + g] = (int8_t)moved;
-    for (int64_t a = 0; a < n; a++) subtract(r->pull + i * p->k, p->hessian + (from + a) * p->k, change[a], p->k);
 }
 
-static void refit(const Problem *p, Row *r) {
+static void refit(const Problem *p, Row *rows, int64_t n, const float *ones, Change *changes) {
+    const int last = p->precisions - 1; /* its scales stay */
+    for (int64_t row = 0; row < n; row++) changes[row * p->precisions + last].count = 0;
+    for (int64_t g = 0; g < p->groups && last; g++) {
+        copy_block(p, g, g * p->group, width_of(p, g), p->block);
+        for (int64_t lane = 0; lane < n * last; lane++) {
+            const int64_t row = lane / last, i = lane % last;
+            refit_group(p, rows + row, (int)i, g, ones[g], changes + row * p->precisions + i);
+        }
+        spread(p, rows, n, changes, g, 0);
+    }
+}
+
+static void sweep(const Problem *p, Row *rows, int64_t n, Change *changes) {
+    for (int64_t g = 0; g < p->groups; g++) {
+        copy_block(p, g, g * p->group, width_of(p, g), p->block);
+        for (int64_t row = 0; row < n; row++) choose_codes(p, rows + row, g, changes + row * p->precisions);
+        spread(p, rows, n, changes, g, 1);
+    }
+}
+
+/* The pulls of rows, from their weights [n, k] and codes. */
+static void begin(const Problem *p, Row *rows, int64_t n, const float *weight, Change *changes) {
+    for (int64_t g = 0; g < p->groups; g++) {
+        const int64_t from = g * p->group;
+        for (int64_t row = 0; row < n; row++)
+            for (int i = 0; i < p->precisions; i++) {
+                Change *c = changes + row * p->precisions + i;
+                float scale, offset;
+                decode(p, rows + row, i, g, &scale, &offset);
+                c->count = 0;
+                for (int64_t a = 0; a < width_of(p, g); a++) {
+                    const int code = rows[row].codes[from + a] >> (p->total - p->width[i]);
+                    c->at[c->count] = (int32_t)a;
+                    c->by[c->count++] = scale * ((float)code - offset) - weight[row * p->k + from + a];
+                }
+            }
+        spread(p, rows, n, changes, g, 0);
+    }
+}
+
+/* Ratios and offsets of a row from its meta, uint8 [2P, plane], or back into it. */
+static void copy_scales(const Problem *p, Row *r, uint8_t *meta, int64_t plane, int back) {
     for (int i = 0; i < p->precisions - 1; i++)
-        for (int64_t g = 0; g < p->groups; g++) refit_group(p, r, i, g);
+        for (int64_t g = 0; g < p->groups; g++) {
+            uint8_t *ratio = meta + (2 + 2 * i) * plane + g, *offset = ratio + plane;
+            if (back) *ratio = (uint8_t)r->ratio[i * p->groups + g], *offset = (uint8_t)r->offset[i * p->groups + g];
+            else r->ratio[i * p->groups + g] = (int8_t)*ratio, r->offset[i * p->groups + g] = (int8_t)*offset;
+        }
 }
 
 /* Rows [n, k] of weight, codes uint8 [n, kp], scale float [n, groups], meta uint8 [2P, rows of the matrix, groups] of
@@ -139,36 +270,36 @@ static void refit(const Problem *p, Row *r) {
 int64_t qbe_descend(const float *weight, const float *hessian, uint8_t *codes, const float *scale, uint8_t *meta,
                     const int32_t *slices, const float *importance, int32_t precisions, int64_t n, int64_t k,
                     int64_t group, int64_t plane, int32_t sweeps) {
-    Problem p = {.k = k, .groups = (k + group - 1) / group, .group = group, .precisions = precisions, .hessian = hessian};
+    Problem p = {.k = k, .groups = (k + group - 1) / group, .group = group, .precisions = precisions, .hessian = hessian,
+                 .take_tile = best_take()};
     for (int i = 0; i < precisions; i++) {
         p.slice[i] = slices[i], p.total += slices[i], p.width[i] = p.total, p.importance[i] = importance[i];
     }
-    const int64_t numbers = precisions * k, bytes = precisions * p.groups;
-    float *room = malloc((size_t)numbers * sizeof *room + 2 * (size_t)bytes);
-    if (!room) return -2;
-    int8_t *shared = (int8_t *)(room + numbers);
-    for (int64_t row = 0; row < n; row++) {
-        Row r = {.codes = codes + row * p.groups * group, .ratio = shared, .offset = shared + bytes,
-                 .scale = scale + row * p.groups, .zero = meta + plane + row * p.groups, .pull = room};
-        for (int i = 0; i < precisions - 1; i++) {
-            memcpy(r.ratio + i * p.groups, meta + (2 + 2 * i) * plane + row * p.groups, (size_t)p.groups);
-            memcpy(r.offset + i * p.groups, meta + (3 + 2 * i) * plane + row * p.groups, (size_t)p.groups);
+    const int64_t bytes = (precisions - 1) * p.groups;
+    Row *rows = malloc((size_t)n * sizeof *rows);
+    Change *changes = malloc((size_t)(n * precisions) * sizeof *changes);
+    float *pulls = calloc((size_t)(n * precisions * k), sizeof *pulls), *ones = calloc((size_t)p.groups, sizeof *ones);
+    int8_t *shared = malloc(2 * (size_t)(n * bytes) + 1);
+    p.block = malloc((size_t)(group * (group > TILE ? group : TILE)) * sizeof *p.block);
+    int32_t *at = malloc((size_t)(n * precisions * group) * sizeof *at);
+    float *by = malloc((size_t)(n * precisions * group) * sizeof *by);
+    const int enough = rows && changes && pulls && ones && shared && p.block && at && by;
+    if (enough) {
+        for (int64_t row = 0; row < n; row++) {
+            rows[row] = (Row){.codes = codes + row * p.groups * group, .ratio = shared + 2 * row * bytes,
+                              .offset = shared + (2 * row + 1) * bytes, .scale = scale + row * p.groups,
+                              .zero = meta + plane + row * p.groups, .pull = pulls + row * precisions * k};
+            copy_scales(&p, rows + row, meta + row * p.groups, plane, 0);
         }
-        memset(r.pull, 0, (size_t)numbers * sizeof *r.pull);
-        for (int i = 0; i < precisions; i++)
-            for (int64_t j = 0; j < k; j++) {
-                float s, o;
-                decode(&p, &r, i, j / group, &s, &o);
-                const float error = weight[row * k + j] - s * ((float)(r.codes[j] >> (p.total - p.width[i])) - o);
-                if (error != 0.0f) subtract(r.pull + i * k, hessian + j * k, -error, k);
-            }
-        for (int sweep = 0; sweep < sweeps; sweep++) refit(&p, &r), choose_codes(&p, &r);
-        refit(&p, &r);
-        for (int i = 0; i < precisions - 1; i++) {
-            memcpy(meta + (2 + 2 * i) * plane + row * p.groups, r.ratio + i * p.groups, (size_t)p.groups);
-            memcpy(meta + (3 + 2 * i) * plane + row * p.groups, r.offset + i * p.groups, (size_t)p.groups);
-        }
+        for (int64_t c = 0; c < n * precisions; c++) changes[c] = (Change){.at = at + c * group, .by = by + c * group};
+        for (int64_t j = 0; j < k; j++)
+            for (int64_t a = j / group * group; a < k && a < (j / group + 1) * group; a++)
+                ones[j / group] += hessian[j * k + a];
+        begin(&p, rows, n, weight, changes);
+        for (int s = 0; s < sweeps; s++) refit(&p, rows, n, ones, changes), sweep(&p, rows, n, changes);
+        refit(&p, rows, n, ones, changes);
+        for (int64_t row = 0; row < n; row++) copy_scales(&p, rows + row, meta + row * p.groups, plane, 1);
     }
-    free(room);
-    return 0;
+    free(rows), free(changes), free(pulls), free(ones), free(shared), free(p.block), free(at), free(by);
+    return enough ? 0 : -2;
 }

@@ -13,25 +13,24 @@ drawn at random.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import nn
 from torch.func import functional_call
 
-from qbe.files import make_folder, write_bytes
 from qbe.hardware import Format, detect
 from qbe.progress import bar
-from qbe.store import scales
+from qbe.store import kept, scales
 from qbe.store.layout import SliceLayout
+from qbe.store.sensitivity import divergence
 
 Nested = tuple[torch.Tensor, torch.Tensor, int]  # codes, meta and scale exponent of a site
-Planes = dict[str, torch.Tensor]  # of each site: int8 [2, N, G], ratios and offsets of one precision
 
 STEPS = 16  # of a window each; half as many at twice the rate gain less (docs/quality.md)
 HELD_OUT = 2  # windows, of a longer text than one of a few
@@ -41,7 +40,7 @@ MOMENTUM, SQUARES, TINY = 0.9, 0.95, 1e-12  # of Adam
 SETTINGS = repr((STEPS, HELD_OUT, WIDEST, RATE))  # results that are kept belong to them
 
 
-def tune_all(
+def tune(
     model: nn.Module,
     nested: Mapping[str, Nested],
     layout: SliceLayout,
@@ -50,72 +49,121 @@ def tune_all(
     *,
     progress: bool,
 ) -> dict[str, Nested]:
-    """`tune` for every precision up to 5 bits; a text of one window, of which nothing can be held out, is no use.
+    """The sites with better ratios and offsets of every precision up to 5 bits, or with those given.
+
+    The precisions have nothing to do with each other. They go through the text side by side, so that the 16-bit model
+    answers each window once for all. Takes memory for the weights of one precision and their gradients, the
+    activations of one window and its probabilities twice, and 32 bytes for each group and precision.
 
     Args:
+        model: the 16-bit model, whose linears `nested` names; it is left as it is.
         nested: of each site, by name: codes, meta and scale exponent.
-        keep: folder for the results of single precisions; what lies there of this very task is not done again.
+        tokens: int64 [windows, tokens]; of a single window nothing can be held out, and nothing is done.
+        keep: folder for what is reached after every window; an interrupted call goes on from there.
 
     Raises:
         QBEError: a disk that refuses.
     """
-    nested = dict(nested)
-    todo: dict[int, Path | None] = {}
-    if len(tokens) > 1:
-        digest = _digest(nested, tokens)
-        todo = {b: keep and keep / f"tuned-{b}-{digest}.safetensors" for b in layout.precisions[:-1] if b <= WIDEST}
-    found = {b: kept for b, path in todo.items() if path and (kept := _load(path, nested)) is not None}
-    with bar("tuning scales", STEPS * (len(todo) - len(found)), progress) as step:
-        for bits, path in todo.items():
-            planes = found[bits] if bits in found else tune(model, nested, layout, bits, tokens, step)
-            if path and bits not in found:
-                make_folder(path.parent)
-                write_bytes(path, save(planes))
-            nested = {n: _with_planes(pair, layout, bits, planes[n]) for n, pair in nested.items()}
-    return nested
-
-
-def tune(
-    model: nn.Module,
-    nested: Mapping[str, Nested],
-    layout: SliceLayout,
-    bits: int,
-    tokens: torch.Tensor,
-    step: Callable[[], None] = lambda: None,
-) -> Planes:
-    """Ratios and offsets of one precision, better on the end of a text than those given, or these themselves.
-
-    Takes memory for another copy of the weights and their gradients, and for the activations of one window.
-
-    Args:
-        model: the 16-bit model, whose linears `nested` names; it is left as it is.
-        bits: a precision of the layout below the widest.
-        tokens: int64 [windows, tokens], at least two.
-        step: called after each of `STEPS` steps.
-    """
+    widths = [b for b in layout.precisions[:-1] if b <= WIDEST]
+    if len(tokens) < 2 or not widths:
+        return dict(nested)
     held = min(HELD_OUT, len(tokens) // 2)
     device = next(model.parameters()).device
     train, rest = tokens[:-held].to(device), tokens[-held:].to(device)
-    sites = {n: _Site(*nested[n], layout, bits, model.get_submodule(n).weight) for n in nested}  # type: ignore[arg-type]
-    before = {n: s.planes() for n, s in sites.items()}
-    fast = Format.BF16 in detect(device).formats  # gradients are noisy anyway; what is held out is read as it is
-    start = _held_out(model, sites, rest)
-    if not 0 < start < math.inf:
-        return before
-    for i in range(STEPS):
-        weights = {n: s.weight().requires_grad_() for n, s in sites.items()}
-        with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=fast):
-            divergence = _divergence(model, weights, train[i % len(train)])
-        gradients = torch.autograd.grad(divergence, list(weights.values()), allow_unused=True)
-        rate = RATE * (1 + math.cos(math.pi * i / STEPS)) / 2
-        called = [(s, g) for s, g in zip(sites.values(), gradients, strict=True) if g is not None]
-        for site, gradient in called:
-            site.observe(gradient)
-        typical = torch.cat([site.size().flatten() for site, _ in called]).median()
-        for site, _ in called:
-            site.descend(rate, typical)
-        step()
-    return {n: s.planes() for n, s in sites.items()} if _held_out(model, sites, rest) < start else before
+    run = _Run(_sites(model, nested, layout, widths, device))
+    file = keep and keep / f"tuning-{_digest(nested, widths, tokens)}.safetensors"
+    if not (file and run.load(file)):
+        run.before = _held_out(model, run.sites, rest)
+    with bar("tuning scales", STEPS - run.steps, progress) as step:
+        while run.steps < STEPS:
+            run.step(model, train[run.steps % len(train)])
+            if file:
+                run.save(file)
+            step()
+    if not run.after:
+        run.after = _held_out(model, run.sites, rest)
+        if file:
+            run.save(file)
+    nested = dict(nested)
+    for bits in widths:
+        if run.after[bits] < run.before[bits]:
+            for name, site in run.sites[bits].items():
+                nested[name] = _with_planes(nested[name], layout, bits, site.planes())
+    return nested
+
+
+@dataclass
+class _Run:
+    """A tuning between two steps.
+
+    Attributes:
+        sites: of each precision, by name.
+        steps: that are done.
+        before, after: divergence of each precision on what is held out, nats; `after` once all steps are done.
+    """
+
+    sites: dict[int, dict[str, _Site]]
+    steps: int = 0
+    before: dict[int, float] = field(default_factory=dict)
+    after: dict[int, float] = field(default_factory=dict)
+
+    def step(self, model: nn.Module, window: torch.Tensor) -> None:
+        """Takes every precision down its divergence from the 16-bit model on a window, int64 [tokens]."""
+        rate = RATE * (1 + math.cos(math.pi * self.steps / STEPS)) / 2
+        fast = Format.BF16 in detect(window.device).formats  # gradients are noisy anyway
+        with torch.autocast(window.device.type, torch.bfloat16, enabled=fast):
+            with torch.no_grad():
+                wanted = _logits(model, window).float().softmax(-1)
+            for sites in self.sites.values():
+                weights = {n: s.weight(torch.bfloat16 if fast else s.dtype) for n, s in sites.items()}
+                for weight in weights.values():
+                    weight.requires_grad_()
+                with torch.enable_grad():
+                    logits = _logits(model, window, weights)
+                # The gradient that the divergence, mean over the tokens, has.
+                pull = logits.detach().float().softmax(-1).sub_(wanted).div_(len(wanted)).to(logits.dtype)
+                gradients = torch.autograd.grad(logits, list(weights.values()), pull, allow_unused=True)
+                called = [(s, g) for s, g in zip(sites.values(), gradients, strict=True) if g is not None]
+                for site, gradient in called:
+                    site.observe(gradient)
+                typical = torch.cat([site.size().flatten() for site, _ in called]).median()
+                for site, _ in called:
+                    site.descend(rate, typical)
+        self.steps += 1
+
+    def save(self, path: Path) -> None:
+        about = {"steps": self.steps, "before": self.before, "after": self.after}
+        state = {f"{b}.{n}": torch.stack([s.latent, s.mean, s.square]).cpu() for b, n, s in self._each()}
+        counts = torch.tensor([s.count for _, _, s in self._each()])
+        kept.keep(path, {**state, "counts": counts}, {"about": json.dumps(about)})
+
+    def load(self, path: Path) -> bool:
+        """Goes on from what `save` kept; False when nothing usable is there."""
+        found = kept.kept(path)
+        if found is None:
+            return False
+        state, about = found[0], json.loads(found[1]["about"])
+        self.steps = about["steps"]
+        self.before, self.after = ({int(b): v for b, v in about[when].items()} for when in ("before", "after"))
+        for (bits, name, site), count in zip(self._each(), state["counts"].tolist(), strict=True):
+            site.latent, site.mean, site.square = state[f"{bits}.{name}"].to(site.latent.device)
+            site.count = count
+        return True
+
+    def _each(self) -> Iterator[tuple[int, str, _Site]]:
+        return ((b, n, s) for b, sites in self.sites.items() for n, s in sites.items())
+
+
+def _sites(
+    model: nn.Module, nested: Mapping[str, Nested], layout: SliceLayout, widths: Sequence[int], device: torch.device
+) -> dict[int, dict[str, _Site]]:
+    sites: dict[int, dict[str, _Site]] = {b: {} for b in widths}
+    for name, (codes, meta, exponent) in nested.items():
+        weight: Any = model.get_submodule(name).weight
+        codes, meta = codes.to(device), meta.to(device)  # once for all precisions
+        for bits in widths:
+            sites[bits][name] = _Site(codes, meta, exponent, layout, bits, weight)
+    return sites
 
 
 def _with_planes(nested: Nested, layout: SliceLayout, bits: int, planes: torch.Tensor) -> Nested:
@@ -129,7 +177,7 @@ class _Site:
     """One site at one precision: what is read, and the numbers between the bytes of its ratios and offsets.
 
     Args:
-        like: the 16-bit weight [N, K].
+        like: the 16-bit weight [N, K], on the device of codes and meta.
     """
 
     def __init__(
@@ -137,9 +185,8 @@ class _Site:
         like: torch.Tensor,
     ) -> None:  # fmt: skip
         i, shift = layout.precisions.index(bits), layout.total_bits - bits
-        meta = meta.to(like.device)
-        self.inputs, self.dtype = like.shape[1], like.dtype
-        self.codes = (codes.to(like.device) >> shift).view(*meta.shape[1:], -1)  # [N, G, g]
+        self.inputs, self.dtype, self.shift = like.shape[1], like.dtype, shift
+        self.codes = codes.view(*meta.shape[1:], -1)  # [N, G, g]
         self.plain = scales.decode_scale(meta[0], exponent) * 2**shift
         self.middle = scales.nominal_offset(meta[1], shift)
         self.latent = meta[2 + 2 * i : 4 + 2 * i].view(torch.int8).float()  # [2, N, G]
@@ -155,18 +202,25 @@ class _Site:
         ratio, offset = self.latent.round()
         return self.plain * (1 + ratio / scales.RATIO_STEP), self.middle + offset / scales.OFFSET_STEP
 
-    def weight(self) -> torch.Tensor:
-        """[N, K] in the model's dtype."""
+    def prefix(self) -> torch.Tensor:
+        """The first bits of the codes, float32 [N, G, g]."""
+        return (self.codes >> self.shift).float()
+
+    def weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is read, [N, K]."""
         scale, offset = self.decoded()
-        read = scale[..., None] * (self.codes - offset[..., None])
-        return read.flatten(1)[:, : self.inputs].to(self.dtype)
+        read = self.prefix().sub_(offset[..., None]).mul_(scale[..., None])
+        return read.flatten(1)[:, : self.inputs].to(dtype)
 
     def gradient(self, of_weight: torch.Tensor) -> torch.Tensor:
         """From that of the weight [N, K] to that of ratios and offsets, in units of `unit`, float32 [2, N, G]."""
         scale, offset = self.decoded()
-        padded = nn.functional.pad(of_weight.float(), (0, self.codes[0].numel() - self.inputs)).view(self.codes.shape)
-        total = padded.sum(-1)
-        ratio = self.plain / scales.RATIO_STEP * ((padded * self.codes).sum(-1) - offset * total)
+        padded = of_weight.float()
+        if self.codes[0].numel() > self.inputs:
+            padded = nn.functional.pad(padded, (0, self.codes[0].numel() - self.inputs))
+        padded = padded.view(self.codes.shape)
+        total, with_codes = padded.sum(-1), (padded * self.prefix()).sum(-1)
+        ratio = self.plain / scales.RATIO_STEP * (with_codes - offset * total)
         return torch.stack([ratio, -scale / scales.OFFSET_STEP * total]) * self.unit
 
     def observe(self, of_weight: torch.Tensor) -> None:
@@ -190,37 +244,31 @@ class _Site:
         self.latent.sub_(rate * self.unit * way).clamp_(-128, 127)
 
 
-def _held_out(model: nn.Module, sites: Mapping[str, _Site], tokens: torch.Tensor) -> float:
+def _held_out(model: nn.Module, sites: Mapping[int, Mapping[str, _Site]], tokens: torch.Tensor) -> dict[int, float]:
+    """KL from the 16-bit model, sum over windows of the mean over tokens, for each precision read as it is stored."""
+    found = dict.fromkeys(sites, 0.0)
     with torch.no_grad():
-        weights = {n: s.weight() for n, s in sites.items()}
-        return sum(float(_divergence(model, weights, row)) for row in tokens)
+        for window in tokens:
+            wanted = _logits(model, window).float()
+            probabilities = wanted.softmax(-1)
+            for bits, some in sites.items():
+                logits = _logits(model, window, {n: s.weight(s.dtype) for n, s in some.items()})
+                found[bits] += divergence(wanted, probabilities, logits)
+    return found
 
 
-def _divergence(model: nn.Module, weights: Mapping[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
-    """KL of the model with these weights from the 16-bit model, mean over the tokens of a window, nats []."""
-    inputs: dict[str, Any] = {"input_ids": row[None], "use_cache": False}
-    with torch.no_grad():
-        wanted = model(**inputs).logits[0].float().log_softmax(-1)
-    swapped = {f"{n}.weight": w for n, w in weights.items()}
+def _logits(model: nn.Module, window: torch.Tensor, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """Of a window, int64 [tokens], with these weights in place of the 16-bit ones: [tokens, V]."""
+    swapped = {f"{n}.weight": w for n, w in (weights or {}).items()}
+    inputs: dict[str, Any] = {"input_ids": window[None], "use_cache": False}
     # Not the embedding that an output head shares its weight with: that is not nested.
-    found = functional_call(model, swapped, kwargs=inputs, tie_weights=False).logits[0].float().log_softmax(-1)
-    return (wanted.exp() * (wanted - found)).sum(-1).mean()
+    return functional_call(model, swapped, kwargs=inputs, tie_weights=False).logits[0]
 
 
-def _digest(nested: Mapping[str, Nested], tokens: torch.Tensor) -> str:
+def _digest(nested: Mapping[str, Nested], widths: Sequence[int], tokens: torch.Tensor) -> str:
     """Of all that a result depends on."""
-    of = hashlib.sha256(repr((SETTINGS, sorted(nested))).encode() + tokens.cpu().numpy().tobytes())
-    for name in sorted(nested):
-        for part in nested[name][:2]:
-            of.update(part.contiguous().numpy().tobytes())
+    of = hashlib.sha256(repr((SETTINGS, widths, list(nested))).encode() + tokens.cpu().numpy().tobytes())
+    for codes, meta, _ in nested.values():
+        of.update(codes.contiguous().numpy().tobytes())
+        of.update(meta.contiguous().numpy().tobytes())
     return of.hexdigest()[:16]
-
-
-def _load(path: Path, nested: Mapping[str, Nested]) -> Planes | None:
-    """What an earlier calibration left of a precision; None when nothing usable is there."""
-    try:
-        planes = load(path.read_bytes())
-    except (OSError, SafetensorError):
-        return None
-    wanted = {n: (torch.int8, (2, *meta.shape[1:])) for n, (_, meta, _) in nested.items()}
-    return planes if {n: (p.dtype, tuple(p.shape)) for n, p in planes.items()} == wanted else None
