@@ -63,7 +63,8 @@ def test_errors_of_eight_bits_are_those_stated(seed: int, spread: float) -> None
         values, scale = reference.eight_bit_rows(x, dtype)
         error = (values.float() * scale - x).abs()
         allowed = 0.5 * scale if dtype == INT8 else torch.maximum(x.abs() * 2**-4, scale * 2**-10)
-        assert (error <= allowed * (1 + 1e-5)).all()
+        # And float32's own roundings: of factor, product and half a step on the way there, of scale and product back.
+        assert (error <= allowed + 5 * 2**-24 * x.abs()).all()
 
 
 @settings(max_examples=50, deadline=None)

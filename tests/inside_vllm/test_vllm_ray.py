@@ -16,13 +16,18 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import httpx
 import psutil
-from vllm_serving import LIMIT_S, Server, serving_on_two_nodes
+from vllm_serving import LIMIT_S, Server, serving_on_two_nodes, split_model
 
 import qbe
 
 WIDTHS = (4, 6, 8, 16)
 PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
 WHOLE = 7000  # tokens of the answer that is broken off
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return split_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import httpx
 import psutil
-from vllm_serving import LIMIT_S, Server, free_port, routing, serving
+from vllm_serving import LIMIT_S, Server, free_port, routing, serving, split_model
 
 import qbe
 from qbe.records import Record, RecordStore
@@ -27,6 +27,11 @@ LONG = 440  # tokens of the answer that is preempted
 PLAIN = (4, 8, 16)  # bits of those beside it
 WIDTHS = (4, 6, 8, 16)
 PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return split_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,13 @@ from pathlib import Path
 
 import httpx
 import psutil
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from models_tiny import TOKENS, tiny_tokenizer
 from qbe.records.thresholds import Thresholds, save
+from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.prepare import quantise_to
 
 START_S = 600  # on a busy machine
 LIMIT_S = 60
@@ -53,6 +58,23 @@ class Server:
         """Sum of a metric over its labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT_S).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def split_model(home: Path) -> Path:
+    """A folder that `qbe quantize` wrote, of a model that can be split in two."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=1, eos_token_id=0,
+    )  # fmt: skip
+    plain = LlamaForCausalLM(config).eval()
+    for weight in plain.parameters():  # so that answers differ, and no two tokens are nearly as likely
+        weight.data *= 3
+    plain.save_pretrained(home / "plain")
+    tiny_tokenizer().save_pretrained(home / "plain")
+    return quantise_to(
+        str(home / "plain"), home / "qbe", NestedWeightConfig(), torch.device("cpu"), measure=True, progress=False
+    )
 
 
 def free_port() -> int:
