@@ -27,6 +27,7 @@ case $part in
       [ "$nodes" -lt 2 ] || break
       sleep 1
     done
+    [ "$nodes" -ge 2 ] || { echo "no second machine came within five minutes: start it with 'node $address'" >&2; exit 1; }
     RAY_ADDRESS=$address python -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name model \
       --quantization qbe --middleware qbe.vllm.service_tier.ServiceTier \
       --tensor-parallel-size 2 --distributed-executor-backend ray "$@"

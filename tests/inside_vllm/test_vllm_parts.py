@@ -133,6 +133,21 @@ def test_a_token_keeps_the_blueprint_that_it_had(gaps: list[int], start: int, co
     assert course.last == expected[-1]
 
 
+BITS = st.tuples(st.sampled_from([(4, 16, 8), (16, 16, 16), (6, 6, 6)]), st.sampled_from([8, 16]), st.integers(1, 3))
+
+
+@given(st.lists(st.lists(BITS), min_size=1, max_size=3))
+def test_what_all_rows_of_a_layer_have(steps: list[list[tuple[tuple[int, ...], int, int]]]) -> None:
+    full_rows = FullRows()
+    for runs in steps:
+        full_rows.note([(Blueprint("made up", bits, (16, eight, 16), ()), n) for bits, eight, n in runs])
+        for sites in ((0,), (1,), (0, 1, 2)):
+            full = {bits[s] == 16 for bits, _, _ in runs for s in sites}
+            careful = 1 not in sites or all(eight == 16 for _, eight, _ in runs)
+            expected = False if True not in full else True if full == {True} and careful else None
+            assert full_rows.every(sites) is expected
+
+
 @given(st.lists(st.tuples(st.sampled_from([(4, 16, 8), (16, 16, 16), (6, 6, 6)]), st.integers(1, 3)), min_size=1))
 def test_rows_at_16_bits_are_those_of_the_blueprints(runs: list[tuple[tuple[int, ...], int]]) -> None:
     full_rows = FullRows()

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,23 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import httpx
 import psutil
-from vllm_serving import LIMIT_S, Server, free_port, routing, serving, split_model
+from vllm_serving import (
+    LIMIT_S,
+    PROMPTS,
+    WIDTHS,
+    Server,
+    assert_as_embedded,
+    assert_breaks_off,
+    free_port,
+    routing,
+    serving,
+    split_model,
+)  # fmt: skip
 
-import qbe
 from qbe.records import Record, RecordStore
 
-WHOLE = 7000  # tokens of the answer that is broken off
 LONG = 440  # tokens of the answer that is preempted
 PLAIN = (4, 8, 16)  # bits of those beside it
-WIDTHS = (4, 6, 8, 16)
-PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +96,7 @@ def long_answers(server: Server) -> list[list[int]]:
 
 
 def test_a_mixed_batch_is_answered_as_by_the_embedded_engine(server: Server, model: Path) -> None:
-    def ask(job: tuple[str, int]) -> list[int]:
-        args = {"qbe_bits": job[1], "qbe_policy": "uniform"}
-        return list(server.complete(job[0], vllm_xargs=args).json()["choices"][0]["token_ids"])
-
-    jobs = [(p, b) for p in PROMPTS for b in WIDTHS]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        found = list(pool.map(ask, jobs))
-    with qbe.Engine(str(model), policy="uniform", dtype="float32", records=False) as engine:
-        params = qbe.SamplingParams(temperature=0, max_tokens=8)
-        expected = engine.generate_batch([qbe.Request(p, params, qbe.Budget(bits=b)) for p, b in jobs])
-    assert found == [e.token_ids for e in expected]
+    found = assert_as_embedded(server, model)
     assert len({tuple(f) for f in found[:4]}) > 1, "precision makes a difference to this model"
 
 
@@ -173,23 +169,8 @@ def test_a_worker_that_dies_is_an_error_and_no_hang(server: Server, router: Serv
     children = psutil.Process(server.process.pid).children(recursive=True)
     workers = [p for p in children if "Worker" in " ".join(p.cmdline())]
     assert len(workers) == 2
-    args = {"qbe_bits": 8, "qbe_policy": "uniform"}
-    # The whole answer takes so long that whoever reads it may be late.
-    body = server.body("Once", WHOLE, stream=True, ignore_eos=True, vllm_xargs=args)
-    lines: list[str] = []
-    started = time.monotonic()
-    stream = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LIMIT_S)
-    with suppress(httpx.TransportError), stream as answer:
-        for line in answer.iter_lines():
-            lines.append(line)
-            if len(lines) == 5:
-                workers[-1].kill()
-    assert time.monotonic() - started < LIMIT_S
-    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    tokens = sum(len(c["token_ids"] or ()) for p in parts if not p.get("error") for c in p["choices"])
-    assert 0 < tokens < WHOLE, "the answer broke off"
-    assert server.process.wait(LIMIT_S) is not None, "the server ends, for whoever runs it to start it again"
-    assert router.complete("Once", vllm_xargs=args).status_code >= 500
+    assert_breaks_off(server, workers[-1])
+    assert router.complete("Once").status_code >= 500
 
 
 def test_a_server_started_again_answers_as_before(again: Server, roomy: list[list[int]]) -> None:

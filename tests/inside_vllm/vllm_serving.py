@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import qbe
 from models_tiny import TOKENS, tiny_tokenizer
 from qbe.records.thresholds import Thresholds, save
 from qbe.store.nested_tensor import NestedWeightConfig
@@ -26,6 +29,9 @@ from qbe.store.prepare import quantise_to
 
 START_S = 600  # on a busy machine
 LIMIT_S = 60
+WHOLE = 7000  # tokens of an answer that is broken off
+WIDTHS = (4, 6, 8, 16)
+PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_two_nodes.sh"
 SMALL = (
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "8192", "--max-num-seqs", "8",
@@ -58,6 +64,43 @@ class Server:
         """Sum of a metric over its labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT_S).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def assert_as_embedded(server: Server, model: Path) -> list[list[int]]:
+    """A batch of all widths is answered as by the embedded engine; the answers."""
+
+    def ask(job: tuple[str, int]) -> list[int]:
+        args = {"qbe_bits": job[1], "qbe_policy": "uniform"}
+        return list(server.complete(job[0], vllm_xargs=args).json()["choices"][0]["token_ids"])
+
+    jobs = [(p, b) for p in PROMPTS for b in WIDTHS]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        found = list(pool.map(ask, jobs))
+    with qbe.Engine(str(model), policy="uniform", dtype="float32", records=False) as engine:
+        params = qbe.SamplingParams(temperature=0, max_tokens=8)
+        expected = engine.generate_batch([qbe.Request(p, params, qbe.Budget(bits=b)) for p, b in jobs])
+    assert found == [e.token_ids for e in expected]
+    return found
+
+
+def assert_breaks_off(server: Server, worker: psutil.Process) -> None:
+    """An answer whose worker is killed is an error and no hang; the server ends, for whoever runs it to start again."""
+    # The whole answer takes so long that whoever reads it may be late.
+    args = {"qbe_bits": 8, "qbe_policy": "uniform"}
+    body = server.body("Once", WHOLE, stream=True, ignore_eos=True, vllm_xargs=args)
+    lines: list[str] = []
+    started = time.monotonic()
+    stream = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LIMIT_S)
+    with suppress(httpx.TransportError), stream as answer:
+        for line in answer.iter_lines():
+            lines.append(line)
+            if len(lines) == 5:
+                worker.kill()
+    assert time.monotonic() - started < LIMIT_S
+    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    tokens = sum(len(c["token_ids"] or ()) for p in parts if not p.get("error") for c in p["choices"])
+    assert 0 < tokens < WHOLE, "the answer broke off"
+    assert server.process.wait(LIMIT_S) is not None
 
 
 def split_model(home: Path) -> Path:

@@ -42,7 +42,7 @@ class CPUNestedLinearMethod(NestedLinearMethod):
         self.packed, self.meta = (
             [getattr(layer, f"qbe_{n}_{i}") for i in range(len(self.rows))] for n in ("packed", "meta")
         )
-        self.words_of = 0, self.words(layer)
+        self.words_of: tuple[int, list[torch.Tensor]] = -1, []  # a number of rows, and the words of so many
         self.number = len(_layers)
         _layers.append((self, layer))
 
