@@ -1,7 +1,7 @@
 """Policies that choose for each token against the best fixed bits at the very average that their tokens had.
 
     python benchmarks/per_token.py [--model M] [--data DIR] [--policies mobi,tokenwise] [--baselines static,fixed]
-                                   [--bits 4.5,5,6] [--limit N] [--json FILE]
+                                   [--bits 4.5,5,6] [--limit N] [--device cuda] [--json FILE]
 
 Such a policy meets an average over traffic like that which its thresholds were taken from, not over the queries at
 hand. So each is measured as `qbe eval` does, by teacher forcing on the test files, and then every baseline at the
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--bits", default="4.5,5,6")
     parser.add_argument("--datasets", default="text,gsm8k,humaneval")
     parser.add_argument("--limit", type=int, default=8, help="queries of each data set")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     items = read(tuple(args.datasets.split(",")), args.data, args.limit)
@@ -60,7 +61,7 @@ def main() -> None:
     rows = []
     with (
         quiet(),
-        Engine(args.model, dtype="float32", device="cpu", records=False, progress=sys.stderr.isatty()) as engine,
+        Engine(args.model, dtype="float32", device=args.device, records=False, progress=sys.stderr.isatty()) as engine,
         closing(Results(identity(args.model, engine))) as results,
     ):
         routed = measured(engine, items, asked, results)

@@ -1,6 +1,8 @@
 """Does QBE inside vLLM answer as the embedded engine does, and at 16 bits as vLLM without QBE?
 
-    python benchmarks/vllm_agreement.py MODEL-QBE [--dtype float32] [--json FILE]   # a folder of 'qbe quantize'
+    python benchmarks/vllm_agreement.py MODEL-QBE [--dtype float32] [--compile] [--json FILE]
+
+MODEL-QBE: a folder that 'qbe quantize' wrote.
 
 20 prompts, 32 greedy tokens. vLLM with QBE answers all of them at 4, 6, 8 and 16 bits in one batch, and at 16 bits
 alone; the embedded engine at the same blueprints; vLLM without QBE once. Each engine runs in a process of its own.
@@ -33,8 +35,10 @@ PROMPTS = [
 
 def plain_folder(model: Path, into: Path) -> Path:
     """The same model without QBE's files, as vLLM alone would serve it."""
-    from qbe.store.checkpoint import MANIFEST, read_manifest
+    from qbe.store.checkpoint import MANIFEST, is_checkpoint, read_manifest
 
+    if not is_checkpoint(model):
+        return model
     ours = {*read_manifest(model).files, MANIFEST}
     for file in model.iterdir():
         if file.name not in ours:
@@ -42,11 +46,11 @@ def plain_folder(model: Path, into: Path) -> Path:
     return into
 
 
-def run_vllm(model: str, quantization: str | None, dtype: str) -> dict[str, list[list[int]]]:
+def run_vllm(model: str, quantization: str | None, dtype: str, compiled: bool) -> dict[str, list[list[int]]]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model, dtype=dtype, quantization=quantization, enforce_eager=True, max_model_len=512, max_num_seqs=16,
+        model, dtype=dtype, quantization=quantization, enforce_eager=not compiled, max_model_len=512, max_num_seqs=16,
         max_num_batched_tokens=512, kv_cache_memory_bytes=1 << 28,
     )  # fmt: skip
 
@@ -74,10 +78,9 @@ def run_embedded(model: str, dtype: str) -> dict[str, list[list[int]]]:
     return found
 
 
-def stage(name: str, model: Path, dtype: str, out: Path) -> dict[str, list[list[int]]]:
-    subprocess.run(
-        [sys.executable, __file__, str(model), "--stage", name, "--dtype", dtype, "--json", str(out)], check=True
-    )
+def stage(name: str, model: Path, dtype: str, compiled: bool, out: Path) -> dict[str, list[list[int]]]:
+    command = [sys.executable, __file__, str(model), "--stage", name, "--dtype", dtype, "--json", str(out)]
+    subprocess.run(command + ["--compile"] * compiled, check=True)
     return json.loads(out.read_text())
 
 
@@ -85,13 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--compile", action="store_true", help="torch.compile and CUDA graphs, as vLLM serves")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", choices=("plain", "qbe", "embedded"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage:
         run = {
-            "plain": lambda: run_vllm(str(args.model), None, args.dtype),
-            "qbe": lambda: run_vllm(str(args.model), "qbe", args.dtype),
+            "plain": lambda: run_vllm(str(args.model), None, args.dtype, args.compile),
+            "qbe": lambda: run_vllm(str(args.model), "qbe", args.dtype, args.compile),
             "embedded": lambda: run_embedded(str(args.model), args.dtype),
         }[args.stage]
         args.json.write_text(json.dumps(run()))
@@ -100,9 +104,9 @@ def main() -> None:
         plain_model = Path(folder) / "plain"
         plain_model.mkdir()
         out = Path(folder) / "answers.json"
-        qbe = stage("qbe", args.model, args.dtype, out)
-        embedded = stage("embedded", args.model, args.dtype, out)
-        plain = stage("plain", plain_folder(args.model, plain_model), args.dtype, out)["plain"]
+        qbe = stage("qbe", args.model, args.dtype, args.compile, out)
+        embedded = stage("embedded", args.model, args.dtype, args.compile, out)
+        plain = stage("plain", plain_folder(args.model, plain_model), args.dtype, args.compile, out)["plain"]
 
     def same(ours: list[list[int]], theirs: list[list[int]]) -> int:
         return sum(a == b for a, b in zip(ours, theirs, strict=True))
@@ -115,7 +119,10 @@ def main() -> None:
         print(f"{name:34} {count} of {len(PROMPTS)} answers equal")
     if args.json:
         args.json.write_text(
-            json.dumps({"dtype": args.dtype, "prompts": len(PROMPTS), "equal": result}, indent=1) + "\n"
+            json.dumps(
+                {"dtype": args.dtype, "compiled": args.compile, "prompts": len(PROMPTS), "equal": result}, indent=1
+            )
+            + "\n"
         )
 
 

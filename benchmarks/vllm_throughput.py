@@ -1,7 +1,9 @@
 """Tokens a second of vLLM's server with QBE at 4 and 16 bits and without QBE, by vLLM's own `bench serve`, in one run.
 
-    python benchmarks/vllm_throughput.py MODEL-QBE [--json FILE]     # a folder that 'qbe quantize' wrote
+    python benchmarks/vllm_throughput.py MODEL [--json FILE] [options of vllm serve]
 
+MODEL is a folder that 'qbe quantize' wrote, or a 16-bit checkpoint, which QBE then nests while it is loaded. Both
+servers get the options; on one GPU that has to be `--gpu-memory-utilization 0.4`, or so.
 Both servers are started, and measured in turns for several rounds: while one is, the other is stopped (SIGSTOP), so
 that each has the machine for itself and both meet its moods. Medians, and the ratios of the rounds. The same random
 prompts are sent to both. Ends with an error if a request failed. Needs an environment with vLLM (`make setup-vllm`).
@@ -20,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm_agreement import plain_folder
@@ -60,7 +62,8 @@ def serving(model: Path, quantization: str | None, port: int, more: list[str]) -
                 time.sleep(1)
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
 
@@ -99,8 +102,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="without torch.compile, which takes minutes to start")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    more = ["--enforce-eager"] if args.eager else []
+    args, more = parser.parse_known_args()
+    more += ["--enforce-eager"] * args.eager
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         plain = plain_folder(args.model, Path(folder))
