@@ -3,8 +3,10 @@
     python benchmarks/cascade.py cost [--model MODEL] [--compile] [--steps 200] [--device cuda] [--json FILE]
     python benchmarks/cascade.py kl [--model MODEL] [--data DIR] [--prompts 4] [--tokens 256] [--seeds 3] [--ways ...]
 
-cost: requests of 20 steps take turns: nothing, the monitor of refresh, monitor and cascade. Medians; on a CPU of the
-process's time (set OMP_NUM_THREADS=1 to have that of one thread).
+cost: requests of 20 steps take turns: nothing, the monitor of refresh, monitor and cascade. Medians and quartiles; on a
+CPU of the process's time (set OMP_NUM_THREADS=1 to have that of one thread). With --layers every token asks the cascade
+at each of its points, which writes the bits that are there already: all of its work is done, and steps read as much as
+without it. `points_asked` (of a token, on average) and `sites_moved` (after a request's last step) tell whether so.
 
 kl: the model writes answers at 16 bits, drawn with a seed. The same tokens then go through decode steps with the
 cascade, with refresh, and with both, whose bits are noted token by token. Every way is then measured by the same
@@ -36,6 +38,7 @@ from qbe.engine.cascade import Cascade
 from qbe.engine.sequence import Scoring, Sequence, Status
 from qbe.eval.intervals import interval
 from qbe.eval.items import encode, read_training
+from qbe.kernels.cascade_ops import POINTS
 from qbe.records import thresholds
 from qbe.records.refresh import Monitor
 from qbe.sites import FULL_BITS
@@ -54,10 +57,12 @@ def cost(engine: qbe.Engine, steps: int) -> dict[str, Any]:
         "monitor and cascade": Budget(within=(5.0, 5.0), refresh=True, cascade=True),
     }  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    asked, moved = list[int](), 0
     params = qbe.SamplingParams(max_tokens=24, ignore_eos=True)
     for _ in range(-(-steps // 20)):
         for name, budget in ways.items():
             key = engine.submit(qbe.Request(PROMPT, params, budget))
+            running = engine.sequence(key)
             for i in range(22):
                 began = clock()
                 engine.step()
@@ -65,14 +70,36 @@ def cost(engine: qbe.Engine, steps: int) -> dict[str, Any]:
                     torch.cuda.synchronize()
                 if i >= 2:
                     seconds[name].append(clock() - began)
+            if budget.cascade:
+                asked += [sum(m >> 2 * p & 3 != 0 for p in range(POINTS)) for m in running.moves]
+                bits = (engine.core.plan.words[:, 0] & 255).tolist()
+                moved = max(moved, sum(a != b for a, b in zip(bits, running.blueprint.weight_bits, strict=True)))
             engine.cancel(key)
             engine.take_result(key)
-    medians = {name: statistics.median(s) * 1e6 for name, s in seconds.items()}
+    quartiles = {name: [q * 1e6 for q in statistics.quantiles(s, n=4)] for name, s in seconds.items()}
+    medians = {name: q[1] for name, q in quartiles.items()}
     return {
-        "steps": {name: len(s) for name, s in seconds.items()}, "median_us": medians,
+        "steps": {name: len(s) for name, s in seconds.items()}, "median_us": medians, "quartiles_us": quartiles,
+        "points_asked": statistics.fmean(asked), "sites_moved": moved,
         "share": medians["monitor and cascade"] / medians["nothing"] - 1,
         "share_of_cascade": (medians["monitor and cascade"] - medians["monitor"]) / medians["nothing"],
     }  # fmt: skip
+
+
+def still(engine: qbe.Engine, layers: Many[int]) -> None:
+    """Gives the engine a cascade behind these layers that every token asks, and that leaves all bits as they are."""
+    points = tuple(Point(layer, 1, (2.0, 3.0)) for layer in layers)  # entropies are 1 at most: all are below
+    made = CascadeTable(points, 1.0, len(points))
+    # Of such sites no blueprint's bits are a gear: the next one, up or down, is the one that they have.
+    sites = tuple(replace(s, gears=(1, FULL_BITS)) if s.nested else s for s in engine.table)
+    core = engine.core
+    core.cascade = Cascade(made, replace(engine.table, sites=sites), core.plan)
+    engine._chooser.cascade = made
+    for part in (core.runner, core.runner.decode):
+        if part is not None:
+            part.observe = core.cascade.observe
+    if core.runner.decode is not None:
+        core.runner.decode.renew()
 
 
 class Forced:
@@ -246,13 +273,7 @@ def main() -> None:
     ) as engine:  # fmt: skip
         if arguments.what == "cost":
             if arguments.layers:
-                points = tuple(Point(layer, 1, tuple(i / 32 for i in range(33))) for layer in arguments.layers)
-                made = CascadeTable(points, 0.4, 1)
-                engine.core.cascade = engine.core.cascade or Cascade(made, engine.table, engine.core.plan)
-                engine._chooser.cascade = engine._chooser.cascade or made
-                for part in (engine.core.runner, engine.core.runner.decode):
-                    if part is not None:
-                        part.observe = engine.core.cascade.observe
+                still(engine, arguments.layers)
             found = cost(engine, arguments.steps)
         else:
             # Not those that the table was learned from: items in between.

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import qbe  # noqa: F401  (before torch: it sets how torch's threads wait)
 
+import functools
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,4 +35,43 @@ def test_speculate(folder: Path, device: torch.device) -> None:
     )
     random = replace(sizes, model=THIN, rates={8: {4: 1.0, 6: 0.0}}, batches=(1,), guesses=2)
     rows = described(speculate.run(device, LIMITS, random), device)
+    assert [r["shape"].split(", ")[-1] for r in rows] == [speculate.CHOSEN, "drafts at 4 bits", "drafts at 6 bits"]
     assert [r["note"].split()[1] for r in rows if "drafts" in r["shape"]] == ["100.0%", "0.0%"]
+    assert all("replayed: drawn with 100% at 4 bits, 0% at 6 bits" in r["note"] for r in rows)
+
+
+def test_replayed_guesses_are_right_at_the_recorded_rate_whatever_the_model_writes() -> None:
+    replayed = speculate.Replayed({4: 0.8, 6: 0.0}, random.Random(0))
+    replayed.guesses, replayed.source = [5, 6], 4
+    outcomes = [replayed.right(i % 2, token=99) for i in range(4000)]
+    assert sum(outcomes) / len(outcomes) == pytest.approx(0.8, abs=0.02)
+    assert not replayed.right(2, token=5)  # there is no third guess
+    replayed.source = 6
+    assert not any(replayed.right(0, token=5) for _ in range(100))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) -> None:
+    """Three guesses, all right: four tokens for three draft steps and one that checks four rows of each answer."""
+    sizes = speculate.Sizes(THIN, speculate.PROMPTS[:2], 18, (8,), (batch,), {8: {4: 1.0, 6: 0.0}}, compile=False)
+    core, prompts = speculate._core(device, sizes, progress=False)
+    assert core.speculator is not None
+    core.speculator.drafters, core.speculator.costs = {4}, speculate.Free(8)
+    core.speculator.rows = batch * (sizes.guesses + 1)
+    told, run, rows = speculate.Told(), core.runner.step, list[tuple[int, bool]]()
+
+    def step(work):
+        rows.append((len(work), work[0].draft is not None))
+        return run(work)
+
+    core.runner.step = step  # type: ignore[method-assign]
+    always = functools.partial(speculate.Replayed, sizes.rates[8], random.Random(0))
+    speculate._answer(core, prompts[:batch], 8, batch, sizes.tokens, True, told, always)
+    drafts, check = [(batch, True)] * 3, (4 * batch, False)
+    assert rows[1:9] == [*drafts, check, *drafts, check]
+    assert [len(a) for a in told.answers] == [sizes.tokens] * batch
+    assert told.accepted == told.drafted > 0
+    # Left to itself the random model would not have written what it guessed.
+    own = speculate.Told()
+    speculate._answer(core, prompts[:batch], 8, batch, sizes.tokens, True, own)
+    assert own.accepted < own.drafted

@@ -72,10 +72,11 @@ def test_the_samplers_numbers_are_entropy_and_margin(device: torch.device) -> No
     logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(0)) * 4
     logits[1, 9:] = -torch.inf
     before, (first, second) = logits.clone(), logits.topk(2).values.T
-    entropy, margin = difficulty(logits.to(device), likeliest(logits.to(device))).cpu()
+    tokens, entropy, margin = difficulty(logits.to(device), likeliest(logits.to(device))).cpu()
+    assert tokens.tolist() == logits.argmax(-1).tolist()
     p = logits.double().softmax(-1)
-    torch.testing.assert_close(entropy.double(), -torch.special.xlogy(p, p).sum(-1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(margin, first - second)
+    torch.testing.assert_close(entropy, -torch.special.xlogy(p, p).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(margin.float(), first - second)
     assert torch.equal(logits, before)
 
 

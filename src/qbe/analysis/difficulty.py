@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from qbe.kernels.reference.difficulty import difficulty as reference
+
 
 def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """How hard tokens are to predict, `[2, n]` on the logits' device: entropies in nats, and by how much the likeliest
-    token's logit exceeds the next one's.
+    """How hard tokens are to predict, beside the tokens themselves, so that one copy brings all of it to the host.
 
     Args:
         logits: float32 `[n, vocabulary]`; they stay.
-        best: int64 `[n]`, the likeliest token of each row; -1 where there is none.
+        best: int64 `[n]`, the likeliest token of each row; -1 where the logits are no numbers.
+
+    Returns:
+        float64 `[3, n]` on the logits' device, of float32's accuracy: `best`; entropies in nats; by how much the
+        likeliest token's logit exceeds the next one's, 1e4 at most and infinite where there is no other token. Both are
+        NaN where the logits are no numbers.
     """
-    first = best.clamp_min(0)[:, None]
-    below = (logits - logits.gather(-1, first)).clamp_min_(-1e4)  # 0 * -inf would be NaN
-    weights = below.exp()
-    total = weights.sum(-1)
-    entropy = total.log() - (weights * below).sum(-1) / total
-    return torch.stack([entropy, -below.scatter_(-1, first, -torch.inf).amax(-1)])
+    if not logits.is_cuda:
+        return reference(logits, best)
+    from qbe.kernels.triton.difficulty import difficulty as kernel
+
+    return kernel(logits, best)

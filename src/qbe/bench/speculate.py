@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from qbe.bench.measure import Failed, Sample, take_turns
 from qbe.bench.report import Row, rows_beside
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.guesses import TEXT, Costs
+from qbe.engine.guesses import TEXT, Costs, Speculation
 from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.sequence import Sequence as Running
 from qbe.engine.speculation import ROWS, Speculator
@@ -58,7 +60,8 @@ class Sizes:
         targets: bits of the weights.
         batches: answers at once.
         rates: of a random model, whose own guesses would tell nothing: target -> bits of a draft -> part of its guesses
-            that are right, as measured with the default model; of every gear below the target.
+            that are right, as measured with the default model; of every gear below the target. Nobody reads the text
+            then.
         guesses: checked at once where a drafter is given.
         compile: compile the steps of one sequence.
         rounds: samples.
@@ -96,25 +99,22 @@ class Free(Costs):
         return 1.0 if round(bits) == self._target else 1e-3
 
 
-class Replayed(Speculator):
-    """Draft steps run as always; their guesses are right as often as was measured elsewhere.
+class Replayed(Speculation):
+    """Guesses are made and checked as always; whether one is right is drawn, as often as was measured elsewhere.
 
-    Attributes:
-        truths: the first token of a prompt -> the answer to it. rates: bits -> part of the guesses that are right.
+    The tokens are the model's own. After a guess that counts as right the cache holds the guess, whose row has run.
+
+    Args:
+        rates: bits of a draft -> part of its guesses that are right.
+        draws: what decides.
     """
 
-    truths: dict[int, list[int]]
-    rates: Mapping[int, float]
-    draws: torch.Generator
+    def __init__(self, rates: Mapping[int, float], draws: random.Random) -> None:
+        super().__init__()
+        self._rates, self._draws = rates, draws
 
-    def guess(self, sequences: Sequence[Running], logits: torch.Tensor, best: torch.Tensor) -> None:
-        best.tolist()  # the wait for the device
-        for s in sequences:
-            own = s.speculation
-            assert own is not None
-            true = self.truths[s.prompt_ids[0]][len(s.output_ids) + len(own.guesses)]
-            right = float(torch.rand((), generator=self.draws)) < self.rates[own.source]
-            own.guesses.append(true if right else true ^ 1)
+    def right(self, at: int, token: int | None) -> bool:
+        return at < len(self.guesses) and self._draws.random() < self._rates[self.source]
 
 
 @dataclass
@@ -124,6 +124,15 @@ class Told:
     answers: list[list[int]] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+
+    def note(self, plain: list[list[int]], replayed: Mapping[int, float] | None) -> str:
+        """Of guesses and answers. Args: the answers without speculation; the rates of guesses where they were drawn."""
+        part = f"{self.accepted / self.drafted:.1%} of {self.drafted}" if self.drafted else "no"
+        if replayed is not None:
+            rates = ", ".join(f"{rate:.0%} at {bits} bits" for bits, rate in replayed.items())
+            return f"accepted {part} guesses, replayed: drawn with {rates}, whatever the model writes"
+        same = sum(a == b for a, b in zip(self.answers, plain, strict=True))
+        return f"accepted {part} guesses; {same} of {len(plain)} answers the same"
 
 
 def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
@@ -148,13 +157,11 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
             plain = told[WITHOUT].answers
             rates = {n: o if isinstance(o, Failed) else {TOKEN: o[TOKEN].rate(1)} for n, o in theirs.items()}
             for case, parts in mine.items():
-                t = told[case]
-                same = sum(a == b for a, b in zip(t.answers, plain, strict=True))
-                part = f"{t.accepted / t.drafted:.1%} of {t.drafted}" if t.drafted else "no"
+                note = told[case].note(plain, sizes.rates.get(target))
                 found += rows_beside(
                     rates, TOKEN, 1.0, what="speculate", size=name, case=f"batch {batch}, {case}", bits=target,
                     ours=parts[TOKEN].rate(1), unit="tokens/s", limit=None,
-                    notes={WITHOUT: f"accepted {part} guesses; {same} of {len(plain)} answers the same"},
+                    notes={WITHOUT: note},
                 )  # fmt: skip
     return found
 
@@ -167,26 +174,29 @@ def _samples(
     drafters = {f"drafts at {g} bits": g for g in core.table.gears() if g < target} | (
         {} if sizes.rates else {READ: TEXT}
     )
-    everyone = {TEXT, *core.table.gears()}
+    everyone = {*core.table.gears()} | (set() if sizes.rates else {TEXT})
+    draws = random.Random(0)
     ways: dict[str, tuple[Costs, int, set[int]]] = {CHOSEN: (Costs(), ROWS[core.device.type], everyone)}
     ways |= {name: (Free(target), batch * (sizes.guesses + 1), {g}) for name, g in drafters.items()}
 
     def sample(name: str) -> Mapping[str, float]:
         if name in ways:
             speculator.costs, speculator.rows, speculator.drafters = ways[name]
-        return _answer(core, prompts, target, batch, sizes.tokens, name in ways, told.setdefault(name, Told()))
+        replayed = functools.partial(Replayed, sizes.rates[target], draws) if sizes.rates and name in ways else None
+        own = told.setdefault(name, Told())
+        return _answer(core, prompts, target, batch, sizes.tokens, name in ways, own, replayed)
 
-    if isinstance(speculator, Replayed):
-        sample(WITHOUT)
-        speculator.rates, speculator.draws = sizes.rates[target], torch.Generator().manual_seed(0)
-        speculator.truths = {p[0]: a for p, a in zip(prompts, told[WITHOUT].answers, strict=True)}
     return {name: (lambda n=name: sample(n)) for name in (*ways, WITHOUT)}  # type: ignore[misc]
 
 
 def _answer(
-    core: Core, prompts: Sequence[list[int]], target: int, batch: int, tokens: int, speculate: bool, told: Told
-) -> Mapping[str, float]:
-    """Seconds of a token after the first ones of each batch; the last sample's answers are kept in `told`."""
+    core: Core, prompts: Sequence[list[int]], target: int, batch: int, tokens: int, speculate: bool, told: Told,
+    guesses: Callable[[], Speculation] | None = None,
+) -> Mapping[str, float]:  # fmt: skip
+    """Seconds of a token after the first ones of each batch; the last sample's answers are kept in `told`.
+
+    `guesses` makes what is kept of a sequence's guesses in place of the core's own.
+    """
     blueprint = Blueprint.of("bench", core.table, (target,) * len(core.table.nested))
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, speculate=speculate)
     told.answers, told.drafted, told.accepted = [], 0, 0
@@ -195,6 +205,8 @@ def _answer(
         asked = [Running(str(i), p, params, blueprint) for i, p in enumerate(prompts[at : at + batch])]
         for s in asked:
             core.add(s)
+            if guesses is not None:
+                s.speculation = guesses()
         while not all(s.output_ids for s in asked):
             core.step()
         before, begin = sum(len(s.output_ids) for s in asked), time.perf_counter()
@@ -230,7 +242,4 @@ def _core(device: torch.device, sizes: Sizes, progress: bool) -> tuple[Core, lis
     table = nest_model(model, "random", NestedWeightConfig(), progress=progress)
     place(model, device, "device")
     core = Core(model, table, **room)
-    assert core.speculator is not None
-    assert core.runner.decode is not None
-    core.speculator = Replayed(core.table, core.speculator.rows, core.runner.decode.size_of)
     return core, [[i + 1, *random_prompt(32, core.vocabulary)] for i in range(len(sizes.prompts))]

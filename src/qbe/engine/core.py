@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from qbe.engine.scheduler import Scheduler, Work
 from qbe.engine.sequence import Sequence
 from qbe.engine.speculation import ROWS, Speculator
 from qbe.engine.taking import take
-from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches
+from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.kernels.cpu import native
@@ -146,7 +147,8 @@ class Core:
         most = min(ROWS[self.device.type], max_batch_tokens)  # rows of a step that checks guesses
         largest = max(max_sequences, most) if speculate else max_sequences
         head_rows = largest if Runner.keeps_logits(model) else rows
-        compile_kernels(linear_launches(model, table, rows, head_rows), self.device, progress)
+        sampling = sampling_launches(self.vocabulary, self.device)
+        compile_kernels(chain(linear_launches(model, table, rows, head_rows), sampling), self.device, progress)
         self._try()
         self.cascade = Cascade(cascade, table, self.plan) if cascade is not None and packed and paged else None
         self.runner.observe = None if self.cascade is None else self.cascade.observe

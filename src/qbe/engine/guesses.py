@@ -95,6 +95,10 @@ class Speculation:
         self.guesses.clear()
         self.proposals.clear()
 
+    def right(self, at: int, token: int | None) -> bool:
+        """Whether this token is what was guessed, by the guess of this number."""
+        return token in self.guesses[at : at + 1]
+
     def checked(self, accepted: int, refused: bool) -> None:
         """The first `accepted` guesses were right; `refused`: the next one was not."""
         self.of(self.source).add(accepted, refused, len(self.guesses))

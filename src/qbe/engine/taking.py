@@ -41,7 +41,7 @@ def take(
         for s, token in zip(sequences, tokens, strict=True):
             advance(s, token)
             own = s.speculation
-            right = own is not None and token in own.guesses[depth : depth + 1]
+            right = own is not None and own.right(depth, token)
             if right and s.finish_reason is None:
                 s.computed += 1  # the row of the guess has computed it
                 continue

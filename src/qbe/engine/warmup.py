@@ -11,6 +11,7 @@ from itertools import product
 import torch
 from torch import nn
 
+from qbe.analysis.difficulty import difficulty
 from qbe.kernels.kv_blocks import KV_BITS, NO_ORIGINAL
 from qbe.kernels.reference.activations import word
 from qbe.kvcache.attention import Bounds, DecodeLayout, attend_decode
@@ -96,6 +97,12 @@ def _multiply(layer: nn.Module, rows: int, uniform: int | None = None) -> torch.
     finally:
         weight.uniform = None
     return y
+
+
+def sampling_launches(vocabulary: int, device: torch.device) -> Iterator[Launch]:
+    """Calls that together need every kernel by which tokens are chosen."""
+    logits = torch.zeros(1, vocabulary, device=device)
+    yield functools.partial(difficulty, logits, torch.zeros(1, dtype=torch.long, device=device))
 
 
 def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:

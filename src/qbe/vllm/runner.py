@@ -67,7 +67,7 @@ class PlannedRunner(GPUModelRunner):
         hard = None
         if watched:  # before sampling, which may change the logits
             rows = logits[[i for i, _ in watched]].float()
-            hard = difficulty(rows, rows.argmax(-1))
+            hard = difficulty(rows, rows.argmax(-1))[1:]
         output = super().sample_tokens(grammar_output)
         return output if hard is None else measured(output, [r for _, r in watched], hard)
 
