@@ -17,6 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbe.records import RecordStore
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton_bounds import check_bounds
+
+    check_bounds()
+
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:

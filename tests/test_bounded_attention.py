@@ -20,6 +20,9 @@ from qbe.kernels.reference.paged_attention import paged_attention as plain
 from test_paged_attention import PLAIN, SHAPES, TOLERANCE, case, copied, on_gpu_order
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
+if INTERPRET:
+    from triton_bounds import reached
+
 BY_ROW = ("query", "key", "value", "slots", "tables", "lengths", "entropy", "originals", "limits", "counts")
 
 
@@ -38,6 +41,8 @@ def bounded_case(
     size, sources = memory.sizes[0], sorted(memory.sources.values())
     host = torch.empty(size * len(sources) + 256, dtype=torch.uint8, pin_memory=CUDA)
     host = host[(arguments["memory"].data_ptr() - host.data_ptr()) % 256 :]
+    if INTERPRET:
+        reached(host)
     originals = torch.full_like(arguments["tables"], NO_ORIGINAL)
     for i, source in enumerate(sources):
         host[i * size : (i + 1) * size] = memory.data[source : source + size]

@@ -1,8 +1,9 @@
-"""How hard tokens are to predict: the reference by hand and against float64, the kernel against the reference."""
+"""How hard tokens are to predict: the reference by hand and against float64, the kernels against the reference."""
 
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from qbe.analysis.difficulty import difficulty
 from qbe.engine.sampler import likeliest
+from qbe.kernels.cpu.difficulty import difficulty as on_cpu
 from qbe.kernels.reference.difficulty import difficulty as reference
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
@@ -85,6 +87,20 @@ def test_the_reference_is_entropy_and_margin(seed, n, vocabulary, spread) -> Non
     first, second = logits.topk(2).values.T
     assert torch.equal(margin, (first - second).clamp_max(1e4).double())
     assert torch.equal(token.long(), likeliest(logits))
+
+
+def test_every_path_of_the_cpu_is_the_reference(path: str) -> None:
+    for seed, (vocabulary, spread) in enumerate(product((*SIZES, 15, 16, 17, 49152), (0.0, 0.1, 3.0, 40.0))):
+        logits = rows(seed, 1 + seed % 5, vocabulary, spread)
+        best = likeliest(logits)
+        before = logits.clone()
+        close(on_cpu(logits, best), reference(logits, best), spread)
+        assert torch.equal(logits, before)
+    apart = torch.full((8, 1600), torch.nan)
+    apart[::2, 3:1303] = rows(1, 4, 1300, 3.0)
+    for logits in (apart[::2, 3:1303], apart[::2, 3:1303].T.contiguous().T, no_numbers()):
+        best = likeliest(logits)
+        close(on_cpu(logits, best), reference(logits, best), 3.0)
 
 
 def test_without_numbers_there_is_no_difficulty(device: torch.device) -> None:

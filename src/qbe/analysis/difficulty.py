@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.reference.difficulty import difficulty as reference
+from qbe.kernels.cpu.difficulty import difficulty as on_cpu
 
 
 def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
@@ -19,8 +19,8 @@ def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         likeliest token's logit exceeds the next one's, 1e4 at most and infinite where there is no other token. Both are
         NaN where the logits are no numbers.
     """
-    if not logits.is_cuda:
-        return reference(logits, best)
-    from qbe.kernels.triton.difficulty import difficulty as kernel
+    if logits.is_cuda:
+        from qbe.kernels.triton.difficulty import difficulty as on_gpu
 
-    return kernel(logits, best)
+        return on_gpu(logits, best)
+    return on_cpu(logits, best)

@@ -47,6 +47,8 @@ static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
 #include "cascade.c"
 
+#include "difficulty.c"
+
 #include "dot_full.c"
 
 #ifndef QBE_SOURCE_HASH

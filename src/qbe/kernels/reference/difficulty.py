@@ -1,4 +1,4 @@
-"""How hard a token is to predict: the reference of the Triton kernel, and what a CPU runs."""
+"""How hard a token is to predict: what the kernels are held against."""
 
 from __future__ import annotations
 
