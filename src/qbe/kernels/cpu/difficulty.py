@@ -11,9 +11,9 @@ from qbe.kernels.reference.difficulty import difficulty as reference
 def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Arguments and result as those of `qbe.analysis.difficulty.difficulty`."""
     n, vocabulary = logits.shape
-    if build.backend() == "torch" or logits.stride(1) != 1 < vocabulary:
+    if build.backend() == "torch" or logits.dtype != torch.float32 or logits.stride(1) != 1 < vocabulary:
         return reference(logits, best)
-    best = best.contiguous()
+    best = best.long().contiguous()
     out = torch.empty(3, n, dtype=torch.float64)
     build.loaded().qbe_difficulty(
         logits.data_ptr(), best.data_ptr(), out.data_ptr(), n, logits.stride(0), vocabulary, build.number()
