@@ -135,7 +135,7 @@ def serving(model: Path, home: Path, port: int, *more: str) -> Iterator[Server]:
         "--scheduling-policy", "priority", *SMALL, *more,
     ]  # fmt: skip
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *options]
-    with _running([*command, "--port", str(port)], home / "log", _environment(model, home)) as process:
+    with _running([*command, "--port", str(port)], home / "log", environment(model, home)) as process:
         yield _ready(Server(process, f"http://127.0.0.1:{port}", str(model), home / "records.sqlite"), home / "log")
 
 
@@ -143,14 +143,14 @@ def serving(model: Path, home: Path, port: int, *more: str) -> Iterator[Server]:
 def serving_on_two_nodes(model: Path, home: Path) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     """The example with Ray, both of its machines on this one: the server, and the second node."""
     address, port = f"127.0.0.1:{free_port()}", free_port()
-    environment = _environment(model, home) | {
+    variables = environment(model, home) | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }  # fmt: skip
     head = ["bash", str(EXAMPLE), "head", address, str(model), *SMALL, "--host", "127.0.0.1", "--port", str(port)]
     node = ["bash", str(EXAMPLE), "node", address, "--node-ip-address", "127.0.0.2"]
     with (
-        _running(head, home / "log", environment) as process,
-        _running(node, home / "node.log", environment) as second,
+        _running(head, home / "log", variables) as process,
+        _running(node, home / "node.log", variables) as second,
     ):
         server = Server(process, f"http://127.0.0.1:{port}", "model", home / "records.sqlite")
         yield _ready(server, home / "log"), second
@@ -168,7 +168,8 @@ def routing(server: Server, home: Path) -> Iterator[Server]:
         yield _ready(Server(process, f"http://127.0.0.1:{port}", server.model, server.records), home / "log")
 
 
-def _environment(model: Path, home: Path) -> dict[str, str]:
+def environment(model: Path, home: Path) -> dict[str, str]:
+    """Variables of a process that serves the model; its cache and its records are in `home`."""
     # Every window of an answer is easy.
     save({str(model): Thresholds(1e3, 1e2, -2.0, -1.0, 99)}, home / "refresh.json")
     return dict(
@@ -178,11 +179,11 @@ def _environment(model: Path, home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _running(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _running(command: list[str], log: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with all that it has started."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         yield process
