@@ -216,18 +216,18 @@ def kl(
             for name, budget in budgets.items()
         }  # fmt: skip
         for i, answer in enumerate(answers):
-            ways, averages = {}, {}
+            read, averages = {}, {}
             for name in budgets:
                 own = given_to(told[name][i])
                 part = [b.average_weight_bits(table) for b in own[len(answer.prompt_ids) : -1]]
                 averages[name] = statistics.fmean(part)
-                ways[name] = own
-                ways[f"{name}, shuffled"] = shuffled(answer, own[:-1], seed) + own[-1:]
+                read[name] = own
+                read[f"{name}, shuffled"] = shuffled(answer, own[:-1], seed) + own[-1:]
                 fixed = engine.explain(answer.prompt_ids, budget=Budget(bits=averages[name]), policy="static").blueprint
                 averages[f"{name}, fixed"] = fixed.average_weight_bits(table)
                 # The prompt runs as it did; what is compared is the answer.
-                ways[f"{name}, fixed"] = own[: len(answer.prompt_ids)] + [fixed] * len(answer.output_ids)
-            found = divergence(engine, answer, ways, full)
+                read[f"{name}, fixed"] = own[: len(answer.prompt_ids)] + [fixed] * len(answer.output_ids)
+            found = divergence(engine, answer, read, full)
             rows.append({
                 "seed": seed, "answer": i, "kl": found, "bits": averages,
                 "moved": {name: sum(m != 0 for m in own[i].moves) for name, own in told.items()},

@@ -182,9 +182,7 @@ def environment(model: Path, home: Path) -> dict[str, str]:
 def _running(command: list[str], log: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with all that it has started."""
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
     finally:
