@@ -56,6 +56,8 @@ def test_no_damaged_file_is_read(at: int) -> None:
     with pytest.raises(QBEError, match=r"damaged|another store") as error:
         learned.read("paq", TABLE)
     assert "\n" not in str(error.value)
+    assert path.name in str(error.value)
+    assert str(path.parent) not in str(error.value)
     path.write_bytes(bytes(data[:50]))
     with pytest.raises(QBEError, match="damaged"):
         learned.read("paq", TABLE)

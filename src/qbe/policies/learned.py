@@ -93,6 +93,7 @@ def read(policy: str, table: SiteTable) -> Learned:
     from safetensors import SafetensorError, safe_open
 
     path, again = path_of(policy, table), f"run 'qbe train {policy} --model {table.model_name}'"
+    what = f"what '{policy}' has learned ({path.name})"  # a server's clients read this: not where it lies
     if not path.is_file():
         raise QBEError(f"the policy '{policy}' has not been trained for {table.model_name}: {again}")
     try:
@@ -101,13 +102,13 @@ def read(policy: str, table: SiteTable) -> Learned:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
         version, about, checksum = (metadata[k] for k in ("version", "about", "checksum"))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise QBEError(f"{path} is damaged ({type(error).__name__}): {again} again") from None
+        raise QBEError(f"{what} is damaged ({type(error).__name__}): {again} again") from None
     if version != version_of(policy, table):
         raise QBEError(
-            f"{path} was trained for another store or version of qbe than {table.model_name} has now: {again} again"
+            f"{what} was trained for another store or version of qbe than {table.model_name} has now: {again} again"
         )
     if checksum != _checksum(tensors, about):
-        raise QBEError(f"{path} is damaged (its checksum does not fit): {again} again")
+        raise QBEError(f"{what} is damaged (its checksum does not fit): {again} again")
     return Learned(tensors, json.loads(about), checksum)
 
 
