@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+import threading
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +18,19 @@ from hypothesis import strategies as st
 
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
+from qbe.records import Record, RecordStore
 from qbe.sites import FULL_BITS, Role, Site, SiteTable
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from qbe.vllm import metrics
 from qbe.vllm.answer import Answer
 from qbe.vllm.asked import Asked
 from qbe.vllm.course import Course
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.loader import scaled
 from qbe.vllm.measured import MeasuredLater
+from qbe.vllm.record_writer import RecordWriter
 from qbe.vllm.salt import MARK, resalt, salt_of
 from qbe.vllm.service_tier import ServiceTier, with_args
 from qbe.vllm.ticket import KEY, Ticket
@@ -224,8 +231,79 @@ def test_the_tier_of_a_body_reaches_the_arguments() -> None:
     }
     own = {"service_tier": "flex", "vllm_xargs": {"service_tier": "priority"}}
     assert json.loads(with_args(json.dumps(own).encode()))["vllm_xargs"] == {"service_tier": "priority"}
-    for body in (b"{", b"[1]", b'{"prompt": "x"}', b'{"vllm_xargs": 3, "service_tier": "flex"}'):
+    deep = (b"[" * 100_000, b'{"a":' * 20_000)
+    for body in (b"{", b"[1]", b'{"prompt": "x"}', b'{"vllm_xargs": 3, "service_tier": "flex"}', *deep):
         assert with_args(body) == body
+
+
+@pytest.mark.parametrize("tier", [3, True, ["flex"], {}, "", "gold"])
+def test_a_tier_that_is_none_is_refused(tier: object) -> None:
+    args = json.loads(with_args(json.dumps({"service_tier": tier}).encode()))["vllm_xargs"]
+    with pytest.raises(QBEError, match="tier"):
+        Asked.of(args)
+
+
+def test_seeds_make_no_series_of_their_own() -> None:
+    for seed in range(3):
+        asked = replace(ticket((4, 4, 4), table()), policy=f"random:{seed}")
+        metrics.admitted(asked, asked.blueprint(table()), table())
+    labels = {s.labels.get("policy") for m in metrics.REQUESTS.collect() for s in m.samples}
+    assert "random" in labels
+    assert not [name for name in labels if name and ":" in name]
+
+
+def test_records_are_written_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else has locked the file; it is written to when they are done."""
+    store = RecordStore(tmp_path / "records.sqlite")
+    store.append(record_of("first"))
+    other = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    writer, tried, write = RecordWriter(store), threading.Event(), store.try_append
+
+    def noted(record: Record) -> bool:
+        tried.set()
+        return write(record)
+
+    monkeypatch.setattr(store, "try_append", noted)
+    writer.put(record_of("second"))
+    assert tried.wait(10)
+    for i in range(10):
+        writer.put(record_of(f"more {i}"))
+    other.execute("ROLLBACK")
+    writer.close()
+    assert len(store.list(99)) == 12
+    writer.put(record_of("last"))
+    writer.close()
+    assert len(store.list(99)) == 13
+
+
+def test_more_records_than_may_wait_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qbe.vllm.record_writer.MOST", 2)
+    held, store = threading.Event(), RecordStore(tmp_path / "records.sqlite")
+    store_has_begun = threading.Event()
+
+    def hold(_record: Record) -> bool:
+        store_has_begun.set()
+        return held.wait(10)
+
+    monkeypatch.setattr(store, "try_append", hold)
+    writer = RecordWriter(store)
+    for i in range(3):  # one is held, two wait
+        writer.put(record_of(str(i)))
+        assert store_has_begun.wait(10)
+    with pytest.warns(RuntimeWarning, match="2 records wait"):
+        writer.put(record_of("more"))
+    held.set()
+    writer.close()
+
+
+def record_of(name: str) -> Record:
+    answer = Answer(ticket((4, 4, 4), table()), table(), 0.0, None)
+    answer.computed(0, 5)
+    request = SimpleNamespace(
+        num_prompt_tokens=5, num_output_tokens=1, get_finished_reason=lambda: "length", status=None
+    )
+    return replace(answer.record(request, "made up"), id=name)
 
 
 def test_the_middleware_hands_on_one_whole_body() -> None:

@@ -100,7 +100,13 @@ def test_a_mixed_batch_is_answered_as_by_the_embedded_engine(server: Server, mod
     assert len({tuple(f) for f in found[:4]}) > 1, "precision makes a difference to this model"
 
 
-@pytest.mark.parametrize("args", [{"qbe_bits": 40}, {"qbe_bit": 4}, {"service_tier": "gold"}, {"qbe_policy": "none"}])
+def test_a_long_text_to_analyse_is_cut(server: Server) -> None:
+    assert server.complete("a", 1, vllm_xargs={"qbe_text": "def f(x): " * 10**6}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "args", [{"qbe_bits": True}, {"qbe_bits": 40}, {"qbe_bit": 4}, {"service_tier": "gold"}, {"qbe_policy": "none"}]
+)
 def test_what_cannot_be_is_a_bad_request(server: Server, args: dict[str, object]) -> None:
     answer = server.complete("a", vllm_xargs=args)
     assert answer.status_code == 400

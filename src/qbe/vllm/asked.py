@@ -45,9 +45,12 @@ class Asked:
         refresh = args.get("qbe_refresh", 0)
         if refresh not in (0, 1):  # JSON's true and false are among them
             raise QBEError(f"qbe_refresh is {refresh!r}, but must be 0 or 1")
+        for name in ("qbe_bits", "qbe_activation_bits"):
+            if isinstance(args.get(name), bool):
+                raise QBEError(f"{name} is {args[name]!r}, but must be a number")
         budget = Budget(
             bits=args.get("qbe_bits"),
-            tier=args.get("service_tier") or "default",
+            tier="default" if args.get("service_tier") is None else args["service_tier"],
             activation_bits=args.get("qbe_activation_bits", FULL_BITS),
             refresh=bool(refresh),
         )

@@ -29,6 +29,8 @@ from qbe.vllm.salt import salt_of
 from qbe.vllm.served import Served
 from qbe.vllm.ticket import KEY, Ticket
 
+MOST_TEXT = 1 << 16  # characters of `qbe_text` that are looked at: other requests wait meanwhile
+
 _lock = threading.Lock()
 _front_ends: dict[str, FrontEnd] = {}  # by digest of the table
 
@@ -46,12 +48,15 @@ class FrontEnd:
         """Raises QBEError for a budget that cannot be met, or a prompt that cannot be analysed."""
         ids = prompt.get("prompt_token_ids")
         if not ids:
-            raise QBEError("a prompt of embeddings has no text that QBE could analyse; give text or tokens")
+            raise QBEError(
+                "an empty prompt, or one of embeddings, has no text that QBE could analyse; give text or tokens"
+            )
+        start = time.perf_counter()
         if asked.text is not None:
-            text, words = asked.text, self.tokenizer(asked.text, add_special_tokens=False)["input_ids"]
+            text = asked.text[:MOST_TEXT]
+            words = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             text, words = prompt.get("prompt") or str(self.tokenizer.decode(ids)), ids
-        start = time.perf_counter()
         policy = self.chooser.policy(asked.policy)
         if getattr(policy, "reads_prompt", False) or hasattr(policy, "routers"):
             raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")

@@ -15,6 +15,7 @@ from qbe.analysis import Analyzer
 from qbe.records import RecordStore, thresholds
 from qbe.records.refresh import Monitor
 from qbe.vllm.answer import Answer
+from qbe.vllm.record_writer import RecordWriter
 from qbe.vllm.salt import resalt
 from qbe.vllm.ticket import Ticket
 
@@ -27,7 +28,7 @@ class PlannedScheduler(Scheduler):
         self._model = self.vllm_config.quant_config.served
         self._answers: dict[str, Answer] = {}
         self._refreshed: dict[str, tuple[int, str, bytes, bytes]] = {}  # not yet sent to the workers
-        self._records = RecordStore()
+        self._records = RecordWriter(RecordStore())
         self._chooser: Any = None
 
     def add_request(self, request: Any) -> None:
@@ -81,8 +82,12 @@ class PlannedScheduler(Scheduler):
         self._refreshed.pop(request.request_id, None)
         answer = self._answers.pop(request.request_id, None)
         if answer is not None:
-            self._records.try_append(answer.record(request, self._model.name))
+            self._records.put(answer.record(request, self._model.name))
         return found
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._records.close()
 
 
 class PlannedAsyncScheduler(PlannedScheduler, AsyncScheduler):

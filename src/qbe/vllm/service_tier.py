@@ -49,13 +49,13 @@ def with_args(body: bytes) -> bytes:
     """The request's body with QBE's arguments in it."""
     try:
         request = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested deeper than Python reads
         return body
     if not isinstance(request, dict) or not isinstance(request.get("vllm_xargs") or {}, dict):
         return body
     found = {}
-    if isinstance(tier := request.get("service_tier"), str):
-        found["service_tier"] = tier
+    if (tier := request.get("service_tier")) is not None:
+        found["service_tier"] = tier if isinstance(tier, str) else json.dumps(tier)  # what cannot be is refused by QBE
     if text := _last_text(request.get("messages")):
         found["qbe_text"] = text
     if not found:

@@ -1,0 +1,58 @@
+"""Records, written by a thread of their own: a scheduler's step does not wait for a disk, or for who locks the file."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import warnings
+
+from qbe.records import Record, RecordStore
+
+MOST = 4096  # records that wait; more are dropped
+CLOSE_S = 10.0  # of waiting for what is left, at the end: twice what a locked file costs
+
+
+class RecordWriter:
+    """Hands records to a store. What waits at the process's end is written then, unless that is killed.
+
+    Args:
+        store: of the records; as `RecordStore.try_append`, it warns once and drops what it cannot write.
+    """
+
+    def __init__(self, store: RecordStore) -> None:
+        self._store = store
+        self._queue: queue.Queue[Record | None] = queue.Queue(MOST)
+        self._thread: threading.Thread | None = None
+        self._full = False
+
+    def put(self, record: Record) -> None:
+        """Write it soon. Never waits."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="qbe-records", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            if not self._full:
+                self._full = True
+                warnings.warn(
+                    f"{MOST} records wait to be written; serving goes on without more", RuntimeWarning, stacklevel=2
+                )
+
+    def close(self) -> None:
+        """Write what waits, for `CLOSE_S` at most. Records may come again after it."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        atexit.unregister(self.close)
+        try:
+            self._queue.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return
+        thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (record := self._queue.get()) is not None:
+            self._store.try_append(record)
