@@ -105,7 +105,7 @@ def _choose(
 
 
 def _measure(logits: torch.Tensor, best: torch.Tensor, asked: list[int]) -> torch.Tensor:
-    """`difficulty`, `[3, n]`, of the rows that ask; a GPU has measured all in less time than it takes to pick some."""
+    """`difficulty`, `[3, n]`, of the rows that ask; on a GPU of all, because to pick some is launches more."""
     if logits.is_cuda or len(asked) == len(logits):
         return difficulty(logits, best)
     measured = best.double().expand(3, -1).clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import warnings
 
 from qbe.records import Record, RecordStore
@@ -47,11 +48,12 @@ class RecordWriter:
         if thread is None:
             return
         atexit.unregister(self.close)
+        end = time.monotonic() + CLOSE_S
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
             return
-        thread.join(CLOSE_S)
+        thread.join(max(0.0, end - time.monotonic()))
 
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
