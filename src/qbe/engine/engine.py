@@ -32,7 +32,7 @@ from qbe.explain import Explanation
 from qbe.kernels.tuning.tunable import KernelCache, kernel_cache
 from qbe.kernels.tuning.tuner import Tuner
 from qbe.models import DEFAULT_MODEL
-from qbe.records import RecordStore
+from qbe.records import RecordStore, RecordWriter
 from qbe.store import cascade_table
 from qbe.store.prepare import prepare, prepare_in_memory
 
@@ -58,7 +58,8 @@ class Engine(Requests):
             with `compile` those compiled, too.
         tune: on a GPU, look for better launch configurations of the kernels in the background, in moments without a
             request. What was found serves all later engines of this machine, with or without `tune`.
-        records: the file that records go to; None takes the user's, False keeps none.
+        records: the file that records go to, each before its answer is given back; None takes the user's, False keeps
+            none. A `RecordWriter` writes them in a thread, so that no step waits for the disk.
         blueprint_cache: the file of the blueprint cache; None takes the user's, False always asks the policy.
         analysis_tier: of the query analysis: 1 thresholds, 2 classifier, 3 sentence encoder as well; None takes 1 for
             queries under 32 tokens and 2 for the others.
@@ -83,7 +84,7 @@ class Engine(Requests):
         compile: bool = False,
         speculate: bool = False,
         tune: bool = False,
-        records: str | Path | bool | None = None,
+        records: str | Path | RecordWriter | bool | None = None,
         blueprint_cache: str | Path | bool | None = None,
         analysis_tier: int | None = None,
         progress: bool = False,
@@ -141,7 +142,7 @@ class Engine(Requests):
             ),
             prepared.tokenizer,
             prepared.name,
-            None if records is False else RecordStore(Path(records) if isinstance(records, str | Path) else None),
+            _sink(records),
         )
         self._host = TunerHost(self._lock, self.core)
         self._tuner = Tuner(self.core.device, self._host) if tune and self.core.device.type == "cuda" else None
@@ -278,3 +279,9 @@ class Engine(Requests):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _sink(records: str | Path | RecordWriter | bool | None) -> RecordStore | RecordWriter | None:
+    if records is False or isinstance(records, RecordWriter):
+        return records or None
+    return RecordStore(Path(records) if isinstance(records, str | Path) else None)

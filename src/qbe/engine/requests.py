@@ -21,7 +21,7 @@ from qbe.engine.result import Request, Result
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError, about
 from qbe.policies import kv
-from qbe.records import RecordStore
+from qbe.records import RecordStore, RecordWriter
 from qbe.records.refresh import Monitor, Refresh
 from qbe.records.thresholds import moved
 from qbe.sites import FULL_BITS, SiteTable
@@ -53,7 +53,9 @@ class Requests:
         records: where they go; None keeps none.
     """
 
-    def __init__(self, core: Core, chooser: Chooser, tokenizer: Any, name: str, records: RecordStore | None) -> None:
+    def __init__(
+        self, core: Core, chooser: Chooser, tokenizer: Any, name: str, records: RecordStore | RecordWriter | None
+    ) -> None:
         self.core, self.tokenizer, self.name = core, tokenizer, name
         self._chooser, self._records, self._table = chooser, records, core.table
         self._closed = False

@@ -5,5 +5,6 @@ from __future__ import annotations
 from qbe.records.export import export
 from qbe.records.record import Record
 from qbe.records.store import RecordStore
+from qbe.records.writer import RecordWriter
 
-__all__ = ["Record", "RecordStore", "export"]
+__all__ = ["Record", "RecordStore", "RecordWriter", "export"]

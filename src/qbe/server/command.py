@@ -78,11 +78,13 @@ def serve(
             from transformers.utils import logging as advice
 
             from qbe.engine.engine import Engine
+            from qbe.records import RecordStore, RecordWriter
 
             advice.set_verbosity_error()
             return Engine(
                 model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=max_sequences,
-                kv_tokens=kv_tokens, compile=compile, tune=tune, progress=sys.stderr.isatty(),
+                kv_tokens=kv_tokens, compile=compile, tune=tune, records=RecordWriter(RecordStore()),
+                progress=sys.stderr.isatty(),
             )  # fmt: skip
 
         return Service(make, watched, public, Path(model).name, failed, book, sending)

@@ -12,10 +12,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from qbe.analysis import Analyzer
-from qbe.records import RecordStore, thresholds
+from qbe.records import RecordStore, RecordWriter, thresholds
 from qbe.records.refresh import Monitor
 from qbe.vllm.answer import Answer
-from qbe.vllm.record_writer import RecordWriter
 from qbe.vllm.salt import resalt
 from qbe.vllm.ticket import Ticket
 
@@ -82,7 +81,7 @@ class PlannedScheduler(Scheduler):
         self._refreshed.pop(request.request_id, None)
         answer = self._answers.pop(request.request_id, None)
         if answer is not None:
-            self._records.put(answer.record(request, self._model.name))
+            self._records.try_append(answer.record(request, self._model.name))
         return found
 
     def shutdown(self) -> None:

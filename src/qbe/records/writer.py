@@ -1,4 +1,4 @@
-"""Records, written by a thread of their own: a scheduler's step does not wait for a disk, or for who locks the file."""
+"""Records, written by a thread of their own: a step of a server does not wait for a disk, or for who locks the file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import threading
 import time
 import warnings
 
-from qbe.records import Record, RecordStore
+from qbe.records.record import Record
+from qbe.records.store import RecordStore
 
 MOST = 4096  # records that wait; more are dropped
 CLOSE_S = 10.0  # of waiting for what is left, at the end: twice what a locked file costs
 
 
 class RecordWriter:
-    """Hands records to a store. What waits at the process's end is written then, unless that is killed.
+    """Stands in for a store that records are written to. What waits at the process's end is written then, unless that
+    is killed.
 
     Args:
         store: of the records; as `RecordStore.try_append`, it warns once and drops what it cannot write.
@@ -27,8 +29,8 @@ class RecordWriter:
         self._thread: threading.Thread | None = None
         self._full = False
 
-    def put(self, record: Record) -> None:
-        """Write it soon. Never waits."""
+    def try_append(self, record: Record) -> bool:
+        """Write it soon; whether it waits for that now. Never waits itself."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qbe-records", daemon=True)
             self._thread.start()
@@ -41,9 +43,11 @@ class RecordWriter:
                 warnings.warn(
                     f"{MOST} records wait to be written; serving goes on without more", RuntimeWarning, stacklevel=2
                 )
+            return False
+        return True
 
     def close(self) -> None:
-        """Write what waits, for `CLOSE_S` at most. Records may come again after it."""
+        """Write what waits, for `CLOSE_S` at most, and close the file. Records may come again after it."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -54,6 +58,8 @@ class RecordWriter:
         except queue.Full:
             return
         thread.join(max(0.0, end - time.monotonic()))
+        if not thread.is_alive():
+            self._store.close()
 
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
