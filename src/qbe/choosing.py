@@ -76,7 +76,10 @@ class BlueprintChooser:
             _prepare(found, self._table)
             self._policies[name] = found
         if self._policies[name].needs_sensitivity and not self._table.measured:
-            raise QBEError(f"this engine was started without a sensitivity table; start it with policy='{name}'")
+            raise QBEError(
+                f"the policy '{name}' needs measured sensitivities, and this engine has none: start it with "
+                f"policy='{name}'; inside vLLM serve a folder that 'qbe quantize' wrote"
+            )
         return self._policies[name]
 
 

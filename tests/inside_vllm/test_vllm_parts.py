@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +16,11 @@ from hypothesis import strategies as st
 
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
-from qbe.records import Record, RecordStore
 from qbe.sites import FULL_BITS, Role, Site, SiteTable
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from vllm_serving import split_model
 
 from qbe.vllm import metrics
 from qbe.vllm.answer import Answer
@@ -30,8 +29,8 @@ from qbe.vllm.course import Course
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.loader import scaled
 from qbe.vllm.measured import MeasuredLater
-from qbe.vllm.record_writer import RecordWriter
 from qbe.vllm.salt import MARK, resalt, salt_of
+from qbe.vllm.served import describe
 from qbe.vllm.service_tier import ServiceTier, with_args
 from qbe.vllm.ticket import KEY, Ticket
 
@@ -252,58 +251,28 @@ def test_seeds_make_no_series_of_their_own() -> None:
     assert not [name for name in labels if name and ":" in name]
 
 
-def test_records_are_written_while_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else has locked the file; it is written to when they are done."""
-    store = RecordStore(tmp_path / "records.sqlite")
-    store.append(record_of("first"))
-    other = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    writer, tried, write = RecordWriter(store), threading.Event(), store.try_append
-
-    def noted(record: Record) -> bool:
-        tried.set()
-        return write(record)
-
-    monkeypatch.setattr(store, "try_append", noted)
-    writer.put(record_of("second"))
-    assert tried.wait(10)
-    for i in range(10):
-        writer.put(record_of(f"more {i}"))
-    other.execute("ROLLBACK")
-    writer.close()
-    assert len(store.list(99)) == 12
-    writer.put(record_of("last"))
-    writer.close()
-    assert len(store.list(99)) == 13
-
-
-def test_more_records_than_may_wait_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qbe.vllm.record_writer.MOST", 2)
-    held, store = threading.Event(), RecordStore(tmp_path / "records.sqlite")
-    store_has_begun = threading.Event()
-
-    def hold(_record: Record) -> bool:
-        store_has_begun.set()
-        return held.wait(10)
-
-    monkeypatch.setattr(store, "try_append", hold)
-    writer = RecordWriter(store)
-    for i in range(3):  # one is held, two wait
-        writer.put(record_of(str(i)))
-        assert store_has_begun.wait(10)
-    with pytest.warns(RuntimeWarning, match="2 records wait"):
-        writer.put(record_of("more"))
-    held.set()
-    writer.close()
-
-
-def record_of(name: str) -> Record:
-    answer = Answer(ticket((4, 4, 4), table()), table(), 0.0, None)
-    answer.computed(0, 5)
-    request = SimpleNamespace(
-        num_prompt_tokens=5, num_output_tokens=1, get_finished_reason=lambda: "length", status=None
-    )
-    return replace(answer.record(request, "made up"), id=name)
+def test_a_folder_is_checked_before_it_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = split_model(tmp_path)
+    assert describe(str(folder)).table.measured
+    assert not caplog.records
+    sensitivities = folder / "sensitivity.json"
+    whole = sensitivities.read_text()
+    sensitivities.write_text(json.dumps({"kl": {}}))
+    with pytest.raises(QBEError, match=r"the sensitivities in .* lack"):
+        describe(str(folder))
+    sensitivities.write_text(whole[:100])
+    with pytest.raises(QBEError, match="damaged"):
+        describe(str(folder))
+    sensitivities.unlink()
+    assert not describe(str(folder)).table.measured
+    assert "has no sensitivity.json" in caplog.text
+    with next(folder.glob("nested-*")).open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(QBEError, match="checksum differs"):
+        describe(str(folder))
 
 
 def test_the_middleware_hands_on_one_whole_body() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.models import load_model
 from qbe.progress import bar
@@ -52,6 +53,18 @@ def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progres
             sensitivity.measure_activations(model, table, tokens, lambda _: step()),
             sensitivity.difficult_entropy(model, table, tokens),
         )
+
+
+def with_stored(table: SiteTable, measured: Sensitivity, folder: Path) -> SiteTable:
+    """The table with what was measured of the store in a folder.
+
+    Raises:
+        QBEError: it is of another store, or damaged.
+    """
+    for site in table.nested:
+        if not set(site.gears) <= set(measured.weights.get(site.name, {})):
+            raise QBEError(f"the sensitivities in {folder} lack {site.name}; delete {sensitivity_table.NAME} there")
+    return with_measured(table, measured)
 
 
 def with_measured(table: SiteTable, measured: Sensitivity) -> SiteTable:

@@ -24,7 +24,7 @@ from qbe.models.load import quiet
 from qbe.sites import SiteTable
 from qbe.store import checkpoint, known, kv_table, sensitivity_table, superseded
 from qbe.store.calibrate import WINDOW, read_tokens
-from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured
+from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured, with_stored
 from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
 from qbe.store.placement import place
@@ -102,10 +102,7 @@ def _from_store(
         else:
             measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
-        for site in table.nested:
-            if not set(site.gears) <= set(measured.weights.get(site.name, {})):
-                raise QBEError(f"the sensitivities in {folder} lack {site.name}; delete sensitivity.json there")
-        table = with_measured(table, measured).with_kv(kv_table.read(folder))
+        table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
     place(loaded.model, device, originals)
     return PreparedModel(loaded.model, loaded.tokenizer, table, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from qbe.models.load import load_skeleton
 from qbe.sites import SiteTable
 from qbe.store import checkpoint, sensitivity_table
 from qbe.store.checkpoint import Manifest
-from qbe.store.measure import with_measured
+from qbe.store.measure import with_stored
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.nesting import nest_skeleton
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def describe(name: str, revision: str | None = None) -> Served:
         name: a folder, or a hub id (which is downloaded, as vLLM would).
 
     Raises:
-        QBEError: a folder without config, a damaged store, or a model with nothing to nest.
+        QBEError: a folder without config, a damaged store (every byte of it is read), or a model with nothing to nest.
     """
     folder = Path(name) if Path(name).is_dir() else _download(name, revision)
     manifest = checkpoint.read_manifest(folder) if checkpoint.is_checkpoint(folder) else None
@@ -49,9 +52,16 @@ def describe(name: str, revision: str | None = None) -> Served:
         nesting = NestedWeightConfig(manifest.group_size, manifest.slices)
     sites = None if manifest is None else manifest.sites.keys()
     table = nest_skeleton(load_skeleton(folder), name, nesting, sites)
-    measured = sensitivity_table.read(folder) if manifest is not None else None
-    if measured is not None:
-        table = with_measured(table, measured)
+    if manifest is not None:
+        checkpoint.verify(folder)
+        measured = sensitivity_table.read(folder)
+        if measured is not None:
+            table = with_stored(table, measured, folder)
+        else:
+            log.warning(
+                "%s has no %s, so that requests are served at the same bits in every layer (policy 'uniform'): "
+                "'qbe quantize' writes a folder with one", folder, sensitivity_table.NAME,
+            )  # fmt: skip
     return Served(name, folder, table, nesting, manifest)
 
 
