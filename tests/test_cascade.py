@@ -11,6 +11,7 @@ import torch
 
 from engine_models import build, prompts, request, run
 from qbe.blueprint import Blueprint, Steering
+from qbe.engine.captured import Kind
 from qbe.engine.core import Core
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
@@ -92,6 +93,28 @@ def test_nobody_else_changes_what_is_moved(device: torch.device) -> None:
     assert few.scheduler.preempted > 0
     assert answers(core_of(), 0, 1, 2, speculate=True, logit_bias=None) == together
     assert answers(core_of(table=replace(TABLE, most=0)), 0)[0][1] == [0] * (TOKENS - 1)
+
+
+def test_a_compiled_step_moves_as_one_that_is_not(device: torch.device) -> None:
+    """On a GPU the steps of steered rows are compiled and captured beside those of others, before anyone asks."""
+
+    def answer(compile: bool) -> Sequence:
+        core = core_of(device, compile=compile, max_sequences=2, speculate=False)
+        decode = core.runner.decode
+        assert decode is not None
+        ready = decode.captures
+        s = asked(core, "s", prompts(20)[0], 60)
+        run(core, s)
+        assert decode.captures == ready + (device.type == "cuda" and not compile)
+        if compile and device.type == "cuda":
+            assert {k for k in decode._graphs if k.size == 1} == {Kind(1), Kind(1, steered=True)}
+            assert decode._graphs[Kind(1, steered=True)].forward != decode._run_model
+        return s
+
+    plain, compiled = answer(False), answer(True)
+    assert any(compiled.moves)
+    assert compiled.output_ids == plain.output_ids
+    assert compiled.moves == plain.moves
 
 
 def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:

@@ -7,7 +7,7 @@ blueprint's column. The graph's first kernel spreads those columns over the plan
 
 A sequence that speculates has several rows in a step. Such steps, and those with a bounded sequence or with a steered
 row among them, have graphs of their own, so that others do not pay for what they need more. They are captured when the
-first such step of a size runs.
+first such step of a size runs, unless `capture` or `compile` has.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class DecodeStep:
         self._graphs: dict[Kind, Captured] = {}
         self._refused: set[Kind] = set()  # could not be captured
         self._memory: Any = None  # of the graphs
+        self._several = 0  # rows up to which steps of several are captured
         self._compiled: dict[int, Step] = {}
         self._compiled_graphs: set[int] = set()
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
@@ -100,7 +101,7 @@ class DecodeStep:
             on_size: called when a size is done (a progress bar): the first start on a machine compiles the kernels.
             several: capture steps of sequences with several rows now, too, up to so many; 0 leaves them for later.
         """
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory, self._several = torch.cuda.graph_pool_handle(), several
         try:
             for size in reversed(batch_sizes(self.largest)):
                 for kind in [Kind(size)] + [Kind(size, several=True)] * (1 < size <= several):
@@ -142,7 +143,7 @@ class DecodeStep:
         self._refused.clear()
         if self._graphs:
             self._graphs.clear()
-            self.capture()
+            self.capture(several=self._several)
         for size in compiled:
             self.compile(size)
         self.plan.forget()
@@ -212,15 +213,21 @@ class DecodeStep:
 
     @torch.inference_mode()
     def compile(self, size: int) -> bool:
-        """Compile the step of this size; whether that worked. It takes tens of seconds unless a cache has it."""
+        """Compile the step of this size; whether that worked. It takes tens of seconds unless a cache has it.
+
+        Of graphs those of its steered steps, too, where there is somebody to steer, and of several rows where they have
+        been captured: each is another computation.
+        """
         register()
         self._stage([], size)
         try:
             if self._graphs:
-                compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
-                kind = Kind(size)
-                self._graphs[kind] = self._capture(kind, compiled)
-                self.captures += 1
+                kinds = [Kind(size)] + [Kind(size, steered=True)] * (self.observe is not None)
+                kinds += [k for k in self._graphs if k == Kind(size, several=True)]
+                for kind in kinds:
+                    compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
+                    self._graphs[kind] = self._capture(kind, compiled)
+                    self.captures += 1
                 self._compiled_graphs.add(size)
             else:
                 with step(self._layout(Kind(size, steered=self.observe is not None))):
