@@ -51,7 +51,7 @@ def run_vllm(model: str, quantization: str | None, dtype: str, compiled: bool) -
 
     llm = LLM(
         model, dtype=dtype, quantization=quantization, enforce_eager=not compiled, max_model_len=512, max_num_seqs=16,
-        max_num_batched_tokens=512, kv_cache_memory_bytes=1 << 28,
+        max_num_batched_tokens=512, kv_cache_memory_bytes=1 << 28, gpu_memory_utilization=0.3,  # others may be there
     )  # fmt: skip
 
     def ask(prompts: list[str], bits: list[int | None]) -> list[list[int]]:

@@ -26,7 +26,8 @@ class Commands:
     """The process that forks; `close` ends it."""
 
     def __init__(self) -> None:
-        environment = dict(os.environ, NO_COLOR="1", OPENBLAS_NUM_THREADS="1")  # its threads would not live on in forks
+        # BLAS's threads would not live on in forks, and CUDA not start in them once its own library had been asked.
+        environment = dict(os.environ, NO_COLOR="1", OPENBLAS_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
         command = [sys.executable, __file__]
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True

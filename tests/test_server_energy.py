@@ -255,7 +255,7 @@ def test_a_server_says_what_answers_took_and_keeps_its_budget(tmp_path: Path, mo
     """With a counter in the kernel's form, which another thread moves on at 40 W; the budget is 20."""
     monkeypatch.setattr("qbe.server.service._RELOAD_S", 0.02)
     domain = package(tmp_path / "rapl", 0, 1.0)
-    monkeypatch.setattr("qbe.server.observe.observer.find", lambda device: find(device, tmp_path / "rapl"))
+    monkeypatch.setattr("qbe.server.observe.observer.find", lambda _: find(torch.device("cpu"), tmp_path / "rapl"))
     over = threading.Event()
 
     def draw() -> None:
