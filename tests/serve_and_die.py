@@ -27,8 +27,8 @@ def counted(self: Ledger, entries: Sequence[Entry]) -> None:
     if left == 0 and WHERE == "before":
         die()
     if left == 0 and WHERE == "within":  # rows are in the transaction, which is not committed
-        assert self._db is not None
-        self._db.set_trace_callback(lambda sql: die() if sql.startswith("COMMIT") else None)
+        assert self._file._db is not None
+        self._file._db.set_trace_callback(lambda sql: die() if sql.startswith("COMMIT") else None)
     write(self, entries)
     if left == 0:
         die()

@@ -141,9 +141,9 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_loses_records_not_the_engine(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qbe.records.store.PAUSE_S", 0.05)
     store.append(record())
-    assert store._db is not None
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count = {pages + 1}")  # SQLite answers as it does on a full disk
+    assert store._file._db is not None
+    pages = store._file._db.execute("PRAGMA page_count").fetchone()[0]
+    store._file._db.execute(f"PRAGMA max_page_count = {pages + 1}")  # SQLite answers as it does on a full disk
     big = {"x" * 9000: 1.0}
     with pytest.raises(QBEError, match="full"):
         store.append(record(features=big))
@@ -152,7 +152,7 @@ def test_a_full_disk_loses_records_not_the_engine(store: RecordStore, monkeypatc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not store.try_append(record())  # within the pause: not even tried
-        store._db.execute("PRAGMA max_page_count = 1000000")
+        store._file._db.execute("PRAGMA max_page_count = 1000000")
         time.sleep(0.06)
         assert store.try_append(record(features=big))  # there is space again
     assert store.count() == 2
@@ -160,7 +160,7 @@ def test_a_full_disk_loses_records_not_the_engine(store: RecordStore, monkeypatc
 
 def test_a_locked_file_is_waited_for_with_a_limit(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.append(record())
-    monkeypatch.setattr("qbe.records.store.BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("qbe.records.database.BUSY_TIMEOUT_S", 0.2)
     other = RecordStore(store.path)
     holder = sqlite3.connect(store.path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")

@@ -65,7 +65,7 @@ def test_more_records_than_may_wait_are_dropped(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_engine_does_not_wait_for_a_locked_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qbe.records.store.BUSY_TIMEOUT_S", 60.0)  # what a step that waited would take
+    monkeypatch.setattr("qbe.records.database.BUSY_TIMEOUT_S", 60.0)  # what a step that waited would take
     store = RecordStore(tmp_path / "records.sqlite")
     store.append(made("first"))
     other = sqlite3.connect(tmp_path / "records.sqlite", isolation_level=None)

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from qbe.errors import QBEError
+from qbe.records.database import Database, Schema
 
-SCHEMA_VERSION = 2  # 1 lacks joules and energy
 APPLICATION_ID = 0x51424C31  # "QBL1"
-BUSY_TIMEOUT_S = 5.0
 UNIT = 10**12  # costs are whole numbers of trillionths, which add up without rounding
 
 
@@ -93,7 +87,18 @@ class Total:
 
 
 COLUMNS = tuple(f.name for f in fields(Entry))
-_TABLE = f"CREATE TABLE IF NOT EXISTS entries ({', '.join(COLUMNS)}, PRIMARY KEY (id)) WITHOUT ROWID"
+_SCHEMA = Schema(
+    application_id=APPLICATION_ID,
+    version=2,  # 1 lacks joules and energy
+    table="entries",
+    columns=COLUMNS,
+    make=(
+        f"CREATE TABLE IF NOT EXISTS entries ({', '.join(COLUMNS)}, PRIMARY KEY (id)) WITHOUT ROWID",
+        "CREATE INDEX IF NOT EXISTS entries_began ON entries (began)",
+    ),
+    name="the ledger",
+    elsewhere="give the ledger another file",
+)
 _WRITE = (
     f"INSERT INTO entries ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (id) DO UPDATE "
     "SET "
@@ -129,8 +134,7 @@ class Ledger:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = default_path() if path is None else path
-        self._db: sqlite3.Connection | None = None
-        self._lock = threading.Lock()
+        self._file = Database(self.path, _SCHEMA)
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Write these rows, all or none; they outlive this process when this returns.
@@ -139,8 +143,7 @@ class Ledger:
             QBEError: the file cannot be written, or is no ledger.
         """
         rows = [_row(e) for e in entries]
-        with self._lock, self._errors("written"):
-            db = self._open()
+        with self._file.writing() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 db.executemany(_WRITE, rows)
@@ -152,7 +155,7 @@ class Ledger:
 
     def entries(self) -> list[Entry]:
         """All rows, in the order in which their requests came. Raises QBEError where they cannot be read."""
-        rows = self._read(f"SELECT {', '.join(COLUMNS)} FROM entries ORDER BY began, id", {})
+        rows = self._file.read(f"SELECT {', '.join(COLUMNS)} FROM entries ORDER BY began, id", {})
         described = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
         return [Entry(**d | {"tokens_by_bits": _by_bits(d["tokens_by_bits"])}) for d in described]
 
@@ -167,10 +170,10 @@ class Ledger:
         """
         period = {"since": since, "until": until}
         by_bits: dict[tuple[str, str, str], dict[int, int]] = {}
-        for *group, bits, tokens in self._read(_BY_BITS, period):
+        for *group, bits, tokens in self._file.read(_BY_BITS, period):
             by_bits.setdefault((group[0], group[1], group[2]), {})[bits] = tokens
         found = []
-        for *named, whole, part, joules, energy in self._read(_TOTALS, period):
+        for *named, whole, part, joules, energy in self._file.read(_TOTALS, period):
             spread = by_bits.get((named[0], named[1], named[2]), {})
             tokens = max(1, sum(spread.values()))
             bits = sum(b * n for b, n in spread.items()) / tokens
@@ -181,70 +184,7 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file; the next use opens it again."""
-        with self._lock:
-            if self._db is not None:
-                self._db.close()
-                self._db = None
-
-    def _read(self, sql: str, values: dict[str, Any]) -> list[tuple[Any, ...]]:
-        with self._lock, self._errors("read"):
-            if self._db is None and not self.path.exists():
-                return []  # a reader leaves no file behind
-            return self._open().execute(sql, values).fetchall()
-
-    def _open(self) -> sqlite3.Connection:
-        if self._db is not None:
-            return self._db
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # SQLite does not wait by itself when several processes make a file and turn its log on at once: try again.
-        end = time.monotonic() + BUSY_TIMEOUT_S
-        while True:
-            db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-            try:
-                self._prepare(db)
-            except BaseException as error:
-                db.close()
-                busy = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
-                if not busy or time.monotonic() > end:
-                    raise
-                time.sleep(0.01)
-            else:
-                self._db = db
-                return db
-
-    def _prepare(self, db: sqlite3.Connection) -> None:
-        """Check whose file it is before anything is written to it, then make the table if it is new."""
-        db.execute("BEGIN")
-        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        found = db.execute("PRAGMA user_version").fetchone()[0]
-        owner = db.execute("PRAGMA application_id").fetchone()[0]
-        db.execute("COMMIT")
-        if (tables or found) and owner != APPLICATION_ID:
-            raise QBEError(f"{self.path} is another program's database: give the ledger a file of its own")
-        if found > SCHEMA_VERSION:
-            raise QBEError(f"{self.path} has ledger format {found}, this QBE reads up to {SCHEMA_VERSION}: update QBE")
-        # NORMAL survives the death of the process; only a power cut may lose the last moments.
-        if found < SCHEMA_VERSION:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("BEGIN IMMEDIATE")
-            db.execute(_TABLE)
-            db.execute("CREATE INDEX IF NOT EXISTS entries_began ON entries (began)")
-            there = {row[1] for row in db.execute("PRAGMA table_info(entries)")}
-            for name in COLUMNS:  # an earlier version made a table without these
-                if name not in there:
-                    db.execute(f"ALTER TABLE entries ADD COLUMN {name}")
-            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            db.execute("COMMIT")
-        db.execute("PRAGMA synchronous = NORMAL")
-
-    @contextmanager
-    def _errors(self, done: str) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise QBEError(f"the ledger {self.path} cannot be {done} ({error}): free the disk, mend the permissions or "
-                           "give another file") from error  # fmt: skip
+        self._file.close()
 
 
 def _row(entry: Entry) -> tuple[Any, ...]:
