@@ -124,7 +124,11 @@ TARGET_AVX512 INLINE void ask_for_next(const Tile *t, int64_t g) {
 TARGET_AVX512 INLINE void panel_rows(const Tile *t, const char *panel, const char *x, int64_t x_bytes, const float *pairs,
                                      int first, __m512 *y, const int R, const int P) {
     const int64_t groups = t->w->groups, each = t->w->kp / groups / BLOCK;
-    for (int r = 0; r < R; r++) y[r] = _mm512_setzero_ps();
+    __m512 zero = _mm512_setzero_ps();
+    for (int r = 0; r < R; r++) {
+        __asm__("" : "+v"(zero)); /* unknown here, or the compiler would clear y by `rep stos`, which is slow to begin */
+        y[r] = zero;
+    }
     for (int64_t g = 0; g < groups; g++) {
         if (first) ask_for_next(t, g);
         __m512i sum[12 * 2];
