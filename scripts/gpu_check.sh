@@ -14,11 +14,16 @@
 # PYTHON (python3) has QBE installed, or src in PYTHONPATH. LIMIT (600) is the most seconds of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=$(mkdir -p "$1" && cd "$1" && pwd)
+[ $# -ge 2 ] || { echo "usage: $0 OUT STEP...; the head of this file lists the steps" >&2 && exit 2; }
+out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
 shift
 python=${PYTHON:-python3}
 
 step() {
+  local model
+  case $1 in
+  agreement | throughput) model=${MODEL:?set it to a folder of 'qbe quantize'} ;;
+  esac
   case $1 in
   suite)
     export QBE_TEST_LOG=$out/suite
@@ -33,10 +38,10 @@ step() {
   vllm) "$python" -m pytest -o addopts= -p no:cacheprovider -p no:xdist -v tests/inside_vllm/test_vllm_server.py ;;
   agreement)
     # Triton's float32 products are of TF32 unless told otherwise, and vLLM's attention does not tell.
-    TRITON_F32_DEFAULT=ieee "$python" -u benchmarks/vllm_agreement.py "$MODEL" --dtype float32 --compile --json "$out/agreement-float32.json" &&
-      "$python" -u benchmarks/vllm_agreement.py "$MODEL" --compile --json "$out/agreement-bfloat16.json"
+    TRITON_F32_DEFAULT=ieee "$python" -u benchmarks/vllm_agreement.py "$model" --dtype float32 --compile --json "$out/agreement-float32.json" &&
+      "$python" -u benchmarks/vllm_agreement.py "$model" --compile --json "$out/agreement-bfloat16.json"
     ;;
-  throughput) "$python" -u benchmarks/vllm_throughput.py "$MODEL" --gpu-memory-utilization 0.4 --json "$out/throughput.json" ;;
+  throughput) "$python" -u benchmarks/vllm_throughput.py "$model" --gpu-memory-utilization 0.4 --json "$out/throughput.json" ;;
   cascade)
     "$python" -u benchmarks/cascade.py cost --device cuda --compile --layers 5 10 15 --steps 400 \
       ${MODEL:+--model "$MODEL"} --json "$out/cascade.json"
@@ -48,7 +53,7 @@ step() {
 
 failed=0
 export -f step
-export out python PYTHONPATH="scripts:src${PYTHONPATH:+:$PYTHONPATH}"
+export out python PYTHONPATH="$PWD/scripts:$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 for name in "$@"; do
   began=$SECONDS
   timeout "${LIMIT:-600}" bash -c 'step "$0"' "$name" > "$out/$name.log" 2>&1 < /dev/null

@@ -11,11 +11,13 @@ import torch
 
 from engine_models import build, prompts, request, run
 from qbe.blueprint import Blueprint, Steering
+from qbe.compile.backend import register
 from qbe.engine.captured import Kind
 from qbe.engine.core import Core
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.kernels.cascade_ops import DOWN, UP
+from qbe.kvcache.attention import step as step_of
 from qbe.sites import NESTABLE_ROLES, Role
 from qbe.store.cascade_table import TOP, CascadeTable, Point, balanced, load, path_of, save, step
 from qbe.store.nested_tensor import nest
@@ -115,6 +117,25 @@ def test_a_compiled_step_moves_as_one_that_is_not(device: torch.device) -> None:
     assert any(compiled.moves)
     assert compiled.output_ids == plain.output_ids
     assert compiled.moves == plain.moves
+
+
+def test_each_kind_of_step_is_compiled_for_itself() -> None:
+    """As a GPU does it, which captures one after the other: the second is not the first one's code."""
+    core = core_of(max_sequences=2, speculate=False)
+    decode, s = core.runner.decode, asked(core, "s", prompts(20)[0], 60)
+    assert decode is not None
+    register()
+    core.add(s)
+    core.step()
+    decode._stage(core.scheduler.schedule(), 1)
+    decode.plan.gather(decode._rows(1)[-1])
+    for kind in (Kind(1), Kind(1, steered=True), Kind(1, several=True), Kind(1)):
+        compiled = torch.compile(decode._run_planned, backend="qbe", fullgraph=True, dynamic=False)
+        assert core.cascade is not None
+        core.cascade._moves.fill_(-1)
+        with torch.inference_mode(), step_of(decode._layout(kind)):
+            compiled(1)
+        assert (int(core.cascade._moves[0]) != -1) is kind.steered
 
 
 def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:
