@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine_models import request
@@ -81,6 +81,7 @@ def test_less_patience_goes_first_until_others_have_waited_long_enough() -> None
     assert one.begun() == ["priority", "flex", "default"]
 
 
+@example(flood=[("priority", 2, 15)], apart=True, thin=0)  # every step reads a prompt that leaves flex's no room
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["default", "priority"]), st.integers(1, 12), st.integers(1, 40)), min_size=1),

@@ -267,10 +267,11 @@ class Scheduler:
         also beside the `read` tokens of prompts that the step has, and no prompt goes before it."""
         if not self.waiting or len(self.running) >= self.max_sequences or self._preempted:
             return
-        waiting: Collection[Sequence] = self.waiting
-        if self.chunked and read:
-            waiting = [s for s in waiting if self.prompt_tokens(s) > read]
-        sequence = self._next(waiting) if waiting else None
+        sequence = self._next(self.waiting)
+        if sequence is not None and self.chunked and self.prompt_tokens(sequence) <= read:
+            # Its prompt has to wait for a step of its own; others may go before it, unless nobody may go at all.
+            rest = [s for s in self.waiting if self.prompt_tokens(s) > read]
+            sequence = self._next(rest) if rest else None
         if sequence is None or (prompts and _rank(prompts[0]) <= _rank(sequence)):
             return
         if self.paged and self.running and self.paging.needs(sequence) > self.allocator.free_bytes:
