@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from qbe.kernels.tuning.tunable import Choice, Config
+from qbe.engine.devices import no_collection
+from qbe.kernels.tuning.tunable import Choice, Config, recording
 
 
 class Kind(NamedTuple):
@@ -48,6 +49,27 @@ class Captured:
         self.graph.replay()
         for choice, config, times in self.launches:
             choice.count(config, times)
+
+
+def capture(forward: Forward, size: int, device: torch.device, memory: Any) -> Captured:
+    """Capture a step on its inputs as they are, in the graphs' `memory` (`torch.cuda.graph_pool_handle`).
+
+    Raises:
+        RuntimeError: something in the step cannot be captured.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream), recording() as launches:
+        for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
+            forward(size)
+        stream.synchronize()
+        launches.clear()
+        graph = torch.cuda.CUDAGraph()
+        modes = {"pool": memory, "stream": stream, "capture_error_mode": "thread_local"}
+        with no_collection(), torch.cuda.graph(graph, **modes):
+            logits, tokens = forward(size)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return Captured(graph, logits, tokens, forward, counted(launches))
 
 
 def counted(launches: Many[tuple[Choice, Config]]) -> list[tuple[Choice, Config, int]]:

@@ -23,15 +23,13 @@ import torch
 from torch import nn
 
 from qbe.compile.backend import register
-from qbe.engine.captured import Captured, Forward, Kind, counted
+from qbe.engine.captured import Captured, Forward, Kind, capture
 from qbe.engine.cascade import steers
 from qbe.engine.compiled import Step, compile_step
-from qbe.engine.devices import no_collection
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
 from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE
-from qbe.kernels.tuning.tunable import recording
 from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
 from qbe.store.plan import Plan
@@ -120,19 +118,8 @@ class DecodeStep:
     def _capture(self, kind: Kind, forward: Forward) -> Captured:
         size = kind.size
         self._stage([], size)
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with step(self._layout(kind)), torch.cuda.stream(stream), recording() as launches:
-            for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
-                forward(size)
-            stream.synchronize()
-            launches.clear()
-            graph = torch.cuda.CUDAGraph()
-            modes = {"pool": self._memory, "stream": stream, "capture_error_mode": "thread_local"}
-            with no_collection(), torch.cuda.graph(graph, **modes):
-                logits, tokens = forward(size)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        return Captured(graph, logits, tokens, forward, counted(launches))
+        with step(self._layout(kind)):
+            return capture(forward, size, self.device, self._memory)
 
     def renew(self) -> None:
         """The forward pass has become another: capture and compile again what was."""
@@ -225,8 +212,7 @@ class DecodeStep:
                 kinds = [Kind(size)] + [Kind(size, steered=True)] * (self.observe is not None)
                 kinds += [k for k in self._graphs if k == Kind(size, several=True)]
                 for kind in kinds:
-                    compiled = torch.compile(self._run_model, backend="qbe", fullgraph=True, dynamic=False)
-                    self._graphs[kind] = self._capture(kind, compiled)
+                    self._graphs[kind] = self._capture(kind, self._compiled_forward())
                     self.captures += 1
                     self._compiled_graphs.add(size)  # whatever becomes of the next kind
             else:
@@ -236,6 +222,17 @@ class DecodeStep:
             log.warning("some decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
             return False
         return True
+
+    def _compiled_forward(self) -> Forward:
+        """`_run_model` compiled, but for the plan's rows: torch.compile refuses what writes to a tensor and reads views
+        of it, as routers and the cascade read the plan."""
+        planned = torch.compile(self._run_planned, backend="qbe", fullgraph=True, dynamic=False)
+
+        def run(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            self.plan.gather(self._rows(size)[-1])
+            return planned(size)
+
+        return run
 
     def _graph(self, kind: Kind) -> Captured | None:
         """The graph of such steps, captured now if these are the first of their kind; None: run them eagerly."""
