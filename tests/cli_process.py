@@ -1,5 +1,5 @@
 """`qbe` in processes that are forked from one which has imported everything: each as real as `python -m qbe` (streams,
-signals, exit code), without the seconds that importing torch and transformers takes.
+signals, exit code), without the seconds that importing torch and transformers takes. Not on machines with a GPU.
 
     qbe("info", "--json", home=folder)
 """
@@ -26,8 +26,8 @@ class Commands:
     """The process that forks; `close` ends it."""
 
     def __init__(self) -> None:
-        # BLAS's threads would not live on in forks, and CUDA not start in them once its own library had been asked.
-        environment = dict(os.environ, NO_COLOR="1", OPENBLAS_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+        # BLAS's threads would not live on in forks.
+        environment = dict(os.environ, NO_COLOR="1", OPENBLAS_NUM_THREADS="1")
         command = [sys.executable, __file__]
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
@@ -76,10 +76,32 @@ def _commands() -> Commands:
 def qbe(
     *args: str | bytes, stdin: bytes = b"", home: Path | None = None, reader: bool = True, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[bytes]:
+    import torch  # not above: where this file is run, it is imported after QBE
+
     environment = dict(os.environ, NO_COLOR="1")
     if home is not None:
         environment |= {"QBE_CACHE": str(home), "QBE_RECORDS": str(home / "records.sqlite")}
-    return _commands().run(args, environment, stdin, reader, cwd)
+    run = _started if torch.cuda.is_available() else _commands().run
+    return run(args, environment, stdin, reader, cwd)
+
+
+def _started(
+    args: Sequence[str | bytes], environment: Mapping[str, str], stdin: bytes, reader: bool, cwd: Path | None
+) -> subprocess.CompletedProcess[bytes]:
+    """`python -m qbe`, for machines with a GPU: torchao starts CUDA as it is imported, and forks could not use it."""
+    out = subprocess.PIPE
+    if not reader:
+        read, out = os.pipe()
+        os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "qbe", *args], env=environment, input=stdin, stdout=out, stderr=subprocess.PIPE,
+            cwd=cwd, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+        return subprocess.CompletedProcess(list(args), done.returncode, done.stdout or b"", done.stderr)
+    finally:
+        if not reader:
+            os.close(out)
 
 
 def refused(
