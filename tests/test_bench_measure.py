@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import qbe  # noqa: F401  (before torch: it sets how torch's threads wait)
 
+import gc
+import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +18,8 @@ import torch
 from bench_samples import CPU, LIMITS, LINEARS, TOKEN, described
 from qbe.bench import linears
 from qbe.bench.linear_peers import BF16, LinearPeer, PreparedPeers
-from qbe.bench.measure import Failed, Measured, take_turns
-from qbe.bench.passes import WHOLE, check, one_pass
+from qbe.bench.measure import Failed, Measured, Sample, take_turns
+from qbe.bench.passes import WHOLE, check, one_pass, whole
 from qbe.bench.weights import random_weights
 
 
@@ -115,3 +118,28 @@ def test_inputs_of_a_peer_have_its_dtype() -> None:
     assert not isinstance(sample, Failed)
     assert sample()[WHOLE] > 0
     assert set(seen) == {torch.float32}
+
+
+def test_a_sample_keeps_what_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph has addresses; nobody else may hold the tensors."""
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    device = torch.device("cuda")
+
+    def samples() -> list[Sample]:
+        read = torch.ones(3)
+        seen.append(weakref.ref(read))
+        return [whole(read.sum, device), one_pass(TOKEN, lambda part, i: read.sum(), device)]
+
+    seen: list[weakref.ref[torch.Tensor]] = []
+    for kept in (0, 1):
+        sample = samples()[kept]
+        gc.collect()
+        assert seen.pop()() is not None
+        del sample

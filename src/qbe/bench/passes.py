@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -47,21 +48,21 @@ def _walk(token: Token, call: Call) -> Sample:
 
 
 def _replays(token: Token, call: Call) -> Sample:
-    graphs = {p.name: _captured([(p, i) for i in range(token.copies(p))], call) for p in token.all_parts}
+    replays = {p.name: _captured([(p, i) for i in range(token.copies(p))], call) for p in token.all_parts}
     launches = {p.name: token.copies(p) for p in token.all_parts} | {WHOLE: 1}
-    graphs[WHOLE] = _captured(token.order(), call)
+    replays[WHOLE] = _captured(token.order(), call)
 
     def sample() -> dict[str, float]:
         found = {}
-        for name, graph in graphs.items():
-            graph.replay()  # clocks and caches as in a running model
-            found[name] = seconds(graph.replay, torch.device("cuda")) * 1e6 / launches[name]
+        for name, replay in replays.items():
+            replay()  # clocks and caches as in a running model
+            found[name] = seconds(replay, torch.device("cuda")) * 1e6 / launches[name]
         return found
 
     return sample
 
 
-def _captured(launches: list[tuple[Part, int]], call: Call) -> torch.cuda.CUDAGraph:
+def _captured(launches: list[tuple[Part, int]], call: Call) -> Replay:
     def run() -> None:
         for part, i in launches:
             call(part, i)
@@ -69,8 +70,19 @@ def _captured(launches: list[tuple[Part, int]], call: Call) -> torch.cuda.CUDAGr
     return captured(run)
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A graph, and `run`, whose tensors it reads and writes: it has their addresses, and would not keep them alive."""
+
+    graph: torch.cuda.CUDAGraph
+    run: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 @torch.inference_mode()
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def captured(run: Callable[[], object]) -> Replay:
     """What it launches as a CUDA graph, after a first run that compiles what must be compiled."""
     run()
     torch.cuda.synchronize()
@@ -78,17 +90,17 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     # Of this thread only: elsewhere kernels may be compiling, which must not end the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
-    return graph
+    return Replay(graph, run)
 
 
 def whole(run: Callable[[], object], device: torch.device) -> Sample:
     """A sample of `run` as one piece: `WHOLE` -> seconds, on a GPU of a replay of its graph."""
     if device.type == "cuda":
-        graph = captured(run)
+        replay = captured(run)
 
         def replayed() -> dict[str, float]:
-            graph.replay()  # clocks and caches as in a running model
-            return {WHOLE: seconds(graph.replay, device)}
+            replay()  # clocks and caches as in a running model
+            return {WHOLE: seconds(replay, device)}
 
         return replayed
 
