@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from typing import Any
 
@@ -15,6 +16,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import TIERS, Budget
 from qbe.errors import QBEError
+from qbe.policies import allocate as search
 from qbe.policies.allocate import allocate
 from qbe.sites import Role, Site, SiteTable
 
@@ -87,6 +89,26 @@ def test_allocation_is_optimal_on_models_small_enough_to_enumerate(seed: int, bi
     ours = allocate(table, bits, {})
     assert average(ours) <= bits + 1e-6
     assert cost(ours) <= min(map(cost, near)) * 1.002 + 1e-5
+
+
+def test_a_search_ends_at_a_count_of_nodes_so_that_a_busy_machine_finds_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(3)  # whose search takes 109 nodes, unlike most
+    sizes = [rng.choice((1, 4, 14, 16, 501)) for _ in range(60)]
+    scales = [4.0**3 * 10 ** rng.uniform(-6, -1) for _ in sizes]
+    costs = [{g: scale * 4.0**-g * rng.uniform(0.7, 1.3) for g in (3, 4, 5, 6, 8)} for scale in scales]
+
+    def found() -> tuple[float, float]:
+        gears = search.solve(costs, sizes, 5.03, 4.98)
+        assert gears is not None
+        return sum(c[g] for c, g in zip(costs, gears, strict=True)), sum(map(operator.mul, sizes, gears)) / sum(sizes)
+
+    whole, _ = found()
+    monkeypatch.setattr(search, "NODES", 1)
+    cut, average = found()
+    assert whole < cut < 1.05 * whole
+    assert 4.98 <= average <= 5.03 + 1e-6
 
 
 def test_floors_hold_until_the_budget_forbids_them() -> None:
