@@ -31,9 +31,9 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def kv(*bits: Any) -> Blueprint:
-    """These bits at the layers, in turn."""
-    return Blueprint("kv", (), (), tuple(bits[i % len(bits)] for i in range(4)))
+def kv(*bits: Any, first: int | None = None) -> Blueprint:
+    """These bits at the layers, in turn; in the first page these at least."""
+    return Blueprint("kv", (), (), tuple(bits[i % len(bits)] for i in range(4)), first_kv_bits=first)
 
 
 def core(name: str = "llama", **sizes: Any) -> Core:
@@ -47,8 +47,8 @@ def alone(name: str, prompt: list[int], blueprint: Blueprint, tokens: int = TOKE
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2-softcap"])
 def test_answers_do_not_depend_on_chunks_or_company(name: str) -> None:
     """Each of a batch of mixed KV precision gets the answer that it gets alone, its prompt cut in any way."""
-    texts = prompts(150, 201, 64, 3)
-    blueprints = [kv(8), kv(68), kv(2, 16), kv(8, 4, 66, 4)]
+    texts = prompts(150, 201, 64, 3, 140)
+    blueprints = [kv(8), kv(68), kv(2, 16), kv(8, 4, 66, 4), kv(2, 4, first=8)]
     expected = [alone(name, p, b) for p, b in zip(texts, blueprints, strict=True)]
     for tokens in (16, 100, 512):
         together = core(name, max_batch_tokens=tokens)
@@ -84,8 +84,8 @@ def test_fewer_bits_are_further_from_16() -> None:
 @pytest.mark.parametrize("bits", [16, 4])
 def test_preempted_requests_resume_with_the_same_answer(bits: int) -> None:
     """Five sequences of up to 4 pages in a cache that holds fewer."""
-    texts = prompts(100, 150, 64, 90, 130)
-    blueprints = [kv(bits), kv(bits), kv(16), kv(2), kv(bits, 8)]
+    texts = prompts(100, 150, 64, 90, 130, 20)
+    blueprints = [kv(bits), kv(bits, first=8), kv(16), kv(2), kv(bits, 8), kv(2, first=16)]
     expected = [alone("llama", p, b, 90) for p, b in zip(texts, blueprints, strict=True)]
     small = core(kv_tokens=6 * PAGE_SIZE)
     requests = [request(str(i), p, b, max_tokens=90) for i, (p, b) in enumerate(zip(texts, blueprints, strict=True))]
@@ -102,18 +102,41 @@ def test_sampling_goes_on_where_it_was_after_preemption() -> None:
     assert sum(r.preemptions for r in requests) > 0
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_a_shared_prefix_changes_no_answer(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "first"), [(16, None), (4, None), (4, 8)])
+def test_a_shared_prefix_changes_no_answer(bits: int, first: int | None) -> None:
+    own = kv(bits, first=first)
     prompt, other = prompts(200)[0], prompts(200)[0]
     other[140:] = prompts(60)[0]
-    expected = [alone("llama", p, kv(bits)) for p in (prompt, other)]
+    expected = [alone("llama", p, own) for p in (prompt, other)]
     c = core()
-    first, again, branch, full = (request(n, p, b, max_tokens=TOKENS) for n, p, b in (
-        ("first", prompt, kv(bits)), ("again", prompt, kv(bits)), ("branch", other, kv(bits)), ("full", prompt, kv(8))
+    before, again, branch, full = (request(n, p, b, max_tokens=TOKENS) for n, p, b in (
+        ("before", prompt, own), ("again", prompt, own), ("branch", other, own), ("full", prompt, kv(8))
     ))  # fmt: skip
-    assert run(c, first) == expected[:1]
+    assert run(c, before) == expected[:1]
     assert run(c, again, branch, full)[:2] == expected
-    assert [r.cached for r in (first, again, branch, full)] == [0, 192, 128, 0]
+    # A first page of 8 bits is that of whoever has 8 bits everywhere, too.
+    assert [r.cached for r in (before, again, branch, full)] == [0, 192, 128, 64 if first == 8 else 0]
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+@pytest.mark.parametrize("blueprint", [kv(16), kv(4), kv(4, first=8), kv(2, first=16)])
+def test_the_longest_request_that_is_taken_runs_to_its_end(name: str, blueprint: Blueprint) -> None:
+    model, prompt = build(name), prompts(20)[0]
+    model.config.max_position_embeddings = 1024
+    c = Core(model, NO_SITES, kv_tokens=3 * PAGE_SIZE, max_batch_tokens=PAGE_SIZE)
+    most = c.scheduler.paging.capacity(request("probe", prompt, blueprint, max_tokens=1))
+    assert PAGE_SIZE < most < 1024
+    with pytest.raises(QBEError, match=f"holds {most} tokens"):
+        c.add(request("more", prompt, blueprint, max_tokens=most - 19))
+    longest = request("most", prompt, blueprint, max_tokens=most - 20)
+    run(c, longest)
+    assert (longest.finish_reason, longest.preemptions) == ("length", 0)
+
+
+def test_the_first_page_has_bits_of_its_own() -> None:
+    c, r = core(), request("r", prompts(150)[0], kv(2, 16, first=8), max_tokens=60)
+    run(c, r)
+    assert r.sealed_bits == [(8, 16, 8, 16), (2, 16, 2, 16), (2, 16, 2, 16)]
 
 
 def test_low_bits_hold_more() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies import kv
-from qbe.sites import KV_BITS, KVBits, KVSite, SiteTable
+from qbe.sites import KV_BITS, TURBO, KVBits, KVSite, SiteTable
 from test_policies import TABLE
 
 
@@ -114,6 +115,8 @@ def test_short_contexts_keep_16_bits_and_long_ones_the_tiers() -> None:
     assert bits(10 * long) == bits(long)
     assert bits(long, UNMEASURED) == 8
     assert bits(100, kv_bits=4) == 4, "what is asked for is given"
+    first = [tiered.blueprint(profile(context=long), Budget(bits=5.5, kv_bits=b), MEASURED) for b in (None, 4.4)]
+    assert [b.kv_bits_of(0) == b.kv_bits for b in first] == [False, True]
     assert bits(long, TABLE) == 16, "nobody has run the model"
 
 
@@ -158,6 +161,12 @@ def test_a_blueprint_has_one_form_for_equal_bits() -> None:
     assert one.key == other.key
     assert one.key != one.with_kv_bits((4, (8, 4, 4))).key
     assert [one.kv_bits_at(layer, 1) for layer in range(3)] == [4, 8, 16]
+    first = replace(one, first_kv_bits=8)
+    assert first.kv_bits_of(0) == (8, 8)
+    assert first.kv_bits_of(1) == one.kv_bits_of(0) == one.kv_bits
+    assert first.key != one.key
+    assert replace(one, first_kv_bits=4) == one
+    assert replace(one, kv_bits=(TURBO + 4, (16, 2, 4)), first_kv_bits=8).kv_bits_of(0) == (8, (16, 8, 8))
     table = SiteTable((), "m", 2, tuple(KVSite(i, h, 1, 64 * (i + 1)) for i in range(2) for h in range(3)))
     assert one.average_kv_bits(table) == pytest.approx((3 * 4 * 64 + (4 + 8 + 4) * 128) / (9 * 64))
 

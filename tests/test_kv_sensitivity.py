@@ -55,11 +55,14 @@ def test_a_layers_measure_is_the_kl_of_a_full_pass_and_its_heads_share_it(device
     assert len(done) == 2
     ids = TOKENS.to(device)
     with torch.inference_mode(), kv_sensitivity._probing(model) as probe:
-        full = model(input_ids=ids).logits[0, PAGE_SIZE:].log_softmax(-1)
+        first = model(input_ids=ids).logits[0, : 2 * PAGE_SIZE]
+        full = model(input_ids=ids).logits[0, 2 * PAGE_SIZE :].double().log_softmax(-1)
         for layer in range(2):
             for bits in (4, 2):
                 probe.bits = {layer: (bits, bits)}
-                lowered = model(input_ids=ids).logits[0, PAGE_SIZE:].log_softmax(-1)
+                every = model(input_ids=ids).logits[0]
+                torch.testing.assert_close(every[: 2 * PAGE_SIZE], first)  # of the sealed pages they see the first only
+                lowered = every[2 * PAGE_SIZE :].double().log_softmax(-1)
                 by_hand = float((full.exp() * (full - lowered)).sum(-1).mean())
                 assert sum(s.sensitivity[bits] for s in sites if s.layer == layer) == pytest.approx(by_hand, rel=1e-3)
                 assert by_hand > 0
@@ -77,10 +80,10 @@ def test_a_heads_share_is_near_what_it_does_alone(device: torch.device) -> None:
     sites = kv_sensitivity.measure(model, table, TOKENS)
     ids, alone = TOKENS.to(device), []
     with torch.inference_mode(), kv_sensitivity._probing(model) as probe:
-        full = model(input_ids=ids).logits[0, PAGE_SIZE:].log_softmax(-1)
+        full = model(input_ids=ids).logits[0, 2 * PAGE_SIZE :].log_softmax(-1)
         for site in sites:
             probe.bits = {site.layer: tuple(4 if head == site.head else 16 for head in range(2))}
-            lowered = model(input_ids=ids).logits[0, PAGE_SIZE:].log_softmax(-1)
+            lowered = model(input_ids=ids).logits[0, 2 * PAGE_SIZE :].log_softmax(-1)
             alone.append(float((full.exp() * (full - lowered)).sum(-1).mean()))
     for site, kl in zip(sites, alone, strict=True):
         assert 0.5 < site.sensitivity[4] / kl < 2
@@ -133,7 +136,7 @@ def test_what_is_stored_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "[]", '{"version": 2}', '{"version": 2, "heads": [{"layer": 0}]}', "nan", "lacks"]
+    "damage", ["", "[]", '{"version": 3}', '{"version": 3, "heads": [{"layer": 0}]}', "nan", "lacks"]
 )
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     kv_table.write(tmp_path, SITES, {})

@@ -54,6 +54,8 @@ class Blueprint:
         activation_bits: one per nested site: of its inputs.
         kv_bits: one per decoder layer: a number for all of its key heads, or a tuple with one for each (which becomes a
             number where they are equal); `qbe.sites.TURBO` is added where keys are in TurboQuant's form.
+        first_kv_bits: the fewest of any key head in the first page of a sequence, whose tokens are looked at from
+            everywhere; None: as in the other pages.
         kv_error: what reading the KV cache at these bits may change (`Budget.kv_error`); None has no bound.
         steering: what may move the weights' bits while a step runs; None: nothing.
     """
@@ -64,10 +66,13 @@ class Blueprint:
     kv_bits: tuple[KVBits, ...]
     kv_error: float | None = None
     steering: Steering | None = None
+    first_kv_bits: int | None = None
 
     def __post_init__(self) -> None:
         # Equal assignments have one form, so that they have one key.
         object.__setattr__(self, "kv_bits", tuple(map(shortest, self.kv_bits)))
+        if self.kv_bits_of(0) == self.kv_bits:
+            object.__setattr__(self, "first_kv_bits", None)
 
     @classmethod
     def of(
@@ -99,8 +104,14 @@ class Blueprint:
         return cls(policy, tuple(weight_bits), tuple(activation_bits), tuple(kv_bits))
 
     def with_kv_bits(self, kv_bits: Sequence[KVBits]) -> Blueprint:
-        """The same with another KV cache."""
+        """The same with another KV cache, but for a sequence's first page where that has bits of its own."""
         return replace(self, kv_bits=tuple(kv_bits))
+
+    def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
+        """KV bits of the page of this number of a sequence, as `kv_bits`."""
+        if page > 0 or self.first_kv_bits is None:
+            return self.kv_bits
+        return tuple(_at_least(self.first_kv_bits, b) for b in self.kv_bits)
 
     @cached_property
     def careful(self) -> Blueprint:
@@ -111,7 +122,8 @@ class Blueprint:
     @cached_property
     def key(self) -> str:
         """A short name that equal assignments share, e.g. for records."""
-        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *self._error, *self._steering)
+        first = () if self.first_kv_bits is None else (f"first {self.first_kv_bits}",)
+        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *first, *self._error, *self._steering)
 
     @cached_property
     def linear_key(self) -> str:
@@ -137,7 +149,7 @@ class Blueprint:
         return total / max(1, table.nested_parameters)
 
     def average_kv_bits(self, table: SiteTable) -> float:
-        """Mean bits of a number in the KV cache (scales not counted); 16 for a model without one."""
+        """Mean bits of a number in the KV cache (scales and the first page not counted); 16 for a model without one."""
         total = sum(s.numbers * self.kv_bits_at(s.layer, s.head) for s in table.kv)
         return total / table.kv_numbers if table.kv_numbers else float(FULL_BITS)
 
@@ -172,6 +184,7 @@ class Blueprint:
             "steering": None if self.steering is None else asdict(self.steering),
             "sites": rows,
             "kv_bits": [_plain(b) for b in self.kv_bits],
+            "first_kv_bits": self.first_kv_bits,
         }
 
 
@@ -198,6 +211,12 @@ def _plain(bits: KVBits) -> int | str | list[Any]:
 def shortest(bits: KVBits) -> KVBits:
     """One number for heads that all have it."""
     return bits[0] if isinstance(bits, tuple) and len(set(bits)) == 1 else bits
+
+
+def _at_least(fewest: int, bits: KVBits) -> KVBits:
+    if isinstance(bits, tuple):
+        return shortest(tuple(max(b, fewest, key=kv_width) for b in bits))
+    return max(bits, fewest, key=kv_width)
 
 
 def _digest(*parts: object) -> str:

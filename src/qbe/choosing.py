@@ -65,7 +65,9 @@ class BlueprintChooser:
             blueprint, cached = policy.blueprint(profile, budget, self._table), None
         else:
             blueprint, cached = self.cache.blueprint(policy, profile, budget, near)
-        return blueprint if turbo is None else blueprint.with_kv_bits((turbo,) * self._table.layers), cached
+        if turbo is not None:
+            blueprint = replace(blueprint, kv_bits=(turbo,) * self._table.layers, first_kv_bits=None)
+        return blueprint, cached
 
     def policy(self, name: str | None) -> Policy:
         """The policy of that name, or the default one. Raises QBEError where it cannot serve this model."""

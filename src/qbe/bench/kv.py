@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,10 +15,11 @@ from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Measured, Outcome, take_turns
 from qbe.bench.passes import WHOLE
 from qbe.bench.report import Row, rows_beside
+from qbe.blueprint import Blueprint
 from qbe.engine.devices import out_of_memory
 from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import FULL_BITS, KV_BITS, PAGE_SIZE
-from qbe.kvcache.pages import KVBits, KVShape, PagePool, pages_for
+from qbe.kvcache.pages import KVShape, PagePool, pages_for
 from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar
 
@@ -172,10 +173,12 @@ def memory(model: str | Path, context: int, progress: bool) -> list[Row]:
     with Engine(model, device="cpu", max_sequences=1, records=False, progress=progress) as engine:
         context = min(context, engine.core.context or context)
         chosen = engine.explain(TEXT * (context // engine.explain(TEXT).prompt_tokens)).blueprint
+        plain = replace(chosen, first_kv_bits=None)
         held: dict[int | str, float] = {
-            b: _held(engine.core.pool, (b,) * len(chosen.kv_bits), context) for b in sorted(KV_BITS, reverse=True)
+            b: _held(engine.core.pool, plain.with_kv_bits((b,) * len(chosen.kv_bits)), context)
+            for b in sorted(KV_BITS, reverse=True)
         }
-        held["default"] = _held(engine.core.pool, chosen.kv_bits, context)
+        held["default"] = _held(engine.core.pool, chosen, context)
         average = chosen.average_kv_bits(engine.table)
     full, size = Measured.of([held[FULL_BITS]]), f"{len(chosen.kv_bits)} layers"
     notes = {"default": f"{average:g} bits on average are the default policy's choice at {context} tokens"}
@@ -186,10 +189,11 @@ def memory(model: str | Path, context: int, progress: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-def _held(pool: PagePool, kv_bits: Sequence[KVBits], tokens: int) -> float:
+def _held(pool: PagePool, blueprint: Blueprint, tokens: int) -> float:
     """Bytes per token: all pages of a sequence, the last one in its frame."""
-    format, pages = pool.format(kv_bits, Counter()), pages_for(tokens)
-    return (pages * format.nbytes + (0 if format.full else pool.page_bytes)) / tokens
+    first, format = (pool.format(blueprint.kv_bits_of(page), Counter()) for page in (0, 1))
+    sealed = first.nbytes + (pages_for(tokens) - 1) * format.nbytes
+    return (sealed + (0 if format.full else pool.page_bytes)) / tokens
 
 
 def _size(sizes: Sizes) -> str:

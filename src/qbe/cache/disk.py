@@ -234,8 +234,10 @@ def _blueprint(hash_: bytes, body: object, table: SiteTable) -> Blueprint | None
         said = json.loads(body)
         kv_bits = [tuple(b) if isinstance(b, list) else b for b in said["kv_bits"]]
         found = Blueprint.of(said["policy"], table, said["weight_bits"], said["activation_bits"], kv_bits)
-        steering = said.get("steering")
-        return replace(found, kv_error=said["kv_error"], steering=steering and Steering(**steering))
+        steering, first = said.get("steering"), said.get("first_kv_bits")
+        return replace(
+            found, kv_error=said["kv_error"], first_kv_bits=first, steering=steering and Steering(**steering)
+        )
     except (KeyError, TypeError, ValueError, QBEError):
         return None
 

@@ -61,7 +61,7 @@ def read_traffic(path: Path, lengths: Path | None = None) -> list[Asked]:
             continue
         try:
             asked.append(_line(json.loads(line)))
-        except (KeyError, TypeError, ValueError, IndexError, QBEError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, QBEError) as error:
             said = str(error) if isinstance(error, QBEError) else "not a prompt, a request or a record in JSON"
             raise QBEError(f"{path}, line {number}: {said}") from None
     if not asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from qbe.analysis import Analyzer, QueryProfile
@@ -12,8 +13,9 @@ from qbe.blueprint import Blueprint
 from qbe.cache import BlueprintCache
 from qbe.cache.traffic import Asked
 from qbe.choosing import BlueprintChooser
+from qbe.engine.longest import most_characters
 from qbe.engine.result import Request
-from qbe.engine.tokenize import encode
+from qbe.engine.tokenize import Room, encode
 from qbe.errors import QBEError, about
 from qbe.explain import Explanation
 from qbe.policies import Policy
@@ -53,14 +55,24 @@ class Chooser(BlueprintChooser):
         full = Blueprint.of("full", table, tuple(s.gears[-1] for s in table.nested))
         self._full_bytes = full.bytes_per_token(table)
 
-    def choose(self, request: Request) -> Choice:
+    @cached_property
+    def room(self) -> Room | None:
+        """What a prompt must fit into; None: the model has no limit."""
+        return None if self._context is None else Room(self._context, most_characters(self._tokenizer))
+
+    def choose(self, request: Request, fits: bool = False) -> Choice:
         """Token ids of the prompt and the blueprint for it.
+
+        Args:
+            fits: whether a prompt that is longer than the context is refused, before anything that takes long.
 
         Raises:
             QBEError: a prompt that cannot be run, an unknown policy, or a budget that cannot be met.
         """
         with about("prompt"):
-            text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools)
+            text, words, ids = encode(
+                request.prompt, self._tokenizer, self._model_name, request.tools, self.room if fits else None
+            )
         with about("policy"):
             policy = self.policy(request.policy)
         start = time.perf_counter()

@@ -95,6 +95,7 @@ class Live:
             kv_error=result.kv_error, pages_read=result.pages_read, pages_raised=result.pages_raised,
             host_bytes=result.host_bytes, drafted_tokens=result.drafted_tokens,
             accepted_tokens=result.accepted_tokens, cluster=result.profile.cluster, cache=self.chosen.cache,
+            first_kv_bits=b.first_kv_bits,
         )  # fmt: skip
 
     def _bytes_moved(self, result: Result) -> int:

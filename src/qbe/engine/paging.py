@@ -35,14 +35,22 @@ class Paging:
         total = self.allocator.num_pages * page
         if format.full:
             return self.allocator.num_pages * PAGE_SIZE
-        pages = (total - page) // format.nbytes if self.chunked else total // (format.nbytes + page)
-        return max(0, pages) * PAGE_SIZE
+        first, spare = self._first(sequence), page if self.chunked else 0
+        rest = total - spare - first
+        return (1 + rest // (format.nbytes + page - spare)) * PAGE_SIZE if rest >= 0 else 0
 
     def needs(self, sequence: Sequence) -> int:
         """Bytes for its tokens when they are computed alone: sealed pages, and the frames of a step."""
         format, pages = self._next_format(sequence), -(-len(sequence.token_ids) // PAGE_SIZE)
-        frames = 0 if format.full else 1 if self.chunked else pages
-        return pages * format.nbytes + frames * self.allocator.page_bytes
+        frame = 0 if format.full else self.allocator.page_bytes
+        if self.chunked:
+            return self._first(sequence) + (pages - 1) * format.nbytes + frame
+        return self._first(sequence) + (pages - 1) * (format.nbytes + frame)
+
+    def _first(self, sequence: Sequence) -> int:
+        """Bytes of its first page; with its frame, where all pages have one at once."""
+        format = self.format_of(sequence, 0)
+        return format.nbytes + (0 if format.full or self.chunked else self.allocator.page_bytes)
 
     def begin(self, sequence: Sequence) -> None:
         """Give it the pages that are known already; its last token is always computed.
@@ -62,7 +70,7 @@ class Paging:
             if page is None:
                 break
             if len(sequence.pages) == len(sequence.sealed_bits):
-                sequence.sealed_bits.append(sequence.blueprint.kv_bits)
+                sequence.sealed_bits.append(sequence.kv_bits_of(len(sequence.pages)))
             sequence.pages.append(page)
             sequence.page_keys.append(key)
         last, sequence.computed = len(sequence.pages), len(sequence.pages) * PAGE_SIZE
@@ -114,7 +122,7 @@ class Paging:
             self.allocator.seal(sequence.pages[i])
             sequence.version += 1
             if i == len(sequence.sealed_bits):
-                sequence.sealed_bits.append(sequence.blueprint.kv_bits)
+                sequence.sealed_bits.append(sequence.kv_bits_of(i))
             alike = (i + 1) * PAGE_SIZE <= sequence.alike
             if self.reusable and alike and sequence.keyed_by is not None and len(sequence.page_keys) == i:
                 key = self._key(sequence, i)
@@ -133,8 +141,8 @@ class Paging:
         return page_key(before, sequence.first_key, sequence.kv_bits_of(i), tokens)
 
     def _next_format(self, sequence: Sequence) -> Format:
-        """Of the pages that it has not yet filled."""
-        return self.format_of(sequence, len(sequence.sealed_bits))
+        """Of the pages that it has not yet filled, the first one left out."""
+        return self.format_of(sequence, max(1, len(sequence.sealed_bits)))
 
 
 def average_bits(sequence: Sequence) -> float:

@@ -67,15 +67,18 @@ class Requests:
         """The model's sites."""
         return self._table
 
-    def choose(self, request: Request) -> Choice:
+    def choose(self, request: Request, fits: bool = False) -> Choice:
         """Token ids of the prompt and the blueprint for it. Another thread may ask while steps run.
 
+        Args:
+            fits: whether a prompt that is longer than the context is refused, before anything that takes long.
+
         Raises:
-            QBEError: what `submit` raises, but for a length that does not fit.
+            QBEError: what `submit` raises, but for a length that does not fit where nobody asked.
         """
         if isinstance(request.prompt, list):
             self.core.check_tokens("prompt", [t for t in request.prompt if isinstance(t, int)])
-        return self._chooser.choose(request)
+        return self._chooser.choose(request, fits)
 
     @locked
     def make_ready(self, policy: str | None) -> None:

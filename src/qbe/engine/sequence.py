@@ -253,7 +253,7 @@ class Sequence:
 
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
         """KV bits of its page of this number: what it was sealed at, or will be."""
-        return self.sealed_bits[page] if page < len(self.sealed_bits) else self.blueprint.kv_bits
+        return self.sealed_bits[page] if page < len(self.sealed_bits) else self.blueprint.kv_bits_of(page)
 
     @property
     def kv_limit(self) -> float:

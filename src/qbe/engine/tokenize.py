@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -10,24 +11,58 @@ from qbe.engine.result import Prompt
 from qbe.errors import QBEError
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a prompt must fit into.
+
+    Attributes:
+        context: tokens of the prompt and at least one of the answer.
+        characters: that a token stands for at most (`qbe.engine.longest`); None where that is not known.
+    """
+
+    context: int
+    characters: int | None
+
+    def check_text(self, text: str) -> None:
+        """Raises QBEError for a text that cannot fit, however it is tokenized."""
+        if self.characters is not None and len(text) > (self.context - 1) * self.characters:
+            raise QBEError(
+                f"the prompt has {len(text)} characters, more than fit into the model's context of {self.context} "
+                "tokens with the answer: shorten it", field="prompt",
+            )  # fmt: skip
+
+    def check(self, tokens: int) -> None:
+        """Raises QBEError for too many tokens."""
+        if tokens >= self.context:
+            raise QBEError(
+                f"the prompt has {tokens} tokens, but the model's context is {self.context} with the answer: shorten "
+                "it", field="prompt",
+            )  # fmt: skip
+
+
 def encode(
-    prompt: Prompt, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None
+    prompt: Prompt, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None, room: Room | None = None
 ) -> tuple[str, list[int], list[int]]:
     """The text to analyse (of a conversation: the last message that has some), its token ids, and those to run.
 
     Args:
         model: its name, for messages.
         tools: JSON descriptions of functions, for the chat template.
+        room: what it must fit into, looked at before anything that takes long; None: into anything.
 
     Raises:
-        QBEError: an empty prompt, no valid UTF-8, no kind of prompt, or a chat template that fails.
+        QBEError: an empty or too long prompt, no valid UTF-8, no kind of prompt, or a chat template that fails.
     """
     try:
         if isinstance(prompt, str):
             text = prompt
+            if room is not None:
+                room.check_text(text)
             words = ids = tokenizer(prompt)["input_ids"]
         elif isinstance(prompt, list) and prompt and all(isinstance(t, int) for t in prompt):
             tokens = [t for t in prompt if isinstance(t, int)]
+            if room is not None:
+                room.check(len(tokens))
             return tokenizer.decode(tokens), tokens, tokens
         else:
             if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
@@ -36,7 +71,11 @@ def encode(
             messages = [m for m in prompt if isinstance(m, dict)]
             text = next((m["content"] for m in reversed(messages) if m["content"].strip()), "")
             whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+            if room is not None:
+                room.check_text(whole)
             ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+            if room is not None:
+                room.check(len(ids))
             words = tokenizer(text, add_special_tokens=False)["input_ids"]
     except TemplateError as error:  # a damaged template, or one that refuses these roles
         said = " ".join(str(error).split())[:200]
@@ -47,6 +86,8 @@ def encode(
         raise QBEError(f"the prompt cannot be tokenised ({error}); give valid UTF-8 text") from None
     if not text.strip() or not ids:
         raise QBEError("the prompt is empty; give some text")
+    if room is not None:
+        room.check(len(ids))
     return text, list(words), list(ids)
 
 

@@ -134,6 +134,8 @@ def kv_note(e: Explanation) -> str:
         return f"{note}, keys in TurboQuant's form"
     if len(set(bits)) > 1:
         note += f", {e.blueprint.average_kv_bits(e.table):.2f} on average"
+    if e.blueprint.first_kv_bits is not None:
+        note += f", at least {e.blueprint.first_kv_bits} in the first page"
     if e.context:
         note += f" for up to {e.context:,} tokens"
     return note if e.table.kv_measured or set(bits) == {FULL_BITS} else f"{note}, not measured: by plain rules"

@@ -11,25 +11,27 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
 from qbe.analysis.profile import QueryProfile
-from qbe.blueprint import shortest
+from qbe.blueprint import Blueprint, shortest
 from qbe.budget import TIER_ALIASES, Budget
 from qbe.errors import QBEError
 from qbe.policies.allocate import TOLERANCE, solve
 from qbe.sites import FULL_BITS, KV_BITS, KVBits, KVSite, SiteTable
 
 # What the cache may cost in a long context, nats per token by the sum of the measured sensitivities: at a score of 0,
-# and at 1. The default tier is where SmolLM2's cache is about three times smaller and one window of 4096 tokens shows
-# no loss: 4.8 bits (0.0032) cost 0.02 % of perplexity, 4.4 bits (0.0044) 0.4 %, over four windows 0.25 %.
+# and at 1. The default tier is where SmolLM2's cache is three times smaller at 4096 tokens: 4.4 to 4.6 bits
+# (`docs/quality.md`).
 TIER_DAMAGE: dict[str, tuple[float, float]] = {
-    "flex": (2e-2, 8e-3),
-    "default": (3.9e-3, 3.3e-3),
+    "flex": (8e-3, 3e-3),
+    "default": (2.2e-3, 1.7e-3),
     "priority": (1e-3, 2e-4),
 }
 FEWEST, MOST = 4.0, 8.0  # below 4 bits damages no longer add up; 8 bits are all but exact
+FIRST_PAGE_BITS = 8
 STEP = 0.2  # of the averages in between: requests share pages at equal bits only
 SCORE_STEPS = 10
 UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear fewer
@@ -66,6 +68,17 @@ def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight
     at_0, at_1 = TIER_DAMAGE[TIER_ALIASES.get(budget.tier, budget.tier)]
     bits = fewest_bits(table, at_0 * (at_1 / at_0) ** (score_step(profile.score) / SCORE_STEPS))
     return max(bits, MOST) if profile.context <= twice else bits
+
+
+def with_cache(blueprint: Blueprint, budget: Budget, table: SiteTable, average: float) -> Blueprint:
+    """The blueprint with a KV cache of that average.
+
+    A text's first page has 8 bits at least, unless the budget says what pages have. Its tokens are looked at from
+    everywhere (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023): at 4 bits, one page of
+    64 did more than half of what the whole cache did to SmolLM2.
+    """
+    first = FIRST_PAGE_BITS if budget.kv_bits is None else None
+    return replace(blueprint, kv_bits=allocate_kv(table, average), first_kv_bits=first)
 
 
 def score_step(score: float) -> int:

@@ -142,8 +142,8 @@ class Scorer:
             known = self._known[at, budget.activation_bits] = found, found.bytes_per_token(self.table)
         average = kv.average_bits(profile, budget, self.table, known[1])
         key = at, budget.activation_bits, average
-        if key not in self._with_kv:
-            self._with_kv[key] = known[0].with_kv_bits(kv.allocate_kv(self.table, average))
+        if key not in self._with_kv:  # of budgets that leave the KV cache to the policy
+            self._with_kv[key] = kv.with_cache(known[0], budget, self.table, average)
         return self._with_kv[key]
 
 

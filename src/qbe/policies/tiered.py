@@ -28,7 +28,7 @@ class TieredPolicy:
 
     name = "tiered"
     needs_sensitivity = True
-    cache_version = "1"
+    cache_version = "2"
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -48,8 +48,10 @@ class TieredPolicy:
 
         full_kv, weight_bytes = self._once((table, bits, budget.activation_bits), weights)
         average = kv.average_bits(profile, budget, table, weight_bytes)
-        kv_bits = self._once((table, average), lambda: kv.allocate_kv(table, average))
-        return self._once((table, bits, budget.activation_bits, average), lambda: full_kv.with_kv_bits(kv_bits))
+        return self._once(
+            (table, bits, budget.activation_bits, average, budget.kv_bits is None),
+            lambda: kv.with_cache(full_kv, budget, table, average),
+        )
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """What `make` gave for this key the first time."""

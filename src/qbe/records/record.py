@@ -43,6 +43,7 @@ class Record:
         weight_bits, activation_bits: one per nested site, in plan order.
         kv_bits: one per decoder layer: of all its key heads, or a list with one for each. Those of the blueprint it
             began with; pages written later may have more. 64 is added where keys are in TurboQuant's form.
+        first_kv_bits: the fewest of any key head in the first page; None where that had `kv_bits`, and in older files.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         bytes_moved: bytes of weights and scales over all steps of the request.
         tokens_by_bits: gear -> tokens computed at it.
@@ -97,6 +98,7 @@ class Record:
     refreshes: Sequence[Mapping[str, Any]] | None = None
     drafted_tokens: int | None = None
     accepted_tokens: int | None = None
+    first_kv_bits: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """The record as JSON, in the order of the fields."""

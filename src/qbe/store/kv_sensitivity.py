@@ -1,8 +1,8 @@
 """What fewer bits in one key head's part of the KV cache do to the model's output.
 
 For every layer, at 4 and 2 bits: KL divergence (nats per token) of the logits when the full pages of that layer alone
-have that width, on the calibration text as one piece. As in the engine, a token sees its own page at 16 bits and the
-ones before it as they are sealed, and it is the kernels of the engine that seal and read them.
+have that width, on the calibration text as one piece. As in the engine, a token sees its own page and the text's first
+one at 16 bits and the others before it as they are sealed, and it is the kernels of the engine that seal and read them.
 
 A layer's divergence is divided among its heads by what each of them alone does to the layer's output, squared: small
 errors of independent heads add up that way (`docs/quality.md` has how close this comes), and it takes one layer's
@@ -90,8 +90,9 @@ class _Probe:
         bits = self.bits.get(layer)
         earlier = (key, value)
         if bits is not None:
-            pairs = [sealed(k, v, bits) for k, v in zip(key, value, strict=True)]
-            earlier = (torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs]))
+            pairs = [sealed(k[:, PAGE_SIZE:], v[:, PAGE_SIZE:], bits) for k, v in zip(key, value, strict=True)]
+            keys, values = (torch.stack(x) for x in zip(*pairs, strict=True))
+            earlier = torch.cat([key[:, :, :PAGE_SIZE], keys], 2), torch.cat([value[:, :, :PAGE_SIZE], values], 2)
         at = torch.arange(tokens, device=key.device)
         seen = at <= at[:, None]
         if window is not None:
@@ -158,7 +159,7 @@ def _probing(model: nn.Module) -> Iterator[_Probe]:
 def measure(
     model: nn.Module, table: SiteTable, tokens: torch.Tensor, on_layer: Callable[[], None] | None = None
 ) -> tuple[KVSite, ...]:
-    """Measures every key head; none for a model whose attention is not the common one, or too short to fill a page.
+    """Measures every key head; none for a model whose attention is not the common one, or too short to fill two pages.
 
     Args:
         model: a transformers causal LM whose nested sites hold NestedTensors with their originals.
@@ -170,7 +171,7 @@ def measure(
     """
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
     tokens = tokens[:, :context].to(next(model.parameters()).device)
-    if tokens.shape[1] <= PAGE_SIZE:
+    if tokens.shape[1] <= 2 * PAGE_SIZE:
         return ()
     with full_bits(model, table):
         native = logits_of(model, tokens)
@@ -184,7 +185,8 @@ def _measure(
     model: nn.Module, table: SiteTable, tokens: torch.Tensor, native: torch.Tensor, on_layer: Callable[[], None] | None
 ) -> tuple[KVSite, ...]:
     layers = decoder_layers(model, table)
-    rows = torch.arange(tokens.numel(), device=tokens.device) % tokens.shape[1] >= PAGE_SIZE  # that see a full page
+    places = torch.arange(tokens.numel(), device=tokens.device) % tokens.shape[1]
+    rows = places >= 2 * PAGE_SIZE  # that see a sealed page
     sites: list[KVSite] = []
     with _probing(model) as probe:
         outputs, logits = recorded_outputs(model, layers, tokens)

@@ -14,7 +14,7 @@ from qbe.files import write_text
 from qbe.sites import KV_BITS, KVSite
 
 NAME = "kv_sensitivity.json"
-VERSION = 2  # of what is measured; to be raised when pages of the same bits come to hold other numbers
+VERSION = 3  # of what is measured; to be raised when pages of the same bits come to hold other numbers
 
 
 def write(folder: Path, sites: Sequence[KVSite], about: Mapping[str, Any]) -> None:
