@@ -110,7 +110,9 @@ def test_lines_of_a_log(tmp_path: Path) -> None:
         ('{"prompt": ""}', "empty"), ('{"prompt": 3}', "no text"), ('"\\ud800"', "not a prompt"),
         ('{"messages": []}', "not a prompt"), ('{"prompt": "p", "tier": "gold"}', "unknown tier"),
         ('{"prompt": "p", "bits": 99}', "out of range"), ('{"prompt": "p", "max_tokens": 0}', "max_tokens is 0"),
-        ('{"features": {}}', "not a prompt"),
+        ('{"features": {}}', "not a prompt"), ("[" * 100_000, "not a prompt"),
+        ('{"features": "x", "activation_bits": [], "budget_bits": null, "tier": "flex", "analysis_tier": 2,'
+         ' "prompt_class": "code"}', "not a prompt"),
         ('{"features": {}, "activation_bits": [], "budget_bits": null, "tier": "flex", "analysis_tier": 2,'
          ' "prompt_class": "code"}', "another version"),
     ],

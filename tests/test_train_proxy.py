@@ -151,10 +151,12 @@ def test_centres_and_the_nearest_of_them() -> None:
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "hello"}\n')
+    bad, cut = tmp_path / "bad.jsonl", tmp_path / "cut.jsonl"
+    bad.write_text('\n{"prompt": "hello"}\n')
+    cut.write_text('{"broken')
     for args, says in (
-        (["--records", str(bad)], f"'{bad}' has no records"),
+        (["--records", str(bad)], f"'{bad}', line 2: this is no record"),
+        (["--records", str(cut)], f"'{cut}', line 1: this is no record"),
         (["--records", "nowhere"], "'nowhere' cannot be read"),
         (["--policy", "best"], "unknown policy 'best'"),
     ):

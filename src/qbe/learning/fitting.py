@@ -32,5 +32,5 @@ def network(x: Any, y: Any, hidden: int, seed: int) -> Any:
         warnings.simplefilter("ignore", ConvergenceWarning)  # that many passes are what is wanted
         return MLPRegressor(
             hidden_layer_sizes=(hidden,), max_iter=150, learning_rate_init=5e-3, alpha=1e-4, random_state=seed,
-            batch_size=64, tol=0.0,
+            batch_size=min(64, len(x)), tol=0.0,
         ).fit(x, y)  # fmt: skip

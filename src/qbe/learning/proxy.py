@@ -45,13 +45,23 @@ class Pair:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Records that `qbe records --export` wrote as JSON lines. Raises QBEError for a file that is none."""
+    """Records that `qbe records --export` wrote as JSON lines. Raises QBEError for a line that is none."""
     try:
-        return [Record.of(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise QBEError(f"'{path}' cannot be read: {reason(error)}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise QBEError(f"'{path}' has no records ({type(error).__name__}); export some with 'qbe records'") from None
+    except ValueError:
+        raise QBEError(f"'{path}' is not valid UTF-8; convert it first") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                found.append(Record.of(json.loads(line)))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise QBEError(
+                f"'{path}', line {number}: this is no record; export some with 'qbe records --export'"
+            ) from None
+    return found
 
 
 def pairs_of(
