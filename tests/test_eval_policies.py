@@ -74,6 +74,17 @@ def test_every_setting_runs_every_query(outcome: Outcome) -> None:
             assert (measured.answer is None) == (query.item.right is None)
 
 
+def test_bytes_are_counted_as_served_though_the_comparison_is_in_float32(outcome: Outcome, engine: Engine) -> None:
+    assert engine.core.pool.dtype is torch.float32
+    for query in outcome.queries:
+        full = query.blueprints[FULL]
+        assert query.measured[FULL].bytes_per_token == full.bytes_per_token(engine.table) / 2
+        low = next(s for s in outcome.settings if s.policy == "uniform")
+        dense = sum(s.bytes_at[16] for s in engine.table if not s.nested) // 2
+        codes = sum(s.bytes_at[6] for s in engine.table.nested)
+        assert query.measured[low].bytes_per_token == dense + codes
+
+
 @torch.inference_mode()
 def test_numbers_are_those_of_the_model_itself(outcome: Outcome, engine: Engine, data: Path) -> None:
     """Logits of a copy that was never nested, its weights replaced by what a blueprint reads."""

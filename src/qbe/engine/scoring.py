@@ -15,6 +15,7 @@ from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.sequence import Scoring, Status
 from qbe.engine.sequence import Sequence as Running
 from qbe.errors import QBEError
+from qbe.sites import SiteTable
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,13 @@ class Scored:
     take: Callable[[int, torch.Tensor], None]
 
 
-def score(core: Core, items: Sequence[Scored]) -> list[Read | None]:
+def score(core: Core, items: Sequence[Scored], table: SiteTable | None = None) -> list[Read | None]:
     """Runs all items, as many at once as the core's limits allow, on a core that serves nobody else meanwhile.
 
     A sequence that has to give its pages up begins again, and its logits come again.
+
+    Args:
+        table: with the bytes to be counted; the core's if it is left out.
 
     Returns:
         For each item what the tokens whose logits were wanted read, where routers chose that, else None.
@@ -61,4 +65,4 @@ def score(core: Core, items: Sequence[Scored]) -> list[Read | None]:
     for sequence in running:
         if sequence.error is not None:
             raise QBEError(sequence.error)
-    return [None if s.routed is None else Read.of(s.routed, s.blueprint, core.table) for s in running]
+    return [None if s.routed is None else Read.of(s.routed, s.blueprint, table or core.table) for s in running]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from qbe import policies
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
@@ -19,7 +21,7 @@ from qbe.errors import QBEError
 from qbe.eval.fidelity import Fidelity, Teacher
 from qbe.eval.items import Encoded, Item, encode
 from qbe.eval.results import Results, digest
-from qbe.sites import FULL_BITS
+from qbe.sites import FULL_BITS, SiteTable
 
 TOGETHER = 8  # answers that are written in the same steps
 
@@ -128,6 +130,7 @@ class Comparison:
 
     def __init__(self, engine: Engine, items: Sequence[Item], settings: Sequence[Setting], results: Results) -> None:
         self.engine, self.results = engine, results
+        self._table = as_served(engine.table, engine.core.pool.dtype)
         queries = [Query(item, encode(item, engine.tokenizer)) for item in items]
         context = engine.core.context or 1 << 40
         sizes = [(len(q.encoded.prompt_ids), len(q.encoded.reference_ids)) for q in queries]
@@ -159,10 +162,10 @@ class Comparison:
         """Measures every query under every setting, 16 bits included; `on_step` is called after each."""
         for query in self.queries:
             full, e = query.blueprints[FULL], query.encoded
-            teacher = Teacher(self.engine.core, full, e.prompt_ids, e.reference_ids)
+            teacher = Teacher(self.engine.core, full, e.prompt_ids, e.reference_ids, self._table)
             for setting in (FULL, *self.settings):
                 blueprint = query.blueprints[setting]
-                found, table = self._fidelity(query, teacher, setting), self.engine.table
+                found, table = self._fidelity(query, teacher, setting), self._table
                 query.measured[setting] = Measured(
                     blueprint.average_weight_bits(table) if found.bits is None else found.bits,
                     blueprint.bytes_per_token(table) if found.bytes_per_token is None else found.bytes_per_token,
@@ -210,6 +213,15 @@ class Comparison:
             answer = Answer(found["text"], found["tokens"], query.item.right(found["text"]))
             query.measured[setting] = replace(query.measured[setting], answer=answer)
             on_step()
+
+
+def as_served(table: SiteTable, dtype: torch.dtype) -> SiteTable:
+    """The table of a model in `dtype` as it is in a dtype of 16 bits: so is it served, though compared in float32."""
+    sites = tuple(
+        replace(s, bytes_at={g: n * 2 // dtype.itemsize if g == FULL_BITS else n for g, n in s.bytes_at.items()})
+        for s in table
+    )
+    return replace(table, sites=sites)
 
 
 def _params(query: Query) -> SamplingParams:

@@ -13,6 +13,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.routing import Read
 from qbe.engine.scoring import Scored, score
+from qbe.sites import SiteTable
 from qbe.store.sensitivity import BROKEN, divergence_of_rows
 
 ROWS = 32  # of logits at a time, so that temporaries stay in cache
@@ -50,10 +51,13 @@ class Teacher:
         core: serves nobody else meanwhile.
         full: the blueprint of 16 bits.
         prompt, reference: token ids; the prompt has one at least. What is measured is the reference.
+        table: the model's sites, with the bytes that are counted.
     """
 
-    def __init__(self, core: Core, full: Blueprint, prompt: list[int], reference: list[int]) -> None:
-        self.core, self.full, self.ids = core, full, prompt + reference
+    def __init__(
+        self, core: Core, full: Blueprint, prompt: list[int], reference: list[int], table: SiteTable
+    ) -> None:  # fmt: skip
+        self.core, self.full, self.ids, self.table = core, full, prompt + reference, table
         self.start, self.targets = len(prompt) - 1, torch.tensor(reference, device=core.device)
 
     @cached_property
@@ -87,8 +91,9 @@ class Teacher:
         kl, loss = (max(0.0, x) if math.isfinite(x) else BROKEN * n for x in (kl, loss))
         if read is None:
             return Fidelity(n, kl, round(agreed), loss)
-        return Fidelity(n, kl, round(agreed), loss, read.average(self.core.table), read.bytes)
+        return Fidelity(n, kl, round(agreed), loss, read.average(self.table), read.bytes)
 
     def _run(self, blueprint: Blueprint, take: object) -> Read | None:
         # The last token's logits tell of nothing that is known.
-        return score(self.core, [Scored(self.ids[:-1], blueprint, self.start, take)])[0]  # type: ignore[arg-type]
+        asked = Scored(self.ids[:-1], blueprint, self.start, take)  # type: ignore[arg-type]
+        return score(self.core, [asked], self.table)[0]

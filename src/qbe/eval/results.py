@@ -24,7 +24,7 @@ from qbe.store.prepare import fingerprint, store_folder
 if TYPE_CHECKING:
     from qbe.engine.engine import Engine
 
-_VERSION = 1  # of what a row means
+_VERSION = 2  # of what a row means
 
 
 class Results:
