@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -190,6 +192,167 @@ def test_intensities_come_from_numbers_files_and_urls(tmp_path: Path, grid: tupl
     assert known.now is None
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"nonsense\r\n\r\n",  # http.client.BadStatusLine, which is no OSError
+        b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 60000,  # RecursionError
+        b"HTTP/1.0 200 OK\r\n\r\n" + b"1" * 5000,  # ValueError of int
+        b"HTTP/1.0 200 OK\r\n\r\n" + b"1" * 400,  # OverflowError of float
+        b"HTTP/1.0 200 OK\r\n\r\n\xff",
+        b"HTTP/1.0 200 OK\r\n\r\ntrue",
+        b"HTTP/1.0 200 OK\r\n\r\nNaN",
+        b"HTTP/1.0 200 OK\r\n\r\nInfinity",
+        b"HTTP/1.0 200 OK\r\n\r\n-1",
+        b"HTTP/1.0 302 Found\r\nLocation: http://h:x/\r\n\r\n",
+    ],
+)
+def test_whatever_a_source_says_is_a_number_or_one_line(answer: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with Raw([answer]) as source:
+        with pytest.raises(QBEError, match="carbon intensity") as refused:
+            fetch(source.url)
+        assert "\n" not in str(refused.value)
+        assert len(str(refused.value)) < 400
+        known = Intensity()
+        known.renew(source.url, "")
+        known.renew(source.url, "")
+    assert known.now is None
+    assert caplog.text.count("carbon intensity") == 1
+
+
+@pytest.mark.parametrize("url", ["http://h/a b", "http://h:x/"])
+def test_a_url_that_cannot_be_asked_is_one_line(url: str) -> None:
+    with pytest.raises(QBEError, match="carbon intensity"):
+        fetch(url)
+
+
+class Raw:
+    """A server that sends the same pieces to everyone, with pauses, until the client leaves.
+
+    Attributes:
+        asked: how often a client came.
+    """
+
+    def __init__(self, pieces: list[bytes], pause_s: float = 0.0) -> None:
+        self._pieces, self._pause_s, self.asked = pieces, pause_s, 0
+        self._over, self._listening = threading.Event(), socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/now"
+
+    def __enter__(self) -> Raw:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            try:
+                client = self._listening.accept()[0]
+            except OSError:
+                return
+            self.asked += 1
+            threading.Thread(target=self._send, args=(client,), daemon=True).start()
+
+    def _send(self, client: socket.socket) -> None:
+        with client:
+            try:
+                client.recv(4096)
+                for piece in self._pieces:
+                    client.sendall(piece)
+                    if self._over.wait(self._pause_s):
+                        return
+            except OSError:
+                return
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_a_source_that_drips_is_bounded_as_a_whole_and_asked_once(
+    head: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("qbe.server.energy.intensity._LIMIT_S", 0.3)
+    with Raw([head] + [b"1"] * 400, 0.05) as source:  # 20 seconds, with no pause that is too long
+        known, begun = Intensity(), time.monotonic()
+        known.renew(source.url, "")
+        known.renew(source.url, "")
+        assert time.monotonic() - begun < 5
+        assert known.now is None
+        assert head or source.asked == 1  # the first is still on its way
+    assert caplog.text.count("carbon intensity") == 1
+
+
+def test_an_answer_that_is_late_counts_for_its_own_source_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qbe.server.energy.intensity._LIMIT_S", 0.05)
+    go, answers = threading.Event(), {"a": 5.0, "b": 7.0}
+
+    def slow(source: str, field: str) -> float:
+        go.wait(10)
+        return answers[source]
+
+    monkeypatch.setattr("qbe.server.energy.intensity.fetch", slow)
+    known = Intensity()
+    known.renew("a", "")
+    first = known._asked
+    known.renew("b", "")
+    assert known.now is None
+    go.set()
+    until(lambda: first.found, "the first has answered")
+    until(lambda: known.now, "the second has answered")
+    assert known.now == 7
+
+
+def test_another_source_has_neither_the_value_nor_the_failure_of_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = tmp_path / "good"
+    good.write_text("80")
+    known = Intensity()
+    known.renew(str(good), "")
+    assert known.now == 80
+    for name in ("one", "two"):
+        for _ in range(2):
+            known.renew(str(tmp_path / name), "")
+        assert known.now is None
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(lines) == 2
+    assert str(tmp_path / "one") in lines[0]
+    assert str(tmp_path / "two") in lines[1]
+    known.renew(60.0, "")
+    assert known.now == 60
+    known.renew(None, "")
+    assert known.now is None
+
+
+def test_a_new_source_is_asked_at_once(tmp_path: Path) -> None:
+    machine, settings = Counter(), {"now": Energy(intensity=100.0)}
+    governor = Governor(lambda: settings["now"], machine.clock)
+    asyncio.run(governor.look(None))
+    assert governor.intensity.now == 100
+    file = tmp_path / "now"
+    file.write_text("30")
+    settings["now"] = Energy(intensity=str(file))
+    machine.wait(1.0)
+    asyncio.run(governor.look(None))
+    assert governor.intensity.now == 30
+    settings["now"] = Energy()
+    asyncio.run(governor.look(None))
+    assert governor.intensity.now is None
+
+
+def test_power_is_right_though_the_source_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 W, of which four seconds in 30 pass while the source is asked."""
+    machine = Counter()
+    spending = Spending(machine, lambda: 10.0, machine.clock)
+    governor = Governor(lambda: Energy(intensity="x", refresh_s=30.0), machine.clock)
+    asyncio.run(governor.look(spending))
+    machine.wait(30.0)
+    monkeypatch.setattr(governor.intensity, "renew", lambda *_: machine.wait(4.0))
+    asyncio.run(governor.look(spending))
+    assert governor.watts == pytest.approx(80.0)
+
+
 def govern(settings: Energy, watts: list[float]) -> tuple[Governor, list[float]]:
     """Its shifts when the machine draws these watts, each for a window."""
     machine = Counter()
@@ -242,13 +405,30 @@ def test_only_the_default_tier_shifts_and_wishes_stay() -> None:
 
 @pytest.mark.parametrize(
     ("text", "where"),
-    [("carbon_g_per_h = 5", "needs an intensity"), ("power_w = 0", "energy.power_w"), ("intensity = -1", "intensity")],
+    [
+        ("carbon_g_per_h = 5", "needs an intensity"),
+        ("power_w = 0", "energy.power_w"),
+        ("intensity = -1", "intensity"),
+        ('intensity = "http://h/a b"', "energy: .*URL"),
+        ('intensity = "http://h:x/"', "energy: .*[Pp]ort"),
+        ('intensity = "http://[::1/"', "energy: .*URL"),
+        ('intensity = "http:///now"', "energy: .*URL"),
+        ('intensity = "http://me@h/now"', "energy: .*URL"),
+        ('intensity = "http://h/\\n"', "energy: .*control"),
+        ('intensity = ""', "energy: .*text"),
+    ],
 )
 def test_wrong_settings_are_one_line(tmp_path: Path, text: str, where: str) -> None:
     path = tmp_path / "serve.toml"
     path.write_text(f"[energy]\n{text}\n")
-    with pytest.raises(QBEError, match=where):
+    with pytest.raises(QBEError, match=where) as refused:
         load(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("source", ["HTTPS://[::1]:8080/now?at=1", "http://bücher.example/now", "/a path/now"])
+def test_sources_that_can_be_asked_are_taken(source: str) -> None:
+    assert Energy(intensity=source).intensity == source
 
 
 def test_a_server_says_what_answers_took_and_keeps_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,21 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
 
 from qbe.budget import TIER_BITS
 from qbe.errors import QBEError
 from qbe.files import reason
+from qbe.records.ledger import UNIT
+from qbe.server.energy import intensity
 from qbe.sites import FULL_BITS
 
 TierName = Literal["flex", "default", "priority"]
 TIER_NAMES: tuple[TierName, ...] = ("flex", "default", "priority")  # from the lowest to the highest
 Bits = Annotated[float, Strict(), Field(ge=1, le=FULL_BITS)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=2**40)]
+_BOOKED = 2**63 - 1  # the most that fits into the ledger, in its units
+_TOKENS = 10**7  # more than one prompt and its answers have; with more, prices in small currencies would be refused
 _PATIENCE_S = {"flex": 30.0, "default": 5.0, "priority": 0.0}
 _RESERVED = {"priority": 0.125}
 _PROMPTS = {"flex": 0.25, "default": 0.5, "priority": 1.0}
@@ -127,13 +131,22 @@ class Prices(_Table):
     cached_input: Annotated[float, Strict(), Field(ge=0)] = 0.0
     output: Annotated[float, Strict(), Field(ge=0)] = 0.0
 
+    @field_validator("currency")
+    @classmethod
+    def _word(cls, given: str) -> str:
+        """It stands in the ledger, in metrics and in lines of text."""
+        if not 1 <= len(given) <= 16 or not given.isprintable() or " " in given:
+            raise ValueError("a currency is a word of up to 16 printable characters, such as USD")
+        return given
+
 
 class Limits(_Table):
     """What one request and all of them may take.
 
     Attributes:
-        queue: answers that may wait beside those that are written; one more is refused with 429.
-        brownout: filled part of the queue at which tiers with a floor begin to sink; full, they are at it.
+        queue: answers of each tier that may wait beside those that are written; one more is refused with 429.
+        brownout: part of `queue`, held by all tiers together, at which tiers with a floor begin to sink; at all of it
+            they have reached it.
         timeout_s: seconds a request may take in all.
         drain_s: seconds that running requests have to end after SIGTERM.
         answer_tokens: tokens of a chat answer whose request does not say.
@@ -183,6 +196,8 @@ class Energy(_Table):
     def _complete(self) -> Self:
         if self.carbon_g_per_h is not None and self.intensity is None:
             raise ValueError("carbon_g_per_h needs an intensity")
+        if isinstance(self.intensity, str):
+            intensity.check(self.intensity, self.intensity_field)
         return self
 
 
@@ -232,6 +247,22 @@ class Settings(_Table):
             raise ValueError("keys: two of them have the same sha256")
         return self
 
+    @model_validator(mode="after")
+    def _bookable(self) -> Self:
+        """Whatever one row of the ledger may come to, fits."""
+        tier = max(TIER_NAMES, key=lambda name: getattr(self.tiers, name).price)
+        factor: float = getattr(self.tiers, tier).price
+        for name in ("input", "cached_input", "output"):
+            price: float = getattr(self.prices, name)
+            if price * factor * (_TOKENS / 1e6) * UNIT > _BOOKED:
+                most = _BOOKED / UNIT / (_TOKENS / 1e6)
+                more = "" if factor == 1 else f" times {factor:g} (tiers.{tier}.price)"
+                raise ValueError(
+                    f"prices.{name}: {price:g}{more} is more than the {most:.0f} that can be booked: count in a larger "
+                    "unit of the currency"
+                )
+        return self
+
 
 def load(path: Path) -> Settings:
     """The settings in a file.
@@ -239,17 +270,31 @@ def load(path: Path) -> Settings:
     Raises:
         QBEError: it cannot be read, is no TOML or holds something that does not fit, in one line with the place.
     """
+    return _parsed(path, _read(path))
+
+
+def _read(path: Path) -> bytes:
     try:
-        return Settings.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return path.read_bytes()
     except OSError as error:
         raise QBEError(f"{path} cannot be read: {reason(error)}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise QBEError(f"{path} is not TOML: {error}") from None
+
+
+def _parsed(path: Path, text: bytes) -> Settings:
+    try:
+        return Settings.model_validate(tomllib.loads(text.decode()))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        parts = [str(part) if str(part).isprintable() else repr(part) for part in first["loc"]]
+        where = ".".join(parts) or "the file"
         said = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
         raise QBEError(f"{path}: {where}: {said.removeprefix('Value error, ')}") from None
+    except RecursionError:
+        raise QBEError(f"{path} cannot be read: its tables or arrays are nested too deeply") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise QBEError(f"{path} is not TOML: {error}") from None
+    except ValueError:  # of `int`: tomllib lets it through
+        raise QBEError(f"{path} cannot be read: a number in it has thousands of digits") from None
 
 
 class Watched:
@@ -270,14 +315,20 @@ class Watched:
     def changed(self) -> Settings | None:
         """The settings of a file that has changed since the last call, else None. They are not `current` yet.
 
+        An empty file is no change: whoever saves it has emptied it and will write it in a moment.
+
         Raises:
             QBEError: what `load` raises; the next change is looked at again.
         """
         state = self._state()
-        if self._path is None or state == self._seen:
+        if self._path is None or (state is not None and state == self._seen):
+            return None
+        self._seen = None  # one that cannot be read now is tried again without a change: it may hold a revoked key
+        text = _read(self._path)
+        if not text.strip():
             return None
         self._seen = state
-        return load(self._path)
+        return _parsed(self._path, text)
 
     def _state(self) -> tuple[int, int, int] | None:
         try:

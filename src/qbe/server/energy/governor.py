@@ -32,14 +32,18 @@ class Governor:
         self.shift, self.intensity = 0.0, Intensity(clock)
         self.watts: float | None = None
         self._mark: tuple[float, float] | None = None
+        self._asked: tuple[float | str | None, str] = (None, "")
         self._asked_at = -float("inf")
 
     async def look(self, spending: Spending | None) -> None:
         """Called often; does something as often as the settings say."""
         settings, now = self._settings(), self._clock()
-        if settings.intensity is not None and now - self._asked_at >= settings.refresh_s:
-            self._asked_at = now
-            await asyncio.to_thread(self.intensity.renew, settings.intensity, settings.intensity_field)
+        asked = settings.intensity, settings.intensity_field
+        late = settings.intensity is not None and now - self._asked_at >= settings.refresh_s
+        if late or asked != self._asked:
+            self._asked, self._asked_at = asked, now
+            await asyncio.to_thread(self.intensity.renew, *asked)
+            now = self._clock()  # seconds may have passed, and what is spent in them is counted
         if spending is None or (self._mark is not None and now - self._mark[0] < settings.window_s):
             return
         joules = spending.counter()

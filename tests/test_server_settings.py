@@ -1,0 +1,149 @@
+"""The settings file: what is refused, and how a server that runs follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from qbe.errors import QBEError
+from qbe.records.ledger import Entry, Ledger
+from qbe.server.contract import terms
+from qbe.server.settings import Settings, Watched, load
+from server_running import running, until
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("x = " + "[" * 100_000, "nested too deeply"),
+        ("x = " + "[" * 600 + "]" * 600, "nested too deeply|no such setting"),
+        ("keys." + ".".join("a" * 5000) + " = 1", "keys"),
+        ("[limits]\nqueue = " + "1" * 5000, "digits"),
+        ("[limits]\nqueue = 0x" + "f" * 10_000, "limits.queue"),
+        ("[prices]\noutput = 1e12", "prices.output"),
+        ("[prices]\ncached_input = 6e5\n[tiers.priority]\nprice = 1.75", "prices.cached_input: .*tiers.priority.price"),
+        ("[prices]\ninput = 1\n[tiers.flex]\nprice = 1e300", "prices.input"),
+        ('[prices]\ncurrency = ""', "prices.currency"),
+        ('[prices]\ncurrency = "U\\nSD"', "prices.currency"),
+        ('[prices]\ncurrency = "US D"', "prices.currency"),
+        ('[prices]\ncurrency = "\\u001b[2J"', "prices.currency"),
+        (f'[prices]\ncurrency = "{"x" * 17}"', "prices.currency"),
+        ('[keys."a\\nb"]\ntiers = ["flex"]', "keys"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text(text)
+    with pytest.raises(QBEError, match=where) as refused:
+        load(path)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_the_highest_price_can_be_booked(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text('[prices]\ncurrency = "€"\noutput = 922337\n[tiers.flex]\nprice = 0.5\n')
+    settings = load(path)
+    cost = terms("priority", None, settings, 0.0).cost(0, 0, 10**7, 16)
+    Ledger(tmp_path / "ledger.sqlite").write(
+        [
+            Entry(
+                id="a-0", request="a", key="me", tier="priority", model="tiny", policy="uniform", began="2026-01-01",
+                finish="stop", prompt_tokens=0, cached_tokens=0, completion_tokens=10**7, weight_bits=16, kv_bits=16,
+                tokens_by_bits={16: 10**7}, cost=cost, currency=settings.prices.currency, joules=0.0, energy="model",
+            )
+        ]
+    )  # fmt: skip
+    (total,) = Ledger(tmp_path / "ledger.sqlite").totals()
+    assert total.cost == pytest.approx(922337 * 10)
+
+
+def test_an_empty_file_is_no_change_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text("[prices]\noutput = 3\n")
+    watched = Watched(path)
+    for empty in ("", " \n\n"):
+        path.write_text(empty)
+        assert watched.changed() is None
+        assert watched.changed() is None
+    path.write_text("[prices]\noutput = 4\n")
+    found = watched.changed()
+    assert found is not None
+    assert found.prices.output == 4
+    assert watched.changed() is None
+    path.write_text("")
+    assert Watched(path).current == Settings()  # at the start there is nothing to keep
+
+
+def test_a_file_that_could_not_be_read_is_tried_again_without_a_change(tmp_path: Path) -> None:
+    path, away = tmp_path / "serve.toml", tmp_path / "away"
+    path.write_text("[prices]\noutput = 3\n")
+    watched = Watched(path)
+    os.rename(path, away)
+    for _ in range(2):
+        with pytest.raises(QBEError, match="cannot be read"):
+            watched.changed()
+    os.rename(away, path)
+    assert watched.changed() == watched.current
+    assert watched.changed() is None
+
+
+def test_a_server_follows_its_settings_whatever_goes_wrong_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("qbe.server.service._RELOAD_S", 0.02)
+    config = tmp_path / "serve.toml"
+    config.write_text("[prices]\noutput = 1\n")
+
+    def said(text: str) -> int:
+        return sum(text in record.getMessage() for record in caplog.records)
+
+    def write(text: str) -> None:
+        new = config.with_suffix(".new")
+        new.write_text(text)
+        os.replace(new, config)
+
+    with caplog.at_level(logging.WARNING, "qbe"), running(config=config, ledger=tmp_path / "ledger.sqlite") as server:
+        service, looked = server.service, []
+
+        async def fail() -> None:
+            looked.append(1)
+            raise RuntimeError("no\nenergy")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service._observer, "look", fail)
+            until(lambda: len(looked) > 3, "it goes on")
+        assert said("the energy's budget cannot be kept: a defect: RuntimeError") == 1
+        assert server.metric("qbe:settings_ok") == 1  # they have nothing to do with it
+
+        looked.clear()
+
+        def broken() -> None:
+            looked.append(1)
+            raise RuntimeError("no\nsettings")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service._watched, "changed", broken)
+            until(lambda: len(looked) > 3, "it goes on")
+            assert server.metric("qbe:settings_ok") == 0
+        assert said("the settings stay as they were: a defect: RuntimeError") == 1
+        assert all("\n" not in record.getMessage() for record in caplog.records if record.name.startswith("qbe"))
+
+        write("x = " + "[" * 100_000)
+        until(lambda: said("nested too deeply") == 1, "it says what is wrong")
+        write("[prices]\noutput = 2\n")
+        until(lambda: service.settings.prices.output == 2, "the new settings")
+        assert server.metric("qbe:settings_ok") == 1
+
+        async def hang() -> None:
+            looked.append(2)
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(service._observer, "look", hang)  # a source of intensities that says nothing
+        until(lambda: 2 in looked, "it is asked")
+        write("[prices]\noutput = 3\n")
+        until(lambda: service.settings.prices.output == 3, "the newest settings")
