@@ -117,6 +117,8 @@ def test_echo_says_how_likely_the_prompt_is(server: Running, api: openai.OpenAI)
         assert found.token_logprobs[i] == pytest.approx(float(expected[i - 1, ids[i]]), abs=1e-4)  # type: ignore[index]
         assert max(found.top_logprobs[i].values()) == pytest.approx(float(expected[i - 1].max()), abs=1e-4)  # type: ignore[index]
     assert found.text_offset[:4] == [0, 1, 2, 3]  # type: ignore[index]
+    wide = api.completions.create(model="tiny", prompt="ß 日!", max_tokens=0, echo=True, logprobs=1, extra_body=FULL)
+    assert wide.choices[0].logprobs.text_offset == [0, 0, 1, 2, 2, 2, 3]  # type: ignore[union-attr]
     tokens = api.completions.create(
         model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=1, extra_body=FULL
     )  # fmt: skip

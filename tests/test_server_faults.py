@@ -196,3 +196,54 @@ def test_slow_headers_and_too_many_connections_end(server: Running, tmp_path: Pa
         for _ in range(3):  # a connection that goes on is no slow one
             time.sleep(0.15)
             assert own.http.get("/health").status_code == 200
+
+
+def test_a_deadline_that_passes_while_the_prompt_is_prepared_cuts_the_answer(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chooser = server.engine._chooser
+    choose = chooser.choose
+    monkeypatch.setattr(chooser, "choose", lambda *a, **k: (time.sleep(0.2), choose(*a, **k))[1])
+    answer = server.post("completions", LONG | {"qbe": {"max_latency_ms": 50}})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] < 100
+    two = server.post("completions", LONG | {"n": 2, "qbe": {"max_latency_ms": 50}})  # of which one has not begun
+    assert (two.status_code, two.json()["error"]["code"]) == (429, "deadline")
+
+
+def test_a_flood_of_one_tier_leaves_the_queues_of_the_others_open(server: Running) -> None:
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(server, LONG | {"n": 2, "service_tier": "flex"}))
+        until(lambda: server.service._admission.queued("flex") == 4, "flex's queue is full")  # type: ignore[union-attr]
+        late = server.post("completions", LONG | {"service_tier": "flex"})
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "queue_full")
+        assert "'flex'" in late.json()["error"]["message"]
+        stack.enter_context(connect(server, LONG | {"service_tier": "priority"}))
+        until(lambda: server.service._admission.queued("priority") == 1, "priority is let in")  # type: ignore[union-attr]
+
+
+def test_what_was_refused_says_nothing_of_the_pace(server: Running) -> None:
+    admission = server.service._admission
+    assert admission is not None
+    for body, ended in (({"logit_bias": {"5000": 1}}, 0), ({"prompt": "x" * 5000}, 0), ({}, 1)):
+        before = len(admission._left)
+        server.post("completions", {"prompt": "x", "max_tokens": 1} | body)
+        until(lambda: not admission.inside, "it has left")
+        assert len(admission._left) == before + ended, body
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_prompt_that_is_too_long_is_not_analysed(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    analysed: list[Any] = []
+    profile = server.engine._chooser.profile
+    monkeypatch.setattr(server.engine._chooser, "profile", lambda *a: (analysed.append(a), profile(*a))[1])
+    text = "x" * 4200
+    body = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    answer = server.post(path, body)
+    assert answer.status_code == 400
+    assert "context is 4096" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == ("prompt" if path == "completions" else "messages")
+    assert server.post("completions", {"prompt": [5] * 4096}).status_code == 400
+    assert not analysed

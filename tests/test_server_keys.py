@@ -100,6 +100,16 @@ def test_buckets_refill_and_queues_are_counted() -> None:
     with pytest.raises(APIError) as refused:
         admission.enter(2, limits)
     assert refused.value.retry_after == pytest.approx(4)  # two answers, one in two seconds
+    now[0] = 1006.0
+    for _ in range(9):
+        admission.enter(1, limits, "flex")
+        admission.leave(1, "flex", ended=0)  # refused
+    with pytest.raises(APIError) as refused:
+        admission.enter(2, limits)
+    assert refused.value.retry_after == pytest.approx(4)
+    admission.enter(2, limits, "priority")  # whose queue is empty
+    with pytest.raises(APIError, match="'priority'"):
+        admission.enter(1, limits, "priority")
     client = Client("me", Key(sha256="0" * 64, tokens_per_minute=100))
     admission.charge(client, 90)
     with pytest.raises(APIError):

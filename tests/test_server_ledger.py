@@ -211,3 +211,26 @@ def test_a_defect_while_booking_ends_requests_and_not_the_thread(
             with pytest.raises(openai.APIError, match="ledger"):
                 list(server.client.with_options(timeout=20).completions.create(**asked))
         until(lambda: server.post("completions", {"prompt": "hello"}).status_code == 200, "it serves again")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_a_prompt_that_was_cut_only_what_was_computed_is_charged(tmp_path: Path, stream: bool) -> None:
+    """Whether time runs out within it or its client hangs up."""
+    config, book = tmp_path / "serve.toml", tmp_path / "ledger.sqlite"
+    config.write_text(TOML)
+    with running(lambda: tiny_engine(max_batch_tokens=64), config, book) as server:
+        step = server.engine.core.step
+        server.engine.core.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]
+        body = {"prompt": "x" * 4000, "max_tokens": 9, "ignore_eos": True}
+        if stream:
+            with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}):
+                until(lambda: server.engine.core.scheduler.running, "it has begun")
+        else:
+            usage = server.post("completions", body | {"qbe": {"max_latency_ms": 200}}).json()["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4000, 0)
+        (row,) = until(lambda: Ledger(book).entries(), "it is booked")
+    computed = sum(row.tokens_by_bits.values())
+    assert 0 < computed < 4000
+    assert row.cost == pytest.approx(computed * 10 * 8 / 16 * UNIT / 1e6, abs=2)
+    if not stream:
+        assert usage["cost"] == row.cost / UNIT

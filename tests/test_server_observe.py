@@ -242,3 +242,18 @@ def test_a_line_of_text_cannot_be_broken() -> None:
 
     line = Lines(Settings).format(record)
     assert line == 'qbe: request key="a b\\nqbe: forged" n=1 deep={"a":1}'
+
+
+def test_what_the_engine_refuses_counts_as_refused_alone(server: Running, said: io.StringIO) -> None:
+    until(lambda: server.service._admission.inside == 0, "it is idle")  # type: ignore[union-attr]
+    before, shown = samples(server), server.http.get("/v1/qbe/live").json()
+    wrong = {"prompt": SECRET, "n": 2, "logit_bias": {"5000": 1}}
+    assert server.post("completions", wrong).status_code == 400
+    assert server.post("completions", wrong | {"prompt": [SECRET, "x"]}).status_code == 400
+    until(lambda: server.service._admission.inside == 0, "it is over")  # type: ignore[union-attr]
+    after, now = samples(server), server.http.get("/v1/qbe/live").json()
+    changed = {name for name in after if str(after[name]) != str(before.get(name, 0.0)) and "_created" not in name}
+    assert {name for name in changed if name.startswith(("vllm:", "qbe:"))} == {"qbe:requests_refused_total"}
+    assert all(line.startswith("qbe: refused") for line in said.getvalue().splitlines())
+    assert now["last_minute"] == shown["last_minute"]
+    assert [(row["state"], row["cost"]) for row in now["requests"][:2]] == [("refused", 0.0)] * 2

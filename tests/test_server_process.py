@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from qbe.cli import main
 from qbe.server.keys import digest
 from server_process import save_tiny, serving
-from server_running import LIMIT_S
+from server_running import LIMIT_S, until
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +42,39 @@ def test_it_drains_when_it_is_told_to_end(folder: Path, tmp_path: Path) -> None:
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert [c.choices[0].finish_reason for c in chunks][-1] == "length"
-            with pytest.raises(httpx2.RemoteProtocolError):
-                list(lines)
+            assert "shutting_down" in list(lines)[-2]
         assert process.wait(LIMIT_S) == 0
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_what_is_cut_at_the_end_hears_why(folder: Path, tmp_path: Path, signals: int) -> None:
+    """When the time to drain is over, or with the second signal: no traceback, no plain 500, no stream that breaks."""
+    config = tmp_path / "serve.toml"
+    config.write_text(f"[limits]\ndrain_s = {1 if signals == 1 else 60}\n")
+    options = ("--model", str(folder), "--policy", "uniform", "--config", str(config))
+    with serving(*options, home=tmp_path) as (process, url), httpx2.Client(timeout=LIMIT_S) as http:
+        body = {"prompt": "x", "max_tokens": 4000, "n": 16, "ignore_eos": True}
+        with (
+            ThreadPoolExecutor(1) as pool,
+            http.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as stream,
+        ):
+            whole = pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=LIMIT_S)
+            lines = stream.iter_lines()
+            next(lines)
+            until(lambda: "waiting" in httpx2.get(f"{url}/v1/qbe/live").text, "the other one is taken")
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.2)
+            assert "shutting_down" in list(lines)[-2]
+            answer = whole.result(LIMIT_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        assert process.wait(LIMIT_S) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "Traceback" not in said
+        assert said.count("drain_s is over: 2 requests are cut") == 1
 
 
 @pytest.mark.parametrize(

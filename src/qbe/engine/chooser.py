@@ -13,7 +13,7 @@ from qbe.blueprint import Blueprint
 from qbe.cache import BlueprintCache
 from qbe.cache.traffic import Asked
 from qbe.choosing import BlueprintChooser
-from qbe.engine.longest import most_characters
+from qbe.engine.longest import longest
 from qbe.engine.result import Request
 from qbe.engine.tokenize import Room, encode
 from qbe.errors import QBEError, about
@@ -58,7 +58,7 @@ class Chooser(BlueprintChooser):
     @cached_property
     def room(self) -> Room | None:
         """What a prompt must fit into; None: the model has no limit."""
-        return None if self._context is None else Room(self._context, most_characters(self._tokenizer))
+        return None if self._context is None else Room(self._context, longest(self._tokenizer))
 
     def choose(self, request: Request, fits: bool = False) -> Choice:
         """Token ids of the prompt and the blueprint for it.
@@ -70,9 +70,8 @@ class Chooser(BlueprintChooser):
             QBEError: a prompt that cannot be run, an unknown policy, or a budget that cannot be met.
         """
         with about("prompt"):
-            text, words, ids = encode(
-                request.prompt, self._tokenizer, self._model_name, request.tools, self.room if fits else None
-            )
+            room = self.room if fits else None
+            text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools, room)
         with about("policy"):
             policy = self.policy(request.policy)
         start = time.perf_counter()

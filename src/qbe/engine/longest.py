@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import models, pre_tokenizers
+from tokenizers import models
 
 _NFC = 4  # characters of a text for one of its composed form: no character is decomposed into more
 
 
-def most_characters(tokenizer: Any) -> int | None:
-    """The most characters of a text that one token of it can stand for; None where that is not known for sure.
+@dataclass(frozen=True)
+class Longest:
+    """What one token can stand for.
+
+    Attributes:
+        size: the most characters of a text, or bytes of it where some are dropped.
+        dropped: bytes that become no token.
+    """
+
+    size: int
+    dropped: bytes = b""
+
+    def least_tokens(self, text: str) -> int:
+        """As many tokens as this text has at least. Raises UnicodeEncodeError."""
+        kept = len(text.encode().translate(None, self.dropped)) if self.dropped else len(text)
+        return -(-kept // self.size)
+
+
+def longest(tokenizer: Any) -> Longest | None:
+    """What a tokenizer's tokens can stand for; None where that is not known for sure.
 
     It is known where tokens are pieces of the text itself: byte pairs over all bytes, and nothing in front of them that
     takes characters away.
@@ -21,25 +40,38 @@ def most_characters(tokenizer: Any) -> int | None:
     model = getattr(backend, "model", None)
     if backend is None or not isinstance(model, models.BPE):
         return None
-    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    before = list(_parts(backend.pre_tokenizer, "pretokenizers"))
-    alphabet: Any = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    before, dropped = list(_parts(backend.pre_tokenizer, "pretokenizers")), b""
     if any(part["type"] == "ByteLevel" for part in before):
-        whole = set(alphabet) <= vocabulary.keys()
-    else:
-        whole = bool(model.byte_fallback) and {f"<0x{b:02X}>" for b in range(256)} <= vocabulary.keys()
-    if not whole or not all(map(_keeps, before)):
+        if model.unk_token is not None or model.byte_fallback:
+            return None
+        dropped = bytes(byte for byte, letter in _LETTERS.items() if letter not in vocabulary)
+    elif not model.byte_fallback or not {f"<0x{byte:02X}>" for byte in range(256)} <= vocabulary.keys():
         return None
-    # Such a token takes the spaces beside it with it.
-    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+    added = backend.get_added_tokens_decoder().values()
+    # One that strips takes the spaces beside it with it.
+    if not all(map(_keeps, before)) or any(token.lstrip or token.rstrip for token in added):
         return None
     factor = 1
     for part in _parts(backend.normalizer, "normalizers"):
         if part["type"] == "NFC":
             factor *= _NFC
+            if dropped:
+                return None
         elif not _lengthens(part):
             return None
-    return factor * max(map(len, vocabulary))
+    sizes = [*map(len, vocabulary), *(len(token.content.encode()) for token in added)]
+    return Longest(factor * max(sizes), dropped)
+
+
+def _letters() -> dict[int, str]:
+    """Byte -> the letter that stands for it in byte-level vocabularies."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+_LETTERS = _letters()
 
 
 def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:

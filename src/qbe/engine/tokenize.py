@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from qbe.engine.longest import Longest
 from qbe.engine.result import Prompt
 from qbe.errors import QBEError
 
@@ -17,15 +18,15 @@ class Room:
 
     Attributes:
         context: tokens of the prompt and at least one of the answer.
-        characters: that a token stands for at most (`qbe.engine.longest`); None where that is not known.
+        longest: token; None where that is not known.
     """
 
     context: int
-    characters: int | None
+    longest: Longest | None
 
     def check_text(self, text: str) -> None:
         """Raises QBEError for a text that cannot fit, however it is tokenized."""
-        if self.characters is not None and len(text) > (self.context - 1) * self.characters:
+        if self.longest is not None and self.longest.least_tokens(text) >= self.context:
             raise QBEError(
                 f"the prompt has {len(text)} characters, more than fit into the model's context of {self.context} "
                 "tokens with the answer: shorten it", field="prompt",

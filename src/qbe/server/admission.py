@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from qbe.server.errors import APIError
 from qbe.server.keys import Client
-from qbe.server.settings import Limits, Tier
+from qbe.server.settings import Limits, Tier, TierName
 
 _MINUTE = 60.0
 _STEPS = 4  # steps of the brownout, so that similar requests share blueprints
@@ -49,31 +49,55 @@ class Admission:
     """
 
     def __init__(self, running: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.running, self.inside, self._clock = running, 0, clock
+        self.running, self._clock = running, clock
+        self._inside: Counter[str] = Counter()  # of each tier
         self._left: deque[float] = deque(maxlen=64)  # when the last answers ended
         self._buckets: dict[tuple[str, str, int], Bucket] = {}
+
+    @property
+    def inside(self) -> int:
+        """Answers that are written or wait."""
+        return self._inside.total()
 
     @property
     def waiting(self) -> int:
         """Answers that wait, at least."""
         return max(0, self.inside - self.running)
 
-    def enter(self, count: int, limits: Limits) -> None:
-        """Let `count` answers in, which `leave` one by one. Raises APIError when there is no room."""
+    def queued(self, tier: TierName) -> int:
+        """Answers of a tier that wait, at most: the others may have taken every place that they can fill."""
+        own = self._inside[tier]
+        return max(0, own - max(0, self.running - (self.inside - own)))
+
+    def enter(self, count: int, limits: Limits, tier: TierName = "default") -> None:
+        """Let `count` answers in, which `leave` one by one. Each tier has a queue of its own, so that nobody who may
+        use one tier can lock the others out.
+
+        Raises:
+            APIError: there is no room.
+        """
         most = self.running + limits.queue
         if count > most:
             raise APIError(400, f"n is {count} in all, but this server holds {most} answers: ask for fewer", param="n")
-        if self.inside + count > most:
+        queued = self.queued(tier)
+        self._inside[tier] += count
+        over = self.queued(tier) - limits.queue
+        if over > 0:
+            self._inside[tier] -= count
             raise APIError(
-                429, f"{self.waiting} answers wait already: try again later", code="queue_full",
-                retry_after=self._retry_after(self.inside + count - most),
+                429, f"{queued} answers of tier '{tier}' wait already: try again later", code="queue_full",
+                retry_after=self._retry_after(over),
             )  # fmt: skip
-        self.inside += count
 
-    def leave(self, count: int = 1) -> None:
-        """Answers have ended."""
-        self.inside -= count
-        self._left.extend([self._clock()] * count)
+    def leave(self, count: int = 1, tier: TierName = "default", ended: int | None = None) -> None:
+        """Answers are not inside any more.
+
+        Args:
+            ended: how many of them were written, which says how fast places become free; the others were refused or
+                never began. None: all of them.
+        """
+        self._inside[tier] -= count
+        self._left.extend([self._clock()] * (count if ended is None else ended))
 
     def _retry_after(self, count: int) -> float:
         """Seconds in which `count` answers end at the pace of the last minute, 1 to 60."""

@@ -244,4 +244,6 @@ def wrong_body(error: RequestValidationError) -> APIError:
     if not field:
         said = "it must be a JSON object, sent with 'Content-Type: application/json'"
         return APIError(400, f"the body is wrong: {said}", code="invalid_json")
+    if parts[:1] == ["prompt"] and first["type"] != "missing":  # pydantic tells of one of the forms that it may have
+        field, said = "prompt", "it must be a text, token ids from 0 on, or a list of such, and none of them empty"
     return APIError(400, f"{field}: {said}", param=field, code="invalid_value")

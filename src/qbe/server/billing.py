@@ -21,6 +21,7 @@ from qbe.blueprint import weights_by_bits
 from qbe.engine.result import Result
 from qbe.errors import QBEError
 from qbe.records.ledger import UNIT, Entry, Ledger
+from qbe.server.contract import read_tokens
 from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
 from qbe.server.job import Delta, Event, Job, deliver
@@ -91,10 +92,18 @@ class Account:
         """So far, in the ledger's units; an answer that is not done counts at the bits chosen for it."""
         terms, total = self.asked.terms, 0
         for i, (written, result) in enumerate(zip(self.written, self._results, strict=True)):
-            read = (self._prompt_tokens - self._cached, self._cached) if i == 0 else (0, 0)
+            read = (self._read, self._cached) if i == 0 else (0, 0)
             bits = self.bits if result is None else result.average_weight_bits
             total += terms.cost(*read, max(0, written - self.asked.hidden), bits)
         return total
+
+    @property
+    def _read(self) -> int:
+        """Tokens of the prompt that were computed, as far as is known: all of them when there is a token, and when its
+        first answer was cut before, those that were."""
+        if self._results[0] is not None:
+            return read_tokens(self._results[0])
+        return self._prompt_tokens - self._cached if self.written[0] else 0
 
     def charged(self, entry: Entry) -> float:
         """It was booked so: what that adds to what was booked before, in the currency."""
@@ -106,7 +115,7 @@ class Account:
         done = [r for r in self._results if r is not None]
         # Of an answer that goes on, the last token has not gone through the model.
         begun = [n - 1 for n, r in zip(self.written, self._results, strict=True) if r is None and n]
-        computed = (0 if done else self._prompt_tokens - self._cached) + sum(begun)
+        computed = (self._read if self._results[0] is None else 0) + sum(begun)
         spread = {bits: round(computed * share) for bits, share in self._shares.items()}
         total, bits_sum, kv_sum = computed, self.bits * computed, self._kv_bits * computed
         for result in done:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 import signal
 import socket
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +19,13 @@ from qbe.commands.options import DEFAULT, Compile, Device, Dtype, KVTokens, Mode
 from qbe.errors import QBEError
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from qbe.engine.engine import Engine
     from qbe.server.service import Service
+
+_CUT_S = 5  # after `drain_s`, for what is cut to say so; then connections are closed whatever they do
+_FORCE_S = 1.0  # the same after a second signal
 
 
 def serve(
@@ -66,6 +74,8 @@ def serve(
 
     logs.start(lambda: watched.current)
     failures: list[BaseException] = []
+    services: list[Service] = []
+    drain_s = watched.current.limits.drain_s
 
     def failed(error: BaseException) -> None:
         failures.append(error)
@@ -87,21 +97,36 @@ def serve(
                 progress=sys.stderr.isatty(),
             )  # fmt: skip
 
-        return Service(make, watched, public, Path(model).name, failed, book, sending)
+        services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
+        return services[0]
 
     class Server(uvicorn.Server):
         """Drains on the first signal, ends on the second; the exit code after a drain is 0."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             """A signal came."""
-            self.force_exit = self.should_exit
+            if self.should_exit:
+                for one in services:
+                    one.drain(0.0)
+                force = threading.Timer(_FORCE_S if services else 0.0, self._force)
+                force.daemon = True
+                force.start()
             self.should_exit = True
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """Wait for what runs, but not for ever."""
+            for one in services:
+                one.drain(drain_s)
+            await super().shutdown(sockets)
+
+        def _force(self) -> None:
+            self.force_exit = True
 
     server = Server(
         uvicorn.Config(
-            make_app(service), log_level="error", access_log=False, http=protocol(lambda: watched.current),
+            _ending(make_app(service)), log_level="error", access_log=False, http=protocol(lambda: watched.current),
             ws="none", lifespan="on", h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
-            timeout_graceful_shutdown=watched.current.limits.drain_s,
+            timeout_graceful_shutdown=drain_s + _CUT_S,
         )
     )  # fmt: skip
     address, bound = listening.getsockname()[:2]
@@ -111,6 +136,48 @@ def serve(
     server.run(sockets=[listening])
     if failures:
         raise failures[0]
+
+
+def _ending(app: ASGIApp) -> ASGIApp:
+    """The application, with an answer to those who are still there when the server's end cancels them.
+
+    That comes late, to a client that reads slowly or not at all, or with a second signal. uvicorn would print a
+    traceback of each and say 500.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        begun: list[Message] = []
+        done = False
+
+        async def sent(message: Message) -> None:
+            nonlocal done
+            await send(message)
+            if message["type"] == "http.response.start":
+                begun.append(message)
+            done = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await app(scope, receive, sent if scope["type"] == "http" else send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CUT_S / 10):
+                    await _say_why(begun, done, scope, receive, send)
+
+    return answer
+
+
+async def _say_why(begun: list[Message], done: bool, scope: Scope, receive: Receive, send: Send) -> None:
+    """That the server ends, to a client that has got these messages and may have got its whole answer."""
+    from qbe.server.exchange import SHUTTING_DOWN
+    from qbe.server.wire import event
+
+    if not begun:
+        await SHUTTING_DOWN.response()(scope, receive, send)
+    elif not done:
+        streams = any(b"text/event-stream" in value for _, value in begun[0]["headers"])
+        await send({"type": "http.response.body", "body": event(SHUTTING_DOWN.body()) if streams else b""})
 
 
 def _loopback(host: str) -> bool:

@@ -15,6 +15,7 @@ from qbe.server.protocol import CompletionRequest
 from qbe.server.requests import FORMAT, Frame, check_model, check_stream, format_grammar, sampling
 from qbe.server.service import Service
 from qbe.server.wire import DONE, event
+from qbe.server.words import Position
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -57,7 +58,7 @@ class _Choice:
         job = exchange.jobs[index // exchange.asked.n]
         self._prompt_ids, self._prompt = job.choice[0], exchange.asked.prompts[index // exchange.asked.n]
         self._echo, self._top, self._nothing = body.echo, body.logprobs, body.max_tokens == 0
-        self._offset, self._begun = 0, False
+        self._position, self._begun = Position(), False
 
     def delta(self, delta: Delta) -> dict[str, Any]:
         """A `choices[]` entry of a stream."""
@@ -72,8 +73,7 @@ class _Choice:
             found += self._words.within(delta.logprobs)
         logprobs = None
         if self._top is not None:
-            logprobs = self._words.for_completion(found, self._offset, self._top)
-            self._offset += sum(map(len, logprobs["tokens"]))
+            logprobs = self._words.for_completion(found, self._position, self._top)
         reason = None if delta.result is None else delta.result.finish_reason
         reason = "length" if reason == "cancelled" or (reason and self._nothing) else reason
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}

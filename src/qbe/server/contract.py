@@ -129,6 +129,13 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
     return Budget(within=(low, high), refresh=c.refresh, **rest)
 
 
+def read_tokens(result: Result) -> int:
+    """Tokens of the prompt that are charged as computed: those of an answer that was cut within it went no further."""
+    fresh = max(0, result.prompt_tokens - result.cached_tokens)
+    # With a token of the answer the whole prompt went through the model, whatever was computed again for it.
+    return fresh if result.token_ids else min(fresh, result.computed_tokens)
+
+
 def usage(
     given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0, joules: float = 0.0, source: str = "model"
 ) -> dict[str, Any]:  # fmt: skip
@@ -150,8 +157,7 @@ def usage(
     cost = 0
     for group in groups:
         for i, r in enumerate(group):
-            cached = min(r.cached_tokens, r.prompt_tokens)
-            prompt = (r.prompt_tokens - cached, cached) if i == 0 else (0, 0)
+            prompt = (read_tokens(r), min(r.cached_tokens, r.prompt_tokens)) if i == 0 else (0, 0)
             cost += given.cost(*prompt, len(r.token_ids) - hidden, r.average_weight_bits)
     return {
         "prompt_tokens": read,

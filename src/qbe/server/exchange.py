@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _GRACE_S = 30.0  # after its time limit, for the engine to end a request
 
-_SHUTTING_DOWN = APIError(503, "the server is shutting down: try again later", code="shutting_down", retry_after=5)
+SHUTTING_DOWN = APIError(503, "the server is shutting down: try again later", code="shutting_down", retry_after=5)
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,16 @@ class Exchange:
         id: of the request and of its answer.
         jobs, left: one for each prompt, and how many of them are not over.
         came: when it did, in the loop's time.
-        late: why it was cut, "timeout" or "latency"; empty when it was not.
+        late: why it was cut, "timeout", "latency" or "shutdown"; empty when it was not.
         parent: headers of the trace that it belongs to.
+        preparing: the limit on the wait for a prompt's tokens and blueprint; None while nobody waits for them.
         ends_at, gone_at: in the loop's time, when its answers end, and when nobody waits for them any more.
     """
 
     def __init__(self, asked: Asked, cancel: Callable[[Job], None], seconds: float) -> None:
         self.asked, self.jobs, self.id = asked, list[Job](), f"{asked.prefix}-{uuid.uuid4().hex}"
         self.left = 0
+        self.preparing: asyncio.Timeout | None = None
         self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
         self._early: deque[tuple[Job, Event]] = deque()  # what was heard before all jobs were taken
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
@@ -123,6 +125,23 @@ class Exchange:
     def accounts(self) -> list[Account]:
         """What each of its prompts costs."""
         return [job.account for job in self.jobs if job.account is not None]
+
+    @property
+    def refused(self) -> bool:
+        """Whether the engine did not take one of its prompts, so that nothing of it is answered."""
+        return any(job.refused for job in self.jobs)
+
+    def began(self) -> None:
+        """Its jobs are with the engine. What expired while there was nothing to cut yet is cut now."""
+        if self.late:
+            self.cancel()
+
+    def shut_down(self) -> None:
+        """End it because the server ends; its client hears that."""
+        if self.preparing is not None and not self.preparing.expired():
+            self.late = "shutdown"
+            self.preparing.reschedule(self._loop.time())
+        self._expire("shutdown")
 
     def _expire(self, why: str) -> None:
         self.late = self.late or why
@@ -144,6 +163,18 @@ class Exchange:
         self.cancel()
         for timer in self._timers:
             timer.cancel()
+
+    @property
+    def unbegun(self) -> APIError:
+        """What its client hears when it was cut before all of its answers began."""
+        if self.late == "latency":
+            return APIError(
+                429, f"qbe.max_latency_ms is {self.asked.terms.contract.max_latency_ms:g}, which was over before all "
+                "answers began: allow more time, or try again later", param="qbe.max_latency_ms", code="deadline",
+            )  # fmt: skip
+        if self.late == "timeout":
+            return APIError(504, "the request took too long before it began", code="timeout")
+        return SHUTTING_DOWN
 
     async def taken(self) -> None:
         """Until the engine has taken all jobs. Raises APIError when it refuses one."""
@@ -181,14 +212,12 @@ class Exchange:
             raise APIError(500, result.error or "the model failed", code="engine_error")
         if result.finish_reason == "cancelled" and self.late == "timeout":
             raise APIError(504, "the request took too long: ask for fewer tokens", code="timeout")
-        if result.finish_reason == "cancelled" and not self.late:
-            raise _SHUTTING_DOWN
+        if result.finish_reason == "cancelled" and self.late != "latency":
+            raise SHUTTING_DOWN
 
     def _failed(self, error: Exception) -> APIError:
-        if isinstance(error, Cancelled) and self.late:
-            return APIError(504, "the request took too long before it began", code="timeout")
         if isinstance(error, Cancelled):
-            return _SHUTTING_DOWN
+            return self.unbegun
         if isinstance(error, APIError):
             return error
         if isinstance(error, QBEError):

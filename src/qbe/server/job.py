@@ -60,6 +60,7 @@ class Job:
     Attributes:
         results: of the answers that have ended, in order of the answers, None for the others.
         account: what it costs.
+        refused: whether the engine did not take it.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Job:
         self.requests, self.choice, self._events, self._ended = requests, choice, events, ended
         self.results: list[Result | None] = [None] * len(requests)
         self.account: Account | None = None
-        self._over = False
+        self.refused = False
+        self._taken = self._over = False
 
     @property
     def most_tokens(self) -> int:
@@ -80,6 +82,8 @@ class Job:
         """In the event loop: take what the engine's thread says."""
         if isinstance(event, Delta) and event.result is not None:
             self.results[event.answer] = event.result
+        self._taken = self._taken or event is None
+        self.refused = self.refused or (isinstance(event, Exception) and not self._taken)
         if not self._over and (isinstance(event, Exception) or None not in self.results):
             self._over = True
             self._ended(self)

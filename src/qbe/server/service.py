@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -75,7 +76,10 @@ class Service:
         self._worker = Worker(
             lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._observer.step
         )  # fmt: skip
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()  # for as long as anybody reads them
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.TimerHandle | None = None
 
     @property
     def settings(self) -> Settings:
@@ -91,13 +95,29 @@ class Service:
         """Begin to make the engine."""
         self._billing.start()
         self._worker.start()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = [asyncio.create_task(self._watch()), asyncio.create_task(self._govern())]
+
+    def drain(self, seconds: float) -> None:
+        """Let what runs go on for so long; then end it, so that every client hears why. Again: for less."""
+        ends = self._loop.time() + seconds
+        if self._draining is None or ends < self._draining.when():
+            self._draining = self._loop.call_at(ends, self._end_all)
+
+    def _end_all(self) -> None:
+        left = [e for e in self._exchanges if e.left or e.preparing is not None]
+        if left:
+            log.warning("drain_s is over: %d requests are cut", len(left))
+        self.stopping = True
+        for exchange in left:
+            exchange.shut_down()
 
     async def stop(self) -> None:
         """Cancel what runs and end the engine's thread."""
         self.stopping = True
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._draining is not None:
+            self._draining.cancel()
+        for task in self._watching:
+            task.cancel()
         self._worker.stop()
         # A model that is still being loaded is not waited for.
         await asyncio.to_thread(self._worker.join, _STOP_S if self._worker.engine is not None else 0.0)
@@ -138,9 +158,9 @@ class Service:
 
     async def _watch(self) -> None:
         """Take over a changed settings file; keep what there is while it is wrong, and say so."""
+        said = ""
         while True:
             await asyncio.sleep(_RELOAD_S)
-            await self._observer.look()
             try:
                 changed = self._watched.changed()
                 if changed is not None:
@@ -151,9 +171,26 @@ class Service:
                     self._watched.current = changed
                     self.metrics.settings_ok.set(1)
                     log.warning("the settings were reloaded")
-            except QBEError as error:
+                said = ""
+            except Exception as error:  # a loop that ended here would never again see that a key was revoked
                 self.metrics.settings_ok.set(0)
-                log.warning("the settings stay as they were: %s", error)
+                why = _line(error)
+                if why != said:  # a file that cannot be read is tried every time
+                    log.warning("the settings stay as they were: %s", why)
+                said = why
+
+    async def _govern(self) -> None:
+        """Keep within the energy's budget; beside `_watch`, because a source of intensities may be slow."""
+        said = ""
+        while True:
+            await asyncio.sleep(_RELOAD_S)
+            try:
+                await self._observer.look()
+            except Exception as error:  # as in `_watch`; most looks do nothing, so that a good one proves nothing
+                why = _line(error)
+                if why != said:
+                    log.warning("the energy's budget cannot be kept: %s", why)
+                said = why
 
     def engine(self) -> Engine:
         """Raises APIError while there is none that takes requests."""
@@ -222,13 +259,14 @@ class Service:
         count = len(asked.prompts) * asked.n
         if count > limits.choices:
             raise APIError(400, f"n: {count} answers in all, but at most {limits.choices} are written", param="n")
-        admission.enter(count, limits)
+        admission.enter(count, limits, asked.terms.tier)
         exchange = Exchange(asked, self._worker.cancel, limits.timeout_s)
+        self._exchanges.add(exchange)
         try:
             jobs = [await self._job(exchange, i, prompt) for i, prompt in enumerate(asked.prompts)]
             admission.charge(asked.client, sum(job.most_tokens for job in jobs))
         except BaseException:
-            admission.leave(count)
+            admission.leave(count, asked.terms.tier, ended=0)
             exchange.over()
             raise
         exchange.jobs += jobs
@@ -236,6 +274,7 @@ class Service:
         self._observer.began(exchange)
         for job in jobs:
             self._worker.submit(job)
+        exchange.began()
         try:
             await exchange.taken()
         except BaseException:
@@ -252,12 +291,15 @@ class Service:
         """Tokens and blueprint for a prompt, found in another thread."""
         asked, loop = exchange.asked, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout_at(exchange.ends_at):
+            async with asyncio.timeout_at(exchange.ends_at) as exchange.preparing:
                 request, choice = await loop.run_in_executor(self._prepare, self._choose, asked, prompt)
         except TimeoutError:
-            raise APIError(504, "the request took too long before it began", code="timeout") from None
+            exchange.late = exchange.late if exchange.late == "shutdown" else "timeout"
+            raise exchange.unbegun from None
         except QBEError as error:
             raise asked.refused(error) from error
+        finally:
+            exchange.preparing = None
         assert self._admission is not None
         assert self._queues is not None
         others = self._admission.inside - asked.n * len(asked.prompts)
@@ -272,10 +314,10 @@ class Service:
         engine, params, wanted = self.engine(), asked.params, asked.terms.contract
         plain = Request(prompt, params, tools=asked.tools)
         counts = wanted.max_cost is not None or wanted.max_latency_ms is not None
-        tokens = len(engine.choose(plain)[0]) if counts else 0
+        tokens = len(engine.choose(plain, fits=True)[0]) if counts else 0
         limits = contract.budget(asked.terms, tokens, params.max_tokens, asked.n, self._lowest, self.speed)
         request = replace(plain, budget=limits, policy=wanted.policy)
-        choice = engine.choose(request)
+        choice = engine.choose(request, fits=True)
         if asked.lenient:
             room = engine.core.pool.num_pages * PAGE_SIZE - len(choice[0])
             request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, room))))
@@ -285,16 +327,26 @@ class Service:
         """A prompt's answers have ended, whoever still listens: free its place, count it."""
         results, asked = [r for r in job.results if r is not None], exchange.asked
         if self._admission is not None:
-            self._admission.leave(len(job.requests))
+            self._admission.leave(len(job.requests), asked.terms.tier, ended=sum(bool(r.token_ids) for r in results))
             used = job.choice[1].prompt_tokens + sum(len(r.token_ids) for r in results)
             self._admission.refund(asked.client, job.most_tokens - used)
         for result in results:
             waited_s = 0.0 if job.account is None else job.account.waited_s
-            self._observer.answer(result, waited_s)
+            if not exchange.refused:
+                self._observer.answer(result, waited_s)
+            if not result.token_ids:  # cut before its first: of its time nothing is known
+                continue
             self.speed.learn(
                 result.prompt_tokens, max(0.0, result.prefill_ms - waited_s * 1e3), len(result.token_ids),
                 result.decode_ms, result.average_weight_bits,
             )  # fmt: skip
         exchange.left -= 1
-        if not exchange.left:
+        if not exchange.left and exchange.refused:
+            self._observer.refused(exchange)
+        elif not exchange.left:
             self._observer.request(exchange)
+
+
+def _line(error: Exception) -> str:
+    """An error, in one line; of a defect, its kind too."""
+    return " ".join((str(error) if isinstance(error, QBEError) else f"a defect: {error!r}").split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 from typing import Any
 
@@ -10,6 +11,19 @@ from llguidance import LLTokenizer
 from qbe.engine.logprobs import Logprob
 
 _LEAST = -9999.0  # JSON has no infinity
+
+
+class Position:
+    """How many characters of a text come before its next token; several tokens may make one."""
+
+    def __init__(self) -> None:
+        self._at, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def passed(self, token: bytes) -> int:
+        """Where the token begins; the next one begins after it."""
+        at = self._at
+        self._at += len(self._characters.decode(token))
+        return at
 
 
 class Words:
@@ -52,24 +66,24 @@ class Words:
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": max(logprob, _LEAST), "bytes": list(self.bytes(token))}
 
-    def for_completion(self, found: list[Logprob | int], offset: int, top: int) -> dict[str, Any]:
+    def for_completion(self, found: list[Logprob | int], position: Position, top: int) -> dict[str, Any]:
         """As a completion has it: four lists.
 
         Args:
             found: of each token; a plain id for a prompt's first token, of which nothing is known.
-            offset: characters before them.
+            position: of the first one; it moves on.
             top: how many likely tokens were asked for; with 0 there are no `top_logprobs`.
         """
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for f in found:
-            text = self.text(f if isinstance(f, int) else f.token)
+            token = f if isinstance(f, int) else f.token
+            text, offset = self.text(token), position.passed(self.bytes(token))
             likely: dict[str, float] | None = None
             if isinstance(f, Logprob):
                 likely = {}
-                for token, logprob in (*f.top, (f.token, f.logprob)):
-                    likely.setdefault(self.text(token), max(logprob, _LEAST))
+                for one, logprob in (*f.top, (f.token, f.logprob)):
+                    likely.setdefault(self.text(one), max(logprob, _LEAST))
             values = text, max(f.logprob, _LEAST) if isinstance(f, Logprob) else None, likely, offset
             for name, value in zip(lists, values, strict=True):
                 lists[name].append(value)
-            offset += len(text)
         return lists if top else {**lists, "top_logprobs": None}

@@ -62,9 +62,16 @@ class Live:
 
     def ended(self, exchange: Exchange, finish: str) -> None:
         """All of its answers have ended."""
-        self._running.pop(exchange.id, None)
-        self._ended.appendleft((exchange.asked.client.name, self._row(exchange) | {"state": finish or "refused"}))
+        self._end(exchange, finish)
         self._add(exchange.asked.client.name, exchange.asked.terms.tier, _Sum(requests=1))
+
+    def refused(self, exchange: Exchange) -> None:
+        """The engine did not take it: it is shown, and is in no sum."""
+        self._end(exchange, "refused", {"cost": 0.0})
+
+    def _end(self, exchange: Exchange, state: str, more: dict[str, Any] | None = None) -> None:
+        self._running.pop(exchange.id, None)
+        self._ended.appendleft((exchange.asked.client.name, self._row(exchange) | {"state": state} | (more or {})))
 
     def wrote(self, key: str, tier: str, tokens: int, bits: float, joules: float) -> None:
         """Tokens have come, at so many bits on average."""

@@ -87,6 +87,10 @@ class Observer:
         """An answer has ended."""
         self.metrics.answer(result, waited_s)
 
+    def refused(self, exchange: Exchange) -> None:
+        """The engine did not take a request. It counts where refusals do, which the answer to it sees to."""
+        self.live.refused(exchange)
+
     def request(self, exchange: Exchange) -> None:
         """All answers of a request have ended."""
         found = report(exchange, self._model)

@@ -13,6 +13,7 @@ from qbe.records.ledger import UNIT
 if TYPE_CHECKING:
     from qbe.server.exchange import Exchange
 
+_ERRORS = {"timeout": "timeout", "shutdown": "shutting_down"}  # by `Exchange.late`
 _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}
 
 
@@ -94,7 +95,8 @@ def report(exchange: Exchange, model: str) -> Report:
     chosen = [job.choice[1] for job in exchange.jobs]
 
     # Of answers that would have gone out whole and did not, nothing was booked.
-    unpaid = not asked.stream and exchange.late != "latency" and {"error", "cancelled"} & set(finish)
+    failed = exchange.late != "latency" and {"error", "cancelled"} & set(finish)
+    unpaid = not asked.stream and (failed or any(None in job.results for job in exchange.jobs))
     cost = 0.0 if unpaid else sum(e.cost for e in entries) / UNIT
 
     def mean(values: list[float]) -> float:
@@ -110,6 +112,6 @@ def report(exchange: Exchange, model: str) -> Report:
         kv_bits=mean([e.kv_bits for e in entries]), tokens_by_bits=spread, cost=cost,
         currency=asked.terms.prices.currency, joules=sum(a.joules for a in accounts),
         energy=entries[0].energy or "", brownout=asked.terms.brownout, finish=finish,
-        error="engine_error" if "error" in finish else exchange.late if exchange.late == "timeout" else None,
+        error="engine_error" if "error" in finish else _ERRORS.get(exchange.late),
         cache=tuple(c.cache for c in chosen if c.cache is not None), parent=exchange.parent,
     )  # fmt: skip
