@@ -35,9 +35,9 @@ step() {
       tests/test_triton_kernel.py tests/test_triton_tiled.py tests/test_bounded_attention.py tests/test_prompt_attention.py \
       -k "${KERNELS:-difficulty or cascade or ragged or alone_in_a_mixed or over_many_parts or prompt_attention}"
     ;;
+  # Triton's float32 products are of TF32 unless told otherwise, and vLLM's attention does not tell.
   vllm) TRITON_F32_DEFAULT=ieee "$python" -m pytest -o addopts= -p no:cacheprovider -p no:xdist -v tests/inside_vllm/test_vllm_server.py ;;
   agreement)
-    # Triton's float32 products are of TF32 unless told otherwise, and vLLM's attention does not tell.
     TRITON_F32_DEFAULT=ieee "$python" -u benchmarks/vllm_agreement.py "$model" --dtype float32 --compile --json "$out/agreement-float32.json" &&
       "$python" -u benchmarks/vllm_agreement.py "$model" --compile --json "$out/agreement-bfloat16.json"
     ;;
