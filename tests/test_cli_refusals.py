@@ -29,6 +29,7 @@ from records_samples import record
         (["explain", "hi", "--activation-bits", "few"], "--activation-bits"),
         (["generate", "hi", "--max-tokens", "0"], "qbe: --max-tokens is 0"),
         (["generate", "hi", "--top-p", "2"], "qbe: --top-p is 2"),
+        (["generate", "hi", "--stop", ""], "qbe: --stop is empty"),
         (["chat", "--repetition-penalty", "0"], "qbe: --repetition-penalty is 0"),
         (["generate", "hi", "--seed", "-1"], "qbe: --seed is -1"),
         (["generate", "hi", "--kv-tokens", "0"], "qbe: --kv-tokens is 0"),

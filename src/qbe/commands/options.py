@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qbe.commands.console import err, say
+from qbe.errors import QBEError
 
 if TYPE_CHECKING:  # torch and transformers are imported when a command needs them: `qbe --help` stays quick
     from qbe.budget import Budget
@@ -104,6 +105,8 @@ def make_params(
 ) -> SamplingParams:  # fmt: skip
     from qbe.engine.sampling_params import SamplingParams
 
+    if "" in (stop or ()):
+        raise QBEError("--stop is empty: give the text that shall end the answer, or leave the option out")
     return SamplingParams(
         max_tokens=max_tokens, temperature=0.0 if greedy else temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=penalty, seed=seed, stop=tuple(stop or ()), speculate=speculate,
