@@ -21,7 +21,7 @@ from qbe.server.app import make_app
 from qbe.server.connections import protocol
 from qbe.server.observe.traces import Traces
 from qbe.server.service import Service
-from qbe.server.settings import Watched
+from qbe.server.settings_file import Watched
 
 LIMIT_S = 60.0
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import byte_tokenizer
 from qbe.engine.longest import longest
-from qbe.engine.tokenize import Room, encode
+from qbe.engine.room import Room
+from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from qbe.errors import QBEError
 from qbe.server.admission import sunk
 from qbe.server.contract import budget, terms
 from qbe.server.errors import APIError
 from qbe.server.protocol import Contract
-from qbe.server.settings import Settings, Tier, load
+from qbe.server.settings import Settings, Tier
+from qbe.server.settings_file import load
 from qbe.server.speed import Speed
 from server_running import Running, running, tiny_engine, until
 
@@ -225,32 +225,6 @@ def test_settings_change_while_it_runs_and_broken_ones_do_not(server: Running, c
     finally:
         write(TOML)
         until(lambda: server.service.settings.tiers.default.bits[0] == 6, "the old settings")
-
-
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ("[tiers.gold]\nbits = [4, 5]", "tiers.gold: there is no such setting"),
-        ("[tiers]\nflex = 4", "tiers.flex"),
-        ("tiers = 4", "tiers"),
-        ("[tiers.flex]\nprompts = 0", "tiers.flex.prompts"),
-        ("[tiers.flex]\nprompts = true", "tiers.flex.prompts"),
-        ("[limits]\nqueue = true", "limits.queue"),
-        ("[tiers.default]\nbits = [4, 99]", "tiers.default.bits"),
-        ("[tiers.default]\nbits = [5, 6]\nfloor = 5.5", "tiers.default"),
-        ("[prices]\ninput = -1", "prices.input"),
-        ("[limits]\nqueue = 0", "limits.queue"),
-        ('[keys.a]\nsha256 = "12"', "keys.a.sha256"),
-        ("[prices]\ninput = nan", "prices.input"),
-        ("x = ", "TOML"),
-    ],
-)
-def test_a_wrong_file_is_one_line_with_the_place(tmp_path: Path, text: str, where: str) -> None:
-    path = tmp_path / "serve.toml"
-    path.write_text(text)
-    with pytest.raises(QBEError, match=where) as refused:
-        load(path)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_tier_without_bits_has_its_own(tmp_path: Path) -> None:

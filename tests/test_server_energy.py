@@ -29,7 +29,8 @@ from qbe.server.energy.intensity import Intensity, fetch
 from qbe.server.energy.meter import Nvml, Rapl, find
 from qbe.server.energy.spending import Spending
 from qbe.server.protocol import Contract
-from qbe.server.settings import Energy, Settings, Tier, load
+from qbe.server.settings import Energy, Settings, Tier
+from qbe.server.settings_file import load
 from qbe.server.speed import Speed
 from server_running import Running, running, tiny_engine, until
 

@@ -13,7 +13,8 @@ import pytest
 from qbe.server.admission import Admission, Bucket
 from qbe.server.errors import APIError
 from qbe.server.keys import Client, new_key
-from qbe.server.settings import Key, Limits, load
+from qbe.server.settings import Key, Limits
+from qbe.server.settings_file import load
 from server_running import Running, running, until
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -12,13 +12,27 @@ import pytest
 from qbe.errors import QBEError
 from qbe.records.ledger import Entry, Ledger
 from qbe.server.contract import terms
-from qbe.server.settings import Settings, Watched, load
+from qbe.server.settings import Settings
+from qbe.server.settings_file import Watched, load
 from server_running import running, until
 
 
 @pytest.mark.parametrize(
     ("text", "where"),
     [
+        ("[tiers.gold]\nbits = [4, 5]", "tiers.gold: there is no such setting"),
+        ("[tiers]\nflex = 4", "tiers.flex"),
+        ("tiers = 4", "tiers"),
+        ("[tiers.flex]\nprompts = 0", "tiers.flex.prompts"),
+        ("[tiers.flex]\nprompts = true", "tiers.flex.prompts"),
+        ("[limits]\nqueue = true", "limits.queue"),
+        ("[tiers.default]\nbits = [4, 99]", "tiers.default.bits"),
+        ("[tiers.default]\nbits = [5, 6]\nfloor = 5.5", "tiers.default"),
+        ("[prices]\ninput = -1", "prices.input"),
+        ("[limits]\nqueue = 0", "limits.queue"),
+        ('[keys.a]\nsha256 = "12"', "keys.a.sha256"),
+        ("[prices]\ninput = nan", "prices.input"),
+        ("x = ", "TOML"),
         ("x = " + "[" * 100_000, "nested too deeply"),
         ("x = " + "[" * 600 + "]" * 600, "nested too deeply|no such setting"),
         ("keys." + ".".join("a" * 5000) + " = 1", "keys"),

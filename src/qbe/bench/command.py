@@ -157,7 +157,7 @@ def serve(
     sizes = sizes_for(pick_device(device))
     settings = sizes.settings
     if config is not None:
-        from qbe.server.settings import load
+        from qbe.server.settings_file import load
 
         load(config)  # says what is wrong with it
         settings = config.read_text(encoding="utf-8")

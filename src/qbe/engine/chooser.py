@@ -15,7 +15,8 @@ from qbe.cache.traffic import Asked
 from qbe.choosing import BlueprintChooser
 from qbe.engine.longest import longest
 from qbe.engine.result import Request
-from qbe.engine.tokenize import Room, encode
+from qbe.engine.room import Room
+from qbe.engine.tokenize import encode
 from qbe.errors import QBEError, about
 from qbe.explain import Explanation
 from qbe.policies import Policy

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from qbe.blueprint import Blueprint
 from qbe.engine.paging import Paging, average_bits
+from qbe.engine.room import check_length
 from qbe.engine.sequence import Sequence, Status
 from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import PAGE_SIZE
@@ -135,12 +136,8 @@ class Scheduler:
             raise QBEError(f"a request '{sequence.request_id}' is already running: give each request its own id")
         if not prompt:
             raise QBEError("the prompt is empty: give at least one token", field="prompt")
-        if self.context is not None and prompt >= self.context:
-            raise QBEError(
-                f"the prompt has {prompt} tokens, but the model's context is {self.context} with the answer: "
-                "shorten it",
-                field="prompt",
-            )
+        if self.context is not None:
+            check_length(prompt, self.context)
         length = self.length(sequence)
         if self.paged and (most := self.paging.capacity(sequence)) < length:
             raise QBEError(

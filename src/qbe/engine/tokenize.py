@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
-from qbe.engine.longest import Longest
 from qbe.engine.result import Prompt
+from qbe.engine.room import Room
 from qbe.errors import QBEError
-
-
-@dataclass(frozen=True)
-class Room:
-    """What a prompt must fit into.
-
-    Attributes:
-        context: tokens of the prompt and at least one of the answer.
-        longest: token; None where that is not known.
-    """
-
-    context: int
-    longest: Longest | None
-
-    def check_text(self, text: str) -> None:
-        """Raises QBEError for a text that cannot fit, however it is tokenized."""
-        if self.longest is not None and self.longest.least_tokens(text) >= self.context:
-            raise QBEError(
-                f"the prompt has {len(text)} characters, more than fit into the model's context of {self.context} "
-                "tokens with the answer: shorten it", field="prompt",
-            )  # fmt: skip
-
-    def check(self, tokens: int) -> None:
-        """Raises QBEError for too many tokens."""
-        if tokens >= self.context:
-            raise QBEError(
-                f"the prompt has {tokens} tokens, but the model's context is {self.context} with the answer: shorten "
-                "it", field="prompt",
-            )  # fmt: skip
 
 
 def encode(

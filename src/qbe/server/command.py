@@ -52,7 +52,7 @@ def serve(
     from qbe.server.guard import HEADER_BYTES
     from qbe.server.keys import new_key as make_key
     from qbe.server.observe import logs, traces
-    from qbe.server.settings import Watched
+    from qbe.server.settings_file import Watched
 
     if new_key is not None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", new_key):

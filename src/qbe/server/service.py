@@ -31,8 +31,10 @@ from qbe.server.keys import Client
 from qbe.server.observe.observer import Observer
 from qbe.server.observe.traces import Traces
 from qbe.server.queues import TierQueues, stand
-from qbe.server.settings import Settings, Watched
+from qbe.server.settings import Settings
+from qbe.server.settings_file import Watched
 from qbe.server.speed import Speed
+from qbe.server.watching import watch
 from qbe.server.words import Words
 from qbe.server.worker import Worker
 
@@ -95,7 +97,11 @@ class Service:
         """Begin to make the engine."""
         self._billing.start()
         self._worker.start()
-        self._watching = [asyncio.create_task(self._watch()), asyncio.create_task(self._govern())]
+        over_budget = "the energy's budget cannot be kept: %s"
+        self._watching = [  # each by itself, because a source of intensities may be slow
+            asyncio.create_task(watch(_RELOAD_S, self._reload, self._not_reloaded)),
+            asyncio.create_task(watch(_RELOAD_S, self._govern, lambda why: log.warning(over_budget, why))),
+        ]
 
     def drain(self, seconds: float) -> None:
         """Let what runs go on for so long; then end it, so that every client hears why. Again: for less."""
@@ -156,41 +162,27 @@ class Service:
     def _on_broken(self) -> None:
         self.broken = True
 
-    async def _watch(self) -> None:
-        """Take over a changed settings file; keep what there is while it is wrong, and say so."""
-        said = ""
-        while True:
-            await asyncio.sleep(_RELOAD_S)
-            try:
-                changed = self._watched.changed()
-                if changed is not None:
-                    if self._public and not changed.keys:
-                        raise QBEError("the settings have no keys any more, but others can connect")
-                    if self._admission is not None:
-                        contract.check(changed, self._lowest)
-                    self._watched.current = changed
-                    self.metrics.settings_ok.set(1)
-                    log.warning("the settings were reloaded")
-                said = ""
-            except Exception as error:  # a loop that ended here would never again see that a key was revoked
-                self.metrics.settings_ok.set(0)
-                why = _line(error)
-                if why != said:  # a file that cannot be read is tried every time
-                    log.warning("the settings stay as they were: %s", why)
-                said = why
+    async def _reload(self) -> bool:
+        """Take over a changed settings file; keep what there is while it is wrong."""
+        changed = self._watched.changed()
+        if changed is not None:
+            if self._public and not changed.keys:
+                raise QBEError("the settings have no keys any more, but others can connect")
+            if self._admission is not None:
+                contract.check(changed, self._lowest)
+            self._watched.current = changed
+            self.metrics.settings_ok.set(1)
+            log.warning("the settings were reloaded")
+        return True
 
-    async def _govern(self) -> None:
-        """Keep within the energy's budget; beside `_watch`, because a source of intensities may be slow."""
-        said = ""
-        while True:
-            await asyncio.sleep(_RELOAD_S)
-            try:
-                await self._observer.look()
-            except Exception as error:  # as in `_watch`; most looks do nothing, so that a good one proves nothing
-                why = _line(error)
-                if why != said:
-                    log.warning("the energy's budget cannot be kept: %s", why)
-                said = why
+    def _not_reloaded(self, why: str) -> None:
+        self.metrics.settings_ok.set(0)
+        log.warning("the settings stay as they were: %s", why)
+
+    async def _govern(self) -> bool:
+        """Keep within the energy's budget. Most looks do nothing, so that a good one shows nothing."""
+        await self._observer.look()
+        return False
 
     def engine(self) -> Engine:
         """Raises APIError while there is none that takes requests."""
@@ -345,8 +337,3 @@ class Service:
             self._observer.refused(exchange)
         elif not exchange.left:
             self._observer.request(exchange)
-
-
-def _line(error: Exception) -> str:
-    """An error, in one line; of a defect, its kind too."""
-    return " ".join((str(error) if isinstance(error, QBEError) else f"a defect: {error!r}").split())

@@ -1,0 +1,87 @@
+"""The file that the settings are in, and following it while the server runs."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from qbe.errors import QBEError
+from qbe.files import reason
+from qbe.server.settings import Settings
+
+
+def load(path: Path) -> Settings:
+    """The settings in a file.
+
+    Raises:
+        QBEError: it cannot be read, is no TOML or holds something that does not fit, in one line with the place.
+    """
+    return _parsed(path, _read(path))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise QBEError(f"{path} cannot be read: {reason(error)}") from None
+
+
+def _parsed(path: Path, text: bytes) -> Settings:
+    try:
+        return Settings.model_validate(tomllib.loads(text.decode()))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        parts = [str(part) if str(part).isprintable() else repr(part) for part in first["loc"]]
+        where = ".".join(parts) or "the file"
+        said = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+        raise QBEError(f"{path}: {where}: {said.removeprefix('Value error, ')}") from None
+    except RecursionError:
+        raise QBEError(f"{path} cannot be read: its tables or arrays are nested too deeply") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise QBEError(f"{path} is not TOML: {error}") from None
+    except ValueError:  # of `int`: tomllib lets it through
+        raise QBEError(f"{path} cannot be read: a number in it has thousands of digits") from None
+
+
+class Watched:
+    """The settings in a file as of its last state that was good.
+
+    Args:
+        path: the file; None takes the defaults for good.
+
+    Raises:
+        QBEError: what `load` raises.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._seen = self._state()
+        self.current = Settings() if path is None else load(path)
+
+    def changed(self) -> Settings | None:
+        """The settings of a file that has changed since the last call, else None. They are not `current` yet.
+
+        An empty file is no change: whoever saves it has emptied it and will write it in a moment.
+
+        Raises:
+            QBEError: what `load` raises; the next change is looked at again.
+        """
+        state = self._state()
+        if self._path is None or (state is not None and state == self._seen):
+            return None
+        self._seen = None  # one that cannot be read now is tried again without a change: it may hold a revoked key
+        text = _read(self._path)
+        if not text.strip():
+            return None
+        self._seen = state
+        return _parsed(self._path, text)
+
+    def _state(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path) if self._path is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
