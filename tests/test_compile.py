@@ -163,6 +163,14 @@ print(len(answer.token_ids), len(decode._compiled if decode else []))
     assert done.stdout.splitlines()[-1] == "4 0"
 
 
+def test_a_process_without_a_nested_model_can_use_the_backend(tmp_path: Path) -> None:
+    code = "import qbe, torch; print(torch.compile(lambda x: x + 1, backend='qbe')(torch.ones(2)).tolist())"
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == "[2.0, 2.0]"
+
+
 CACHED = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})

@@ -9,7 +9,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from qbe.kernels import merged_ops
+from qbe.kernels import merged_ops, ops
 
 _aten = torch.ops.aten
 # Nodes that only look at their input: they can be moved to where it is.
@@ -37,7 +37,7 @@ class MergeLinears(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What Inductor's cache knows this pass by."""
-        return get_hash_for_files((__file__, merged_ops.__file__))
+        return get_hash_for_files((__file__, merged_ops.__file__, ops.__file__))
 
 
 def _merge(graph: Graph, group: list[Node]) -> None:

@@ -24,8 +24,6 @@ class Kind(NamedTuple):
     steered: bool = False
 
 
-
-
 @dataclass
 class Captured:
     """A graph and what it writes: logits float32 [B, V] and tokens int64 [B], -1 where the logits are not numbers.
