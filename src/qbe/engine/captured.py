@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from qbe.engine.compiled import Forward
 from qbe.engine.devices import no_collection
 from qbe.kernels.tuning.tunable import Choice, Config, recording
 
@@ -22,6 +22,9 @@ class Kind(NamedTuple):
     bounded: bool = False
     several: bool = False
     steered: bool = False
+
+
+Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # size of a step -> logits and likeliest tokens
 
 
 @dataclass

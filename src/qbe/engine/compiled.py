@@ -1,4 +1,4 @@
-"""A decode step through torch.compile: on a GPU for a graph to capture, on a CPU called without dynamo's guards.
+"""A decode step through torch.compile, called without dynamo's guards.
 
 The step's shapes, its tensors and the model never change, so nothing has to be looked up, unwrapped or checked when it
 runs again: what Inductor made is called on the very tensors it was called on first. (Dynamo's and AOTAutograd's own
@@ -13,17 +13,7 @@ from unittest import mock
 
 import torch
 
-Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # size of a step -> logits and likeliest tokens
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-
-
-def compile_launches(run: Forward) -> Forward:
-    """`run` compiled for a GPU: what it launches there, a CUDA graph is to hold."""
-    from torch._inductor import config as inductor
-
-    # Inductor's kernels are launched early, too, where torch can (`qbe.kernels.triton.early_launch`).
-    options: dict[str, Any] = {"triton.enable_pdl": True} if hasattr(inductor.triton, "enable_pdl") else {}
-    return torch.compile(run, backend="qbe", fullgraph=True, dynamic=False, options=options)
 
 
 def compile_step(run: Step) -> Step:

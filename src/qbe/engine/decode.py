@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from qbe.compile.backend import register
-from qbe.engine.captured import Captured, Kind, capture
+from qbe.engine.captured import Captured, Forward, Kind, capture
 from qbe.engine.cascade import steers
-from qbe.engine.compiled import Forward, Step, compile_launches, compile_step
+from qbe.engine.compiled import Step, compile_step
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
@@ -226,7 +226,7 @@ class DecodeStep:
     def _compiled_forward(self) -> Forward:
         """`_run_model` compiled, but for the plan's rows: torch.compile refuses what writes to a tensor and reads views
         of it, as routers and the cascade read the plan."""
-        planned = compile_launches(self._run_planned)
+        planned = torch.compile(self._run_planned, backend="qbe", fullgraph=True, dynamic=False)
 
         def run(size: int) -> tuple[torch.Tensor, torch.Tensor]:
             self.plan.gather(self._rows(size)[-1])

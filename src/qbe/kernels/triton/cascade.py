@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.cascade_ops import DOWN, LEVELS, POINTS, UP, WHO, WIDTHS
-from qbe.kernels.triton.early_launch import early, follow
 
 _BLOCK = 256  # sites, or numbers of attention, at a time
 
@@ -39,7 +38,6 @@ def cascade(
         entropy.stride(0), words.stride(0), len(words), layer, sign, window, most,
         POINT=point, HEADS=heads, BH=triton.next_power_of_2(heads), BLOCK=_BLOCK, WHO=WHO, UP=UP, DOWN=DOWN,
         POINTS=POINTS, LEVELS=LEVELS, WIDTHS=WIDTHS, num_warps=2,
-        **early(attended.device),
     )  # fmt: skip
     return out
 
@@ -50,10 +48,8 @@ def cascade_kernel(
     thresholds_ptr, steps_ptr, layers_ptr, entropy_row, words_row, sites, layer, sign, window, most,
     POINT: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, WHO: tl.constexpr,
     UP: tl.constexpr, DOWN: tl.constexpr, POINTS: tl.constexpr, LEVELS: tl.constexpr, WIDTHS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program serves one row."""
-    follow(EARLY)
     i = tl.program_id(0).to(tl.int64)
     for first in range(0, width, BLOCK):
         at = first + tl.arange(0, BLOCK)

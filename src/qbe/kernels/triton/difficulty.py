@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.reference.difficulty import LOWEST
-from qbe.kernels.triton.early_launch import early, follow, lead
 
 _PART = 1024  # logits of a part: 126 parts of 128 256 logits, about a program for each multiprocessor of an H200
 
@@ -24,25 +23,20 @@ def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     count = triton.cdiv(vocabulary, _PART)
     parts = torch.empty(n, 3, count, dtype=torch.float32, device=logits.device)
     out = torch.empty(3, n, dtype=torch.float64, device=logits.device)
-    launch = early(logits.device)
     with torch.cuda.device_of(logits):
         parts_kernel[(n, count)](
-            logits, best, parts, *logits.stride(), vocabulary, COUNT=count, PART=_PART, LOWEST=LOWEST, num_warps=4,
-            **launch,
-        )  # fmt: skip
-        add_parts_kernel[(n,)](
-            best, parts, out, n, COUNT=count, BLOCK=triton.next_power_of_2(count), num_warps=4, **launch
+            logits, best, parts, *logits.stride(), vocabulary, COUNT=count, PART=_PART, LOWEST=LOWEST, num_warps=4
         )
+        add_parts_kernel[(n,)](best, parts, out, n, COUNT=count, BLOCK=triton.next_power_of_2(count), num_warps=4)
     return out
 
 
 @triton.jit
 def parts_kernel(
     logits_ptr, best_ptr, parts_ptr, row, column, vocabulary, COUNT: tl.constexpr, PART: tl.constexpr,
-    LOWEST: tl.constexpr, EARLY: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):  # fmt: skip
     """A part of a row: the sums of exp(l) and exp(l) * l, and the largest l but the best token's, less the best one."""
-    lead(EARLY)
     i = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first = tl.maximum(tl.load(best_ptr + i), 0)
@@ -58,9 +52,8 @@ def parts_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])
-def add_parts_kernel(best_ptr, parts_ptr, out_ptr, n, COUNT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def add_parts_kernel(best_ptr, parts_ptr, out_ptr, n, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The numbers of a row."""
-    follow(EARLY)
     i = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     inside = part < COUNT

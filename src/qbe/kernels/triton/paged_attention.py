@@ -9,7 +9,6 @@ import torch
 import triton
 
 from qbe.kernels.kv_blocks import PAGE_SIZE
-from qbe.kernels.triton.early_launch import early
 from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_attention_kernel
 from qbe.kernels.triton.rotation import rotate_queries_kernel
 
@@ -87,10 +86,9 @@ def walk(
     sums = torch.empty(batch, parts, 3, heads, dtype=torch.float32, device=query.device)  # see `combine_kernel`
     rotated = torch.empty(batch, heads, 2, key_dim, dtype=query.dtype, device=query.device)
     wide = max(16, triton.next_power_of_2(key_dim))
-    launch = early(query.device)
     rotate_queries_kernel[(batch, heads)](
         query, rotated, query.stride(0), query.stride(1), query.stride(2), HEADS=heads, KEY_DIM=key_dim, BK=wide,
-        num_warps=1, **launch,
+        num_warps=1,
     )  # fmt: skip
     decode_attention_kernel[(batch * kv_heads, parts)](
         query, key, value, memory, memory.view(key.dtype), blocks, slots, tables, lengths,
@@ -102,9 +100,9 @@ def walk(
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(8, triton.next_power_of_2(repeat)), BK=wide,
         BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,
-        ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4, **launch,
+        ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4,
     )  # fmt: skip
     combine_kernel[(batch * heads,)](
         means, sums, out, entropy, noted.raised, entropy.stride(0), heads, parts, BS=triton.next_power_of_2(parts),
-        REPEAT=repeat, VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)), num_warps=4, **launch,
+        REPEAT=repeat, VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)), num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.triton.early_launch import follow, lead
 from qbe.kernels.triton.kv_blocks import PAGE
 from qbe.kernels.triton.page_notes import NOTES, store_notes
 from qbe.kernels.triton.page_walk import LN2, LOG2E, attend_pages, capped, query_columns
@@ -67,14 +66,12 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ASM: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """memory and numbers are the same bytes as uint8 and as the model's dtype.
 
     notes and raised are for bounded attention, else None: what to note of each page (`page_notes`), and how many pages
     of this head are read again, in a walk that is made for these alone.
     """
-    lead(EARLY)
     if raised_ptr is not None:  # noqa: SIM102 (the compiler takes no pointer that is None)
         if tl.load(raised_ptr + tl.program_id(0)) == 0:
             return
@@ -154,14 +151,13 @@ def decode_attention_kernel(
 @triton.jit(do_not_specialize=["entropy_row", "heads", "parts", "entropy_ptr", "parts_ptr"])
 def combine_kernel(
     means_ptr, parts_ptr, out_ptr, entropy_ptr, raised_ptr, entropy_row, heads, parts, BS: tl.constexpr,
-    REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, EARLY: tl.constexpr,
+    REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """out[sequence, head]: the mean of the parts' means by their sums of weights; the entropy likewise, of mean scores.
 
     Of each part and head there are the logarithm of its sum of weights (to base 2), its mean score, and 1 if its mean
     is rotated, else 0.
     """
-    follow(EARLY)
     if raised_ptr is not None:  # noqa: SIM102 (the compiler takes no pointer that is None)
         if tl.load(raised_ptr + tl.program_id(0) // REPEAT) == 0:
             return

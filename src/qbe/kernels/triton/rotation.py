@@ -7,8 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.triton.early_launch import lead
-
 
 @triton.constexpr_function
 def steps(dim):
@@ -63,14 +61,12 @@ def rotate(x, DIM: tl.constexpr, SIGNS: tl.constexpr = True):
 
 @triton.jit
 def rotate_queries_kernel(
-    q_ptr, rotated_ptr, q_row, q_head, q_one, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BK: tl.constexpr,
-    EARLY: tl.constexpr,
+    q_ptr, rotated_ptr, q_row, q_head, q_one, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """rotated[row, head] = the query rotated and, behind that, as the sketches of turbo keys are: once more.
 
     A launch of its own, because each program of attention would wait for its own rotation.
     """
-    lead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BK)[None, :]

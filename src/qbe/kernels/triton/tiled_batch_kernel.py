@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.triton.early_launch import follow, lead
 from qbe.kernels.triton.tiled_common import counter, exact_product, finish, has_eight, load_bias, load_words, serving
 from qbe.kernels.triton.tiled_quantise import fixed_point, high_byte
 
@@ -235,7 +235,9 @@ def batch_kernel(
     n_in = tl.where(n < np_, n, 0)  # a wide tile may reach past the padding
     m_in = tl.minimum(m, M - 1)
     u0 = tl.program_id(1) * units
-    follow(EARLY)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     wanted = load_words(bits_ptr, m, m_ok)
     serves = serving(wanted, original_ptr, m_ok, PRECISIONS)
     half = half_ptr.to(tl.pointer_type(tl.float16))
@@ -272,7 +274,9 @@ def batch_kernel(
 def half_rows_kernel(x_ptr, bits_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One row of x as float16 times a power of two, and that power's inverse; rounded to 8 bits if its word says so."""
     m = tl.program_id(0)
-    lead(EARLY)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     px = x_ptr + m.to(tl.int64) * K
     at = tl.arange(0, BLOCK)
     eight = has_eight(tl.load(bits_ptr + m, cache_modifier=".cg"))

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.triton.early_launch import follow
 from qbe.kernels.triton.tiled_codes import left_aligned, left_aligned_scales, load_parts, tile_and_rows, with_bits
 from qbe.kernels.triton.tiled_common import (
     counter,
@@ -175,12 +175,13 @@ def decode_tile(
     u0 = tl.program_id(1) * units
     count_ptr = counter(packed_ptr, np_, kp, tile, P, TOTAL, GROUP)
     if EARLY:
-        # This program may run while the kernels before it drain. Until they are complete it uses nothing but weights:
-        # it brings its first AHEAD units to the L2.
+        # Programmatic dependent launch (Hopper and later): this program may run while the kernels before it drain.
+        # Until they are complete it uses nothing but weights: it brings its first AHEAD units to the L2.
+        gdc_launch_dependents()
         _prefetch_ahead(packed_ptr, bits_ptr, np_, kp, n0, BN, m, m_ok, u0, PRECISIONS, PARTS, GROUP, UNIT, AHEAD)
         if SPLIT:
             _prefetch(count_ptr)
-    follow(EARLY)
+        gdc_wait()
     words = load_words(bits_ptr, m, m_ok)
     serves = serving(words, original_ptr, m_ok, PRECISIONS)
     eight = has_eight(words)

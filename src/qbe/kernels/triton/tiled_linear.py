@@ -9,12 +9,12 @@ float32            tiled_float32_kernel: exact, not fast
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 
-from qbe.kernels.triton.early_launch import early
 from qbe.kernels.triton.layout import group_size_of, padded_shape, unit
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_batch_kernel import batch_kernel, half_bytes, half_rows_kernel
@@ -28,6 +28,14 @@ from qbe.store.layout import SliceLayout
 
 DECODE_ROWS = 16
 _HALF_BLOCK = 16384  # inputs of a row that `half_rows_kernel` holds at once
+
+
+@cache
+def _early(device: torch.device) -> dict[str, bool]:
+    """Whether a kernel may be launched before the one ahead of it has ended."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 9
+    early = hopper and torch.version.hip is None
+    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
 
 
 def tiled_linear(
@@ -83,7 +91,7 @@ def quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
     m, k = x.shape
     out = torch.empty(quantised_bytes(m, inputs, group), dtype=torch.uint8, device=x.device)
     quantise_kernel[(m, -(-inputs // 1024))](
-        x, out, m, k, inputs, GROUP=group, GROUPS=1024 // group, num_warps=4, **early(x.device)
+        x, out, m, k, inputs, GROUP=group, GROUPS=1024 // group, num_warps=4, **_early(x.device)
     )
     return out
 
@@ -94,7 +102,7 @@ def half_rows(x: torch.Tensor, bits: torch.Tensor, inputs: int, group: int) -> t
     out = torch.empty(half_bytes(m, inputs), dtype=torch.uint8, device=x.device)
     half_rows_kernel[(m,)](
         x, bits, out, m, k, inputs, GROUP=group, BLOCK=min(_HALF_BLOCK, triton.next_power_of_2(inputs)), num_warps=8,
-        **early(x.device),
+        **_early(x.device),
     )  # fmt: skip
     return out
 
@@ -112,6 +120,6 @@ def split_launch(
     tiles = sum(-(-o // tile["BN"]) for o in outputs)
     constants = {
         "PRECISIONS": layout.precisions, "PARTS": layout.needed_parts, "GROUP": group, "UNIT": unit(layout),
-        "SPLIT": splits > 1, "ASM": y.device.type == "cuda", **tile, **early(y.device),
+        "SPLIT": splits > 1, "ASM": y.device.type == "cuda", **tile, **_early(y.device),
     }  # fmt: skip
     return (tiles * -(-y.shape[0] // tile["BM"]), splits), units, constants, sums

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from qbe.kernels.triton.early_launch import lead
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def quantised_bytes(m: int, kp: int, group: int) -> int:
@@ -48,7 +47,9 @@ def quantise_kernel(x_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, GROUPS: tl.co
     m = tl.program_id(0)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    lead(EARLY)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     ok = (g < kp // GROUP)[:, None]
     x = tl.load(x_ptr + m.to(tl.int64) * K + k, mask=ok & (k < K), other=0.0)
     scale, q = fixed_point(x.to(tl.float32), 1)

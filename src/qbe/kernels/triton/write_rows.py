@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from qbe.kernels.triton.early_launch import early, lead
 from qbe.kernels.triton.kv_blocks import PAGE
 
 
@@ -26,7 +25,6 @@ def write_rows(
         key, value, memory.view(key.dtype), blocks, slots, key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2), KEY_DIM=key_dim, VALUE_DIM=value_dim,
         ITEM=key.element_size(), BK=triton.next_power_of_2(key_dim), BV=triton.next_power_of_2(value_dim), num_warps=1,
-        **early(key.device),
     )  # fmt: skip
 
 
@@ -34,10 +32,8 @@ def write_rows(
 def write_rows_kernel(
     k_ptr, v_ptr, numbers_ptr, words_ptr, slots_ptr, k_row, k_head, k_one, v_row, v_head, v_one,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """numbers: the pages' memory as the model's dtype. A program serves one key head of one row."""
-    lead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dk = tl.arange(0, BK)
