@@ -22,9 +22,9 @@ def qbe(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..
 
 def settings() -> dict[str, Any]:
     """QBE's settings of Inductor."""
-    from qbe.compile.merge import MergeLinears
+    from qbe.compile.fuse import FuseRows
 
-    return {"post_grad_custom_pre_pass": MergeLinears()}
+    return {"post_grad_custom_pre_pass": FuseRows()}
 
 
 def register() -> None:

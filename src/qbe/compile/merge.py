@@ -44,7 +44,7 @@ def _merge(graph: Graph, group: list[Node]) -> None:
     """Put one call where the first of the group is, for as many of the group as can have their arguments there."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = group[0]
-    group = [first, *(n for n in group[1:] if all(_hoist(a, first, order) for a in n.all_input_nodes))]
+    group = [first, *(n for n in group[1:] if all(hoist(a, first, order) for a in n.all_input_nodes))]
     if len(group) == 1:
         return
     x, _, _, _, original, bias, slices, _ = first.args
@@ -69,13 +69,13 @@ def _merge(graph: Graph, group: list[Node]) -> None:
         graph.erase_node(node)
 
 
-def _hoist(node: Node, before: Node, order: dict[Node, int]) -> bool:
+def hoist(node: Node, before: Node, order: dict[Node, int]) -> bool:
     """Make `node` come before another; whether that could be done. Views of what comes before it are moved."""
     if order[node] < order[before]:
         return True
     if node.op != "get_attr" and not (node.op == "call_function" and node.target in _VIEWS):
         return False
-    if not all(_hoist(a, before, order) for a in node.all_input_nodes):
+    if not all(hoist(a, before, order) for a in node.all_input_nodes):
         return False
     before.prepend(node)
     order[node] = order[before] - 1

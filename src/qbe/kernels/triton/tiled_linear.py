@@ -31,7 +31,7 @@ _HALF_BLOCK = 16384  # inputs of a row that `half_rows_kernel` holds at once
 
 
 @cache
-def _early(device: torch.device) -> dict[str, bool]:
+def early(device: torch.device) -> dict[str, bool]:
     """Whether a kernel may be launched before the one ahead of it has ended."""
     hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 9
     early = hopper and torch.version.hip is None
@@ -48,6 +48,7 @@ def tiled_linear(
     exponent: int,
     y: torch.Tensor,
     config: Config | None = None,
+    ready: torch.Tensor | None = None,
 ) -> None:
     """y = x @ W(bits).T + bias, every row at its own bits.
 
@@ -58,6 +59,7 @@ def tiled_linear(
         original: [N, K] for rows at 16 bits; None serves them by the widest slice.
         y: [M, N] in x's dtype, contiguous; written.
         config: to launch with, for a trial; by itself the best one known.
+        ready: what `quantised` gives for x, if somebody made that already; of few rows.
     """
     m, k = x.shape
     n = y.shape[1]
@@ -78,7 +80,9 @@ def tiled_linear(
         x.device, m, (n,), k, layout.slices, group, x.dtype, original is not None, bias is not None
     )
     grid, units, constants, sums = split_launch(y, (n,), group, layout, config)
-    converted = quantised(x, inputs, group) if few else half_rows(x, bits, inputs, group)
+    converted = ready
+    if converted is None:
+        converted = quantised(x, inputs, group) if few else half_rows(x, bits, inputs, group)
     arguments = (x, converted, tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent, units)
     if few:
         decode_kernel[grid](*arguments, **constants, ONE=m == 1)
@@ -91,7 +95,7 @@ def quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
     m, k = x.shape
     out = torch.empty(quantised_bytes(m, inputs, group), dtype=torch.uint8, device=x.device)
     quantise_kernel[(m, -(-inputs // 1024))](
-        x, out, m, k, inputs, GROUP=group, GROUPS=1024 // group, num_warps=4, **_early(x.device)
+        x, out, m, k, inputs, GROUP=group, GROUPS=1024 // group, num_warps=4, **early(x.device)
     )
     return out
 
@@ -102,7 +106,7 @@ def half_rows(x: torch.Tensor, bits: torch.Tensor, inputs: int, group: int) -> t
     out = torch.empty(half_bytes(m, inputs), dtype=torch.uint8, device=x.device)
     half_rows_kernel[(m,)](
         x, bits, out, m, k, inputs, GROUP=group, BLOCK=min(_HALF_BLOCK, triton.next_power_of_2(inputs)), num_warps=8,
-        **_early(x.device),
+        **early(x.device),
     )  # fmt: skip
     return out
 
@@ -120,6 +124,6 @@ def split_launch(
     tiles = sum(-(-o // tile["BN"]) for o in outputs)
     constants = {
         "PRECISIONS": layout.precisions, "PARTS": layout.needed_parts, "GROUP": group, "UNIT": unit(layout),
-        "SPLIT": splits > 1, "ASM": y.device.type == "cuda", **tile, **_early(y.device),
+        "SPLIT": splits > 1, "ASM": y.device.type == "cuda", **tile, **early(y.device),
     }  # fmt: skip
     return (tiles * -(-y.shape[0] // tile["BM"]), splits), units, constants, sums

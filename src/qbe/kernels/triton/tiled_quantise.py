@@ -41,18 +41,11 @@ def high_byte(q):
     return ((q + 128) >> 8).to(tl.int8)
 
 
-@triton.jit(do_not_specialize=["M"])
-def quantise_kernel(x_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr):
-    """GROUPS groups of one row"""
-    m = tl.program_id(0)
-    g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+@triton.jit
+def store_quantised(x, out_ptr, m, g, k, M, kp, GROUP: tl.constexpr):
+    """float32 x [n, GROUP], the groups g [n] of row m, which begin at inputs k; those past the padding are left out."""
     ok = (g < kp // GROUP)[:, None]
-    x = tl.load(x_ptr + m.to(tl.int64) * K + k, mask=ok & (k < K), other=0.0)
-    scale, q = fixed_point(x.to(tl.float32), 1)
+    scale, q = fixed_point(x, 1)
     out = out_ptr.to(tl.pointer_type(tl.int8))
     plane = M.to(tl.int64) * kp
     high = high_byte(q)
@@ -64,6 +57,19 @@ def quantise_kernel(x_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, GROUPS: tl.co
     pairs += kp // GROUP * M * 2
     tl.store(pairs, scale, mask=ok)
     tl.store(pairs + 1, tl.sum(high.to(tl.int32) * 256, 1, keep_dims=True).to(tl.float32), mask=ok)
+
+
+@triton.jit(do_not_specialize=["M"])
+def quantise_kernel(x_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr):
+    """GROUPS groups of one row"""
+    m = tl.program_id(0)
+    g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + m.to(tl.int64) * K + k, mask=k < K, other=0.0)
+    store_quantised(x.to(tl.float32), out_ptr, m, g, k, M, kp, GROUP)
 
 
 @triton.jit

@@ -1,0 +1,190 @@
+"""Norms and gates that quantise for the linears that read them: the kernels, and what of a graph becomes one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import silu
+
+from qbe.compile.fuse import FuseRows, fuse
+from qbe.kernels import fused_ops, ops
+from qbe.kernels.triton.layout import to_device_layout
+from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, on_device, run_in_interpreter
+
+EPS = 1e-5
+FUSED = {"norm", "add_norm", "gate", "quantised_linears"}
+
+
+@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_on_cpu() -> object:
+    """In the interpreter the kernels take CPU tensors."""
+    library = torch.library.Library("qbe", "IMPL")
+    if INTERPRET:
+        from qbe.kernels.triton.nested_linear import nested_linear
+        from qbe.kernels.triton.nested_linears import nested_linears
+
+        for name in FUSED:
+            kernel = {"quantised_linears": fused_ops._linears}.get(name) or getattr(fused_ops, f"_{name}")
+            library.impl(name, kernel, "CPU")
+        library.impl("nested_linear", nested_linear, "CPU", allow_override=True)
+        library.impl("nested_linears", nested_linears, "CPU", allow_override=True)
+    return library
+
+
+def rms(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As transformers' LlamaRMSNorm."""
+    wide = h.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(h.dtype)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within three steps of its dtype: the sum's order and exp's last bit, and that the interpreter cuts off."""
+    torch.testing.assert_close(found, expected, rtol=3 * torch.finfo(found.dtype).eps, atol=1e-6)
+
+
+def bytes_of(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
+    from qbe.kernels.triton.tiled_linear import quantised
+
+    return quantised(x.reshape(-1, x.shape[-1]).contiguous(), inputs, group)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("m", "k", "inputs", "group"), [(1, 256, 256, 64), (3, 200, 256, 128), (16, 1100, 1280, 64)])
+def test_a_norm_and_its_bytes(m: int, k: int, inputs: int, group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(m)
+    x, added, weight = (torch.randn(*s, device=DEVICE).to(dtype) for s in ((1, m, k), (1, m, k), (k,)))
+    normed, quantised = fused_ops.norm(x, weight, EPS, inputs, group)
+    near(normed, rms(x, weight))
+    assert torch.equal(quantised, bytes_of(normed, inputs, group))
+    total, normed, quantised = fused_ops.add_norm(x, added, weight, EPS, inputs, group)
+    near(total, x + added)
+    assert INTERPRET or torch.equal(total, x + added)  # the interpreter cuts where a GPU rounds
+    near(normed, rms(total, weight))
+    assert torch.equal(quantised, bytes_of(normed, inputs, group))
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("m", "k", "inputs", "group"), [(1, 256, 256, 64), (3, 200, 256, 128), (16, 1100, 1280, 64)])
+def test_a_gate_and_its_bytes(m: int, k: int, inputs: int, group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(m)
+    both = 4 * torch.randn(1, m, 2 * k, device=DEVICE).to(dtype)
+    gate, up = both[..., :k], both[..., k:]  # the parts of one product
+    gated, quantised = fused_ops.gate(gate, up, inputs, group)
+    near(gated, silu(gate) * up)
+    assert torch.equal(quantised, bytes_of(gated, inputs, group))
+
+
+@on_device
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30])
+def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 256, device=DEVICE).bfloat16(), torch.ones(256, device=DEVICE).bfloat16()
+    before = fused_ops.norm(x, weight, EPS, 256, 64)[0]
+    gated = fused_ops.gate(x, x, 256, 64)[0]
+    x[1, 7] = value
+    others = [0, 2, 3]
+    found = fused_ops.norm(x, weight, EPS, 256, 64)[0]
+    assert torch.equal(found[others], before[others])
+    assert torch.equal(found[1].isnan(), rms(x, weight)[1].isnan())
+    found = fused_ops.gate(x, x, 256, 64)[0]
+    assert torch.equal(found[others], gated[others])
+    assert torch.equal(found[1].isfinite(), (silu(x) * x)[1].isfinite())
+
+
+class Weight:
+    """A linear of a block on the tiled layout."""
+
+    def __init__(self, n: int, k: int, m: int, slices: tuple[int, ...] = (4, 2, 2), bias: bool = False) -> None:
+        self.case = Case(m, n, k, slices, bias=bias)
+        self.packed = to_device_layout(self.case.packed, self.case.meta, self.case.layout, k, self.case.exponent)
+        self.bits = self.case.mixed()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        c = self.case
+        assert self.packed is not None
+        return ops.nested_linear(
+            x, self.packed, c.meta, self.bits, c.original, c.bias, list(c.layout.slices), c.exponent
+        )
+
+
+class Block:
+    """A transformer's block without attention: two norms, the second after a sum, and a gate."""
+
+    def __init__(self, m: int, slices: tuple[int, ...] = (4, 2, 2)) -> None:
+        self.q, self.k, self.v = (Weight(n, 192, m, slices) for n in (192, 64, 64))
+        self.gate, self.up = Weight(300, 192, m, slices), Weight(300, 192, m, slices)
+        self.down = Weight(192, 300, m, slices, bias=True)
+        self.first, self.second = (torch.randn(192, device=DEVICE).bfloat16() for _ in range(2))
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        normed = rms(x, self.first)
+        q, k, v = self.q(normed), self.k(normed), self.v(normed)
+        h = x + q
+        normed = rms(h, self.second)
+        return h + self.down(silu(self.gate(normed)) * self.up(normed)), k, v
+
+
+def traced(run: object, x: torch.Tensor) -> torch.fx.GraphModule:
+    """As Inductor sees it: with its decompositions."""
+    from torch._inductor.decomposition import decompositions
+
+    with torch.no_grad():
+        return make_fx(run, decompositions, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+
+
+def called(graph: torch.fx.Graph) -> dict[str, int]:
+    names = [str(n.target).split(".")[1] for n in graph.nodes if str(n.target).startswith("qbe.")]
+    return {name: names.count(name) for name in names}
+
+
+@on_device
+@pytest.mark.parametrize(("m", "slices"), [(1, (4, 2, 2)), (5, (3, 1, 1, 1, 2)), (16, (8,))])
+def test_a_block_with_what_was_fused(m: int, slices: tuple[int, ...]) -> None:
+    torch.manual_seed(m)
+    block, x = Block(m, slices), torch.randn(1, m, 192, device=DEVICE).bfloat16()
+    graph = traced(block, x)
+    FuseRows()(graph.graph)
+    fuse(graph.graph, DEVICE)
+    graph.graph.lint()
+    graph.recompile()
+    assert called(graph.graph) == {"norm": 1, "add_norm": 1, "gate": 1, "quantised_linears": 3}
+    for found, expected in zip(graph(x), block(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.float().abs().max()))
+
+
+@on_device
+def test_what_stays_as_it_is() -> None:
+    """Too many rows, float32, a norm or a gate of another form, one that nobody of ours reads, another device."""
+
+    def left(run: object, x: torch.Tensor, device: str = DEVICE) -> bool:
+        graph = traced(run, x)
+        FuseRows()(graph.graph)
+        fuse(graph.graph, device)
+        graph.graph.lint()
+        return not FUSED & set(called(graph.graph))
+
+    x = torch.randn(1, 3, 192, device=DEVICE).bfloat16()
+    w, linear = torch.randn(192, device=DEVICE).bfloat16(), Weight(64, 192, 3)
+    assert not left(lambda x: linear(rms(x, w)), x)
+    assert not left(lambda x: linear(silu(x) * x), x)
+    assert left(lambda x: linear(rms(x, w)), x, "meta")
+    assert left(lambda x: rms(x, w), x)
+    assert left(lambda x: linear(x), x)
+    assert left(lambda x: linear(rms(x, w) + 1), x)
+    assert left(lambda x: linear(rms(x, 1 + w.float()).bfloat16()), x)
+    assert left(lambda x: linear(torch.nn.functional.layer_norm(x, (192,), w)), x)
+    assert left(lambda x: linear(torch.nn.functional.gelu(x) * x), x)
+    assert left(lambda x: linear((x.float() * torch.rsqrt(x.float().pow(2).mean(-2, True) + EPS)).bfloat16() * w), x)
+    assert left(lambda x: linear((x.float() * torch.rsqrt(x.float().pow(3).mean(-1, True) + EPS)).bfloat16() * w), x)
+    many = Weight(64, 192, 17)
+    assert left(lambda x: many(rms(x, w)), torch.randn(1, 17, 192, device=DEVICE).bfloat16())
+    assert left(lambda x: linear(rms(x, w.float())), x.float())
