@@ -167,7 +167,6 @@ def test_what_stays_as_it_is() -> None:
 
     def left(run: object, x: torch.Tensor, device: str = DEVICE) -> bool:
         graph = traced(run, x)
-        FuseRows()(graph.graph)
         fuse(graph.graph, device)
         graph.graph.lint()
         return not FUSED & set(called(graph.graph))
