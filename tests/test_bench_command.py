@@ -131,6 +131,8 @@ def test_a_picture_has_quartiles_and_colours_no_noise(monkeypatch: pytest.Monkey
         (["bench", "linears", "--json", "/no/such/folder/r.json"], "/no/such/folder"),
         (["bench", "linears", "--json", "/"], "folder"),
         (["bench", "linears", "--plot", "r.jpg"], "png"),
+        (["bench", "linears", "--json", "./r.png", "--plot", "r.png"], "--json and --plot name the same file"),
+        (["bench", "linears", "--device", "cpu:7"], "cpu:7"),
     ],
 )
 def test_bad_input(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

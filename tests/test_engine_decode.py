@@ -71,13 +71,15 @@ def test_a_thousand_blueprints_capture_nothing_and_equal_the_eager_steps(device:
     pointers = [core.plan.words.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
     sequences = []
     for i in range(5):
-        sequences.append(request(str(i), list(range(3 + 5 * i)), blueprint(table, choose), max_tokens=300))
+        sequences.append(request(str(i), list(range(3 + 5 * i)), blueprint(table, choose), max_tokens=400))
         core.add(sequences[-1])
     core.step()
-    for step in range(200):  # 5 rows each: a thousand blueprints
+    seen = set[tuple[int, ...]]()
+    for step in range(340):  # 1 to 5 rows each
         some = sequences[: 1 + step % 5]
         for s in some:
             s.blueprint = blueprint(table, choose)
+            seen.add(s.blueprint.weight_bits)
         work = [w for w in core.scheduler.schedule() if w.sequence in some]
         logits, best = (t.clone() for t in decode.run(work))
         core.plan.forget()
@@ -87,6 +89,7 @@ def test_a_thousand_blueprints_capture_nothing_and_equal_the_eager_steps(device:
         for w, token in zip(work, best.tolist(), strict=True):
             w.sequence.token_ids.append(token)
             w.sequence.computed += 1
+    assert len(seen) >= 1000
     assert decode.captures == captures
     assert pointers == [core.plan.words.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
 

@@ -42,7 +42,7 @@ def test_known_tables_spare_the_measurement(cache: Path, tiny_folder: Path, monk
     _keep_as_known(folder)
     shutil.rmtree(folder)
     monkeypatch.setattr(prepare, "measure_into", _never)
-    brought = prepare.prepare(tiny_folder, device=CPU, progress=False)
+    brought = prepare.prepare(tiny_folder, device=CPU, need_sensitivity=False, progress=False)  # as `qbe info` does
     assert vars(brought.table) == vars(measured.table)
 
 

@@ -105,10 +105,24 @@ def make_folder(path: Path) -> None:
         raise QBEError(f"nothing can be written into the folder '{path}'; set QBE_CACHE to another, or free it")
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """Raises QBEError where a file of that name cannot be made: told before minutes of work, not after."""
-    if path is None:
-        return
+def check_writable(**options: Path | None) -> None:
+    """Raises QBEError where one of these files cannot be made, or two are the same: told before minutes of work.
+
+    Args:
+        options: name of an option -> the file that it names.
+    """
+    seen: dict[Path, str] = {}
+    for name, path in options.items():
+        if path is None:
+            continue
+        option = f"--{name}"
+        _check_one(option, path)
+        other = seen.setdefault(path.resolve(), option)
+        if other != option:
+            raise QBEError(f"{other} and {option} name the same file, '{path}': give each its own")
+
+
+def _check_one(option: str, path: Path) -> None:
     try:
         folder, inside = not path.name or path.is_dir(), path.absolute().parent.is_dir()
     except OSError as error:  # a name too long

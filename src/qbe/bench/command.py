@@ -86,8 +86,7 @@ def _plain(value: Any) -> Any:
 
 def _told(name: str, device: str, json: Path | None, plot: Path | None, sizes: Any = None) -> None:
     """Measure, and tell on every way that was asked for."""
-    check_writable("--json", json)
-    check_writable("--plot", plot)
+    check_writable(json=json, plot=plot)
     if plot is not None:
         from qbe.bench.plot import check_plot
 

@@ -174,8 +174,7 @@ def explain(
         from qbe.explain import trace_picture
 
         trace_picture.check(trace)
-    check_writable("--trace", trace)
-    check_writable("--html", html)
+    check_writable(trace=trace, html=html)
     budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text

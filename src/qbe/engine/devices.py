@@ -23,7 +23,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, ValueError):
         raise QBEError(f"unknown device '{name}': choose auto, cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise QBEError(f"device '{name}' is not supported: choose auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise QBEError(f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; choose cpu")

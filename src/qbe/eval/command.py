@@ -58,8 +58,7 @@ def compare(
     for option, value in (("--limit", limit), ("--seeds", seeds)):
         if value < 1:
             raise QBEError(f"{option} is {value}, but must be 1 or more")
-    check_writable("--json", as_json)
-    check_writable("--plot", plot)
+    check_writable(json=as_json, plot=plot)
     if plot is not None:
         from qbe.bench.plot import check_plot
 
@@ -129,8 +128,7 @@ def needle(
     for option, value in (("--needles", needles), ("--limit", limit)):
         if value is not None and value < 1:
             raise QBEError(f"{option} is {value}, but must be 1 or more")
-    check_writable("--json", as_json)
-    check_writable("--plot", plot)
+    check_writable(json=as_json, plot=plot)
     if plot is not None:
         from qbe.bench.plot import check_plot
 

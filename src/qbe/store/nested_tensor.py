@@ -284,8 +284,8 @@ def _name(dtype: torch.dtype) -> str:
 class NestedWeightConfig(AOBaseConfig):
     """`quantize_(model, NestedWeightConfig(...))` replaces each linear layer's weight by a NestedTensor.
 
-    Such a layer is for inference, and its bias is frozen: an input that requires a gradient is refused where gradients
-    are enabled. As a plain layer it takes inputs of the dtype it had (any, under autocast) and returns that.
+    Such a layer is for inference, and its bias is frozen: a backward pass through it raises QBEError. As a plain layer
+    it takes inputs of the dtype it had (any, under autocast) and returns that.
 
     Attributes:
         group_size: inputs that share a scale, a multiple of 64.

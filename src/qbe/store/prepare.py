@@ -7,6 +7,7 @@ weights keep being read from where they are.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,10 @@ def _from_store(
         raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; {checkpoint.AGAIN}")
     table = with_store(table, loaded.model)
     measured = sensitivity_table.read(folder)
-    if need_sensitivity and (measured is None or kv_table.outdated(folder)):
+    if (measured is None or kv_table.outdated(folder)) and (need_sensitivity or os.access(folder, os.W_OK)):
         if known.bring(folder, manifest):
             measured = sensitivity_table.read(folder)
-        else:
+        elif need_sensitivity:
             measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ import torch
 
 from qbe.errors import QBEError
 from qbe.kernels.cpu.source import FLAGS, FOLDER, SOURCE, source_hash
+from qbe.progress import spinner
 
 COMPILE_LIMIT_S = 300  # it takes 40 s of one core
 BACKENDS = ("scalar", "avx2", "avx512")  # the numbering of nested.c
@@ -149,7 +151,8 @@ def compiled(name: str, compilers: Sequence[str], arguments: Sequence[str], othe
         os.close(handle)
         temporary = Path(draft)
         command = [compiler, *arguments, "-o", draft]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+        with spinner("compiling the CPU kernels, once: up to a minute", sys.stderr.isatty()):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         os.replace(temporary, path)
         return path
     except (OSError, subprocess.SubprocessError) as error:
