@@ -182,6 +182,7 @@ def test_what_stays_as_it_is() -> None:
     assert left(lambda x: linear(rms(x, 1 + w.float()).bfloat16()), x)
     assert left(lambda x: linear(torch.nn.functional.layer_norm(x, (192,), w)), x)
     assert left(lambda x: linear(torch.nn.functional.gelu(x) * x), x)
+    assert left(lambda x: linear(rms(x.mT, w)), torch.randn(1, 192, 3, device=DEVICE).bfloat16())
     assert left(lambda x: linear((x.float() * torch.rsqrt(x.float().pow(2).mean(-2, True) + EPS)).bfloat16() * w), x)
     assert left(lambda x: linear((x.float() * torch.rsqrt(x.float().pow(3).mean(-1, True) + EPS)).bfloat16() * w), x)
     many = Weight(64, 192, 17)

@@ -37,32 +37,36 @@ class FuseRows(merge.MergeLinears):
 
 def fuse(graph: Graph, device: str = "cuda") -> None:
     """Of a graph in which linears are merged, those on this device."""
+    fused = False
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target is torch.ops.qbe.nested_linears.default:
-            _fuse(graph, node, node.args, device)
+            fused |= _fuse(graph, node, node.args, device)
         elif node.target is torch.ops.qbe.nested_linear.default:
             x, packed, meta, bits, original, bias, slices, exponent = node.args
             lists = [packed], [meta], [bits], [original] if original else [], [bias] if bias else []
-            _fuse(graph, node, (x, *lists, slices, [exponent]), device)
-    graph.eliminate_dead_code()
+            fused |= _fuse(graph, node, (x, *lists, slices, [exponent]), device)
+    if fused:
+        graph.eliminate_dead_code()
 
 
-def _fuse(graph: Graph, node: Node, arguments: Any, device: str) -> None:
-    """Put the fused op in the place of what makes the input of this linear, if that is known."""
+def _fuse(graph: Graph, node: Node, arguments: Any, device: str) -> bool:
+    """Put the fused op in the place of what makes the input of this linear, if that is known; whether it was."""
     x, packed, meta, *_, slices, _ = arguments
     value = x.meta["val"]
     rows = value.numel() // value.shape[-1]
     few = isinstance(rows, int) and 0 < rows <= ROWS and len(packed) <= TOGETHER
     tiled = all(p.meta["val"].dim() == 1 for p in packed)
     if not few or not tiled or value.device.type != device or value.dtype not in (torch.float16, torch.bfloat16):
-        return
+        return False
+    if not value.is_contiguous():  # as the ops' results are
+        return False
     n, k, layout = meta[0].meta["val"].shape[1], value.shape[-1], SliceLayout.of(slices)
     sizes = padded_shape(n, k, layout)[1], group_size_of(packed[0].meta["val"], n, k, layout)
     quantised = _with_norm(graph, x, sizes) or _with_gate(graph, x, sizes)
     if quantised is None:
-        return
+        return False
     made, bytes_ = quantised
     with graph.inserting_before(node):
         y = _call(
@@ -70,12 +74,13 @@ def _fuse(graph: Graph, node: Node, arguments: Any, device: str) -> None:
         )
     node.replace_all_uses_with(y)
     graph.erase_node(node)
+    return True
 
 
 def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Node] | None:
     """The normed x and its bytes, if x is a norm."""
     found = _norm(x)
-    if found is None:
+    if found is None or not found[0].meta["val"].is_contiguous():
         return None
     h, weight, eps = found
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -86,12 +91,10 @@ def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Nod
             )
         h.replace_all_uses_with(outputs[0])
         normed, quantised = outputs[1:]
-    elif _contiguous(h):
+    else:
         with graph.inserting_before(x):
             arguments = (h, weight, eps, *sizes)
             normed, quantised = _call(graph, torch.ops.qbe.norm.default, fused_ops._fake_norm, arguments, 2)
-    else:
-        return None
     x.replace_all_uses_with(normed)
     return normed, quantised
 
@@ -178,10 +181,6 @@ def _shaped(weight: Node, x: Node) -> bool:
     """Whether it has a number for each input, in x's dtype."""
     value = weight.meta["val"]
     return value.shape == x.meta["val"].shape[-1:] and value.dtype is x.meta["val"].dtype
-
-
-def _contiguous(node: Node) -> bool:
-    return bool(node.meta["val"].is_contiguous())
 
 
 def _call(graph: Graph, op: Any, fake: Callable[..., Any], arguments: Any, outputs: int = 0) -> Any:

@@ -78,6 +78,7 @@ def quantised_linears(
 
 
 def _quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
+    # The size is `qbe.kernels.triton.tiled_quantise.quantised_bytes`, which needs Triton.
     rows = x.numel() // x.shape[-1]
     return x.new_empty(2 * rows * inputs + 16 * rows * (inputs // group), dtype=torch.uint8)
 
