@@ -64,7 +64,7 @@ def test_what_a_request_asks_for() -> None:
     "args",
     [
         {"qbe_bit": 4}, {"qbe_bits": "four"}, {"qbe_bits": 40}, {"service_tier": "gold"}, {"qbe_refresh": 2},
-        {"qbe_policy": 4}, {"qbe_activation_bits": 4}, {"qbe_bits": 5, "qbe_refresh": 1},
+        {"qbe_policy": 4}, {"qbe_activation_bits": 4}, {"qbe_bits": 5, "qbe_refresh": 1}, {"qbe_text": "a\ud800"},
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(args: dict[str, Any]) -> None:
@@ -275,6 +275,14 @@ def test_a_folder_is_checked_before_it_is_served(tmp_path: Path, caplog: pytest.
         describe(str(folder))
 
 
+@pytest.mark.parametrize(("lost", "says"), [("model.safetensors", "no model.safetensors"), ("qbe.json", "no qbe.json")])
+def test_a_folder_that_lost_a_file_is_not_served(lost: str, says: str, tmp_path: Path) -> None:
+    folder = split_model(tmp_path)
+    (folder / lost).unlink()
+    with pytest.raises(QBEError, match=says):
+        describe(str(folder))
+
+
 def test_the_middleware_hands_on_one_whole_body() -> None:
     seen: list[Any] = []
 
@@ -292,6 +300,36 @@ def test_the_middleware_hands_on_one_whole_body() -> None:
     headers, message = seen[0]
     assert json.loads(message["body"])["vllm_xargs"] == {"service_tier": "flex"}
     assert headers[b"content-length"] == str(len(message["body"])).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "refused"),
+    [
+        ({"use_beam_search": True, "service_tier": "flex"}, True),
+        ({"use_beam_search": True, "vllm_xargs": {"qbe_bits": 4}}, True),
+        ({"use_beam_search": True, "service_tier": "auto", "messages": [{"role": "user", "content": "x"}]}, False),
+        ({"use_beam_search": True}, False),
+        ({"service_tier": "flex"}, False),
+    ],
+)
+def test_beams_have_no_precision(body: dict[str, Any], refused: bool) -> None:
+    reached, sent = list[Any](), list[Any]()
+
+    async def app(_scope: Any, receive: Any, _send: Any) -> None:
+        reached.append(await receive())
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+    asyncio.run(ServiceTier(app)(scope, receive, send))
+    assert (len(reached), len(sent)) == ((0, 2) if refused else (1, 0))
+    if refused:
+        assert sent[0]["status"] == 400
+        assert "beam search" in json.loads(sent[1]["body"])["error"]["message"]
 
 
 def test_another_version_of_vllm_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,4 +57,6 @@ class Asked:
         for name in ("qbe_policy", "qbe_text"):
             if not isinstance(args.get(name, ""), str):
                 raise QBEError(f"{name} is {args[name]!r}, but must be text")
+        if any("\ud800" <= c <= "\udfff" for c in args.get("qbe_text", "")):
+            raise QBEError("qbe_text has half a surrogate pair, which is no character")
         return cls(budget, args.get("qbe_policy"), args.get("qbe_text"))

@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from qbe.errors import QBEError
+from qbe.models.folder_weights import lazy_state_dict
 from qbe.models.load import load_skeleton
 from qbe.sites import SiteTable
 from qbe.store import checkpoint, sensitivity_table
@@ -47,6 +49,10 @@ def describe(name: str, revision: str | None = None) -> Served:
     """
     folder = Path(name) if Path(name).is_dir() else _download(name, revision)
     manifest = checkpoint.read_manifest(folder) if checkpoint.is_checkpoint(folder) else None
+    if manifest is None and (left := next(iter(sorted(folder.glob("nested-*.safetensors"))), None)):
+        raise QBEError(f"{folder} is damaged: it has {left.name}, but no {checkpoint.MANIFEST}; {checkpoint.AGAIN}")
+    if manifest is not None:
+        lazy_state_dict(folder)  # vLLM counts the nested files as weights, and would start with these alone
     nesting = NestedWeightConfig()
     if manifest is not None:
         nesting = NestedWeightConfig(manifest.group_size, manifest.slices)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from qbe.vllm.asked import PREFIX
+
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 class ServiceTier:
     """ASGI middleware: copies `service_tier`, and of a chat the last message's text, into the body's `vllm_xargs`.
 
-    What is there already stays. A body that is no JSON object goes on as it is, for vLLM to refuse.
+    What is there already stays. A body that is no JSON object goes on as it is, for vLLM to refuse. Beam search with
+    arguments for QBE is refused: each step of a beam is a request of its own for vLLM, which they would not reach.
     """
 
     def __init__(self, app: Any) -> None:
@@ -31,6 +34,9 @@ class ServiceTier:
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
         body = with_args(body)
+        if searches_beams(body):
+            await _refuse(send, "beam search has no precision of its own: leave out QBE's arguments and service_tier")
+            return
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         given = False
@@ -61,6 +67,28 @@ def with_args(body: bytes) -> bytes:
     if not found:
         return body
     return json.dumps({**request, "vllm_xargs": {**found, **(request.get("vllm_xargs") or {})}}).encode()
+
+
+def searches_beams(body: bytes) -> bool:
+    """Whether a request with arguments asks for beam search and a precision."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(request, dict) or not request.get("use_beam_search"):
+        return False
+    args = request.get("vllm_xargs")
+    asks = isinstance(args, dict) and any(k.startswith(PREFIX) and k != "qbe_text" for k in args)
+    return asks or (isinstance(args, dict) and args.get("service_tier") not in (None, "default", "auto"))
+
+
+async def _refuse(send: Any, message: str) -> None:
+    """HTTP 400 in vLLM's form."""
+    error = {"message": message, "type": "BadRequestError", "param": "use_beam_search", "code": 400}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _last_text(messages: Any) -> str | None:
