@@ -180,6 +180,7 @@ def test_what_stays_as_it_is() -> None:
     assert left(lambda x: linear(x), x)
     assert left(lambda x: linear(rms(x, w) + 1), x)
     assert left(lambda x: linear(rms(x, 1 + w.float()).bfloat16()), x)
+    assert left(lambda x: linear(rms(x, 1 + w)), x), "a weight that the graph makes"
     assert left(lambda x: linear(torch.nn.functional.layer_norm(x, (192,), w)), x)
     assert left(lambda x: linear(torch.nn.functional.gelu(x) * x), x)
     assert left(lambda x: linear(rms(x.mT, w)), torch.randn(1, 192, 3, device=DEVICE).bfloat16())

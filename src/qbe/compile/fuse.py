@@ -117,7 +117,7 @@ def _norm(x: Node) -> tuple[Node, Node, float] | None:
         for wide, root in _orders(scaled, _aten.mul.Tensor):
             mean_eps = _source(root, _aten.rsqrt.default)
             h = _widened(wide)
-            if h is None or not _is(mean_eps, _aten.add.Tensor) or not isinstance(weight, Node):
+            if h is None or not _is(mean_eps, _aten.add.Tensor) or not _given(weight):
                 continue
             mean, eps = mean_eps.args
             power = _source(mean, _aten.mean.dim)
@@ -147,6 +147,11 @@ def _gate(x: Node) -> tuple[Node, Node] | None:
         if gate is not None and _alike(gate, up, x):
             return gate, up
     return None
+
+
+def _given(node: Any) -> bool:
+    """Whether it is there before the graph runs: the kernel reads a weight while those before it may still write."""
+    return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
 
 
 def _is(node: Any, target: object) -> bool:
