@@ -161,6 +161,32 @@ def test_a_block_with_what_was_fused(m: int, slices: tuple[int, ...]) -> None:
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.float().abs().max()))
 
 
+class FuseHere(FuseRows):
+    """Fuses on this device, and notes what is in the graph then."""
+
+    seen: dict[str, int]
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        super().__call__(graph)
+        fuse(graph, DEVICE)
+        self.seen = called(graph)
+
+    def uuid(self) -> None:
+        """Nothing of this is cached."""
+
+
+@on_device
+def test_inductor_runs_what_was_fused() -> None:
+    """In its own graphs, where weights are inputs and views lie between."""
+    torch.manual_seed(0)
+    block, x, here = Block(2), torch.randn(1, 2, 192, device=DEVICE).bfloat16(), FuseHere()
+    compiled = torch.compile(block.__call__, fullgraph=True, options={"post_grad_custom_pre_pass": here})
+    with torch.no_grad():
+        for found, expected in zip(compiled(x), block(x), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.float().abs().max()))
+    assert here.seen == {"norm": 1, "add_norm": 1, "gate": 1, "quantised_linears": 3}
+
+
 @on_device
 def test_what_stays_as_it_is() -> None:
     """Too many rows, float32, a norm or a gate of another form, one that nobody of ours reads, another device."""

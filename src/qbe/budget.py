@@ -58,6 +58,11 @@ class Budget:
     refresh: bool = False
     cascade: bool = False
 
+    @property
+    def plain_tier(self) -> str:
+        """The tier by its first name: `flex`, `default` or `priority`."""
+        return TIER_ALIASES.get(self.tier, self.tier)
+
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
             raise QBEError(f"unknown tier '{self.tier}': choose one of {', '.join(TIERS)}")
@@ -96,7 +101,7 @@ class Budget:
         """Average bits for a query of complexity `score` in [0, 1]."""
         if self.bits is not None:
             return self.bits
-        low, high = self.within or TIER_BITS[TIER_ALIASES.get(self.tier, self.tier)]
+        low, high = self.within or TIER_BITS[self.plain_tier]
         return low + (high - low) * min(1.0, max(0.0, score))
 
 

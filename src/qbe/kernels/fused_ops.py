@@ -1,12 +1,13 @@
 """Custom ops that a compiled decode step on a GPU has in place of a norm or a gate: what makes the input of nested
 linears also brings it into the form that their decode kernel reads, which else is a launch of its own.
 
-`qbe.compile.fuse` puts them into compiled graphs; nobody need call them.
+`qbe.compile.fuse` puts them into compiled graphs; nobody need call them. `qbe::quantised_linears` is
+`qbe.kernels.merged_ops.nested_linears` of one to three weights and up to 16 rows, with x quantised already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -59,24 +60,6 @@ def gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tuple
     return gated, quantised
 
 
-def quantised_linears(
-    x: torch.Tensor,
-    quantised: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    meta: Sequence[torch.Tensor],
-    bits: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slices: Sequence[int],
-    exponents: Sequence[int],
-) -> torch.Tensor:
-    """`qbe.kernels.merged_ops.nested_linears` of one to three weights and up to 16 rows, with x quantised already."""
-    y: torch.Tensor = torch.ops.qbe.quantised_linears.default(
-        x, quantised, packed, meta, bits, originals, biases, slices, exponents
-    )
-    return y
-
-
 def _quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
     # The size is `qbe.kernels.triton.tiled_quantise.quantised_bytes`, which needs Triton.
     rows = x.numel() // x.shape[-1]
@@ -103,18 +86,8 @@ def _fake_gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) ->
 
 
 @torch.library.register_fake("qbe::quantised_linears", lib=_library)
-def _fake_linears(
-    x: torch.Tensor,
-    quantised: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    meta: Sequence[torch.Tensor],
-    bits: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slices: Sequence[int],
-    exponents: Sequence[int],
-) -> torch.Tensor:
-    return merged_ops._fake(x, packed, meta, bits, originals, biases, slices, exponents)
+def _fake_linears(x: torch.Tensor, quantised: torch.Tensor, *weights: Any) -> torch.Tensor:
+    return merged_ops._fake(x, *weights)
 
 
 def _norm(
@@ -139,20 +112,11 @@ def _gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tupl
     return kernel(gate, up, inputs, group)
 
 
-def _linears(
-    x: torch.Tensor,
-    quantised: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    meta: Sequence[torch.Tensor],
-    bits: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slices: Sequence[int],
-    exponents: Sequence[int],
-) -> torch.Tensor:
-    from qbe.kernels.triton.nested_linears import quantised_linears as kernel
+def _linears(x: torch.Tensor, quantised: torch.Tensor, *weights: Any) -> torch.Tensor:
+    from qbe.kernels.triton.nested_linears import nested_linears as kernel
 
-    return kernel(x, quantised, packed, meta, bits, originals, biases, slices, exponents)
+    packed, meta, bits, originals, biases, slices, exponents = weights
+    return kernel(x, packed, meta, bits, originals, biases, slices, exponents, ready=quantised)
 
 
 for _name, _kernel in (("norm", _norm), ("add_norm", _add_norm), ("gate", _gate), ("quantised_linears", _linears)):

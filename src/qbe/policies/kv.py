@@ -17,7 +17,7 @@ from itertools import groupby
 
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint, shortest
-from qbe.budget import TIER_ALIASES, Budget
+from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies.allocate import TOLERANCE, solve
 from qbe.sites import FULL_BITS, KV_BITS, KVBits, KVSite, SiteTable
@@ -65,7 +65,7 @@ def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight
         return float(FULL_BITS)
     if not table.kv_measured:
         return UNMEASURED_BITS
-    at_0, at_1 = TIER_DAMAGE[TIER_ALIASES.get(budget.tier, budget.tier)]
+    at_0, at_1 = TIER_DAMAGE[budget.plain_tier]
     bits = fewest_bits(table, at_0 * (at_1 / at_0) ** (score_step(profile.score) / SCORE_STEPS))
     return max(bits, MOST) if profile.context <= twice else bits
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
-from qbe.budget import TIER_ALIASES, Budget
+from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies import learned
 from qbe.policies.kv import allocate_kv
@@ -43,7 +43,7 @@ class PAQPolicy:
             said = "the policy 'paq' needs analysis tier 3: start the engine without a lower --analysis-tier"
             raise QBEError(said, field="policy")
         if budget.bits is None:
-            weight, bias = heads[TIER_ALIASES.get(budget.tier, budget.tier)]
+            weight, bias = heads[budget.plain_tier]
             at = int((profile.vector @ weight + bias).argmax())
         else:
             weight, bias = heads["default"]

@@ -97,6 +97,7 @@ def _from_store(
         raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; {checkpoint.AGAIN}")
     table = with_store(table, loaded.model)
     measured = sensitivity_table.read(folder)
+    # Known tables cost nothing, but a folder that nobody may write to has to do without.
     if (measured is None or kv_table.outdated(folder)) and (need_sensitivity or os.access(folder, os.W_OK)):
         if known.bring(folder, manifest):
             measured = sensitivity_table.read(folder)

@@ -15,7 +15,6 @@ from vllm.exceptions import VLLMValidationError
 
 from qbe import policies
 from qbe.analysis import Analyzer
-from qbe.budget import TIER_ALIASES
 from qbe.cache import open_cache
 from qbe.choosing import BlueprintChooser
 from qbe.errors import QBEError
@@ -69,7 +68,7 @@ class FrontEnd:
         return Ticket(
             policy=blueprint.policy, asked_policy=asked.policy, weight_bits=bytes(blueprint.weight_bits),
             activation_bits=bytes(blueprint.activation_bits), digest=self.model.table.digest,
-            budget={"bits": budget.bits, "tier": TIER_ALIASES.get(budget.tier, budget.tier),
+            budget={"bits": budget.bits, "tier": budget.plain_tier,
                     "activation_bits": budget.activation_bits, "refresh": budget.refresh},
             profile={"score": profile.score, "prompt_class": profile.prompt_class, "tier": profile.tier,
                      "features": profile.features, "cluster": profile.cluster},

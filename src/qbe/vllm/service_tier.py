@@ -13,6 +13,10 @@ from qbe.vllm.asked import PREFIX
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
+class BeamsError(ValueError):
+    """Beam search at a precision."""
+
+
 class ServiceTier:
     """ASGI middleware: copies `service_tier`, and of a chat the last message's text, into the body's `vllm_xargs`.
 
@@ -33,9 +37,10 @@ class ServiceTier:
             if message["type"] != "http.request":  # the client has gone
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
-        body = with_args(body)
-        if searches_beams(body):
-            await _refuse(send, "beam search has no precision of its own: leave out QBE's arguments and service_tier")
+        try:
+            body = with_args(body)
+        except BeamsError as error:
+            await _refuse(send, str(error))
             return
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
@@ -52,7 +57,11 @@ class ServiceTier:
 
 
 def with_args(body: bytes) -> bytes:
-    """The request's body with QBE's arguments in it."""
+    """The request's body with QBE's arguments in it.
+
+    Raises:
+        BeamsError: it asks for beam search and a precision.
+    """
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):  # the latter: nested deeper than Python reads
@@ -64,22 +73,16 @@ def with_args(body: bytes) -> bytes:
         found["service_tier"] = tier if isinstance(tier, str) else json.dumps(tier)  # what cannot be is refused by QBE
     if text := _last_text(request.get("messages")):
         found["qbe_text"] = text
-    if not found:
-        return body
-    return json.dumps({**request, "vllm_xargs": {**found, **(request.get("vllm_xargs") or {})}}).encode()
+    args = {**found, **(request.get("vllm_xargs") or {})}
+    if request.get("use_beam_search") and _precise(args):
+        raise BeamsError("beam search has no precision of its own: leave out QBE's arguments and service_tier")
+    return json.dumps({**request, "vllm_xargs": args}).encode() if found else body
 
 
-def searches_beams(body: bytes) -> bool:
-    """Whether a request with arguments asks for beam search and a precision."""
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):
-        return False
-    if not isinstance(request, dict) or not request.get("use_beam_search"):
-        return False
-    args = request.get("vllm_xargs")
-    asks = isinstance(args, dict) and any(k.startswith(PREFIX) and k != "qbe_text" for k in args)
-    return asks or (isinstance(args, dict) and args.get("service_tier") not in (None, "default", "auto"))
+def _precise(args: dict[str, Any]) -> bool:
+    """Whether arguments ask for more than the default tier."""
+    ours = any(name.startswith(PREFIX) and name != "qbe_text" for name in args)
+    return ours or args.get("service_tier") not in (None, "default", "auto")
 
 
 async def _refuse(send: Any, message: str) -> None:

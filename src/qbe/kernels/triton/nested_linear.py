@@ -82,6 +82,7 @@ def nested_linear(
     slices: Sequence[int],
     exponent: int,
     config: Config | None = None,
+    ready: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[r] = x[r] @ W(bits[r]).T + bias on a GPU. Arguments and result as the custom op's (`qbe.kernels.ops`).
 
@@ -89,7 +90,8 @@ def nested_linear(
     `bits` is read by the kernel only: the launch is the same for every content, so a captured CUDA graph serves them
     all. `original` may lie in pinned host memory; it is read only when some row asks for 16 bits. Rows that ask
     for 16 bits are served by the widest slice when the original was dropped; the engine refuses such a plan before.
-    `config` is what a trial launches with; by itself the best one known.
+    `config` is what a trial launches with; by itself the best one known. `ready` is x quantised for a flat buffer
+    (`qbe.kernels.triton.tiled_linear`), if that is made.
 
     Raises:
         QBEError: x in another dtype than float16, bfloat16 or float32, or an original in pageable host memory.
@@ -108,7 +110,7 @@ def nested_linear(
         return y
     if packed.dim() == 1:
         with torch.cuda.device_of(x):
-            tiled_linear(rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n), config)
+            tiled_linear(rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n), config, ready)
         return y
     blocks = packed.shape[1] * 8 // n // BLOCK
     words = bits.contiguous()

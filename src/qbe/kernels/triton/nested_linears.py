@@ -13,7 +13,7 @@ from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.kernels.triton.nested_linear import nested_linear
 from qbe.kernels.triton.tiled_configs import DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
-from qbe.kernels.triton.tiled_linear import DECODE_ROWS, quantised, split_launch, tiled_linear
+from qbe.kernels.triton.tiled_linear import DECODE_ROWS, quantised, split_launch
 from qbe.kernels.tuning.tunable import Config
 from qbe.store.layout import SliceLayout
 
@@ -30,10 +30,11 @@ def nested_linears(
     slices: Sequence[int],
     exponents: Sequence[int],
     config: Config | None = None,
+    ready: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `qbe.kernels.merged_ops.nested_linears`. Many rows, float32 and other layouts take a call for each weight.
 
-    `config` is what a trial launches with; by itself the best one known.
+    `config` is what a trial launches with; by itself the best one known. `ready` is x quantised, if that is made.
     """
     rows = x.reshape(-1, x.shape[-1])
     tiled = all(p.dim() == 1 for p in packed)
@@ -41,65 +42,22 @@ def nested_linears(
         parts = [
             nested_linear(
                 x, p, meta[i], bits[i], originals[i] if originals else None, biases[i] if biases else None, slices,
-                exponents[i],
+                exponents[i], ready=ready,
             )
             for i, p in enumerate(packed)
         ]  # fmt: skip
         return torch.cat(parts, dim=-1)
-    rows, layout = rows.contiguous(), SliceLayout.of(slices)
-    outputs = [n.shape[1] for n in meta]
-    inputs = padded_shape(outputs[0], rows.shape[1], layout)[1]
-    ready = quantised(rows, inputs, group_size_of(packed[0], outputs[0], rows.shape[1], layout))
-    y = _together(rows, ready, packed, meta, bits, originals, biases, layout, exponents, config)
-    return y.view(*x.shape[:-1], y.shape[1])
-
-
-def quantised_linears(
-    x: torch.Tensor,
-    ready: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    meta: Sequence[torch.Tensor],
-    bits: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slices: Sequence[int],
-    exponents: Sequence[int],
-) -> torch.Tensor:
-    """See `qbe.kernels.fused_ops.quantised_linears`."""
-    rows, layout = x.reshape(-1, x.shape[-1]).contiguous(), SliceLayout.of(slices)
-    with torch.cuda.device_of(x):
-        if len(packed) > 1:
-            y = _together(rows, ready, packed, meta, bits, originals, biases, layout, exponents, None)
-        else:
-            y = torch.empty(len(rows), meta[0].shape[1], dtype=x.dtype, device=x.device)
-            tiled_linear(
-                rows, packed[0], bits[0].contiguous(), originals[0] if originals else None,
-                biases[0] if biases else None, layout, exponents[0], y, ready=ready,
-            )  # fmt: skip
-    return y.view(*x.shape[:-1], y.shape[1])
-
-
-def _together(
-    rows: torch.Tensor,
-    ready: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    meta: Sequence[torch.Tensor],
-    bits: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    layout: SliceLayout,
-    exponents: Sequence[int],
-    config: Config | None,
-) -> torch.Tensor:
-    """One launch for all: rows [M, K], and them quantised -> [M, N1 + N2 + ...]."""
-    m, k = rows.shape
+    layout = SliceLayout.of(slices)
+    rows, (m, k) = rows.contiguous(), rows.shape
     outputs = [n.shape[1] for n in meta]
     group = group_size_of(packed[0], outputs[0], k, layout)
     inputs = padded_shape(outputs[0], k, layout)[1]
-    y = torch.empty(m, sum(outputs), dtype=rows.dtype, device=rows.device)
+    y = torch.empty(m, sum(outputs), dtype=x.dtype, device=x.device)
     config = config or DECODE.config(
-        rows.device, m, tuple(outputs), k, layout.slices, group, rows.dtype, bool(originals), bool(biases)
+        x.device, m, tuple(outputs), k, layout.slices, group, x.dtype, bool(originals), bool(biases)
     )
+    if ready is None:
+        ready = quantised(rows, inputs, group)
     grid, units, constants, sums = split_launch(y, outputs, group, layout, config)
 
     def three(many: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -110,4 +68,4 @@ def _together(
         rows, ready, *three(packed), *three([b.contiguous() for b in bits]), *three(originals),
         *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, **constants, ONE=m == 1,
     )  # fmt: skip
-    return y
+    return y.view(*x.shape[:-1], y.shape[1])
