@@ -18,6 +18,7 @@ from qbe.kernels import ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu import nested_linear as cpu
 from qbe.kernels.reference import nested_linear as reference
+from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
 from qbe.store.codes import quantise
 from qbe.store.layout import SliceLayout
 from qbe.store.packing import pack
@@ -58,22 +59,38 @@ def problem(
     }
 
 
+def allowed(a: dict[str, Any], exact: torch.Tensor, through_torch: torch.Tensor | bool) -> torch.Tensor:
+    """By how much each element may differ, float32 [rows, n].
+
+    4e-6 of the largest that its sum could be, one step of x's dtype for the result, and where torch multiplies in that
+    dtype what rounding weight and x by half a step each can come to at worst: a step of each term of the sum.
+    """
+    x = a["x"].float()
+    largest = x.abs().sum(-1, keepdim=True) * float(a["original"].float().abs().max())
+    step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[a["x"].dtype]
+    group = a["packed"].shape[1] * 8 // a["meta"].shape[1] // a["meta"].shape[2]
+    x = torch.where(has_eight(a["bits"])[:, None], eight_bits(x, group), x)
+    terms, eye = torch.zeros_like(exact), torch.eye(x.shape[1])
+    for bits in weight_bits(a["bits"]).unique().tolist():
+        words = torch.full((len(eye),), bits, dtype=torch.int32)
+        weight = reference.nested_linear(**{**a, "x": eye, "bits": words, "bias": None})  # [k, n]
+        at = weight_bits(a["bits"]) == bits
+        terms[at] = x[at].abs() @ weight.abs()
+    return 4e-6 * largest + step * (exact.abs() + torch.as_tensor(through_torch).view(-1, 1) * terms)
+
+
 def check(a: dict[str, Any], call: Callable[..., torch.Tensor] = cpu.nested_linear) -> None:
     """The result is float32's, rounded once to x's dtype.
 
-    Element by element: within 4e-6 of the largest that its sum could be, plus one step of x's dtype. What goes through
-    torch's matrix product in 16 bits (MANY_ROWS, and without the compiled kernel rows at 16) is off by the rounding of
-    the weight too.
+    What goes through torch's matrix product in 16 bits (MANY_ROWS, and without the compiled kernel rows at 16) is off
+    by the rounding of the weight too (`allowed`).
     """
     y, x = call(**a), a["x"]
     exact = reference.nested_linear(**{**a, "x": x.float()})
     assert y.shape == exact.shape
     assert y.dtype == x.dtype
-    largest = x.float().abs().sum(-1, keepdim=True) * float(a["original"].float().abs().max())
-    step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[x.dtype]
     through_torch = (a["bits"] >= 16) & (build.backend() == "torch") | (x.shape[0] >= min(cpu.MANY_ROWS.values()))
-    allowed = 4e-6 * largest + step * (exact.abs() + through_torch[:, None] * largest / 4)
-    assert ((y.float() - exact).abs() <= allowed).all()
+    assert ((y.float() - exact).abs() <= allowed(a, exact, through_torch)).all()
     if y.numel() > 64 and x.dtype == torch.float32:
         assert (y - exact).norm() <= 3e-6 * exact.norm()
 
