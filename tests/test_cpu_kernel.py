@@ -62,21 +62,28 @@ def problem(
 def allowed(a: dict[str, Any], exact: torch.Tensor, through_torch: torch.Tensor | bool) -> torch.Tensor:
     """By how much each element may differ, float32 [rows, n].
 
-    4e-6 of the largest that its sum could be, one step of x's dtype for the result, and where torch multiplies in that
-    dtype what rounding weight and x by half a step each can come to at worst: a step of each term of the sum.
+    4e-6 of the largest that its sum could be, one step of x's dtype for the result, and what comes to each term of the
+    sum at worst: where torch multiplies in that dtype half a step for the weight and for x each, and with AVX-512 half
+    a step of the 16-bit fixed point that x becomes, group by group.
     """
     x = a["x"].float()
     largest = x.abs().sum(-1, keepdim=True) * float(a["original"].float().abs().max())
-    step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[a["x"].dtype]
+    step = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[a["x"].dtype]
     group = a["packed"].shape[1] * 8 // a["meta"].shape[1] // a["meta"].shape[2]
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group)).abs()
+    half = 1.02 * 2.0**-15  # of a unit: 2^-14 of a power of two that is hardly above the group's largest
+    fixed = (half * padded.amax(2, keepdim=True)).expand_as(padded).flatten(1)[:, : x.shape[1]]
+    if build.backend() != "avx512" or a["x"].dtype == torch.float32:  # float32 becomes 24 bits
+        fixed = torch.zeros_like(fixed)
     x = torch.where(has_eight(a["bits"])[:, None], eight_bits(x, group), x)
-    terms, eye = torch.zeros_like(exact), torch.eye(x.shape[1])
+    worst, eye = torch.zeros_like(exact), torch.eye(x.shape[1])
+    rounded = fixed + step * torch.as_tensor(through_torch).view(-1, 1) * x.abs()
     for bits in weight_bits(a["bits"]).unique().tolist():
         words = torch.full((len(eye),), bits, dtype=torch.int32)
         weight = reference.nested_linear(**{**a, "x": eye, "bits": words, "bias": None})  # [k, n]
         at = weight_bits(a["bits"]) == bits
-        terms[at] = x[at].abs() @ weight.abs()
-    return 4e-6 * largest + step * (exact.abs() + torch.as_tensor(through_torch).view(-1, 1) * terms)
+        worst[at] = rounded[at] @ weight.abs()
+    return 4e-6 * largest + step * exact.abs() + worst
 
 
 def check(a: dict[str, Any], call: Callable[..., torch.Tensor] = cpu.nested_linear) -> None:
