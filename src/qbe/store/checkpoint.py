@@ -64,6 +64,7 @@ class Manifest:
     sites: dict[str, NestedSite]
     files: dict[str, dict[str, Any]]
     folds: dict[str, tuple[str, ...]]
+    known_as: str | None = None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -108,12 +109,14 @@ def write_nested(
     model_name: str,
     source: Mapping[str, Any] | None = None,
     folds: Sequence[Fold] = (),
+    known_as: str | None = None,
 ) -> None:
     """Writes the nested tensors of `model` and the manifest into a folder that already holds the 16-bit model.
 
     Args:
         folds: what the weights were scaled by before they were nested; the folder's own model is not.
         source: of a store in the cache, what it was made from (`qbe.store.superseded`).
+        known_as: which of the package's measurements are of this store (`qbe.store.known`).
     """
     nested = {name: weight for name, _, weight in nested_linears(model)}
     if not nested:
@@ -149,6 +152,7 @@ def write_nested(
         "group_size": first.group_size,
         "slices": list(first.slices),
         **({"source": dict(source)} if source is not None else {}),
+        **({"known_as": known_as} if known_as is not None else {}),
         "files": files,
         "sites": sites,
         "folds": {f.source: list(f.consumers) for f in folds},
@@ -191,6 +195,7 @@ def read_manifest(folder: Path) -> Manifest:
             sites,
             dict(raw["files"]),
             {str(source): tuple(map(str, _list(names))) for source, names in raw.get("folds", {}).items()},
+            str(raw["known_as"]) if "known_as" in raw else None,
         )
         check_group_size(manifest.group_size)
         SliceLayout.of(manifest.slices)

@@ -13,9 +13,9 @@ from torch import nn
 from qbe.errors import QBEError
 from qbe.progress import bar
 from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
-from qbe.store import sensitivity, smoothing
+from qbe.store import known, sensitivity, smoothing
 from qbe.store.calibrate import calibrate
-from qbe.store.folding import Fold, edges
+from qbe.store.folding import Fold, apply_exact, edges
 from qbe.store.layout import SliceLayout
 from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, set_weight
@@ -62,16 +62,21 @@ def nest_skeleton(model: nn.Module, name: str, config: NestedWeightConfig, sites
     return with_store(table, model)
 
 
-def smooth_model(model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, progress: bool) -> list[Fold]:
+def smooth_model(
+    model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, known_as: str | None = None, progress: bool
+) -> list[Fold]:
     """`qbe.store.smoothing.smooth` of a model that is about to be nested, on the built-in text, with a progress bar.
 
-    The model is changed in place and computes what it computed. Returns the folds that were made.
+    The model is changed in place and computes what it computed. Nothing is searched for where it is known
+    (`qbe.store.known`). Returns the folds that were made.
     """
     table = tag(model)
     wanted = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES - KEEPS_ACTIVATIONS]
     names = [n for n in wanted if not is_native(model.get_submodule(n).weight)]
     tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS).to(next(model.parameters()).device)
-    places = edges(model, table, names, tokens)
+    places = edges(model, table, names, tokens[:1])
+    if known_as is not None:  # tried on all of the text where they were found
+        return apply_exact(model, known.folds(known_as, places), tokens[:1])
     with bar("smoothing activations", len(places), progress) as step:
         return smoothing.smooth(model, places, tokens, SliceLayout.of(config.slices), config.group_size, step)
 

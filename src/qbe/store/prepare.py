@@ -99,7 +99,7 @@ def _from_store(
     measured = sensitivity_table.read(folder)
     # Known tables cost nothing, but a folder that nobody may write to has to do without.
     if (measured is None or kv_table.outdated(folder)) and (need_sensitivity or os.access(folder, os.W_OK)):
-        if known.bring(folder, manifest):
+        if known.bring(folder, manifest.known_as):
             measured = sensitivity_table.read(folder)
         elif need_sensitivity:
             measured = measure_into(folder, path, name, device, progress=progress)
@@ -131,12 +131,15 @@ def prepare_in_memory(
     if isinstance(config := getattr(model, "config", None), PreTrainedConfig):
         check_limits(config, name)
     nesting = NestedWeightConfig()
-    smooth_model(model.eval().requires_grad_(False), tokenizer, nesting, progress=progress)
+    known_as = known.find(model.eval().requires_grad_(False), nesting)
+    smooth_model(model, tokenizer, nesting, known_as=known_as, progress=progress)
     table = nest_model(model, name, nesting, progress=progress)
     place(model, device, "device")
     if need_sensitivity:  # before originals leave the device: the measurement reads all of them again and again
-        measured = measure_model(model, tokenizer, table, progress=progress)
-        table = with_measured(table, measured).with_kv(measure_kv(model, tokenizer, table, progress=progress))
+        found = known.read(known_as) if known_as is not None else None
+        measured = found[0] if found else measure_model(model, tokenizer, table, progress=progress)
+        kv = found[1] if found else measure_kv(model, tokenizer, table, progress=progress)
+        table = with_measured(table, measured).with_kv(kv)
     if originals != "device":
         place(model, device, originals)
     return PreparedModel(model, tokenizer, table, name)
@@ -154,11 +157,12 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
     folder = cache_dir() / "nested" / fingerprint(path, config)
     if not checkpoint.is_checkpoint(folder):
         loaded = load_model(path, progress=progress)
-        folds = smooth_model(loaded.model, loaded.tokenizer, config, progress=progress)
+        known_as = known.find(loaded.model, config)
+        folds = smooth_model(loaded.model, loaded.tokenizer, config, known_as=known_as, progress=progress)
         nest_model(loaded.model, name, config, progress=progress)
         try:
             with checkpoint.writing(folder) as partial:
-                checkpoint.write_nested(partial, loaded.model, name, superseded.source_of(path), folds)
+                checkpoint.write_nested(partial, loaded.model, name, superseded.source_of(path), folds, known_as)
         except QBEError:
             if not checkpoint.is_checkpoint(folder):  # else another process finished the same store first
                 raise
@@ -208,11 +212,13 @@ def quantise_to(
             tokens = read_tokens(text, loaded.tokenizer, context)
             digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
             keep = cache_dir() / "calibration" / f"{fingerprint(path, config)}-{digest}"
-        folds = smooth_model(loaded.model, loaded.tokenizer, config, progress=progress)
+        known_as = known.find(loaded.model, config)
+        folds = smooth_model(loaded.model, loaded.tokenizer, config, known_as=known_as, progress=progress)
         nest_model(loaded.model, name, config, text=tokens, keep=keep, progress=progress)
-        checkpoint.write_nested(partial, loaded.model, name, folds=folds)
+        known_as = known_as if tokens is None else None  # codes chosen on a text are others
+        checkpoint.write_nested(partial, loaded.model, name, folds=folds, known_as=known_as)
         del loaded
-        if measure and not known.bring(partial, checkpoint.read_manifest(partial)):
+        if measure and not known.bring(partial, known_as):
             measure_into(partial, path, name, device, progress=progress)
     if keep is not None:
         shutil.rmtree(keep, ignore_errors=True)
