@@ -171,10 +171,11 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
 
 
 def fingerprint(path: Path, config: NestedWeightConfig) -> str:
-    """Changes with the model's files (path, size, time), the layout, the format and the version of QBE."""
+    """Changes with the model's files (path, size, time), the layout, the rounding, the format and QBE's version."""
     kinds = (".safetensors", ".gguf", ".json")
     files = sorted(p for p in path.iterdir() if p.suffix in kinds) if path.is_dir() else [path]
-    facts = [str(path.resolve()), config.slices, config.group_size, checkpoint.FORMAT_VERSION, qbe.__version__]
+    facts = [str(path.resolve()), config.slices, config.group_size]
+    facts += [known.VERSION, checkpoint.FORMAT_VERSION, qbe.__version__]
     facts += [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return f"{path.name}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
 
