@@ -35,16 +35,16 @@ def find(model: nn.Module, config: NestedWeightConfig) -> str | None:
     Returns:
         None where nothing is known of it.
     """
-    if not any(_fits(folder, model) for folder in MEASURED.glob("*/")):
+    if not any(_fits(file, model) for file in MEASURED.glob(f"*/{SMOOTHING}")):
         return None  # reading all weights would be in vain
     name = digest(model, config)
     return name if (MEASURED / name).is_dir() else None
 
 
-def _fits(folder: Path, model: nn.Module) -> bool:
-    """Whether the model has the modules that the folder's folds are of."""
+def _fits(file: Path, model: nn.Module) -> bool:
+    """Whether the model has the modules that these folds are of."""
     sizes = {n: t.shape[0] for n, t in model.named_parameters() if t.dim() and not t.is_meta}
-    with safe_open(folder / SMOOTHING, framework="pt") as stored:
+    with safe_open(file, framework="pt") as stored:
         return all(sizes.get(f"{name}.weight") == stored.get_slice(name).get_shape()[0] for name in stored.keys())  # noqa: SIM118
 
 
