@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from qbe.engine.sampler import likeliest, sample
 from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
+from qbe.kernels.cpu.nested_linear import many_rows
 from qbe.records import RecordStore
 from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store.nested_tensor import nest
@@ -163,7 +165,12 @@ def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int
     assert [n for n, _ in snapshots] == [100, 135]
     assert all({p for p in asked.careful if p < n} == {p for p in before if p < n} for n, before in snapshots)
     assert 0 < len(asked.careful) < TOKENS
-    if DEVICE == "cpu":  # on a GPU the last bits of a row depend on how many rows are multiplied
+    same = next((i for i in range(TOKENS) if asked.output_ids[i] != expected.output_ids[i]), TOKENS)
+    assert same >= 30  # nothing was computed again before
+    torch.testing.assert_close(asked.token_entropies[:same], expected.token_entropies[:same], rtol=1e-3, atol=1e-3)
+    # On a GPU the last bits of a row depend on how many rows are multiplied; on a CPU without AVX-512, too, where torch
+    # multiplies many.
+    if DEVICE == "cpu" and many_rows(torch.float32) == sys.maxsize:
         assert asked.output_ids == expected.output_ids
         assert asked.careful == expected.careful
 

@@ -172,12 +172,18 @@ class Gates:
 
 def _levels(worths: torch.Tensor, share: torch.Tensor, widths: Sequence[int]) -> npt.NDArray[np.float32]:
     values, order = worths.flatten().sort(descending=True)
-    bits = (share.expand_as(worths).flatten()[order].double() / len(worths)).cumsum(0)
-    wanted = torch.linspace(0, widths[-1] - widths[0], LEVELS, dtype=torch.float64, device=bits.device)
-    at = torch.searchsorted(bits, wanted)
-    found = values[at.clamp(max=len(values) - 1)].float()
-    found[0], found[-1] = torch.inf, -torch.inf
-    return found.cpu().numpy()
+    bits = (share.expand_as(worths).flatten()[order].double() / len(worths)).cumsum(0).cpu().numpy()
+    wanted = np.linspace(0, widths[-1] - widths[0], LEVELS)
+    # Tokens that a text repeats are worth the same but for rounding. A threshold lies in the widest gap of the last
+    # half level, where no rounding moves a token across.
+    ends = np.searchsorted(bits, wanted).clip(1, len(bits) - 1)
+    starts = np.searchsorted(bits, wanted - wanted[1] / 2).clip(1, ends)
+    ranked = values.double().cpu().numpy()
+    gaps = ranked[:-1] - ranked[1:]
+    at = [start + gaps[start - 1 : end].argmax() for start, end in zip(starts, ends, strict=True)]
+    found = ((ranked[np.subtract(at, 1)] + ranked[at]) / 2).astype(np.float32)
+    found[0], found[-1] = np.inf, -np.inf
+    return found
 
 
 @torch.no_grad()
