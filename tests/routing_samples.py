@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -73,10 +74,12 @@ class Reference:
         return hook
 
     def _linear(self, at: int, weight):  # type: ignore[no-untyped-def]
+        read = functools.cache(weight.dequantise)
+
         def forward(x: torch.Tensor) -> torch.Tensor:
             rows = x[0]
             gears = self.gears[at][-len(rows) :]
-            return torch.stack([linear(r, weight.dequantise(g)) for r, g in zip(rows, gears, strict=True)])[None]
+            return torch.stack([linear(r, read(g)) for r, g in zip(rows, gears, strict=True)])[None]
 
         return forward
 
