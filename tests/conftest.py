@@ -19,8 +19,10 @@ from qbe.records import RecordStore
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton_bounds import check_bounds
+    from triton_quick import be_quick
 
     check_bounds()
+    be_quick()
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
