@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm_serving import split_model
 
-from qbe.vllm import metrics
+from qbe.vllm import metrics, transfer
 from qbe.vllm.answer import Answer
 from qbe.vllm.asked import Asked
 from qbe.vllm.course import Course
@@ -240,6 +240,51 @@ def test_a_tier_that_is_none_is_refused(tier: object) -> None:
     args = json.loads(with_args(json.dumps({"service_tier": tier}).encode()))["vllm_xargs"]
     with pytest.raises(QBEError, match="tier"):
         Asked.of(args)
+
+
+def connector(name: str | None, *inner: str) -> SimpleNamespace:
+    each = [{"kv_connector": n} for n in inner]
+    return SimpleNamespace(kv_connector=name, kv_connector_extra_config={"connectors": each} if inner else {})
+
+
+def test_connectors_that_name_blocks_by_tokens_alone_are_refused() -> None:
+    for config in (
+        None, connector(None), connector("NixlConnector"), connector("OffloadingConnector"),
+        connector("MultiConnector", "NixlConnector", "OffloadingConnector"),
+    ):  # fmt: skip
+        transfer.check(config)
+    for config in (connector("ExampleConnector"), connector("MultiConnector", "NixlConnector", "LMCacheConnectorV1")):
+        with pytest.raises(ValueError, match="another precision"):
+            transfer.check(config)
+
+
+def test_a_prompt_from_another_server_keeps_its_blueprint() -> None:
+    mine = table()
+    there, here = (replace(ticket(bits, mine), policy=name) for bits, name in (((4, 6, 16), "a"), ((4, 4, 4), "b")))
+    moved = json.loads(json.dumps({"do_remote_prefill": True, KEY: transfer.told(there)}))
+    found = transfer.taken(here, moved, mine)
+    assert (found.weight_bits, found.policy) == (there.weight_bits, "a")
+    assert transfer.taken(here, {"do_remote_decode": True, "do_remote_prefill": False}, mine) == here
+    assert transfer.taken(here, None, mine) == here
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"digest": "x"}, "another model"), ({"asked": {"tier": "priority"}}, "was computed for"),
+        ({"weight_bits": "0406"}, "no blueprint"), ({"weight_bits": "040607"}, "no blueprint"),
+        ({"weight_bits": 3}, "no blueprint"), ({"weight_bits": "zz"}, "no blueprint"),
+        ({"activation_bits": "010101"}, "no blueprint"), ({"activation_bits": None}, "no blueprint"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_does_not_fit_is_refused(change: dict[str, Any], says: str) -> None:
+    mine = table()
+    told = transfer.told(ticket((4, 6, 16), mine)) | change
+    for moved in ({"do_remote_prefill": True}, {"remote_block_ids": [[1]]}):
+        with pytest.raises(QBEError, match=says):
+            transfer.taken(ticket((4, 4, 4), mine), moved | {KEY: told}, mine)
+        with pytest.raises(QBEError, match="without QBE"):
+            transfer.taken(ticket((4, 4, 4), mine), moved, mine)
 
 
 def test_seeds_make_no_series_of_their_own() -> None:

@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -23,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import qbe
 from models_tiny import TOKENS, tiny_tokenizer
+from qbe.records import Record, RecordStore
 from qbe.records.thresholds import Thresholds, save
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.prepare import quantise_to
@@ -66,8 +68,35 @@ class Server:
         lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT_S).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
+    def record(self, tier: str, fits: Callable[[Record], bool] = lambda _: True) -> Record:
+        """The latest record of that tier that fits; another process writes it when the client has its answer."""
+        end = time.monotonic() + LIMIT_S
+        while time.monotonic() < end:
+            for record in RecordStore(self.records).list(20):
+                if record.tier == tier and fits(record):
+                    return record
+            time.sleep(0.1)
+        raise AssertionError(f"no such record of tier {tier}")
 
-def assert_as_embedded(server: Server, model: Path) -> list[list[int]]:
+
+@dataclass
+class Halves:
+    """A server that computes prompts and one that writes the answers, as a proxy before both would ask them."""
+
+    prompts: Server
+    answers: Server
+
+    def complete(self, prompt: str, tokens: int = 8, **more: object) -> httpx.Response:
+        moved = self.computed(prompt, **more)
+        return self.answers.complete(prompt, tokens, kv_transfer_params=moved, **more)
+
+    def computed(self, prompt: str, **more: object) -> dict[str, Any]:
+        """What the first says of the prompt's keys and values."""
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        return dict(self.prompts.complete(prompt, 1, kv_transfer_params=asked, **more).json()["kv_transfer_params"])
+
+
+def assert_as_embedded(server: Server | Halves, model: Path) -> list[list[int]]:
     """A batch of all widths is answered as by the embedded engine; the answers."""
 
     def ask(job: tuple[str, int]) -> list[int]:
@@ -128,7 +157,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(model: Path, home: Path, port: int, *more: str) -> Iterator[Server]:
+def serving(model: Path, home: Path, port: int, *more: str, **variables: str) -> Iterator[Server]:
     """A server that is ready; its cache and its records are in `home`."""
     options = [
         "--model", str(model), "--quantization", "qbe", "--middleware", "qbe.vllm.service_tier.ServiceTier",
@@ -136,7 +165,7 @@ def serving(model: Path, home: Path, port: int, *more: str) -> Iterator[Server]:
         "--scheduling-policy", "priority", *SMALL, *more,
     ]  # fmt: skip
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *options]
-    with _running([*command, "--port", str(port)], home / "log", environment(model, home)) as process:
+    with _running([*command, "--port", str(port)], home / "log", environment(model, home) | variables) as process:
         yield _ready(Server(process, f"http://127.0.0.1:{port}", str(model), home / "records.sqlite"), home / "log")
 
 

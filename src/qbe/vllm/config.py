@@ -97,13 +97,20 @@ class QBEConfig(QuantizationConfig):
             return CPUNestedLinearMethod(self.served, self._plan(), rows, full_rows)
         return NestedLinearMethod(self.served, self._plan(), rows)
 
-    def check_found(self) -> None:
-        """Raises ValueError when a site of the table is no layer of vLLM's model: blueprints would promise too much."""
-        missing = sorted(set(range(len(self.served.table.nested))) - self._found)
+    def check_found(self, layers: range, last: bool) -> None:
+        """Raises ValueError when a site of the table is no layer of vLLM's model: blueprints would promise too much.
+
+        Args:
+            layers: decoder layers that this worker has.
+            last: whether it has what comes after them, too.
+        """
+        table = self.served.table
+        own = {i for i, s in enumerate(table.nested) if (last if s.layer is None else s.layer in layers)}
+        missing = sorted(own - self._found)
         if missing:
             raise ValueError(
                 f"vLLM builds {self.served.name} otherwise than transformers: {len(missing)} sites are missing, the "
-                f"first is {self.served.table.nested[missing[0]].name}; QBE cannot serve this model in vLLM"
+                f"first is {table.nested[missing[0]].name}; QBE cannot serve this model in vLLM"
             )
 
     def _rows_of(self, prefix: str) -> list[int] | None:

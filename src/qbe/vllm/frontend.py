@@ -22,7 +22,7 @@ from qbe.models.folder_weights import lazy_state_dict
 from qbe.models.load import load_config_and_tokenizer
 from qbe.records import thresholds
 from qbe.sites import Role
-from qbe.vllm import metrics
+from qbe.vllm import metrics, transfer
 from qbe.vllm.asked import Asked
 from qbe.vllm.config import QBEConfig
 from qbe.vllm.salt import salt_of
@@ -90,6 +90,7 @@ def admit(config: QBEConfig, prompt: Any, params: Any) -> None:
     args = {k: v for k, v in (params.extra_args or {}).items() if k != KEY}  # that of an earlier prompt
     try:
         ticket = front_end(config.served).choose(prompt, Asked.of(args), params.max_tokens)
+        ticket = transfer.taken(ticket, args.get("kv_transfer_params"), config.served.table)
         blueprint = ticket.blueprint(config.served.table)
     except QBEError as error:
         raise VLLMValidationError(str(error)) from error

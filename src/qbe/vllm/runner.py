@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from qbe.analysis.difficulty import difficulty
@@ -29,8 +30,8 @@ class PlannedRunner(GPUModelRunner):
     def start_plan(self, config: QBEConfig) -> None:
         """Called once, when the model is loaded."""
         assert config.plan is not None
-        if self.vllm_config.parallel_config.pipeline_parallel_size == 1:
-            config.check_found()
+        layers = self.vllm_config.model_config.get_layers_start_end_indices(self.vllm_config.parallel_config)
+        config.check_found(range(*layers), get_pp_group().is_last_rank)
         self.plan, self._full_rows, self.courses = config.plan, config.full_rows, {}
         self.watched: set[str] = set()
         table = config.served.table

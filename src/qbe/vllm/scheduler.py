@@ -14,9 +14,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from qbe.analysis import Analyzer
 from qbe.records import RecordStore, RecordWriter, thresholds
 from qbe.records.refresh import Monitor
+from qbe.vllm import transfer
 from qbe.vllm.answer import Answer
 from qbe.vllm.salt import resalt
-from qbe.vllm.ticket import Ticket
+from qbe.vllm.ticket import KEY, Ticket
 
 
 class PlannedScheduler(Scheduler):
@@ -75,6 +76,13 @@ class PlannedScheduler(Scheduler):
             found = answer.course.last
             self._refreshed[request_id] = start, found.policy, bytes(found.weight_bits), bytes(found.activation_bits)
             resalt(request, start, found.computed_key, self.hash_block_size)
+
+    def _connector_finished(self, request: Any) -> Any:
+        delay, params = super()._connector_finished(request)
+        answer = self._answers.get(request.request_id)
+        if params is not None and answer is not None and not answer.refreshes:
+            params = {**params, KEY: transfer.told(answer.ticket)}
+        return delay, params
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._free_request(request, *args, **kwargs)

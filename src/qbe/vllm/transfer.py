@@ -1,0 +1,83 @@
+"""Keys and values that another server computed: which of vLLM's connectors keep precisions apart, and what the server
+that computed a prompt tells the one that writes the answer.
+
+A connector moves a request's own blocks, or names blocks as vLLM's prefix cache does, by hashes that start with the
+request's salt. One that names blocks by their tokens alone would give a request the keys of another precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from qbe.errors import QBEError
+from qbe.sites import ACTIVATION_GEARS, SiteTable
+from qbe.vllm import QUANTIZATION
+from qbe.vllm.ticket import KEY, Ticket
+
+MOVE = ("NixlConnector", "NixlPullConnector")
+NAME_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+AGAIN = f"serve both halves with --quantization {QUANTIZATION} and send them the same request"
+
+
+def check(config: Any) -> None:
+    """Raises ValueError for a `KVTransferConfig` with a connector that could mix precisions, in one line."""
+    for name in _connectors(config):
+        if name not in MOVE + NAME_BY_HASH:
+            raise ValueError(
+                f"--quantization {QUANTIZATION} does not go with the KV connector {name}, which may reuse a prefix "
+                f"that was computed at another precision; take one of {', '.join(MOVE + NAME_BY_HASH)}"
+            )
+
+
+def _connectors(config: Any) -> Iterator[str]:
+    if config is None or config.kv_connector is None:
+        return
+    if config.kv_connector != "MultiConnector":
+        yield config.kv_connector
+        return
+    for each in config.kv_connector_extra_config.get("connectors", []):
+        yield str(each.get("kv_connector"))
+
+
+def told(ticket: Ticket) -> dict[str, Any]:
+    """What a prompt was computed at, and for which wishes, as a part of the response's `kv_transfer_params`."""
+    return {
+        "policy": ticket.policy, "weight_bits": ticket.weight_bits.hex(),
+        "activation_bits": ticket.activation_bits.hex(), "digest": ticket.digest, "asked": _asked(ticket),
+    }  # fmt: skip
+
+
+def taken(ticket: Ticket, params: Mapping[str, Any] | None, table: SiteTable) -> Ticket:
+    """The ticket of a request whose prompt another server computed: with the blueprint that was chosen there.
+
+    Args:
+        ticket: that this server would serve it with.
+        params: the request's `kv_transfer_params`.
+
+    Raises:
+        QBEError: a prompt computed for other wishes, by another model's table, or by a server without QBE.
+    """
+    if not params or not (params.get("do_remote_prefill") or params.get("remote_block_ids")):
+        return ticket
+    found = params.get(KEY)
+    if not isinstance(found, Mapping):
+        raise QBEError(f"the prompt was computed by a server without QBE, at an unknown precision: {AGAIN}")
+    if found.get("digest") != ticket.digest:
+        raise QBEError(f"the prompt was computed by a server with another model or another store: {AGAIN}")
+    if found.get("asked") != _asked(ticket):
+        raise QBEError(f"the prompt was computed for {found.get('asked')}, not for {_asked(ticket)}: {AGAIN}")
+    try:
+        weights, activations = bytes.fromhex(found["weight_bits"]), bytes.fromhex(found["activation_bits"])
+        fits = all(b in s.gears for b, s in zip(weights, table.nested, strict=True))
+        fits = fits and all(a in ACTIVATION_GEARS for a, _ in zip(activations, table.nested, strict=True))
+    except (KeyError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise QBEError(f"kv_transfer_params have no blueprint of this model under '{KEY}': pass on what came back")
+    return replace(ticket, policy=str(found.get("policy")), weight_bits=weights, activation_bits=activations)
+
+
+def _asked(ticket: Ticket) -> dict[str, Any]:
+    return {"policy": ticket.asked_policy, **ticket.budget}
