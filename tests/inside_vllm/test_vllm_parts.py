@@ -242,18 +242,24 @@ def test_a_tier_that_is_none_is_refused(tier: object) -> None:
         Asked.of(args)
 
 
-def connector(name: str | None, *inner: str) -> SimpleNamespace:
-    each = [{"kv_connector": n} for n in inner]
-    return SimpleNamespace(kv_connector=name, kv_connector_extra_config={"connectors": each} if inner else {})
+def config_with(name: str | None, *inner: str, offload: str | None = None) -> SimpleNamespace:
+    each = {"connectors": [{"kv_connector": n} for n in inner]}
+    return SimpleNamespace(
+        kv_transfer_config=name and SimpleNamespace(kv_connector=name, kv_connector_extra_config=each),
+        cache_config=SimpleNamespace(kv_offloading_size=offload and 1, kv_offloading_backend=offload or "native"),
+    )
 
 
 def test_connectors_that_name_blocks_by_tokens_alone_are_refused() -> None:
     for config in (
-        None, connector(None), connector("NixlConnector"), connector("OffloadingConnector"),
-        connector("MultiConnector", "NixlConnector", "OffloadingConnector"),
+        config_with(None), config_with("NixlConnector"), config_with("OffloadingConnector"),
+        config_with("MultiConnector", "NixlConnector", "OffloadingConnector"), config_with(None, offload="native"),
     ):  # fmt: skip
         transfer.check(config)
-    for config in (connector("ExampleConnector"), connector("MultiConnector", "NixlConnector", "LMCacheConnectorV1")):
+    for config in (
+        config_with("ExampleConnector"), config_with("MultiConnector", "NixlConnector", "LMCacheConnectorV1"),
+        config_with("MultiConnector", "MultiConnector"), config_with(None, offload="lmcache"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="another precision"):
             transfer.check(config)
 

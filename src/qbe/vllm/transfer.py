@@ -22,7 +22,7 @@ AGAIN = f"serve both halves with --quantization {QUANTIZATION} and send them the
 
 
 def check(config: Any) -> None:
-    """Raises ValueError for a `KVTransferConfig` with a connector that could mix precisions, in one line."""
+    """Raises ValueError for a `VllmConfig` with a connector that could mix precisions, in one line."""
     for name in _connectors(config):
         if name not in MOVE + NAME_BY_HASH:
             raise ValueError(
@@ -32,12 +32,15 @@ def check(config: Any) -> None:
 
 
 def _connectors(config: Any) -> Iterator[str]:
-    if config is None or config.kv_connector is None:
+    cache, given = config.cache_config, config.kv_transfer_config
+    if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
+        yield str(cache.kv_offloading_backend)  # vLLM makes a connector of it later
+    if given is None or given.kv_connector is None:
         return
-    if config.kv_connector != "MultiConnector":
-        yield config.kv_connector
+    if given.kv_connector != "MultiConnector":
+        yield given.kv_connector
         return
-    for each in config.kv_connector_extra_config.get("connectors", []):
+    for each in given.kv_connector_extra_config.get("connectors", []):
         yield str(each.get("kv_connector"))
 
 
@@ -59,7 +62,7 @@ def taken(ticket: Ticket, params: Mapping[str, Any] | None, table: SiteTable) ->
     Raises:
         QBEError: a prompt computed for other wishes, by another model's table, or by a server without QBE.
     """
-    if not params or not (params.get("do_remote_prefill") or params.get("remote_block_ids")):
+    if not isinstance(params, Mapping) or not (params.get("do_remote_prefill") or params.get("remote_block_ids")):
         return ticket
     found = params.get(KEY)
     if not isinstance(found, Mapping):
