@@ -64,4 +64,6 @@ def test_a_prompt_of_another_precision_is_refused(halves: Halves) -> None:
         assert said in answer.json()["error"]["message"]
     broken = moved | {"qbe": moved["qbe"] | {"weight_bits": "zz"}}
     assert "no blueprint" in halves.answers.complete(PROMPTS[0], kv_transfer_params=broken, **low).text
+    for odd in ({"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_block_ids": [[1]], "qbe": 3}):
+        assert halves.answers.complete(PROMPTS[0], kv_transfer_params=odd, **low).status_code == 400
     assert halves.answers.complete(PROMPTS[0], kv_transfer_params=moved, **low).status_code == 200

@@ -242,34 +242,48 @@ def test_a_tier_that_is_none_is_refused(tier: object) -> None:
         Asked.of(args)
 
 
-def config_with(name: str | None, *inner: str, offload: str | None = None) -> SimpleNamespace:
-    each = {"connectors": [{"kv_connector": n} for n in inner]}
+def config_with(
+    name: str | None, *inner: str, offload: str | None = None, module: str | None = None
+) -> SimpleNamespace:
+    each = {"connectors": [{"kv_connector": n, "kv_connector_module_path": module} for n in inner]}
+    given = SimpleNamespace(
+        kv_connector=name, kv_connector_extra_config=each, kv_connector_module_path=None if inner else module
+    )
     return SimpleNamespace(
-        kv_transfer_config=name and SimpleNamespace(kv_connector=name, kv_connector_extra_config=each),
+        kv_transfer_config=name and given,
         cache_config=SimpleNamespace(kv_offloading_size=offload and 1, kv_offloading_backend=offload or "native"),
     )
 
 
 def test_connectors_that_name_blocks_by_tokens_alone_are_refused() -> None:
-    for config in (
-        config_with(None), config_with("NixlConnector"), config_with("OffloadingConnector"),
-        config_with("MultiConnector", "NixlConnector", "OffloadingConnector"), config_with(None, offload="native"),
+    for fetches, config in (
+        (False, config_with(None)), (True, config_with("NixlConnector")), (False, config_with("OffloadingConnector")),
+        (True, config_with("MultiConnector", "NixlConnector", "OffloadingConnector")),
+        (False, config_with(None, offload="native")),
     ):  # fmt: skip
-        transfer.check(config)
+        assert transfer.check(config) == fetches
     for config in (
         config_with("ExampleConnector"), config_with("MultiConnector", "NixlConnector", "LMCacheConnectorV1"),
         config_with("MultiConnector", "MultiConnector"), config_with(None, offload="lmcache"),
+        config_with("NixlConnector", module="mine"), config_with("MultiConnector", "NixlConnector", module="mine"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="another precision"):
             transfer.check(config)
 
 
+def test_what_vllm_can_reject() -> None:
+    whole = dict.fromkeys(transfer.REMOTE, 1) | {"do_remote_prefill": True}
+    assert transfer.can_be_rejected(whole)
+    assert transfer.can_be_rejected({"do_remote_decode": True})
+    assert not any(transfer.can_be_rejected({k: v for k, v in whole.items() if k != lost}) for lost in transfer.REMOTE)
+
+
 def test_a_prompt_from_another_server_keeps_its_blueprint() -> None:
     mine = table()
-    there, here = (replace(ticket(bits, mine), policy=name) for bits, name in (((4, 6, 16), "a"), ((4, 4, 4), "b")))
+    there, here = ticket((4, 6, 16), mine), ticket((4, 4, 4), mine)
     moved = json.loads(json.dumps({"do_remote_prefill": True, KEY: transfer.told(there)}))
     found = transfer.taken(here, moved, mine)
-    assert (found.weight_bits, found.policy) == (there.weight_bits, "a")
+    assert found == there
     assert transfer.taken(here, {"do_remote_decode": True, "do_remote_prefill": False}, mine) == here
     assert transfer.taken(here, None, mine) == here
 

@@ -28,17 +28,19 @@ class QBEConfig(QuantizationConfig):
 
     Attributes:
         served: the model.
+        fetches: whether prompts may be computed by another server.
         plan: in a worker, what its layers read; None before a layer was made.
         full_rows: what the CPU's layers read beside it: of the tokens, and of those whose logits are kept.
     """
 
     served: served.Served
+    fetches: bool
     plan: Plan | None
     full_rows: tuple[FullRows, FullRows]
 
     def __init__(self) -> None:
         super().__init__()
-        self.plan, self.full_rows = None, (FullRows(), FullRows())
+        self.fetches, self.plan, self.full_rows = False, None, (FullRows(), FullRows())
         self._rows: dict[str, int] = {}  # vLLM's name of a site -> its row in the plan
         self._found: set[int] = set()
         # vLLM has two model runners; QBE extends the first, which every platform has.
@@ -105,7 +107,8 @@ class QBEConfig(QuantizationConfig):
             last: whether it has what comes after them, too.
         """
         table = self.served.table
-        own = {i for i, s in enumerate(table.nested) if (last if s.layer is None else s.layer in layers)}
+        at = [layers.stop if s.layer is None else s.layer for s in table.nested]
+        own = {i for i, layer in enumerate(at) if layers.start <= layer and (last or layer < layers.stop)}
         missing = sorted(own - self._found)
         if missing:
             raise ValueError(

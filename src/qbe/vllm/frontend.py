@@ -90,11 +90,12 @@ def admit(config: QBEConfig, prompt: Any, params: Any) -> None:
     args = {k: v for k, v in (params.extra_args or {}).items() if k != KEY}  # that of an earlier prompt
     try:
         ticket = front_end(config.served).choose(prompt, Asked.of(args), params.max_tokens)
-        ticket = transfer.taken(ticket, args.get("kv_transfer_params"), config.served.table)
+        if config.fetches:
+            ticket = transfer.taken(ticket, args.get("kv_transfer_params"), config.served.table)
         blueprint = ticket.blueprint(config.served.table)
     except QBEError as error:
         raise VLLMValidationError(str(error)) from error
-    prompt["cache_salt"] = salt_of(prompt.get("cache_salt"), blueprint.computed_key)
+    prompt["cache_salt"] = salt_of(prompt.get("cache_salt"), ticket.digest + blueprint.computed_key)
     params.extra_args = {**args, KEY: ticket.pack()}
     metrics.admitted(ticket, blueprint, config.served.table)
 

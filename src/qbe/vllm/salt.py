@@ -16,7 +16,7 @@ def salt_of(own: str | None, key: str) -> str:
 
     Args:
         own: what the caller gave, or a salt that this function made.
-        key: `Blueprint.computed_key`.
+        key: digest of the model's table, and `Blueprint.computed_key`.
     """
     return f"{(own or '').partition(MARK)[0]}{MARK}{key}"
 

@@ -32,6 +32,8 @@ class PlannedScheduler(Scheduler):
         self._chooser: Any = None
 
     def add_request(self, request: Any) -> None:
+        if request.abort_immediately and not transfer.can_be_rejected(request.kv_transfer_params or {}):
+            request.kv_transfer_params = None
         super().add_request(request)
         ticket = Ticket.find(request.sampling_params)
         if ticket is not None and request.request_id not in self._answers:
@@ -80,7 +82,8 @@ class PlannedScheduler(Scheduler):
     def _connector_finished(self, request: Any) -> Any:
         delay, params = super()._connector_finished(request)
         answer = self._answers.get(request.request_id)
-        if params is not None and answer is not None and not answer.refreshes:
+        # Another server fetches the prompt; or a whole turn, of which a refreshed answer may be a part.
+        if params is not None and answer is not None and (params.get("do_remote_prefill") or not answer.refreshes):
             params = {**params, KEY: transfer.told(answer.ticket)}
         return delay, params
 

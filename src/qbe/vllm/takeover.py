@@ -28,7 +28,7 @@ def take_over(vllm_config: Any) -> None:
     ):
         if unsupported:
             raise ValueError(f"--quantization {QUANTIZATION} does not go with {what}; leave one of them out")
-    transfer.check(vllm_config)
+    vllm_config.quant_config.fetches = transfer.check(vllm_config)
     parallel, scheduler, load = vllm_config.parallel_config, vllm_config.scheduler_config, vllm_config.load_config
     if parallel.worker_cls not in WORKERS.values():
         if parallel.worker_cls not in WORKERS:

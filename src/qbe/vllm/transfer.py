@@ -12,23 +12,30 @@ from dataclasses import replace
 from typing import Any
 
 from qbe.errors import QBEError
-from qbe.sites import ACTIVATION_GEARS, SiteTable
+from qbe.sites import SiteTable
 from qbe.vllm import QUANTIZATION
 from qbe.vllm.ticket import KEY, Ticket
 
 MOVE = ("NixlConnector", "NixlPullConnector")
 NAME_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+REMOTE = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 AGAIN = f"serve both halves with --quantization {QUANTIZATION} and send them the same request"
 
 
-def check(config: Any) -> None:
-    """Raises ValueError for a `VllmConfig` with a connector that could mix precisions, in one line."""
-    for name in _connectors(config):
+def check(config: Any) -> bool:
+    """Whether a `VllmConfig` has a connector that brings requests the keys and values of their prompts.
+
+    Raises:
+        ValueError: one that QBE does not know to keep precisions apart, in one line.
+    """
+    names = list(_connectors(config))
+    for name in names:
         if name not in MOVE + NAME_BY_HASH:
             raise ValueError(
                 f"--quantization {QUANTIZATION} does not go with the KV connector {name}, which may reuse a prefix "
                 f"that was computed at another precision; take one of {', '.join(MOVE + NAME_BY_HASH)}"
             )
+    return any(name in MOVE for name in names)
 
 
 def _connectors(config: Any) -> Iterator[str]:
@@ -37,18 +44,18 @@ def _connectors(config: Any) -> Iterator[str]:
         yield str(cache.kv_offloading_backend)  # vLLM makes a connector of it later
     if given is None or given.kv_connector is None:
         return
-    if given.kv_connector != "MultiConnector":
-        yield given.kv_connector
-        return
-    for each in given.kv_connector_extra_config.get("connectors", []):
-        yield str(each.get("kv_connector"))
+    outer = {"kv_connector": given.kv_connector, "kv_connector_module_path": given.kv_connector_module_path}
+    several = given.kv_connector == "MultiConnector" and not given.kv_connector_module_path
+    for each in given.kv_connector_extra_config.get("connectors", []) if several else [outer]:
+        own = each.get("kv_connector_module_path")  # vLLM takes it from there, whatever its name is
+        yield f"{own}.{each.get('kv_connector')}" if own else str(each.get("kv_connector"))
 
 
 def told(ticket: Ticket) -> dict[str, Any]:
     """What a prompt was computed at, and for which wishes, as a part of the response's `kv_transfer_params`."""
     return {
-        "policy": ticket.policy, "weight_bits": ticket.weight_bits.hex(),
-        "activation_bits": ticket.activation_bits.hex(), "digest": ticket.digest, "asked": _asked(ticket),
+        "weight_bits": ticket.weight_bits.hex(), "activation_bits": ticket.activation_bits.hex(),
+        "digest": ticket.digest, "asked": _asked(ticket),
     }  # fmt: skip
 
 
@@ -66,7 +73,9 @@ def taken(ticket: Ticket, params: Mapping[str, Any] | None, table: SiteTable) ->
         return ticket
     found = params.get(KEY)
     if not isinstance(found, Mapping):
-        raise QBEError(f"the prompt was computed by a server without QBE, at an unknown precision: {AGAIN}")
+        raise QBEError(
+            f"the prompt was computed by a server without QBE, or has parts of an answer that was refreshed: {AGAIN}"
+        )
     if found.get("digest") != ticket.digest:
         raise QBEError(f"the prompt was computed by a server with another model or another store: {AGAIN}")
     if found.get("asked") != _asked(ticket):
@@ -74,12 +83,17 @@ def taken(ticket: Ticket, params: Mapping[str, Any] | None, table: SiteTable) ->
     try:
         weights, activations = bytes.fromhex(found["weight_bits"]), bytes.fromhex(found["activation_bits"])
         fits = all(b in s.gears for b, s in zip(weights, table.nested, strict=True))
-        fits = fits and all(a in ACTIVATION_GEARS for a, _ in zip(activations, table.nested, strict=True))
+        fits = fits and all(a in s.activation_gears for a, s in zip(activations, table.nested, strict=True))
     except (KeyError, TypeError, ValueError):
         fits = False
     if not fits:
         raise QBEError(f"kv_transfer_params have no blueprint of this model under '{KEY}': pass on what came back")
-    return replace(ticket, policy=str(found.get("policy")), weight_bits=weights, activation_bits=activations)
+    return replace(ticket, weight_bits=weights, activation_bits=activations)
+
+
+def can_be_rejected(params: Mapping[str, Any]) -> bool:
+    """Whether vLLM 0.32 can give the blocks of a rejected request back: parameters that lack a part end its engine."""
+    return not params.get("do_remote_prefill") or all(name in params for name in REMOTE)
 
 
 def _asked(ticket: Ticket) -> dict[str, Any]:
