@@ -79,7 +79,7 @@ def taken(ticket: Ticket, params: Mapping[str, Any] | None, table: SiteTable) ->
     if found.get("digest") != ticket.digest:
         raise QBEError(f"the prompt was computed by a server with another model or another store: {AGAIN}")
     if found.get("asked") != _asked(ticket):
-        raise QBEError(f"the prompt was computed for {found.get('asked')}, not for {_asked(ticket)}: {AGAIN}")
+        raise QBEError(f"the prompt was computed for other wishes than {_asked(ticket)}: {AGAIN}")
     try:
         weights, activations = bytes.fromhex(found["weight_bits"]), bytes.fromhex(found["activation_bits"])
         fits = all(b in s.gears for b, s in zip(weights, table.nested, strict=True))
