@@ -7,7 +7,8 @@ MODEL-QBE: a folder that 'qbe quantize' wrote.
 20 prompts, 32 greedy tokens. vLLM with QBE answers all of them at 4, 6, 8 and 16 bits in one batch, and at 16 bits
 alone; the embedded engine at the same blueprints; vLLM without QBE once. Each engine runs in a process of its own.
 In bfloat16 vLLM and transformers round differently outside of QBE's layers, so that their answers part where two tokens
-are nearly as likely; the last line says how often at 16 bits. In float32 what is left is QBE.
+are nearly as likely; a line says how often at 16 bits. vLLM compiled and not compiled round differently, too: with
+--compile the last line says how often vLLM without QBE then agrees with itself. In float32 what is left is QBE.
 Needs an environment with vLLM (`make setup-vllm`).
 """
 
@@ -106,7 +107,9 @@ def main() -> None:
         out = Path(folder) / "answers.json"
         qbe = stage("qbe", args.model, args.dtype, args.compile, out)
         embedded = stage("embedded", args.model, args.dtype, args.compile, out)
-        plain = stage("plain", plain_folder(args.model, plain_model), args.dtype, args.compile, out)["plain"]
+        plain_model = plain_folder(args.model, plain_model)
+        plain = stage("plain", plain_model, args.dtype, args.compile, out)["plain"]
+        eager = stage("plain", plain_model, args.dtype, False, out)["plain"] if args.compile else None
 
     def same(ours: list[list[int]], theirs: list[list[int]]) -> int:
         return sum(a == b for a, b in zip(ours, theirs, strict=True))
@@ -115,6 +118,8 @@ def main() -> None:
     result["16 bits mixed, vLLM alone"] = same(qbe["16 mixed"], plain)
     result["16 bits alone, vLLM alone"] = same(qbe["16 alone"], plain)
     result["embedded at 16 bits, vLLM alone"] = same(embedded["16"], plain)
+    if eager:
+        result["vLLM alone, compiled and not"] = same(plain, eager)
     for name, count in result.items():
         print(f"{name:34} {count} of {len(PROMPTS)} answers equal")
     if args.json:
