@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from kv_samples import PAGE_SIZE, Memory
 from qbe.kernels.kv_blocks import KV_BITS, block
 from qbe.kernels.reference import kv_pages as reference
+from qbe.kernels.reference.bounded_attention import number_error
 from qbe.kernels.reference.rotation import rotate
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
-SHAPES = {"llama": (2, 128, 128), "odd": (3, 24, 40), "narrow": (2, 8, 6), "smollm": (3, 64, 64), "phi": (2, 80, 80)}
+SHAPES = {
+    "llama": (2, 128, 128),
+    "odd": (3, 24, 40),
+    "narrow": (2, 8, 6),
+    "smollm": (3, 64, 64),
+    "phi": (2, 80, 80),
+    "ragged": (2, 5, 3),
+}
 LOW_BITS = [2, 4, 8]
 
 
@@ -38,6 +46,22 @@ def test_a_number_comes_back_within_its_bound(bits, rows, columns, size, shift, 
     assert torch.equal(reference.unpack(reference.pack(codes, bits), bits, columns), codes)
     back = codes.double() * scale.double()[:, None] + low.double()[:, None]
     assert ((x.double() - back).abs() <= reference.error_bound(scale, low, bits)[:, None]).all()
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    bits=st.sampled_from(LOW_BITS), near=st.floats(-6, 0), range_=st.floats(-3, 5.2), over=st.booleans(),
+    seed=st.integers(0, 2**20),
+)  # fmt: skip
+def test_a_number_that_was_cut_has_no_bound(bits, near, range_, over, seed) -> None:
+    """Or one that holds for it, where what is beyond float16's range is less than that."""
+    generator = torch.Generator().manual_seed(seed)
+    sign = -1.0 if seed % 2 else 1.0
+    largest = sign * 65504 * (1 + (1 if over else -1) * 10**near)
+    x = torch.cat([torch.tensor([largest]), largest - sign * torch.rand(20, generator=generator) * 10**range_])[None]
+    codes, scale, low = reference.quantise(x, bits)
+    back = codes.double() * scale.double()[:, None] + low.double()[:, None]
+    assert ((x.double() - back).abs() <= number_error(scale, low, bits)[:, None]).all()
 
 
 def test_a_page_is_what_the_format_says() -> None:
@@ -125,8 +149,10 @@ def check(
     rearranged = memory.words, torch.tensor(targets), memory.shape, dtype.itemsize
     if gpu:
         found = reference.rearrange(found, *rearranged, back=True)
-    # A code may differ by one where a number lies half way between two: what is read must not.
-    assert (expected.int() - found.int()).abs().sum(dtype=torch.int64) <= 0.001 * len(found) * 64
+    # A code may differ by one where a number lies half way between two: what is read must not. Where channels fill no
+    # whole bytes, what is left over of a block on a GPU is not what is on a CPU.
+    if not gpu or SHAPES[shape][1] % 4 == 0:
+        assert (expected.int() - found.int()).abs().sum(dtype=torch.int64) <= 0.001 * len(found) * 64
     entries = torch.tensor([*targets, sources[0]])
     before = reference.read_pages(found, memory.words, torch.tensor(sources), memory.shape, dtype, torch.float64)
     after = reference.read_pages(found, memory.words, entries[:6], memory.shape, dtype, torch.float64)
@@ -184,7 +210,7 @@ def poisoned(seal: Callable[..., None], bad: float, device: str, kind: int, gpu:
     assert int(read[1].isnan().sum()) == 16, "the other tokens keep their values"
 
 
-@pytest.mark.parametrize("kind", [4, 68])
+@pytest.mark.parametrize("kind", [8, 4, 2, 68, 66])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_a_number_is_not_lost(path: str, bad: float, kind: int) -> None:
     from qbe.kernels.cpu.kv_pages import seal_pages
@@ -193,7 +219,7 @@ def test_what_is_not_a_number_is_not_lost(path: str, bad: float, kind: int) -> N
 
 
 @on_device
-@pytest.mark.parametrize("kind", [4, 68])
+@pytest.mark.parametrize("kind", [8, 4, 2, 68, 66])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_a_number_is_not_lost_by_the_kernel(bad: float, kind: int) -> None:
     from qbe.kernels.triton.kv_pages import seal_pages

@@ -24,6 +24,7 @@ SHAPES = {  # heads, kv_heads, key_dim, value_dim
     "no groups": (3, 3, 24, 40),
     "phi": (2, 2, 80, 80),
     "wide": (2, 1, 256, 256),
+    "ragged": (4, 2, 6, 10),
 }
 PLAIN = [16, 8, 4, 2, (2, 16, 4), (8, 2, 16)]  # formats, the same bits for all heads or bits by head
 MIXED = [*PLAIN, 68, 66, (2, 16, 68)]  # with turbo keys

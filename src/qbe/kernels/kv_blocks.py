@@ -15,10 +15,10 @@ and each block is of a kind of its own. All kinds but the first hold rotated key
 A number is scale * code + low. Keys share scales along a channel, because their outliers stay in a few channels; values
 along a token (KIVI, Liu et al. 2024). Code i of a row is in byte i * bits // 8, the first one in its lowest bits.
 
-Below 8 bits a scale and its low share 16 bits, because 32 for 64 numbers would be as much as an eighth of the codes:
-bits 6 to 14 are a scale as in a float16, of whose mantissa 4 bits are left. The number of the middle code, which is
-2**(bits - 1), is a whole number of sixteenths of 2**bits scales; the whole number's magnitude is in bits 0 to 5 and its
-sign is bit 15.
+Below 8 bits a scale and its low share 16 bits, because 32 for 64 numbers would be an eighth of the codes at 4 bits and
+a quarter at 2: bits 6 to 14 are a scale as in a float16, of whose mantissa 4 bits are left. The number of the middle
+code, which is 2**(bits - 1), is a whole number of sixteenths of 2**bits scales; the whole number's magnitude is in bits
+0 to 5 and its sign is bit 15.
 
 On a GPU codes lie the other way around: keys uint8 [PAGE_SIZE, R], values uint8 [value_dim, R], where a row of m codes
 has R = ceil(m * bits / 8) bytes and code i is field i // R of byte i % R. One shift and one mask of a tile of bytes is

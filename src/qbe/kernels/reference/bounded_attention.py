@@ -40,7 +40,7 @@ SLACK = 1.001  # for the rounding of the bound itself
 
 def number_error(scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
     """eps: how far a number may be from its code's, float64; infinite where it may have been cut to float16's range:
-    where a code is less than a step inside of it, since the least one need not be the least number.
+    unless the numbers of all codes are more than a step inside of it, as the lowest is not quite the least number.
     """
     high = low.double() + scale.double() * (2**bits - 1)
     inside = torch.maximum(low.double().abs(), high.abs()) + scale.double() < LARGEST

@@ -3,9 +3,11 @@
 Bound: a number x that is quantised, |x| <= 65504, comes back within `error_bound(scale, low, bits)`. At 8 bits that is
 half a step and float32's rounding of it, what rounding `low` to float16 moves the lowest code, and what rounding a tiny
 scale takes from the highest. Below, low is the nearest to the smallest number of those that lie a step or a quarter
-apart: it is off by half a step at most, and so is the highest code, since a scale is rounded up. Half a step is the
-bound again, and float32's rounding. What is quantised is rotated: there the bound holds. NaN and infinity in a value
-make its token's scale NaN, in a key every scale of its block, so that they are found downstream instead of vanishing.
+apart, off by half a step at most; and the highest code is at most half a step below the largest number, as the scale is
+no less than range / levels. (Nor less than what keeps low's whole number within its 6 bits.) Half a step is the bound
+again, and float32's rounding, its subnormal numbers aside. What is quantised is rotated: there the bound holds. NaN and
+infinity in a value make its token's scale NaN, in a key every scale of its block, so that they are found downstream
+instead of vanishing.
 """
 
 from __future__ import annotations
