@@ -73,45 +73,17 @@ def test_a_page_is_what_the_format_says() -> None:
     at = entry - 1 + block(2, 3, 5, 4).nbytes  # head 1, behind that of 2 bits
     raw = memory.data[at : at + block(4, 3, 5, 4).nbytes].numpy()
     values_at = 64 * 2  # keys leave room for rows of tokens, as they lie on a GPU
-    words = raw[values_at + 64 * 3 :].view("uint16")
+    scales = raw[values_at + 64 * 3 :].view("float16").astype("float64")
     for channel in range(3):
-        scale, low = by_hand(words[channel], 4)
         for token in range(PAGE_SIZE):
             code = raw[channel * 32 + token // 2] >> (4 * (token % 2)) & 15
-            assert abs(code * scale + low - float(keys[token, 1, channel])) <= 0.5001 * scale
+            found = code * scales[channel] + scales[3 + channel]
+            assert abs(found - float(keys[token, 1, channel])) <= 0.51 * scales[channel] + 0.01
     for token in range(PAGE_SIZE):
-        scale, low = by_hand(words[4 + token], 4)
         for d in range(5):
             code = raw[values_at + token * 3 + d // 2] >> (4 * (d % 2)) & 15
-            assert abs(code * scale + low - float(values[token, 1, d])) <= 0.5001 * scale
-
-
-def by_hand(word: int, bits: int) -> tuple[float, float]:
-    """Scale and low of a word that holds both."""
-    word = int(word)
-    exponent, mantissa, times = word >> 10 & 31, word >> 6 & 15, word & 63
-    scale = (1 + mantissa / 16) * 2.0 ** (exponent - 15) if exponent else mantissa / 16 * 2.0**-14
-    return scale, scale * 2**bits * ((-times if word >> 15 else times) - 8) / 16
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    bits=st.sampled_from([2, 4]), size=st.floats(-9, 4.5), shift=st.floats(-9, 4.5), minus=st.booleans(),
-    seed=st.integers(0, 2**20),
-)  # fmt: skip
-def test_a_scale_and_its_low_share_a_word(bits, size, shift, minus, seed) -> None:
-    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(seed)) * 10**size
-    x = (x + 10**shift * (-1 if minus else 1)).clamp(-65504, 65504)
-    _, scale, low = reference.quantise(x, bits)
-    words = reference.pack_scales(scale, low, bits)
-    for i, word in enumerate(words.tolist()):
-        assert by_hand(word % 2**16, bits) == (float(scale[i]), float(low[i]))
-    for ours, theirs in zip(reference.unpack_scales(words.view(torch.uint8), 3, bits), (scale, low), strict=True):
-        assert torch.equal(ours, theirs)
-    # No wider than it must be: what rounding to 4 bits of mantissa, or to the smallest step, adds.
-    needed = torch.maximum((x.amax(1) - x.amin(1)) / (2**bits - 1), x.amin(1).abs() / 2**bits * 16 / 55)
-    assert (scale >= needed).all()
-    assert (scale <= needed * 17 / 16 + 2**-18).all()
+            found = code * scales[6 + token] + scales[6 + PAGE_SIZE + token]
+            assert abs(found - float(values[token, 1, d])) <= 0.51 * scales[6 + token] + 0.01
 
 
 def test_pages_take_the_room_of_their_bits() -> None:
@@ -119,8 +91,8 @@ def test_pages_take_the_room_of_their_bits() -> None:
     ratios = {bits: full / block(bits, 128, 128, 2).nbytes for bits in KV_BITS}
     assert ratios[16] == 1
     assert ratios[8] > 1.9
-    assert ratios[4] > 3.75
-    assert ratios[2] > 7.1
+    assert ratios[4] > 3.65
+    assert ratios[2] > 6.7
 
 
 def case(shape: str, dtype: torch.dtype, seed: int = 0) -> tuple[Memory, list[int], list[int]]:
@@ -248,8 +220,5 @@ def test_the_order_on_a_gpu_is_another_order_of_the_same_codes(kind: int, dims: 
     row = -(-dims[0] * bits // 8)
     code = int(there[at + 7 * row + 1 % row]) >> (bits * (1 // row)) & (2**bits - 1)
     keys, _ = reference.read_pages(memory.data, *arguments[:3], torch.float16, torch.float64)
-    scales = there[at + block(bits, *dims, 2).key_scales :]
-    place = 2 * (1 // row // 2 * row + 1 % row) + 1 // row % 2
-    word = scales[2 * place : 2 * place + 2].view(torch.uint16)
-    scale, low = scales[4:8].view(torch.float16).double() if bits == 8 else by_hand(word, bits)
+    scale, low = there[at + block(bits, *dims, 2).key_scales :][4:8].view(torch.float16).double()
     assert code * scale + low == pytest.approx(float(rotate(keys[1, 7])[1]), abs=1e-6)

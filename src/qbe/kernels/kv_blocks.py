@@ -5,26 +5,18 @@ and each block is of a kind of its own. All kinds but the first hold rotated key
 (`qbe.kernels.reference.rotation`).
 
     16        keys [PAGE_SIZE, key_dim], then values [PAGE_SIZE, value_dim], in the model's dtype
-    8         keys uint8 [key_dim, PAGE_SIZE], values uint8 [PAGE_SIZE, value_dim], of the keys float16 scale [key_dim]
-              and low [key_dim], of the values scale [PAGE_SIZE] and low [PAGE_SIZE]
-    4, 2      keys uint8 [key_dim, PAGE_SIZE * bits / 8], values uint8 [PAGE_SIZE, ceil(value_dim * bits / 8)], of the
-              keys uint16 scale and low [key_dim], up to a multiple of 8 / bits, of the values the same [PAGE_SIZE]
+    8, 4, 2   keys uint8 [key_dim, PAGE_SIZE * bits / 8], values uint8 [PAGE_SIZE, ceil(value_dim * bits / 8)],
+              of the keys float16 scale [key_dim] and low [key_dim], of the values scale [PAGE_SIZE] and low [PAGE_SIZE]
     turbo4,   the same, but of the keys float16 scale [PAGE_SIZE], sketch scale [PAGE_SIZE] and mean [key_dim], up to a
     turbo2    multiple of 4 bytes
 
 A number is scale * code + low. Keys share scales along a channel, because their outliers stay in a few channels; values
 along a token (KIVI, Liu et al. 2024). Code i of a row is in byte i * bits // 8, the first one in its lowest bits.
 
-Below 8 bits a scale and its low share 16 bits, because 32 for 64 numbers would be an eighth of the codes at 4 bits and
-a quarter at 2: bits 6 to 14 are a scale as in a float16, of whose mantissa 4 bits are left. The number of the middle
-code, which is 2**(bits - 1), is a whole number of sixteenths of 2**bits scales; the whole number's magnitude is in bits
-0 to 5 and its sign is bit 15.
-
 On a GPU codes lie the other way around: keys uint8 [PAGE_SIZE, R], values uint8 [value_dim, R], where a row of m codes
 has R = ceil(m * bits / 8) bytes and code i is field i // R of byte i % R. One shift and one mask of a tile of bytes is
-then an operand of the tensor cores, and the numbers that these add up lie side by side. A low or sketch scale of 16
-bits of its own lies beside its scale. Key scales that share bits with their lows lie two fields side by side, for one
-load of 32 bits: that of field f and byte u is number 2 * (f // 2 * R + u) + f % 2.
+then an operand of the tensor cores, and the numbers that these add up lie side by side. Each low or sketch scale lies
+beside its scale.
 
 Turbo keys follow TurboQuant (Zandieh et al. 2025): a token's key is mean + scale * levels + sketch scale * sketch. All
 bits of a code but the highest name a level: a sign (1 is plus), below it an index into `LEVELS`. The highest bit is of
@@ -60,7 +52,6 @@ __all__ = [
 PAGE_SIZE = 64
 ALIGN = 256
 FORMATS = ALIGN  # numbers that an entry has room for
-SCALE, TIMES = 0x7FC0, 0x3F  # the bits of a scale that shares them, and of the whole number beside it
 NO_ORIGINAL = -1  # in a table of originals (`qbe.kernels.bounded_ops`), a page that has none
 
 # Magnitudes that turbo keys of 2 and 4 bits have (with a sign 1 and 3 bits): those of Lloyd and Max (1960) for the
@@ -76,7 +67,7 @@ def aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """A block's parts, in bytes from its beginning; scales are followed by lows and sketch scales of their own.
+    """A block's parts, in bytes from its beginning; scales are followed by as many lows or sketch scales.
 
     Attributes:
         kind, key_dim, value_dim: what it holds.
@@ -116,18 +107,14 @@ class Block:
     @property
     def value_scales(self) -> int:
         """Where the values' scales begin, for less than 16 bits."""
-        if self.bits == 8:
+        if self.kind < TURBO:
             return self.key_scales + 4 * self.key_dim
-        if self.kind > TURBO:
-            return self.key_scales + 4 * PAGE_SIZE + 2 * (self.key_dim + self.key_dim % 2)
-        return self.key_scales + 2 * (self.key_dim + -self.key_dim % (8 // self.bits))
+        return self.key_scales + 4 * PAGE_SIZE + 2 * (self.key_dim + self.key_dim % 2)
 
     @property
     def nbytes(self) -> int:
         """The whole, aligned."""
-        if self.bits == FULL_BITS:
-            return aligned(self.key_scales)
-        return aligned(self.value_scales + (4 if self.bits == 8 else 2) * PAGE_SIZE)
+        return aligned(self.key_scales if self.bits == FULL_BITS else self.value_scales + 4 * PAGE_SIZE)
 
 
 block = cache(Block)

@@ -70,9 +70,8 @@ static float power(float x) {
 
 static float number_error(float scale, float low, int bits) {
     const float levels = (float)(1 << bits), high = low + scale * (levels - 1);
-    if (!(magnitude(low) + scale < 65504.0f && magnitude(high) + scale < 65504.0f)) return __builtin_inff();
-    const float bound = scale * (0.5f + (levels + TIMES) * 4.76837158e-7f);
-    return bits < 8 ? bound : bound + magnitude(low) * 4.88281250e-4f + levels * 2.98023224e-8f;
+    if (!(magnitude(low) < 65504.0f && magnitude(high) < 65504.0f)) return __builtin_inff();
+    return scale * (0.5f + levels * 4.76837158e-7f) + magnitude(low) * 4.88281250e-4f + levels * 2.98023224e-8f;
 }
 
 static float norm_of(const float *x, int64_t count) {
@@ -100,16 +99,14 @@ static void note_page(const Attention *a, Sealed sealed, const uint8_t *block, i
     } else if (kind != FULL_BITS)
         for (int64_t d = 0; d < s->key_dim; d += LANES) {
             float scale[LANES], low[LANES];
-            scale_numbers(block + b.key_scales, s->key_dim, d, bits, scale, low);
+            half_numbers(block + b.key_scales + 2 * d, scale);
+            half_numbers(block + b.key_scales + 2 * (s->key_dim + d), low);
             for (int64_t l = 0; l < LANES && d + l < s->key_dim; l++) {
                 const float error = number_error(scale[l], low[l], bits);
                 for (int m = 0; m < M; m++) notes[m * NOTES + 1] += magnitude(query[m * key_wide + d + l]) * error;
             }
         }
     const float root = __builtin_sqrtf((float)dim);
-    float scales[PAGE], lows[PAGE];
-    for (int t = 0; t < PAGE && kind != FULL_BITS; t += LANES)
-        scale_numbers(block + b.value_scales, PAGE, t, bits, scales + t, lows + t);
     for (int64_t t = from; t < to; t++) {
         float norm, moved = 0;
         if (kind == FULL_BITS) {
@@ -121,15 +118,17 @@ static void note_page(const Attention *a, Sealed sealed, const uint8_t *block, i
             norm = __builtin_sqrtf(sum_lanes(sum));
         } else {
             float numbers[4 * LANES], squares = 0;
+            const float scale = from_half(((const uint16_t *)(block + b.value_scales))[t]);
+            const float low = from_half(((const uint16_t *)(block + b.value_scales))[PAGE + t]);
             for (int64_t i = 0; i < dim; i += 4 * LANES) {
                 const int64_t count = dim - i < 4 * LANES ? dim - i : 4 * LANES;
                 sealed.unpack(block + b.values + t * b.value_row + i * bits / 8, bits, (count + LANES - 1) / LANES * LANES,
                               numbers);
-                for (int64_t j = 0; j < count; j++) numbers[j] = numbers[j] * scales[t] + lows[t];
+                for (int64_t j = 0; j < count; j++) numbers[j] = numbers[j] * scale + low;
                 const float part = norm_of(numbers, count);
                 squares += part * part;
             }
-            moved = root * number_error(scales[t], lows[t], bits);
+            moved = root * number_error(scale, low, bits);
             norm = __builtin_sqrtf(squares) + moved;
         }
         for (int m = 0; m < M; m++) {

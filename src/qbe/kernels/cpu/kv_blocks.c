@@ -29,11 +29,8 @@ INLINE Block block_layout(int kind, int64_t key_dim, int64_t value_dim, int64_t 
         const int bits = kind % TURBO;
         b.key_row = PAGE * bits / 8, b.value_row = (value_dim * bits + 7) / 8, b.values = PAGE * ((key_dim * bits + 7) / 8);
         b.key_scales = b.values + PAGE * b.value_row;
-        const int per = 8 / bits;
-        b.value_scales = b.key_scales + (bits == 8      ? 4 * key_dim
-                                         : kind > TURBO ? 4 * PAGE + 2 * (key_dim + key_dim % 2)
-                                                        : 2 * ((key_dim + per - 1) / per * per));
-        size = b.value_scales + (bits == 8 ? 4 : 2) * PAGE;
+        b.value_scales = b.key_scales + (kind > TURBO ? 4 * PAGE + 2 * (key_dim + key_dim % 2) : 4 * key_dim);
+        size = b.value_scales + 4 * PAGE;
     }
     b.nbytes = (size + ALIGN - 1) / ALIGN * ALIGN;
     return b;
@@ -88,7 +85,10 @@ INLINE void unpack_turbo(const uint8_t *from, const int BITS, int64_t count, flo
     }
 }
 
-INLINE Floats half_lanes(Words w) {
+INLINE Floats half_lanes(const uint8_t *from) {
+    Halves h;
+    memcpy(&h, from, sizeof h);
+    const Words w = __builtin_convertvector(h, Words);
     const Integers special = (Integers)((w & 0x7c00) == 0x7c00); /* NaN and infinity stay what they are */
     const Floats finite = (Floats)((w & 0x7fff) << 13) * 5.192296858534828e33f; /* 2^112 */
     const Words magnitude = ((Words)special & (((w & 0x7fff) << 13) | 0x7f800000)) | (~(Words)special & (Words)finite);
@@ -96,30 +96,11 @@ INLINE Floats half_lanes(Words w) {
 }
 
 static void half_numbers(const uint8_t *from, float *to) { /* 16 of them */
-    Halves h;
-    memcpy(&h, from, sizeof h);
-    const Floats f = half_lanes(__builtin_convertvector(h, Words));
+    const Floats f = half_lanes(from);
     memcpy(to, &f, sizeof f);
 }
 
-INLINE float from_half(uint16_t h) { return half_lanes(h - (Words){0})[0]; }
-
-#define SCALE 0x7fc0u /* the bits of a scale that shares them, and of the whole number beside it */
-#define TIMES 63
-
-/* Scales and lows i to i + 15 of `count` that begin at `from`: `unpack_scales` of reference/kv_pages.py. */
-static void scale_numbers(const uint8_t *from, int64_t count, int64_t i, int bits, float *scale, float *low) {
-    if (bits == 8) {
-        half_numbers(from + 2 * i, scale);
-        half_numbers(from + 2 * (count + i), low);
-        return;
-    }
-    Halves h;
-    memcpy(&h, from + 2 * i, sizeof h);
-    const Words w = __builtin_convertvector(h, Words);
-    const Integers size = (Integers)(w & TIMES), minus = (Integers)(w >> 15), times = (size ^ -minus) + minus;
-    const float unit = (float)(1 << bits) / 16;
-    const Floats scales = half_lanes(w & SCALE), lows = scales * (__builtin_convertvector(times - 8, Floats) * unit);
-    memcpy(scale, &scales, sizeof scales);
-    memcpy(low, &lows, sizeof lows);
+INLINE float from_half(uint16_t h) {
+    uint16_t lanes[LANES] = {h};
+    return half_lanes((const uint8_t *)lanes)[0];
 }

@@ -32,22 +32,21 @@ static void read_block(const uint8_t *from, int kind, int64_t key_dim, int64_t v
         return;
     }
     const int bits = kind % TURBO, mask = (1 << bits) - 1;
-    float scale[LANES], low[LANES];
-    if (kind > TURBO)
-        read_turbo(from, key_dim, bits, (const uint16_t *)(from + b.key_scales), work, work + key_dim * PAGE);
+    const uint16_t *scales = (const uint16_t *)(from + b.key_scales);
+    if (kind > TURBO) read_turbo(from, key_dim, bits, scales, work, work + key_dim * PAGE);
     else
         for (int64_t d = 0; d < key_dim; d++) {
-            if (d % LANES == 0) scale_numbers(from + b.key_scales, key_dim, d, bits, scale, low);
+            const float scale = from_half(scales[d]), low = from_half(scales[key_dim + d]);
             for (int64_t t = 0; t < PAGE; t++)
-                work[d * PAGE + t] = (float)(from[d * b.key_row + t * bits / 8] >> t * bits % 8 & mask) *
-                                         scale[d % LANES] + low[d % LANES];
+                work[d * PAGE + t] = (float)(from[d * b.key_row + t * bits / 8] >> t * bits % 8 & mask) * scale + low;
         }
     store_rotated(work, key_dim, dtype, keys);
+    scales = (const uint16_t *)(from + b.value_scales);
     for (int64_t t = 0; t < PAGE; t++) {
-        if (t % LANES == 0) scale_numbers(from + b.value_scales, PAGE, t, bits, scale, low);
+        const float scale = from_half(scales[t]), low = from_half(scales[PAGE + t]);
         const uint8_t *row = from + b.values + t * b.value_row;
         for (int64_t d = 0; d < value_dim; d++)
-            work[d * PAGE + t] = (float)(row[d * bits / 8] >> d * bits % 8 & mask) * scale[t % LANES] + low[t % LANES];
+            work[d * PAGE + t] = (float)(row[d * bits / 8] >> d * bits % 8 & mask) * scale + low;
     }
     store_rotated(work, value_dim, dtype, values);
 }

@@ -11,45 +11,25 @@ static uint16_t to_half(float f) {
 
 static float limited(float f) { return f > 65504.0f ? 65504.0f : f < -65504.0f ? -65504.0f : f; }
 
-/* The least half of 4 bits of mantissa that is not below f >= 0; not a number if f is none. */
-static uint16_t to_scale(float f) {
-    const uint16_t h = to_half(f);
-    return (uint16_t)((h + (from_half(h) < f) + 63u) & SCALE);
-}
-
-/* The `count` numbers of row i to codes, and to their scale and low among those of `rows`: `quantise`, `pack` and
-   `pack_scales` of reference/kv_pages.py. */
-static void seal_row(const float *x, int64_t count, int bits, uint8_t *codes, uint16_t *scales, int64_t rows, int64_t i) {
-    const float levels = (float)((1 << bits) - 1), unit = (levels + 1) / 16;
-    float least = x[0], most = x[0], poison = 0, low = 0;
-    for (int64_t j = 0; j < count; j++) {
-        least = x[j] < least ? x[j] : least;
-        most = x[j] > most ? x[j] : most;
-        poison += x[j] * 0.0f;
+/* `count` numbers to codes, scale and low: `quantise` and `pack` of reference/kv_pages.py. */
+static void seal_row(const float *x, int64_t count, int bits, uint8_t *codes, uint16_t *scale, uint16_t *low) {
+    const float levels = (float)((1 << bits) - 1);
+    float least = x[0], most = x[0], poison = 0;
+    for (int64_t i = 0; i < count; i++) {
+        least = x[i] < least ? x[i] : least;
+        most = x[i] > most ? x[i] : most;
+        poison += x[i] * 0.0f;
     }
-    least = limited(least), most = limited(most);
-    if (bits == 8) {
-        scales[rows + i] = to_half(least);
-        low = from_half(scales[rows + i]);
-        const float range = most - low;
-        scales[i] = to_half((range > 0 ? range : 0) / levels * 1.0009765625f + poison);
-    } else {
-        const float range = (most - least) / levels, away = (least < 0 ? -least : least) / (TIMES * unit - (levels + 1) / 2);
-        scales[i] = to_scale((range > away ? range : away) + poison);
-    }
-    const float step = from_half(scales[i]);
+    *low = to_half(limited(least));
+    const float from = from_half(*low), range = limited(most) - from;
+    *scale = to_half((range > 0 ? range : 0) / levels * 1.0009765625f + poison);
+    const float step = from_half(*scale);
     memset(codes, 0, (size_t)((count * bits + 7) / 8));
-    if (bits < 8) {
-        const float units = step > 0 ? __builtin_floorf(least / step / unit + 0.5f) : 0;
-        const int times = (int)units + 8;
-        low = step * (units * unit);
-        scales[i] = (uint16_t)(scales[i] | (times < 0 ? 0x8000 | -times : times));
-    }
     if (!(step > 0)) return;
-    for (int64_t j = 0; j < count; j++) {
-        const float code = (x[j] - low) / step + 0.5f;
+    for (int64_t i = 0; i < count; i++) {
+        const float code = (x[i] - from) / step + 0.5f;
         const int c = code >= levels ? (int)levels : code > 0 ? (int)code : 0;
-        codes[j * bits / 8] = (uint8_t)(codes[j * bits / 8] | c << j * bits % 8);
+        codes[i * bits / 8] = (uint8_t)(codes[i * bits / 8] | c << i * bits % 8);
     }
 }
 
@@ -122,13 +102,13 @@ static void seal_block(const uint8_t *from, uint8_t *to, int kind, int64_t key_d
     if (kind > TURBO) seal_turbo(work, key_dim, bits, to, scales, work + key_dim * PAGE);
     else
         for (int64_t d = 0; d < key_dim; d++)
-            seal_row(work + d * PAGE, PAGE, bits, to + d * b.key_row, scales, key_dim, d);
+            seal_row(work + d * PAGE, PAGE, bits, to + d * b.key_row, scales + d, scales + key_dim + d);
     scales = (uint16_t *)(to + b.value_scales);
     load_rotated(from + PAGE * key_dim * (dtype == FLOAT32 ? 4 : 2), value_dim, dtype, work);
     float *row = work + value_dim * PAGE;
     for (int64_t t = 0; t < PAGE; t++) {
         for (int64_t d = 0; d < value_dim; d++) row[d] = work[d * PAGE + t];
-        seal_row(row, value_dim, bits, to + b.values + t * b.value_row, scales, PAGE, t);
+        seal_row(row, value_dim, bits, to + b.values + t * b.value_row, scales + t, scales + PAGE + t);
     }
 }
 

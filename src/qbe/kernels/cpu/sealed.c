@@ -40,7 +40,8 @@ static void sealed_scores(Sealed sealed, const uint8_t *block, int bits, int64_t
         const int64_t count = dim - d < CHANNELS ? dim - d : CHANNELS;
         for (int64_t i = 0; i < count; i += LANES) {
             float scale[LANES], low[LANES];
-            scale_numbers(block + b.key_scales, dim, d + i, bits, scale, low);
+            half_numbers(block + b.key_scales + 2 * (d + i), scale);
+            half_numbers(block + b.key_scales + 2 * (dim + d + i), low);
             for (int m = 0; m < M; m++)
                 for (int64_t l = 0; l < LANES && i + l < count; l++) {
                     const float q = query[m * wide + d + i + l];
@@ -97,7 +98,10 @@ static void sealed_values(Sealed sealed, const uint8_t *block, int kind, int64_t
     const Block b = block_layout(kind, key_dim, dim, 2);
     const int bits = kind % TURBO;
     float scale[PAGE], low[PAGE], base[MAX_QUERIES] = {0}, scaled[MAX_QUERIES * PAGE], codes[PAGE * 4 * LANES];
-    for (int t = 0; t < PAGE; t += LANES) scale_numbers(block + b.value_scales, PAGE, t, bits, scale + t, low + t);
+    for (int t = 0; t < PAGE; t += LANES) {
+        half_numbers(block + b.value_scales + 2 * t, scale + t);
+        half_numbers(block + b.value_scales + 2 * (PAGE + t), low + t);
+    }
     for (int64_t t = from; t < to; t++) {
         for (int m = 0; m < M; m++) {
             scaled[m * PAGE + t - from] = weights[m * room + t - from] * scale[t];

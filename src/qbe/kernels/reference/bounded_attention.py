@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 
 from qbe.kernels.kv_blocks import FULL_BITS, NO_ORIGINAL, PAGE_SIZE, TURBO, block
-from qbe.kernels.reference.kv_pages import LARGEST, error_bound, find, read_pages, unpack_scales
+from qbe.kernels.reference.kv_pages import LARGEST, error_bound, find, read_pages
 from qbe.kernels.reference.paged_attention import write_new
 from qbe.kernels.reference.rotation import rotate
 from qbe.sites import kv_width
@@ -39,11 +39,9 @@ SLACK = 1.001  # for the rounding of the bound itself
 
 
 def number_error(scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
-    """eps: how far a number may be from its code's, float64; infinite where it may have been cut to float16's range:
-    unless the numbers of all codes are more than a step inside of it, as the lowest is not quite the least number.
-    """
+    """eps: how far a number may be from its code's, float64; infinite where it may have been cut to float16's range."""
     high = low.double() + scale.double() * (2**bits - 1)
-    inside = torch.maximum(low.double().abs(), high.abs()) + scale.double() < LARGEST
+    inside = (low.double().abs() < LARGEST) & (high.abs() < LARGEST)
     return torch.where(inside, error_bound(scale, low, bits), torch.inf)
 
 
@@ -168,9 +166,11 @@ def _errors(
         kind, at = find(blocks, entry, head)
         if kind != FULL_BITS:
             layout, bits = block(kind, key_dim, value_dim, dtype.itemsize), kv_width(kind)
-            values[head] = number_error(*unpack_scales(memory[at + layout.value_scales :], PAGE_SIZE, bits), bits)
+            scale, low = memory[at + layout.value_scales :][: 4 * PAGE_SIZE].view(torch.float16).view(2, PAGE_SIZE)
+            values[head] = number_error(scale, low, bits)
             if kind > TURBO:
                 keys[head] = torch.inf
                 continue
-            keys[head] = number_error(*unpack_scales(memory[at + layout.key_scales :], key_dim, bits), bits)
+            scale, low = memory[at + layout.key_scales :][: 4 * key_dim].view(torch.float16).view(2, key_dim)
+            keys[head] = number_error(scale, low, bits)
     return keys, values

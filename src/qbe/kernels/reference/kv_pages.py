@@ -1,23 +1,18 @@
 """Sealing and reading pages of the KV cache, written out: one block after the other, float32, nothing clever.
 
-Bound: a number x that is quantised, |x| <= 65504, comes back within `error_bound(scale, low, bits)`. At 8 bits that is
-half a step and float32's rounding of it, what rounding `low` to float16 moves the lowest code, and what rounding a tiny
-scale takes from the highest. Below, low is the nearest to the smallest number of those that lie a step or a quarter
-apart, off by half a step at most; and the highest code is at most half a step below the largest number, as the scale is
-no less than range / levels. (Nor less than what keeps low's whole number within its 6 bits.) Half a step is the bound
-again, and float32's rounding, its subnormal numbers aside. What is quantised is rotated: there the bound holds. NaN and
-infinity in a value make its token's scale NaN, in a key every scale of its block, so that they are found downstream
-instead of vanishing.
+Bound: a number x that is quantised, |x| <= 65504, comes back within `error_bound(scale, low, bits)`: half a step
+and float32's rounding of it, what rounding `low` to float16 moves the lowest code, and what rounding a tiny scale takes
+from the highest. What is quantised is rotated: there the bound holds. NaN and infinity in a value make its token's
+scale NaN, in a key every scale of its block, so that they are found downstream instead of vanishing.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 
-from qbe.kernels.kv_blocks import ALIGN, DEVIATION, FULL_BITS, LEVELS, PAGE_SIZE, SCALE, TIMES, TURBO, block
+from qbe.kernels.kv_blocks import ALIGN, DEVIATION, FULL_BITS, LEVELS, PAGE_SIZE, TURBO, block
 from qbe.kernels.reference.rotation import rotate
 from qbe.sites import kv_width
 
@@ -25,57 +20,22 @@ LARGEST = 65504.0  # of float16
 
 
 def quantise(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes uint8 `[n, m]`, scale and low `[n]` of the rows of `x` `[n, m]`, float32 numbers as they are kept."""
+    """Codes uint8 `[n, m]`, scale and low float16 `[n]` of the rows of `x` `[n, m]`."""
     x = x.to(torch.float32)
     levels = 2**bits - 1
     poison = (x * 0).sum(1)
-    least, most = x.amin(1).clamp(-LARGEST, LARGEST), x.amax(1).clamp(-LARGEST, LARGEST)
-    if bits == 8:
-        low = least.half().float()
-        # A little wider, so that rounding to float16 leaves no number beyond the highest code.
-        scale = ((most - low).clamp(min=0) / levels * (1 + 2**-10) + poison).half().float()
-    else:
-        middle, unit = 2 ** (bits - 1), 2**bits / 16
-        away = least.abs() / (TIMES * unit - middle)
-        scale = _rounded_up(torch.maximum((most - least) / levels, away) + poison)
-        steps = least / torch.where(scale > 0, scale, torch.inf)
-        low = scale * ((steps / unit + 0.5).floor() * unit)
-    steps = torch.where(scale == 0, torch.inf, scale)
-    codes = ((x - low[:, None]) / steps[:, None] + 0.5).floor().nan_to_num(0).clamp(0, levels)
+    low = x.amin(1).clamp(-LARGEST, LARGEST).half()
+    high = x.amax(1).clamp(-LARGEST, LARGEST)
+    # A little wider, so that rounding to float16 leaves no number beyond the highest code.
+    scale = ((high - low.float()).clamp(min=0) / levels * (1 + 2**-10) + poison).half()
+    steps = torch.where(scale == 0, torch.inf, scale.float())
+    codes = ((x - low.float()[:, None]) / steps[:, None] + 0.5).floor().nan_to_num(0).clamp(0, levels)
     return codes.to(torch.uint8), scale, low
-
-
-def _rounded_up(x: torch.Tensor) -> torch.Tensor:
-    """float32 x >= 0 or NaN as the next float16 that has 4 bits of mantissa, in float32."""
-    half = x.half()
-    bits = half.view(torch.int16).int() + (half.float() < x).int()
-    return torch.where(x.isnan(), x, ((bits + 63) & SCALE).to(torch.int16).view(torch.float16).float())
-
-
-def pack_scales(scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
-    """int16: `scale` and `low` `[n]` of `quantise` as they lie in memory, `[2 * n]` at 8 bits, else `[n]`."""
-    if bits == 8:
-        return torch.cat([scale.half(), low.half()]).view(torch.int16)
-    times = ((low / torch.where(scale > 0, scale, torch.inf)).nan_to_num(0) * 16 / 2**bits).int() + 8
-    word = (scale.half().view(torch.int16).int() & SCALE) | times.abs() | ((times < 0).int() << 15)
-    return torch.where(word >= 2**15, word - 2**16, word).to(torch.int16)
-
-
-def unpack_scales(raw: torch.Tensor, count: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and low float32 `[count]` of the bytes that begin with them."""
-    if bits == 8:
-        scale, low = raw[: 4 * count].view(torch.float16).float().view(2, count)
-        return scale, low
-    word = raw[: 2 * count].view(torch.int16).int()
-    scale = (word & SCALE).to(torch.int16).view(torch.float16).float()
-    times = torch.where(word < 0, -1, 1) * (word & TIMES)
-    return scale, scale * ((times - 8) * (2**bits / 16))
 
 
 def error_bound(scale: torch.Tensor, low: torch.Tensor, bits: int) -> torch.Tensor:
     """The largest |x - (scale * code + low)| for the numbers x of a row, in float64."""
-    bound = scale.double() * (0.5 + (2**bits + TIMES) * 2.0**-21)
-    return bound + low.double().abs() * 2**-11 + 2**bits * 2.0**-25 if bits == 8 else bound
+    return scale.double() * (0.5 + 2**bits * 2.0**-21) + low.double().abs() * 2**-11 + 2**bits * 2.0**-25
 
 
 def turbo_keys(y: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,20 +106,20 @@ def seal_pages(
                 layout, bits = block(kind, key_dim, value_dim, dtype.itemsize), kv_width(kind)
                 keys, values = rotate(keys.to(torch.float32)), rotate(values.to(torch.float32))
                 if kind > TURBO:
-                    codes, *parts = turbo_keys(keys, bits)
-                    codes, scales = codes.T, torch.cat(parts)
+                    codes, *scales = turbo_keys(keys, bits)
+                    codes = codes.T
                 else:
-                    codes, scale, low = quantise(keys.T, bits)
-                    scales = pack_scales(scale, low, bits)
+                    codes, *scales = quantise(keys.T, bits)
                 _write(memory, to, pack(codes, bits))
-                _write(memory, to + layout.key_scales, scales)
-                codes, scale, low = quantise(values, bits)
+                _write(memory, to + layout.key_scales, *scales)
+                codes, *scales = quantise(values, bits)
                 _write(memory, to + layout.values, pack(codes, bits))
-                _write(memory, to + layout.value_scales, pack_scales(scale, low, bits))
+                _write(memory, to + layout.value_scales, *scales)
 
 
-def _write(memory: torch.Tensor, at: int, numbers: torch.Tensor) -> None:
-    raw = numbers.contiguous().view(torch.uint8).flatten()
+def _write(memory: torch.Tensor, at: int, *parts: torch.Tensor) -> None:
+    """These tensors one after the other."""
+    raw = torch.cat([p.contiguous().view(torch.uint8).flatten() for p in parts])
     memory[at : at + len(raw)] = raw
 
 
@@ -209,17 +169,16 @@ def _read(
         keys = raw[: layout.values].view(dtype).view(PAGE_SIZE, key_dim)
         return keys, raw[layout.values : layout.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
     codes = unpack(raw[: key_dim * layout.key_row].view(key_dim, layout.key_row), bits, PAGE_SIZE).T
-    scales = raw[layout.key_scales : layout.value_scales]
+    scales = raw[layout.key_scales : layout.value_scales].view(torch.float16)
     if kind > TURBO:
-        halves = scales.view(torch.float16)[: 2 * PAGE_SIZE + key_dim]
-        own_scale, sketch_scale, mean = halves.split((PAGE_SIZE, PAGE_SIZE, key_dim))
-        keys = turbo_numbers(codes, own_scale, sketch_scale, mean, bits)
+        scale, sketch_scale, mean = scales[: 2 * PAGE_SIZE + key_dim].split((PAGE_SIZE, PAGE_SIZE, key_dim))
+        keys = turbo_numbers(codes, scale, sketch_scale, mean, bits)
     else:
-        scale, low = unpack_scales(scales, key_dim, bits)
-        keys = codes * scale + low
+        keys = codes * scales[:key_dim].float() + scales[key_dim:].float()
     value_codes = unpack(raw[layout.values : layout.key_scales].view(PAGE_SIZE, layout.value_row), bits, value_dim)
-    scale, low = unpack_scales(raw[layout.value_scales :], PAGE_SIZE, bits)
-    return rotate(keys), rotate(value_codes * scale[:, None] + low[:, None])
+    ends = layout.value_scales + 4 * PAGE_SIZE
+    value_scale, value_low = raw[layout.value_scales : ends].view(torch.float16).float().view(2, PAGE_SIZE, 1)
+    return rotate(keys), rotate(value_codes * value_scale + value_low)
 
 
 def rearrange(
@@ -250,21 +209,13 @@ def rearrange(
                     pack(_unpack_fields(raw, bits, n).T, bits) if back else _pack_fields(unpack(raw, bits, m).T, bits)
                 )
                 out[begin : begin + packed.numel()] = packed.flatten()
-            if kind > TURBO or bits == 8:
-                n = PAGE_SIZE if kind > TURBO else key_dim
-                _transpose(out, memory, at + layout.key_scales, (n, 2) if back else (2, n))
-            else:
-                row, pairs = -(-key_dim * bits // 8), 4 // bits
-                _transpose(out, memory, at + layout.key_scales, (pairs, row, 2) if back else (pairs, 2, row))
-            if bits == 8:
-                _transpose(out, memory, at + layout.value_scales, (PAGE_SIZE, 2) if back else (2, PAGE_SIZE))
+            key_pairs = PAGE_SIZE if kind > TURBO else key_dim
+            for begin, n in ((at + layout.key_scales, key_pairs), (at + layout.value_scales, PAGE_SIZE)):
+                pairs = memory[begin : begin + 4 * n].view(torch.int16)
+                out[begin : begin + 4 * n] = (
+                    pairs.view(*((n, 2) if back else (2, n))).T.contiguous().view(torch.uint8).flatten()
+                )
     return out
-
-
-def _transpose(out: torch.Tensor, memory: torch.Tensor, at: int, shape: tuple[int, ...]) -> None:
-    """The 16-bit numbers of this shape there, the last two dimensions the other way around."""
-    numbers = memory[at : at + 2 * math.prod(shape)].view(torch.int16).view(shape)
-    _write(out, at, numbers.transpose(-1, -2))
 
 
 def _pack_fields(codes: torch.Tensor, bits: int) -> torch.Tensor:

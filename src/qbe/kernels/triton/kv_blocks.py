@@ -11,16 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels import kv_blocks
 from qbe.kernels.kv_blocks import LEVELS, PAGE_SIZE, TURBO, Block
 
 PAGE = tl.constexpr(PAGE_SIZE)
 TURBO4 = tl.constexpr(TURBO | 4)
 TURBO2 = tl.constexpr(TURBO | 2)
 SEALED_KINDS = tl.constexpr(5)
-SCALE = tl.constexpr(kv_blocks.SCALE)
-SIGNED_SCALE = tl.constexpr(0x8000 | kv_blocks.SCALE)
-TIMES = tl.constexpr(kv_blocks.TIMES)
 MAGNITUDES = tl.constexpr(sum(level << 8 * i for i, level in enumerate(LEVELS[4])))
 
 
@@ -65,18 +61,6 @@ def block_of(count):
 def centre(bits):
     """The code that `numbers_of` makes 0."""
     return 2.0 ** (bits - 1)
-
-
-@triton.constexpr_function
-def unit_of(bits):
-    """What the whole number beside a scale of below 8 bits counts, in scales."""
-    return 2**bits / 16
-
-
-@triton.constexpr_function
-def unit_bits(bits):
-    """float32 2**23 units."""
-    return 0x49000000 + (bits << 23)
 
 
 @triton.constexpr_function
@@ -168,48 +152,21 @@ def sealed_keys(memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
 
 
 @triton.jit
-def _two_halves(pairs):
-    """uint32 pairs of float16 -> the lower and the higher, float32"""
-    lower = (pairs & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return lower, (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+def _scale_low(pairs):
+    """uint32 pairs of float16 -> scale and low, float32"""
+    scale = (pairs & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def scale_middle(bits, BITS: tl.constexpr):
-    """uint32 with 16 bits that a scale of below 8 bits shares -> it and the number of the code `centre`, float32"""
-    signed = (bits & SIGNED_SCALE).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    # Below the leading one of a float32 whose last bit is a unit: that spares a conversion.
-    middle = ((bits & TIMES) | unit_bits(BITS)).to(tl.float32, bitcast=True) - unit_of(BITS) * 2.0**23
-    return tl.abs(signed), signed * middle
-
-
-@triton.jit
-def key_scales(memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """For each field, of its channels [block_of(R)], 0 past the end: a tuple of scales and one of numbers of the code
-    that is `centre`, float32.
-    """
+def key_scales(memory_ptr, at, FIELD: tl.constexpr, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Scale and low float32 [block_of(R)] of the channels of a field; 0 past the end."""
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     u = tl.arange(0, block_of(ROW))
+    d = FIELD * ROW + u
     # Words of 32 bits, because shorter loads cannot be made ahead of time.
-    words = (memory_ptr + at + part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32)) + u
-    scales = ()
-    middles = ()
-    if BITS == 8:
-        scale, low = _two_halves(tl.load(words, mask=u < ROW, other=0))
-        scales += (scale,)
-        middles += (low + scale * centre(8),)
-    else:
-        for i in tl.static_range(4 // BITS):
-            word = tl.load(words + i * ROW, mask=u < ROW, other=0)
-            for half in tl.static_range(2):
-                scale, middle = scale_middle(word >> (16 * half), BITS)
-                if KEY_DIM % (8 // BITS) != 0:  # what lies in the last field behind the last channel is nobody's
-                    inside = (2 * i + half) * ROW + u < KEY_DIM
-                    scale = tl.where(inside, scale, 0.0)
-                    middle = tl.where(inside, middle, 0.0)
-                scales += (scale,)
-                middles += (middle,)
-    return scales, middles
+    pairs = (memory_ptr + at + part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    return _scale_low(tl.load(pairs + d, mask=(u < ROW) & (d < KEY_DIM), other=0))
 
 
 @triton.jit
@@ -223,7 +180,7 @@ def turbo_mean(memory_ptr, at, d, ok, KIND: tl.constexpr, KEY_DIM: tl.constexpr,
 def turbo_scales(memory_ptr, at, token, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
     """Scale and sketch scale float32 of these tokens' turbo keys."""
     pairs = (memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
-    return _two_halves(tl.load(pairs + token))
+    return _scale_low(tl.load(pairs + token))
 
 
 @triton.jit
@@ -243,14 +200,9 @@ def sealed_values(
 
 @triton.jit
 def value_scales(memory_ptr, at, token, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """Of these tokens' values: scale, and the number of the code that is `centre`, float32."""
-    BITS: tl.constexpr = bits_of(KIND)
-    words = (memory_ptr + at + part("value_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
-    if BITS == 8:
-        scale, low = _two_halves(tl.load(words + token))
-        return scale, low + scale * centre(8)
-    else:
-        return scale_middle(tl.load(words + token // 2) >> (token % 2 * 16).to(tl.uint32), BITS)
+    """Scale and low float32 of these tokens' values."""
+    pairs = (memory_ptr + at + part("value_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    return _scale_low(tl.load(pairs + token))
 
 
 @triton.jit

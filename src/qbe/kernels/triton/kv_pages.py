@@ -11,27 +11,22 @@ import triton.language as tl
 from qbe.kernels.kv_blocks import DEVIATION, LEVELS, PAGE_SIZE
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
-    SCALE,
     SEALED_KINDS,
-    TIMES,
     TURBO2,
     TURBO4,
     bits_of,
     block_of,
-    centre,
     fields_of,
     full_keys,
     full_values,
     is_turbo,
     part,
     row_bytes,
-    scale_middle,
     sealed_kind,
     turbo_levels,
     turbo_mean,
     turbo_scales,
     turbo_signs,
-    unit_of,
     value_scales,
 )
 from qbe.kernels.triton.rotation import rotate
@@ -39,51 +34,17 @@ from qbe.kernels.triton.rotation import rotate
 
 @triton.jit
 def _codes(x, ok, AXIS: tl.constexpr, BITS: tl.constexpr):
-    """`quantise` of the reference along AXIS of float32 x: codes int32, scale and low with that axis kept. At 8 bits
-    these are float16, below low is int32, in units of the scale.
-    """
+    """`quantise` of the reference along AXIS of float32 x: codes int32, scale and low float16 with that axis kept."""
     LEVELS: tl.constexpr = 2**BITS - 1
     poison = tl.sum(tl.where(ok, x * 0, 0.0), AXIS, keep_dims=True)
-    least = tl.clamp(tl.min(tl.where(ok, x, float("inf")), AXIS, keep_dims=True), -65504.0, 65504.0)
-    most = tl.clamp(tl.max(tl.where(ok, x, float("-inf")), AXIS, keep_dims=True), -65504.0, 65504.0)
-    if BITS == 8:
-        low = least.to(tl.float16)
-        width = tl.maximum(most - low.to(tl.float32), 0.0)
-        scale = (width / LEVELS * 1.0009765625 + poison).to(tl.float16)
-        lowest = low.to(tl.float32)
-    else:
-        wide = tl.maximum((most - least) / LEVELS, tl.abs(least) / (TIMES * unit_of(BITS) - centre(BITS)))
-        wide += poison
-        half = wide.to(tl.float16)  # and the next one that has 4 bits of mantissa and is not below
-        bits = half.to(tl.int16, bitcast=True).to(tl.int32) + (half.to(tl.float32) < wide).to(tl.int32)
-        bits = tl.where(wide == wide, (bits + 63) & SCALE, 0x7E00)
-        scale = bits.to(tl.int16).to(tl.float16, bitcast=True)
-        units = tl.where(scale > 0, tl.floor(least / scale.to(tl.float32) / unit_of(BITS) + 0.5), 0.0)
-        low = units.to(tl.int32)
-        lowest = scale.to(tl.float32) * (units * unit_of(BITS))
+    least = tl.min(tl.where(ok, x, float("inf")), AXIS, keep_dims=True)
+    most = tl.max(tl.where(ok, x, float("-inf")), AXIS, keep_dims=True)
+    low = tl.clamp(least, -65504.0, 65504.0).to(tl.float16)
+    width = tl.maximum(tl.clamp(most, -65504.0, 65504.0) - low.to(tl.float32), 0.0)
+    scale = (width / LEVELS * 1.0009765625 + poison).to(tl.float16)
     step = tl.where(scale > 0, scale.to(tl.float32), float("inf"))
-    codes = tl.clamp(tl.floor((x - lowest) / step + 0.5), 0.0, LEVELS + 0.0)
+    codes = tl.clamp(tl.floor((x - low.to(tl.float32)) / step + 0.5), 0.0, LEVELS + 0.0)
     return tl.where(ok, codes, 0.0).to(tl.int32), scale, low
-
-
-@triton.jit
-def _key_scale_at(d, ROW: tl.constexpr):
-    """Which number channel d's is among the key scales that share bits with their lows."""
-    field = d // ROW
-    return 2 * (field // 2 * ROW + d % ROW) + field % 2
-
-
-@triton.jit
-def _store_scales(begin_ptr, i, scale, low, ok, BITS: tl.constexpr):
-    """As number i of those that begin there: what `_codes` returns."""
-    if BITS == 8:
-        pairs = begin_ptr.to(tl.pointer_type(tl.float16))
-        tl.store(pairs + 2 * i, scale, mask=ok)
-        tl.store(pairs + 2 * i + 1, low, mask=ok)
-    else:
-        times = low + 8
-        word = scale.to(tl.int16, bitcast=True).to(tl.int32) | tl.abs(times) | tl.where(times < 0, 0x8000, 0)
-        tl.store(begin_ptr.to(tl.pointer_type(tl.int16)) + i, word.to(tl.int16), mask=ok)
 
 
 @triton.constexpr_function
@@ -131,16 +92,16 @@ def _seal(
     d = tl.arange(0, BK)
     u = tl.arange(0, block_of(ROW))
     inside = (d < KEY_DIM)[None, :] & (t >= 0)[:, None]
+    pairs = (memory_ptr + to + SCALES).to(tl.pointer_type(tl.float16))
     if is_turbo(KIND):
-        pairs = (memory_ptr + to + SCALES).to(tl.pointer_type(tl.float16))
         codes, scale, sketch_scale, mean = _turbo_codes(k, inside, BITS, KEY_DIM)
         tl.store(pairs + 2 * t[:, None], scale)
         tl.store(pairs + 2 * t[:, None] + 1, sketch_scale)
         tl.store(pairs + 2 * PAGE + d[None, :], mean, mask=(d < KEY_DIM)[None, :])
     else:
         codes, scale, low = _codes(k, inside, 0, BITS)
-        at_d = d if BITS == 8 else _key_scale_at(d, ROW)
-        _store_scales(memory_ptr + to + SCALES, at_d[None, :], scale, low, (d < KEY_DIM)[None, :], BITS)
+        tl.store(pairs + 2 * d[None, :], scale, mask=(d < KEY_DIM)[None, :])
+        tl.store(pairs + 2 * d[None, :] + 1, low, mask=(d < KEY_DIM)[None, :])
     packed = tl.zeros((PAGE, block_of(ROW)), tl.int32)
     for i in tl.static_range(FIELDS):
         ok = (u < ROW) & (i * ROW + u < KEY_DIM)
@@ -156,11 +117,13 @@ def _seal(
     inside_v = (dv < VALUE_DIM)[None, :] & (few >= 0)[:, None]
     values = fields_of(v, FIELDS)
     packed_v = tl.zeros((TOKENS, BV), tl.int32)
+    pairs_v = (memory_ptr + to + VALUE_SCALES).to(tl.pointer_type(tl.float16))
     for i in tl.static_range(FIELDS):
         codes_v, scale_v, low_v = _codes(values[i], inside_v, 1, BITS)
         packed_v |= codes_v << (i * BITS)
         token = i * TOKENS + few
-        _store_scales(memory_ptr + to + VALUE_SCALES, token[:, None], scale_v, low_v, (few >= 0)[:, None], BITS)
+        tl.store(pairs_v + 2 * token[:, None], scale_v)
+        tl.store(pairs_v + 2 * token[:, None] + 1, low_v)
     tl.store(memory_ptr + to + VALUES + dv[None, :] * TOKENS + few[:, None], packed_v.to(tl.uint8), mask=inside_v)
 
 
@@ -216,21 +179,16 @@ def _read(
         signs = rotate(turbo_signs(codes, BITS), KEY_DIM, SIGNS=False)
         k = turbo_levels(codes, BITS).to(tl.float32) * scale[:, None] + mean[None, :] + signs * sketch_scale[:, None]
     else:
-        numbers = (memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint16))
-        if BITS == 8:
-            scale = tl.load(numbers + 2 * d, mask=ok, other=0).to(tl.float16, bitcast=True).to(tl.float32)
-            low = tl.load(numbers + 2 * d + 1, mask=ok, other=0).to(tl.float16, bitcast=True).to(tl.float32)
-            middle = low + scale * centre(8)
-        else:
-            bits = tl.load(numbers + _key_scale_at(d, ROW), mask=ok, other=0).to(tl.uint32)
-            scale, middle = scale_middle(bits, BITS)
-        k = (codes.to(tl.float32) - centre(BITS)) * scale[None, :] + middle[None, :]
+        pairs = (memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.float16))
+        scale = tl.load(pairs + 2 * d, mask=ok, other=0.0).to(tl.float32)
+        low = tl.load(pairs + 2 * d + 1, mask=ok, other=0.0).to(tl.float32)
+        k = codes.to(tl.float32) * scale[None, :] + low[None, :]
     dv = tl.arange(0, BV)
     values = memory_ptr + at + part("values", KIND, KEY_DIM, VALUE_DIM, 2)
     packed_v = tl.load(values + dv[None, :] * TOKENS + (t % TOKENS)[:, None], mask=(dv < VALUE_DIM)[None, :], other=0)
     codes_v = (packed_v.to(tl.int32) >> (t // TOKENS * BITS)[:, None]) & (2**BITS - 1)
-    scale_v, middle_v = value_scales(memory_ptr, at, t, KIND, KEY_DIM, VALUE_DIM)
-    return k, (codes_v.to(tl.float32) - centre(BITS)) * scale_v[:, None] + middle_v[:, None]
+    scale_v, low_v = value_scales(memory_ptr, at, t, KIND, KEY_DIM, VALUE_DIM)
+    return k, codes_v.to(tl.float32) * scale_v[:, None] + low_v[:, None]
 
 
 @triton.jit(do_not_specialize=["entries_ptr", "pages"])

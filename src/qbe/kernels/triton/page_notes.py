@@ -11,21 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.triton.kv_blocks import PAGE, TIMES, bits_of, centre, fields_of, numbers_of, value_scales
+from qbe.kernels.triton.kv_blocks import PAGE, bits_of, centre, fields_of, numbers_of, value_scales
 
 NOTES = tl.constexpr(4)
 
 
 @triton.jit
-def number_errors(scale, middle, BITS: tl.constexpr):
-    """eps of the numbers with these scales and middles; infinite where they may have been cut to float16's range."""
+def number_errors(scale, low, BITS: tl.constexpr):
+    """eps of the numbers with these scales and lows; infinite where they may have been cut to float16's range."""
     LEVELS: tl.constexpr = 2.0**BITS
-    low = middle - scale * centre(BITS)
     high = low + scale * (LEVELS - 1)
-    inside = tl.maximum(tl.abs(low), tl.abs(high)) + scale < 65504.0
-    error = scale * (0.5 + (LEVELS + TIMES) * 2.0**-21)
-    if BITS == 8:
-        error += tl.abs(low) * 2.0**-11 + LEVELS * 2.0**-25
+    inside = (tl.abs(low) < 65504.0) & (tl.abs(high) < 65504.0)
+    error = scale * (0.5 + LEVELS * 2.0**-21) + tl.abs(low) * 2.0**-11 + LEVELS * 2.0**-25
     return tl.where(inside, error, float("inf"))
 
 
@@ -64,11 +61,10 @@ def note_sealed(
     h = e * 0
     a = e * 0
     for i in tl.static_range(FIELDS):
-        t = i * ROW + tl.arange(0, ROW)
-        scale, middle = value_scales(memory_ptr, block, t, KIND, KEY_DIM, VALUE_DIM)
-        moved = number_errors(scale, middle, BITS) * VALUE_DIM**0.5
-        numbers = numbers_of(packed, i, BITS, DTYPE, ASM).to(tl.float32)
-        v = tl.where(inside, numbers * scale[None, :] + middle[None, :], 0.0)
+        scale, low = value_scales(memory_ptr, block, i * ROW + tl.arange(0, ROW), KIND, KEY_DIM, VALUE_DIM)
+        moved = number_errors(scale, low, BITS) * VALUE_DIM**0.5
+        codes = numbers_of(packed, i, BITS, DTYPE, ASM).to(tl.float32) + centre(BITS)
+        v = tl.where(inside, codes * scale[None, :] + low[None, :], 0.0)
         norms = tl.sqrt(tl.sum(v * v, 0)) + moved
         h += tl.sum(parts[i] * moved[:, None], 0)
         a += tl.sum(parts[i] * norms[:, None], 0)

@@ -18,6 +18,7 @@ from qbe.kernels.triton.kv_blocks import (
     SEALED_KINDS,
     bits_of,
     block_of,
+    centre,
     fields_of,
     full_keys,
     is_turbo,
@@ -90,16 +91,15 @@ def _sealed_scores(
     """
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     packed = sealed_keys(memory_ptr, block, BITS, KEY_DIM)
-    scales, middles = key_scales(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM)
     scores = tl.zeros((PAGE, q[0].shape[1]), tl.float32)
     moved = tl.zeros((block_of(ROW), q[0].shape[1]), tl.float32)
     errors = moved
     for i in tl.static_range(8 // BITS):
-        scale, middle = scales[i], middles[i]
+        scale, low = key_scales(memory_ptr, block, i, BITS, KEY_DIM, VALUE_DIM)
         scaled = (q[i].to(tl.float32) * scale[:, None]).to(DTYPE)
-        moved += q[i].to(tl.float32) * middle[:, None]
+        moved += q[i].to(tl.float32) * (low + scale * centre(BITS))[:, None]
         if NOTED:
-            errors += tl.abs(q[i].to(tl.float32)) * number_errors(scale, middle, BITS)[:, None]
+            errors += tl.abs(q[i].to(tl.float32)) * number_errors(scale, low, BITS)[:, None]
         k = numbers_of(packed, i, BITS, DTYPE, ASM)
         scores = tl.dot(k, scaled, scores, input_precision="ieee")
     return scores + tl.sum(moved, 0)[None, :], errors
@@ -206,7 +206,7 @@ def _sealed_run(
 ):  # fmt: skip
     """The same of sealed pages. acc is rotated.
 
-    A number is scale * what `numbers_of` gives + the middle code's. A channel's scale goes into the query and a token's
+    A number is scale * (what `numbers_of` gives + centre) + low. A channel's scale goes into the query and a token's
     into its weight. What `numbers_of` gives lies around 0, so that acc stays small beside what is added to it.
     """
     BITS: tl.constexpr = bits_of(KIND)
@@ -215,7 +215,7 @@ def _sealed_run(
     before = top
     totals = tl.zeros((PAGE, top.shape[0]), tl.float32)
     products = totals
-    bases = totals  # what the middle codes of values add to all channels
+    bases = totals  # what the lows of values add to all channels
     q = _fields_of_queries(rotated_ptr, BITS, KEY_DIM, top.shape[0], REPEAT)
     if is_turbo(KIND):
         sketch = _fields_of_queries(rotated_ptr + KEY_DIM, BITS, KEY_DIM, top.shape[0], REPEAT)
@@ -234,9 +234,9 @@ def _sealed_run(
             scores = tl.where(at[:, None] >= first, scores, float("-inf"))
         weights, factor, top, totals, products = _softmax_step(scores, top, totals, products, WINDOW > 0)
         packed = sealed_values(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
-        scale, middle = value_scales(memory_ptr, block, t, KIND, KEY_DIM, VALUE_DIM)
+        scale, low = value_scales(memory_ptr, block, t, KIND, KEY_DIM, VALUE_DIM)
         scaled = (weights * scale[:, None]).to(DTYPE)
-        bases = bases * factor[None, :] + weights * middle[:, None]
+        bases = bases * factor[None, :] + weights * (low + scale * centre(BITS))[:, None]
         acc = acc * factor[None, :]
         parts = fields_of(scaled, FIELDS)
         for i in tl.static_range(FIELDS):
