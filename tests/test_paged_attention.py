@@ -25,6 +25,9 @@ SHAPES = {  # heads, kv_heads, key_dim, value_dim
     "phi": (2, 2, 80, 80),
     "wide": (2, 1, 256, 256),
     "ragged": (4, 2, 6, 10),
+    "no sharing": (2, 2, 64, 64),
+    "eight queries": (8, 1, 128, 128),
+    "two heads": (2, 1, 64, 64),
 }
 PLAIN = [16, 8, 4, 2, (2, 16, 4), (8, 2, 16)]  # formats, the same bits for all heads or bits by head
 MIXED = [*PLAIN, 68, 66, (2, 16, 68)]  # with turbo keys
@@ -194,20 +197,23 @@ def same(
     dtype: torch.dtype,
     kernel: Callable[..., torch.Tensor] | None = None,
     tolerance: float | None = None,
+    gpu_order: bool = False,
 ) -> None:
+    """gpu_order: sealed blocks lie as on a GPU; so they do for the kernel in Triton, which None stands for."""
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     expected_in, found_in = copied(arguments), copied(arguments)
-    gpu = kernel is None
     if kernel is None:
         from qbe.kernels.triton.paged_attention import paged_attention as kernel
 
+        gpu_order = True
+    if gpu_order:
         found_in["memory"] = on_gpu_order(found_in)
     expected, found = reference(**expected_in), kernel(**found_in)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
     loose = max(tolerance, 2e-5)
     torch.testing.assert_close(found_in["entropy"], expected_in["entropy"], rtol=loose, atol=loose)
-    assert torch.equal(found_in["memory"], on_gpu_order(expected_in) if gpu else expected_in["memory"]), (
+    assert torch.equal(found_in["memory"], on_gpu_order(expected_in) if gpu_order else expected_in["memory"]), (
         "the new tokens are in their pages, nothing else changed"
     )
 

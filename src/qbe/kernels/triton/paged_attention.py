@@ -8,6 +8,7 @@ from functools import cache
 import torch
 import triton
 
+from qbe.kernels.cuda import decode_attention
 from qbe.kernels.kv_blocks import PAGE_SIZE
 from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_attention_kernel
 from qbe.kernels.triton.rotation import rotate_queries_kernel
@@ -55,8 +56,18 @@ def paged_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """See `qbe.kernels.attention_ops.paged_attention`. Any head sizes, any ratio of query to key heads up to 64."""
+    """See `qbe.kernels.attention_ops.paged_attention`. Any head sizes, any ratio of query to key heads up to 64.
+
+    The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere.
+    """
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
+    if decode_attention.serves(query, value, softcap):
+        means, sums = decode_attention.launch(
+            query, key, value, memory, blocks, slots, tables, lengths, scaling, window, softcap,
+            _processors(query.device),
+        )  # fmt: skip
+        _combine(means, sums, out, entropy, None)
+        return out
     walk(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, out, Noted())
     return out
 
@@ -102,7 +113,16 @@ def walk(
         BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,
         ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4,
     )  # fmt: skip
+    _combine(means, sums, out, entropy, noted.raised)
+
+
+def _combine(
+    means: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, entropy: torch.Tensor, raised: torch.Tensor | None
+) -> None:
+    """The parts' means `[B, parts, heads, value_dim]` and sums `[B, parts, 3, heads]` become `out` and `entropy`."""
+    batch, parts, heads, value_dim = means.shape
     combine_kernel[(batch * heads,)](
-        means, sums, out, entropy, noted.raised, entropy.stride(0), heads, parts, BS=triton.next_power_of_2(parts),
-        REPEAT=repeat, VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)), num_warps=4,
+        means, sums, out, entropy, raised, entropy.stride(0), heads, parts, BS=triton.next_power_of_2(parts),
+        REPEAT=heads // raised.shape[1] if raised is not None else 1, VALUE_DIM=value_dim,
+        BV=max(16, triton.next_power_of_2(value_dim)), num_warps=4,
     )  # fmt: skip

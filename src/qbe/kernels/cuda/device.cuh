@@ -1,0 +1,145 @@
+// What decode_attention.cu needs of a warp on an NVIDIA GPU of compute capability 9.0 or later. Shared memory is
+// addressed in bytes from its beginning. tests/emulated_gpu.h is the same in plain C++.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define EVERY 0xFFFFFFFFu
+
+extern __shared__ __align__(128) u8 shared_memory[];
+
+// As instructions take it.
+DEVICE u32 shared_address(int at) {
+    u32 begin;
+    asm("mov.u32 %0,shared_memory;" : "=r"(begin));
+    return begin + at;
+}
+
+struct __align__(8) words2 { u32 x, y; };
+struct __align__(16) words4 { u32 x, y, z, w; };
+
+// What is computed from x after this is not computed before it and kept.
+DEVICE void forget(int &x) { asm volatile("" : "+r"(x)); }
+
+DEVICE u32 load4(int at) { return *(const u32 *)(shared_memory + at); }
+DEVICE words2 load8(int at) { return *(const words2 *)(shared_memory + at); }
+DEVICE words4 load16(int at) { return *(const words4 *)(shared_memory + at); }
+DEVICE void store4(int at, u32 x) { *(u32 *)(shared_memory + at) = x; }
+DEVICE void store1(int at, u8 x) { shared_memory[at] = x; }
+DEVICE void store16(int at, words4 x) { *(words4 *)(shared_memory + at) = x; }
+
+DEVICE void barrier_init(int at) {
+    asm volatile("mbarrier.init.shared.b64 [%0],1;" ::"r"(shared_address(at)) : "memory");
+}
+
+// What generic stores left in shared memory comes before copies that are begun after this.
+DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+DEVICE void barrier_expect(int at, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(shared_address(at)), "r"(bytes) : "memory");
+}
+
+DEVICE void barrier_wait(int at, u32 parity) {
+    asm volatile(
+        "{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p,[%0],%1; @!p bra again;}" ::"r"(shared_address(at)), "r"(parity)
+        : "memory");
+}
+
+// By the copy engine; addresses and bytes are multiples of 16.
+DEVICE void copy(int to, const u8* from, u32 bytes, int barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+template <bool TRANS>
+DEVICE void load_matrices(u32 (&x)[4], int at) {
+    if (TRANS)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(at)) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(at)) : "memory");
+}
+
+// An 8 x 8 matrix of 16-bit numbers, of which a lane holds two of a row, transposed.
+DEVICE u32 transposed(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// d [16, 8] += a [16, 16] b [16, 8]
+template <bool F16>
+DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (F16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+DEVICE float float_of_f16(u32 x) {
+    float y;
+    asm("{.reg .b16 h; cvt.u16.u32 h,%1; cvt.f32.f16 %0,h;}" : "=f"(y) : "r"(x));
+    return y;
+}
+
+template <bool F16>
+DEVICE u32 pack(float low, float high) {
+    u32 x;
+    if (F16)
+        asm("cvt.rn.f16x2.f32 %0,%2,%1;" : "=r"(x) : "f"(low), "f"(high));
+    else
+        asm("cvt.rn.bf16x2.f32 %0,%2,%1;" : "=r"(x) : "f"(low), "f"(high));
+    return x;
+}
+
+template <bool F16>
+DEVICE u32 add2(u32 a, u32 b) {
+    u32 x;
+    if (F16)
+        asm("add.rn.f16x2 %0,%1,%2;" : "=r"(x) : "r"(a), "r"(b));
+    else
+        asm("add.rn.bf16x2 %0,%1,%2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
+// x & mask | one, in one instruction.
+DEVICE u32 and_or(u32 x, u32 mask, u32 one) {
+    u32 y;
+    asm("lop3.b32 %0,%1,%2,%3,0xEA;" : "=r"(y) : "r"(x), "r"(mask), "r"(one));
+    return y;
+}
+
+DEVICE u32 and_not_or(u32 x, u32 mask, u32 one) {
+    u32 y;
+    asm("lop3.b32 %0,%1,%2,%3,0xAE;" : "=r"(y) : "r"(x), "r"(mask), "r"(one));
+    return y;
+}
+
+DEVICE u32 bytes_of(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+DEVICE float power2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float logarithm2(float x) { return __log2f(x); }
+DEVICE u32 bits_of_float(float x) { return __float_as_uint(x); }
+DEVICE float float_of_bits(u32 x) { return __uint_as_float(x); }
+DEVICE int ones(u32 x) { return __popc(x); }
+DEVICE float shuffle(float x, int lane) { return __shfl_sync(EVERY, x, lane); }
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(EVERY, x, mask); }
+DEVICE bool any(bool x) { return __any_sync(EVERY, x); }
+DEVICE u32 ballot(bool x) { return __ballot_sync(EVERY, x); }
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE bool any_of_block(bool x) { return __syncthreads_or(x); }

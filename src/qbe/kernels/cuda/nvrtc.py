@@ -1,0 +1,92 @@
+"""NVRTC, NVIDIA's compiler at run time, which comes with PyTorch: a kernel's source becomes machine code.
+
+Not `torch.cuda._compile_kernel`, which wants CUDA's headers on the machine; our kernels include none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+
+import torch
+
+log = logging.getLogger(__name__)
+
+OPTIONS = ("-std=c++17",)
+
+
+def compile_kernel(source: str, name: str, arch: str) -> tuple[bytes, str]:
+    """Machine code, and the symbol in it of the kernel of that name, `f<1, true>` for one of a template's.
+
+    It takes seconds, in which other Python threads run.
+
+    Args:
+        arch: compute capability, `90`.
+
+    Raises:
+        RuntimeError: what NVRTC says of the source; or there is no NVRTC.
+    """
+    from torch.cuda._utils import _get_gpu_rtc_library
+
+    try:
+        lib = _get_gpu_rtc_library()
+    except OSError as error:
+        raise RuntimeError(f"no NVRTC ({error})") from error
+    program = ctypes.c_void_p()
+
+    def call(function: str, *arguments: object) -> None:
+        status = getattr(lib, function)(program, *arguments)
+        if status:
+            raise RuntimeError(f"{function} gives {status}\n{_text(lib, program)}")
+
+    options = (f"--gpu-architecture=sm_{arch}", *OPTIONS)
+    given = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    status = lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    if status:
+        raise RuntimeError(f"nvrtcCreateProgram gives {status}")
+    try:
+        call("nvrtcAddNameExpression", name.encode())
+        call("nvrtcCompileProgram", len(options), given)
+        size = ctypes.c_size_t()
+        call("nvrtcGetCUBINSize", ctypes.byref(size))
+        binary = ctypes.create_string_buffer(size.value)
+        call("nvrtcGetCUBIN", binary)
+        symbol = ctypes.c_char_p()
+        call("nvrtcGetLoweredName", name.encode(), ctypes.byref(symbol))
+        return binary.raw, (symbol.value or b"").decode()
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(lib: ctypes.CDLL, program: ctypes.c_void_p) -> str:
+    """What the compiler said last."""
+    size = ctypes.c_size_t()
+    if lib.nvrtcGetProgramLogSize(program, ctypes.byref(size)):
+        return ""
+    text = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetProgramLog(program, text)
+    return text.value.decode(errors="replace")
+
+
+def compiled_kernel(source: str, name: str, arch: str) -> tuple[bytes, str]:
+    """`compile_kernel`, once: what it gave is in the user's cache, keyed by source, name, compiler and device."""
+    from qbe.models import cache_dir
+
+    key = hashlib.sha256("\n".join((source, name, arch, str(torch.version.cuda), *OPTIONS)).encode()).hexdigest()[:24]
+    path = cache_dir() / "kernels" / f"cuda-sm{arch}-{key}.cubin"
+    if path.is_file():
+        symbol, _, binary = path.read_bytes().partition(b"\n")
+        return binary, symbol.decode()
+    binary, symbol_of = compile_kernel(source, name, arch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(prefix=".kernel-", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(symbol_of.encode() + b"\n" + binary)
+        os.replace(draft, path)
+    except OSError as error:
+        log.warning("the kernel %s is compiled at every start: it cannot be kept (%s)", name, error)
+    return binary, symbol_of

@@ -1,0 +1,291 @@
+// What src/qbe/kernels/cuda/device.cuh gives a kernel, in plain C++: the threads of a block are fibers of one thread,
+// which take turns at whatever a warp does together. Copies happen when they are begun or, if `late`, when they are
+// waited for: a slot that is filled before it is free or read before it is full shows in one of the two.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE inline
+#define KERNEL(threads, blocks) void
+#define THREADS 256
+#define SHARED (227 << 10)
+
+struct Place { int x, y; };
+static Place threadIdx, blockIdx;
+static u8 shared_memory[SHARED];
+
+struct Meeting { int here = 0, round = 0; };  // of the threads of a warp or block
+
+static ucontext_t scheduler, fibers[THREADS];
+static bool done[THREADS];
+static Meeting warps[THREADS / 32], block;
+static u32 given[THREADS / 32][2][32][8];  // what threads show each other, in turns
+static int turn[THREADS];
+static bool voted[2];
+static void (*body)();
+
+static void meet(Meeting &meeting, int count) {
+    int me = threadIdx.x, round = meeting.round;
+    if (++meeting.here == count) {
+        meeting.here = 0, meeting.round++;
+        return;
+    }
+    while (meeting.round == round) {
+        swapcontext(&fibers[me], &scheduler);
+        threadIdx.x = me;
+    }
+}
+
+template <int COUNT>
+static u32 (*shown(const u32 (&own)[COUNT]))[8] {
+    int me = threadIdx.x;
+    auto &all = given[me / 32][turn[me] ^= 1];
+    memcpy(all[me % 32], own, sizeof own);
+    meet(warps[me / 32], 32);
+    return all;
+}
+
+static void fiber() {
+    body();
+    done[threadIdx.x] = true;
+}
+
+static void run_block() {
+    static std::vector<u8> stacks(THREADS * (256 << 10));
+    memset(shared_memory, 0xFF, sizeof shared_memory);
+    for (int i = 0; i < THREADS; i++) {
+        getcontext(&fibers[i]);
+        fibers[i].uc_stack.ss_sp = &stacks[i * (256 << 10)];
+        fibers[i].uc_stack.ss_size = 256 << 10;
+        fibers[i].uc_link = &scheduler;
+        done[i] = false;
+        makecontext(&fibers[i], fiber, 0);
+    }
+    for (bool left = true; left;) {
+        left = false;
+        for (int i = 0; i < THREADS; i++)
+            if (!done[i]) {
+                threadIdx.x = i;
+                swapcontext(&scheduler, &fibers[i]);
+                left |= !done[i];
+            }
+    }
+}
+
+inline u8 *shared_at(int at, u32 bytes, u32 multiple) {
+    if (at % multiple || at + bytes > SHARED) {
+        fprintf(stderr, "shared memory: %u bytes at %u\n", bytes, at);
+        abort();
+    }
+    return shared_memory + at;
+}
+
+template <class T>
+inline T loaded(int at) {
+    T x;
+    memcpy(&x, shared_at(at, sizeof x, sizeof x), sizeof x);
+    return x;
+}
+
+struct words2 { u32 x, y; };
+struct words4 { u32 x, y, z, w; };
+
+
+inline void forget(int &) {}
+inline u32 load4(int at) { return loaded<u32>(at); }
+inline words2 load8(int at) { return loaded<words2>(at); }
+inline words4 load16(int at) { return loaded<words4>(at); }
+inline void store4(int at, u32 x) { memcpy(shared_at(at, 4, 4), &x, 4); }
+inline void store1(int at, u8 x) { *shared_at(at, 1, 1) = x; }
+inline void store16(int at, words4 x) { memcpy(shared_at(at, 16, 16), &x, 16); }
+inline void barrier_init(int at) { memset(shared_at(at, 8, 8), 0, 8); }
+inline void fence_copies() {}
+
+struct Copy {
+    int to;
+    const u8 *from;
+    u32 bytes;
+    int barrier;
+};
+
+static bool late;
+static std::vector<Copy> copies;
+
+[[noreturn]] inline void fault(const char *what) {
+    fprintf(stderr, "%s\n", what);
+    abort();
+}
+
+// A barrier: bytes that are still expected, and how often they all came.
+inline void barrier_expect(int at, u32 bytes) {
+    if (load4(at)) fault("a barrier is used before its copies came");
+    store4(at, bytes);
+}
+
+inline void arrive(Copy c) {
+    memcpy(shared_at(c.to, c.bytes, 16), c.from, c.bytes);
+    store4(c.barrier, load4(c.barrier) - c.bytes);
+    if (!load4(c.barrier)) store4(c.barrier + 4, load4(c.barrier + 4) + 1);
+}
+
+inline void copy(int to, const u8 *from, u32 bytes, int barrier) {
+    if (bytes % 16 || (u64)from % 16 || load4(barrier) < bytes) fault("a copy of odd size or place");
+    if (late)
+        copies.push_back({to, from, bytes, barrier});
+    else
+        arrive({to, from, bytes, barrier});
+}
+
+inline void barrier_wait(int at, u32 parity) {
+    u32 none[1] = {0};
+    shown(none);
+    for (size_t i = 0; i < copies.size();)
+        if (copies[i].barrier == at) {
+            arrive(copies[i]);
+            copies.erase(copies.begin() + i);
+        } else {
+            i++;
+        }
+    if (load4(at) || load4(at + 4) % 2 == parity) fault("a barrier waits for ever");
+}
+
+inline void sync_warp() {
+    u32 none[1] = {0};
+    shown(none);
+}
+
+inline void sync_block() { meet(block, THREADS); }
+
+inline bool any_of_block(bool x) {
+    if (threadIdx.x == 0) voted[0] = false;
+    sync_block();
+    voted[0] |= x;
+    sync_block();
+    return voted[0];
+}
+
+template <bool TRANS>
+inline void load_matrices(u32 (&x)[4], int at) {
+    u32 own[1] = {at};
+    auto all = shown(own);
+    int lane = threadIdx.x % 32;
+    for (int m = 0; m < 4; m++) {
+        u32 half[2];
+        for (int i = 0; i < 2; i++) {
+            int row = TRANS ? lane % 4 * 2 + i : lane / 4, column = TRANS ? lane / 4 : lane % 4 * 2 + i;
+            half[i] = *(u16 *)(shared_at(all[8 * m + row][0], 16, 16) + 2 * column);
+        }
+        x[m] = half[0] | half[1] << 16;
+    }
+}
+
+inline u32 transposed(u32 x) {
+    u32 own[1] = {x};
+    auto all = shown(own);
+    int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;  // of what comes back
+    u32 y = 0;
+    for (int i = 0; i < 2; i++) y |= (all[(column + i) * 4 + row / 2][0] >> (row % 2 * 16) & 0xFFFF) << 16 * i;
+    return y;
+}
+
+inline u32 bits_of_float(float x) {
+    u32 y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+
+inline float float_of_bits(u32 x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+
+inline float float_of_f16(u32 x) {
+    u16 half = x;
+    _Float16 y;
+    memcpy(&y, &half, 2);
+    return y;
+}
+
+template <bool F16>
+inline float number(u32 x) {
+    return F16 ? float_of_f16(x & 0xFFFF) : float_of_bits(x << 16);
+}
+
+template <bool F16>
+inline u32 rounded(float x) {
+    if (F16) {
+        _Float16 y = x;
+        u16 half;
+        memcpy(&half, &y, 2);
+        return half;
+    }
+    u32 y = bits_of_float(x);
+    return x != x ? 0x7FFF : (y + 0x7FFF + (y >> 16 & 1)) >> 16;
+}
+
+template <bool F16>
+inline u32 pack(float low, float high) {
+    return rounded<F16>(low) | rounded<F16>(high) << 16;
+}
+
+template <bool F16>
+inline u32 add2(u32 a, u32 b) {
+    return pack<F16>(number<F16>(a) + number<F16>(b), number<F16>(a >> 16) + number<F16>(b >> 16));
+}
+
+template <bool F16>
+inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    u32 own[6] = {a0, a1, a2, a3, b0, b1};
+    auto all = shown(own);
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; k++) {
+            u32 a = all[row * 4 + k % 8 / 2][i / 2 + k / 8 * 2], b = all[column * 4 + k % 8 / 2][4 + k / 8];
+            d[i] += number<F16>(a >> k % 2 * 16) * number<F16>(b >> k % 2 * 16);
+        }
+    }
+}
+
+inline u32 and_or(u32 x, u32 mask, u32 one) { return (x & mask) | one; }
+
+inline u32 and_not_or(u32 x, u32 mask, u32 one) { return (~x & mask) | one; }
+
+inline u32 bytes_of(u32 a, u32 b, u32 selector) {
+    u64 all = (u64)b << 32 | a;
+    u32 x = 0;
+    for (int i = 0; i < 4; i++) x |= (u32)(all >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return x;
+}
+
+inline float power2(float x) { return exp2f(x); }
+inline float logarithm2(float x) { return log2f(x); }
+inline int ones(u32 x) { return __builtin_popcount(x); }
+
+inline float shuffle(float x, int lane) {
+    u32 own[1] = {bits_of_float(x)};
+    return float_of_bits(shown(own)[lane][0]);
+}
+
+inline float shuffle_xor(float x, int mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
+
+inline u32 ballot(bool x) {
+    u32 own[1] = {x}, y = 0;
+    auto all = shown(own);
+    for (int i = 0; i < 32; i++) y |= all[i][0] << i;
+    return y;
+}
+
+inline bool any(bool x) { return ballot(x); }
