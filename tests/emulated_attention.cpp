@@ -32,8 +32,11 @@ static void (*chosen(bool f16, bool softcap))() {
     return softcap ? call<DIM, false, true> : call<DIM, false, false>;
 }
 
+extern "C" int room_bytes(int dim) { return dim == 128 ? Room<128>::BYTES : Room<64>::BYTES; }
+
 extern "C" void run(const Arguments *arguments, int dim, int f16, int batch, int copies_late) {
     late = copies_late;
+    shared_bytes = room_bytes(dim);
     given_arguments = *arguments;
     body = dim == 128 ? chosen<128>(f16, arguments->softcap) : chosen<64>(f16, arguments->softcap);
     for (int y = 0; y < arguments->parts; y++)

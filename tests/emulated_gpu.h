@@ -24,6 +24,7 @@ typedef long long i64;
 struct Place { int x, y; };
 static Place threadIdx, blockIdx;
 static u8 shared_memory[SHARED];
+static u32 shared_bytes;  // of it that a block has
 
 struct Meeting { int here = 0, round = 0; };  // of the threads of a warp or block
 
@@ -84,7 +85,7 @@ static void run_block() {
 }
 
 inline u8 *shared_at(int at, u32 bytes, u32 multiple) {
-    if (at % multiple || at + bytes > SHARED) {
+    if (at % multiple || at + bytes > shared_bytes) {
         fprintf(stderr, "shared memory: %u bytes at %u\n", bytes, at);
         abort();
     }

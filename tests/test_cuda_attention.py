@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from kv_samples import Memory
 from qbe.kernels.cpu.build import compiled
 from qbe.kernels.cuda import decode_attention
+from qbe.kernels.reference.paged_attention import paged_attention as reference
 from qbe.kernels.reference.rotation import rotate
-from test_paged_attention import MIXED, case, on_cpu, same
-from test_triton_kernel import CUDA
+from test_paged_attention import MIXED, case, copied, on_cpu, on_gpu_order, same
+from test_triton_kernel import CUDA, DEVICE
 
 HERE = Path(__file__).parent
 POINTERS = ("query", "key", "value", "memory", "blocks", "slots", "tables", "lengths", "means", "sums")
@@ -86,10 +88,17 @@ def kernel_of(parts: int, late: bool) -> Any:
     return kernel
 
 
+def kernel(parts: int) -> Any:
+    """The real one, or the emulated one with so many parts."""
+    from qbe.kernels.triton.paged_attention import paged_attention
+
+    return paged_attention if CUDA else kernel_of(parts, False)
+
+
 def check(arguments: dict[str, Any], dtype: torch.dtype, parts: int = 3) -> None:
     """On a GPU the kernel itself, with parts of its own choice."""
     if CUDA:
-        assert decode_attention.serves(arguments["query"], arguments["value"], arguments["softcap"])
+        assert decode_attention.serves(*(arguments[name] for name in ("query", "key", "value", "softcap")))
         same(arguments, dtype)
         return
     for late in (False, True):
@@ -98,7 +107,7 @@ def check(arguments: dict[str, Any], dtype: torch.dtype, parts: int = 3) -> None
 
 @pytest.mark.parametrize("formats", [MIXED[:1], MIXED], ids=["full", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", ["smollm", "llama", "no sharing", "eight queries"])
+@pytest.mark.parametrize("shape", ["smollm", "llama", "no sharing", "five queries", "eight queries"])
 def test_it_is_the_reference(shape: str, dtype: torch.dtype, formats: list[object]) -> None:
     check(case(shape, [1, 2, 17, 64, 65, 300], dtype, formats), dtype)
 
@@ -131,15 +140,42 @@ def test_scores_of_every_size(sharp: float) -> None:
     check(arguments | {"scaling": sharp}, torch.float16)
 
 
-def test_what_is_not_a_number_is_seen() -> None:
-    from qbe.kernels.triton.paged_attention import paged_attention
+def test_numbers_may_lie_apart() -> None:
+    arguments: dict[str, Any] = case("five queries", [70, 200], torch.float16, MIXED)
+    for name in ("query", "key", "value"):
+        x = arguments[name]
+        wide = torch.zeros(x.shape[0] + 1, x.shape[1] + 2, x.shape[2], 3, dtype=x.dtype, device=x.device)
+        arguments[name] = wide[1:, 2:, :, 1].copy_(x)
+        assert arguments[name].stride(2) == 3
+    check(arguments, torch.float16)
 
-    kernel = paged_attention if CUDA else kernel_of(2, False)
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_large_values_stay_finite_in_float16(bits: int) -> None:
+    """Sealed tokens whose weights are 2^7.5 times the first one's, times the scales of values of some thousands."""
+    arguments: dict[str, Any] = case("two heads", [70], torch.float16, [16, bits])
+    memory = Memory([(16,), (bits,)], (1, 64, 64), torch.float16, 4)
+    query = arguments["query"][:, :1].cpu().float()
+    keys = (query / query.norm() ** 2 * 7.5 * math.log(2) / arguments["scaling"]).expand(69, 1, 64)
+    values = (500 if bits == 2 else 2500) * torch.randn(69, 1, 64, generator=torch.Generator().manual_seed(0))
+    entries = [memory.filled(1, keys[:64], values[:64]), memory.filled(0, keys[64:], values[64:])]
+    arguments |= {
+        "memory": memory.data.to(DEVICE), "blocks": memory.words.to(DEVICE),
+        "tables": torch.tensor([entries], device=DEVICE), "slots": torch.tensor([entries[1] + 5], device=DEVICE),
+        "key": torch.zeros_like(arguments["key"]),
+    }  # fmt: skip
+    expected = reference(**copied(arguments))
+    found = kernel(1)(**arguments | {"memory": on_gpu_order(arguments)})
+    assert expected.isfinite().all()
+    assert (found - expected).abs().max() <= 2e-3 * values.abs().max()
+
+
+def test_what_is_not_a_number_is_seen() -> None:
     for name, bad in (("key", math.inf), ("value", math.nan)):
         arguments: dict[str, Any] = case("smollm", [70, 70], torch.float16)
         arguments[name] = arguments[name].clone()
         arguments[name][1, 2, 5] = bad
-        out = kernel(**arguments)
+        out = kernel(2)(**arguments)
         assert out[1, 6:].isnan().any(1).all()
         assert not out[0].isnan().any()
         assert not out[1, :6].isnan().any()
@@ -153,7 +189,44 @@ def test_parts_keep_all_processors_busy(heads: int, pages: int, parts: int) -> N
     assert decode_attention.parts_for(heads, pages, 132) == parts
 
 
-def test_a_block_fits_into_shared_memory() -> None:
-    """227 KiB of compute capability 9.0; the kernel counts the same bytes (emulated memory ends there, too)."""
-    assert decode_attention.shared_bytes(128) <= 227 << 10
-    assert decode_attention.shared_bytes(64) < decode_attention.shared_bytes(128)
+@pytest.mark.parametrize("dim", decode_attention.DIMS)
+def test_a_block_fits_into_shared_memory(dim: int) -> None:
+    """227 KiB of compute capability 9.0, and what is launched is what the kernel uses."""
+    assert emulation().room_bytes(dim) == decode_attention.shared_bytes(dim) <= 227 << 10
+
+
+def test_a_damaged_binary_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qbe.kernels.cuda import nvrtc
+
+    made: list[str] = []
+
+    def compile_kernel(source: str, name: str, arch: str) -> tuple[bytes, str]:
+        made.append(name)
+        return b"\x7fELF\n\x00 code\n of " + name.encode(), "_Z1" + name
+
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "compile_kernel", compile_kernel)
+    first = nvrtc.compiled_kernel("source", "k", "90")
+    assert nvrtc.compiled_kernel("source", "k", "90") == first
+    assert made == ["k"]
+    (file,) = (tmp_path / "kernels").iterdir()
+    whole = file.read_bytes()
+    for damaged in (b"", b"\xff\xfe\n", whole[:-3], whole.replace(b"code", b"cede")):
+        file.write_bytes(damaged)
+        made.clear()
+        assert nvrtc.compiled_kernel("source", "k", "90") == first
+        assert made == ["k"]
+        assert file.read_bytes() == whole
+    assert nvrtc.compiled_kernel("source", "other", "90") != first
+
+
+def test_a_binary_that_cannot_be_kept_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from qbe.kernels.cuda import nvrtc
+
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: (b"code", "k"))
+    assert nvrtc.compiled_kernel("source", "k", "90") == (b"code", "k")
+    assert "cannot be kept" in caplog.text

@@ -28,6 +28,7 @@ SHAPES = {  # heads, kv_heads, key_dim, value_dim
     "no sharing": (2, 2, 64, 64),
     "eight queries": (8, 1, 128, 128),
     "two heads": (2, 1, 64, 64),
+    "five queries": (10, 2, 64, 64),
 }
 PLAIN = [16, 8, 4, 2, (2, 16, 4), (8, 2, 16)]  # formats, the same bits for all heads or bits by head
 MIXED = [*PLAIN, 68, 66, (2, 16, 68)]  # with turbo keys

@@ -114,12 +114,13 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
         cache: through which a step has run.
         pages: that one sequence can have.
     """
+    from qbe.kernels.triton.paged_attention import MOST_SPLITS, combine
     from qbe.kernels.triton.write_rows import write_rows
 
     pool = cache.pool
     spare = torch.tensor([pool.spare], device=pool.device)
     formats = frozenset([pool.format((KV_BITS[0],) * len(pool.shapes), Counter())])
-    # How many parts the keys are cut into changes a kernel at powers of two only.
+    # How many parts the keys are cut into changes a kernel at powers of two only; those are put together by any number.
     widths = sorted({min(pages, 1 << i) for i in range(pages.bit_length() + 1)})
     seen: set[object] = set()
     for layer, (shape, heads, call) in enumerate(zip(pool.shapes, cache.heads, cache.calls, strict=True)):
@@ -128,6 +129,11 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
         seen.add((shape, heads, call))
         yield functools.partial(pool.seal, torch.stack([spare, spare]), layer)
         yield functools.partial(pool.read, layer, spare)
+        out = torch.zeros(1, heads, shape.value_dim, dtype=pool.dtype, device=pool.device)
+        for parts in (1 << i for i in range(MOST_SPLITS.bit_length())):
+            means = torch.zeros(1, parts, heads, shape.value_dim, device=pool.device)
+            sums = torch.zeros(1, parts, 3, heads, device=pool.device)
+            yield functools.partial(combine, means, sums, out, sums[:, 0, 0], None)
         for n in (1, 2):
             sizes = ((heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
             q, k, v = (torch.zeros(1, h, n, d, dtype=pool.dtype, device=pool.device) for h, d in sizes)

@@ -19,7 +19,11 @@ constexpr int TURBO = 64;  // in a block's kind
 constexpr int CUT = 128;   // in a list of pages, beside the kind: a window begins within the page
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float HIDDEN = -1e30f;  // the score of a token that is not seen
-constexpr float SLACK = 8;        // how far scores (times log2 e) may be above `top` before sums are scaled anew
+
+// How far scores (times log2 e) may be above `top` before sums are scaled anew. A weight times a value's scale has to be
+// a number of its dtype: the scale is one of float16, so that there no weight may be above 1.
+template <bool F16>
+constexpr float SLACK = F16 ? 0 : 8;
 
 // Shared memory, in bytes: of a warp, and behind those of all warps, of a block.
 template <int DIM>
@@ -142,7 +146,7 @@ DEVICE float capped(float score, float softcap) {
 template <int DIM>
 struct Sums {
     float acc[DIM / 16][4];  // weight * value: channels 16 j + group and + 8, each for both queries
-    float top[2];            // the highest score that sums are relative to
+    float top[2];            // what sums are relative to: no score is more than SLACK above it
     float total[2];          // of weights
     float weighted[2];       // weight * (score - top)
     float bases[2];          // what the lows of values add to all channels
@@ -157,7 +161,7 @@ struct Sums {
     }
 
     // Scores (times log2 e) of tokens, from which the `off` of their column is missing, become their weights.
-    template <int TILES>
+    template <bool F16, int TILES>
     DEVICE void add(float (&s)[TILES][4], float off0, float off1) {
         float most[2] = {HIDDEN, HIDDEN};
         const float off[2] = {off0, off1};
@@ -165,7 +169,7 @@ struct Sums {
         for (int i = 0; i < TILES; i++)
 #pragma unroll
             for (int k = 0; k < 4; k++) most[k & 1] = fmaxf(most[k & 1], s[i][k]);
-        if (any(most[0] + off0 > top[0] + SLACK || most[1] + off1 > top[1] + SLACK)) {
+        if (any(most[0] + off0 > top[0] + SLACK<F16> || most[1] + off1 > top[1] + SLACK<F16>)) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -390,7 +394,7 @@ struct Walk {
                 for (int k = 0; k < 4; k++) s[tile][k] = scored(s[tile][k] + off[k]);
         }
         hide<BITS>(s, entry);
-        sums.add(s, SOFTCAP ? 0 : off[0], SOFTCAP ? 0 : off[1]);
+        sums.template add<F16>(s, SOFTCAP ? 0 : off[0], SOFTCAP ? 0 : off[1]);
     }
 
     // Pages i, i + WARPS, .. before end of the list, which ends at `all`. Returns the first one of this warp that is left.
@@ -470,7 +474,7 @@ struct Walk {
             if (!more) return i;
             if constexpr (IS_TURBO) {
                 hide<BITS>(s, entry);
-                sums.add(s, 0, 0);
+                sums.template add<F16>(s, 0, 0);
             } else {
                 weigh<BITS>(s, off, entry);
             }
@@ -737,7 +741,7 @@ struct Walk {
                 }
             }
             taken--, fill_full(ahead, pages);
-            sums.add(s, 0, 0);
+            sums.template add<F16>(s, 0, 0);
             const int values = wait() + value_row;
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {

@@ -16,7 +16,7 @@ import torch
 DIMS = (64, 128)
 MOST_REPEAT = 8  # query heads a key head: the columns of a product
 WARPS, SLOTS = 8, 3  # as in decode_attention.cu
-MOST_PARTS = 64
+MOST_PARTS = 64  # of which `combine` of qbe.kernels.triton.paged_attention makes one
 START = 12  # pages that a block could read in the time that its beginning and its end take
 CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
@@ -24,18 +24,27 @@ FOLDER = Path(__file__).parent
 log = logging.getLogger(__name__)
 
 
-def serves(query: torch.Tensor, value: torch.Tensor, softcap: float) -> bool:
-    """Whether there is a kernel for such a query `[B, heads, key_dim]` and value `[B, kv_heads, value_dim]`."""
+def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float) -> bool:
+    """Whether there is a kernel for such arguments of `qbe.kernels.attention_ops.paged_attention`."""
     return (
         query.is_cuda
         and torch.version.hip is None
         and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
         and query.shape[2] == value.shape[2]
         and query.shape[2] in DIMS
         and query.shape[1] <= MOST_REPEAT * value.shape[1]
-        and torch.cuda.get_device_capability(query.device) >= CAPABILITY
+        and _fits(query.device, query.shape[2])
         and _kernel(query.device, query.shape[2], query.dtype == torch.float16, softcap != 0) is not None
     )
+
+
+@cache
+def _fits(device: torch.device, dim: int) -> bool:
+    """Whether the device has the kernel's instructions and room for a block: not all later than Hopper have both."""
+    properties = torch.cuda.get_device_properties(device)
+    room: int = getattr(properties, "shared_memory_per_block_optin", 0)  # torch's stubs do not know it
+    return (properties.major, properties.minor) >= CAPABILITY and room >= shared_bytes(dim)
 
 
 @cache
@@ -53,7 +62,7 @@ def parts_for(heads: int, pages: int, processors: int) -> int:
     def time(parts: int) -> int:
         return -(-heads * parts // processors) * (-(-pages // parts) + START)
 
-    return min(range(1, min(MOST_PARTS, pages) + 1), key=time)
+    return min(range(1, max(1, min(MOST_PARTS, pages)) + 1), key=time)
 
 
 def shared_bytes(dim: int) -> int:
@@ -83,9 +92,9 @@ def _kernel(device: torch.device, dim: int, float16: bool, softcap: bool) -> Any
             kernel = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
             kernel.set_shared_memory_config(shared_bytes(dim))
         return kernel
-    except (ImportError, RuntimeError, OSError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
         line = next((x for x in str(error).splitlines() if "error" in x), str(error).strip())
-        log.warning("decode attention runs in Triton, which is slower: %s was not compiled (%s)", name, line[:200])
+        log.warning("decode attention runs in Triton, which is slower: no %s (%s)", name, line[:200])
         return None
 
 
@@ -115,15 +124,10 @@ def launch(
     means = torch.empty(batch, parts, heads, dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(batch, parts, 3, heads, dtype=torch.float32, device=query.device)
     kernel = _kernel(query.device, dim, query.dtype == torch.float16, softcap != 0)
-    kernel(
-        (batch * kv_heads, parts, 1),
-        (32 * WARPS, 1, 1),
-        [
-            query, key, value, memory, blocks, slots, tables, lengths, means, sums, *query.stride(), *key.stride(),
-            *value.stride(), tables.stride(0), float(scaling), float(softcap), parts, kv_heads, heads // kv_heads,
-            window,
-        ],
-        shared_bytes(dim),
-        torch.cuda.current_stream(query.device),
-    )  # fmt: skip
+    arguments = [
+        query, key, value, memory, blocks, slots, tables, lengths, means, sums, *query.stride(), *key.stride(),
+        *value.stride(), tables.stride(0), float(scaling), float(softcap), parts, kv_heads, heads // kv_heads, window,
+    ]  # fmt: skip
+    with torch.cuda.device(query.device):
+        kernel((batch * kv_heads, parts, 1), (32 * WARPS, 1, 1), arguments, shared_bytes(dim))
     return means, sums

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from contextlib import suppress
 
 import torch
 
@@ -72,21 +73,37 @@ def _text(lib: ctypes.CDLL, program: ctypes.c_void_p) -> str:
 
 
 def compiled_kernel(source: str, name: str, arch: str) -> tuple[bytes, str]:
-    """`compile_kernel`, once: what it gave is in the user's cache, keyed by source, name, compiler and device."""
+    """`compile_kernel`, once: what it gave is in the user's cache, keyed by all that it depends on.
+
+    A file that is damaged, or that may not be read, is made anew.
+    """
     from qbe.models import cache_dir
 
     key = hashlib.sha256("\n".join((source, name, arch, str(torch.version.cuda), *OPTIONS)).encode()).hexdigest()[:24]
-    path = cache_dir() / "kernels" / f"cuda-sm{arch}-{key}.cubin"
-    if path.is_file():
-        symbol, _, binary = path.read_bytes().partition(b"\n")
-        return binary, symbol.decode()
-    binary, symbol_of = compile_kernel(source, name, arch)
     try:
+        path = cache_dir() / "kernels" / f"cuda-sm{arch}-{key}.cubin"
+        digest, symbol, binary = path.read_bytes().split(b"\n", 2)
+        if digest.decode() == _digest(symbol, binary):
+            return binary, symbol.decode()
+    except (OSError, ValueError, RuntimeError):  # not there, damaged, or no home
+        pass
+    made, called = compile_kernel(source, name, arch)
+    draft = None
+    try:
+        path = cache_dir() / "kernels" / f"cuda-sm{arch}-{key}.cubin"
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(prefix=".kernel-", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            file.write(symbol_of.encode() + b"\n" + binary)
+            file.write(b"\n".join((_digest(called.encode(), made).encode(), called.encode(), made)))
+        os.chmod(draft, 0o644)
         os.replace(draft, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         log.warning("the kernel %s is compiled at every start: it cannot be kept (%s)", name, error)
-    return binary, symbol_of
+        if draft is not None:
+            with suppress(OSError):
+                os.unlink(draft)
+    return made, called
+
+
+def _digest(symbol: bytes, binary: bytes) -> str:
+    return hashlib.sha256(symbol + b"\n" + binary).hexdigest()

@@ -61,12 +61,12 @@ def paged_attention(
     The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere.
     """
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
-    if decode_attention.serves(query, value, softcap):
+    if decode_attention.serves(query, key, value, softcap):
         means, sums = decode_attention.launch(
             query, key, value, memory, blocks, slots, tables, lengths, scaling, window, softcap,
             _processors(query.device),
         )  # fmt: skip
-        _combine(means, sums, out, entropy, None)
+        combine(means, sums, out, entropy, None)
         return out
     walk(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, out, Noted())
     return out
@@ -113,10 +113,10 @@ def walk(
         BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,
         ASM=query.is_cuda, num_warps=2 if noted.notes is None else 4,
     )  # fmt: skip
-    _combine(means, sums, out, entropy, noted.raised)
+    combine(means, sums, out, entropy, noted.raised)
 
 
-def _combine(
+def combine(
     means: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, entropy: torch.Tensor, raised: torch.Tensor | None
 ) -> None:
     """The parts' means `[B, parts, heads, value_dim]` and sums `[B, parts, 3, heads]` become `out` and `entropy`."""
