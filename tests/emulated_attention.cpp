@@ -1,6 +1,14 @@
-// decode_attention.cu as a function on a CPU.
+// decode_attention.cu as a function on a CPU. The order of what is included matters.
 
 #include "emulated_gpu.h"
+//
+#include "../src/qbe/kernels/cuda/room.cuh"
+//
+#include "../src/qbe/kernels/cuda/codes.cuh"
+//
+#include "../src/qbe/kernels/cuda/sums.cuh"
+//
+#include "../src/qbe/kernels/cuda/walk.cuh"
 //
 #include "../src/qbe/kernels/cuda/decode_attention.cu"
 

@@ -15,11 +15,12 @@ import torch
 
 DIMS = (64, 128)
 MOST_REPEAT = 8  # query heads a key head: the columns of a product
-WARPS, SLOTS = 8, 3  # as in decode_attention.cu
+WARPS, SLOTS = 8, 3  # as in room.cuh
 MOST_PARTS = 64  # of which `combine` of qbe.kernels.triton.paged_attention makes one
 START = 12  # pages that a block could read in the time that its beginning and its end take
 CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
+SOURCES = ("device.cuh", "room.cuh", "codes.cuh", "sums.cuh", "walk.cuh", "decode_attention.cu")  # compiled as one
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def parts_for(heads: int, pages: int, processors: int) -> int:
 
 
 def shared_bytes(dim: int) -> int:
-    """Shared memory of a block: `Room<DIM>::BYTES` of decode_attention.cu."""
+    """Shared memory of a block: `Room<DIM>::BYTES` of room.cuh."""
     slot = max(68 * dim + 256, 66 * dim + 512)
     warp = -(-(SLOTS * slot + 8 * dim + 16 * 7 + 8 * SLOTS) // 128) * 128
     return WARPS * (warp + 32 * 8) + 8 * 6 + 8 * 4 * dim
@@ -74,7 +75,7 @@ def shared_bytes(dim: int) -> int:
 
 def source() -> str:
     """What is compiled."""
-    return "".join((FOLDER / name).read_text() for name in ("device.cuh", "decode_attention.cu"))
+    return "".join((FOLDER / name).read_text() for name in SOURCES)
 
 
 @cache
