@@ -57,7 +57,7 @@ def test_pages_take_the_format_that_a_sequence_has_when_they_are_filled() -> Non
     s.add(r)
     advance(s)
     assert [p.format for p in r.pages] == [LOW, LOW]
-    assert [p.frame is None for p in r.pages] == [True, False]
+    assert r.sealed == 0
     chosen["r"] = FULL
     advance(s)
     assert [p.format for p in r.pages] == [LOW, FULL], "what is written stays, what is being filled follows"

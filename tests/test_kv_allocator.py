@@ -50,9 +50,11 @@ def check(allocator: PageAllocator, owned: list[Page], known: dict[bytes, Page])
 def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int, int]]) -> None:
     allocator = PageAllocator(PAGES, FORMATS[0])
     owned: list[Page] = []  # one entry per owner
+    reads: list[bool] = []  # whether that owner reads the frame
     known: dict[bytes, Page] = {}
     for what, number, which, count in traffic:
-        page = owned[which % len(owned)] if owned else None
+        at = which % len(owned) if owned else 0
+        page = owned[at] if owned else None
         if page is None or what < 3:
             new = allocator.allocate(count, FORMATS[number])
             if new is None:
@@ -61,12 +63,16 @@ def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int
                 assert max(holes, default=0) < count * FORMATS[number].nbytes + (count + 1) * FORMATS[0].nbytes
             else:
                 owned += new
-        elif what == 3:
+                reads += [True] * len(new)
+        elif what == 3 and reads[at]:
             allocator.seal(page)
+            reads[at] = False
         elif what == 4:
-            allocator.share([page])
+            also = page.format.full or (page.frame is not None and count > 2)
+            allocator.share([page], 0 if also else 1)
             owned.append(page)
-        elif what == 5 and page.frame is None:
+            reads.append(also)
+        elif what == 5 and not reads[at]:
             key = bytes([which % 9])
             taken = key in known and known[key].key == key
             had = page.key
@@ -80,17 +86,21 @@ def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int
                 changed = allocator.reformat(page, FORMATS[number])
                 assert (page.format is FORMATS[number]) == changed
                 assert frame in (page.address, page.frame)
+                reads[at] |= changed
         elif what == 7:
             found = allocator.find(bytes([which % 9]))
             if found is not None:
                 assert found is known[bytes([which % 9])]
                 owned.append(found)
+                reads.append(False)
         else:
-            owned.remove(page)
-            allocator.release([page])
+            allocator.release([owned.pop(at)], 0 if reads.pop(at) else 1)
         check(allocator, owned, known)
-    for page in owned:
-        allocator.release([page])
+        for page in owned:
+            reading = any(r for p, r in zip(owned, reads, strict=True) if p is page)
+            assert page.format.full or (page.frame is not None) == reading
+    for page, reading in zip(owned, reads, strict=True):
+        allocator.release([page], 0 if reading else 1)
     assert allocator.free == PAGES
     everything = allocator.allocate(PAGES)
     assert everything is not None, "idle pages give way"

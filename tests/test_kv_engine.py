@@ -37,7 +37,9 @@ def kv(*bits: Any, first: int | None = None) -> Blueprint:
 
 
 def core(name: str = "llama", **sizes: Any) -> Core:
-    return Core(build(name), NO_SITES, **{"max_batch_tokens": 512, "max_sequences": 8, "kv_tokens": 4096} | sizes)
+    model = build(name)
+    model.config.max_position_embeddings = 1024
+    return Core(model, NO_SITES, **{"max_batch_tokens": 512, "max_sequences": 8, "kv_tokens": 4096} | sizes)
 
 
 def alone(name: str, prompt: list[int], blueprint: Blueprint, tokens: int = TOKENS) -> list[int]:
@@ -47,8 +49,8 @@ def alone(name: str, prompt: list[int], blueprint: Blueprint, tokens: int = TOKE
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2-softcap"])
 def test_answers_do_not_depend_on_chunks_or_company(name: str) -> None:
     """Each of a batch of mixed KV precision gets the answer that it gets alone, its prompt cut in any way."""
-    texts = prompts(150, 201, 64, 3, 140)
-    blueprints = [kv(8), kv(68), kv(2, 16), kv(8, 4, 66, 4), kv(2, 4, first=8)]
+    texts = prompts(150, 201, 64, 3, 650, 505)
+    blueprints = [kv(8), kv(68), kv(2, 16), kv(8, 4, 66, 4), kv(2, 4, first=8), kv(4)]
     expected = [alone(name, p, b) for p, b in zip(texts, blueprints, strict=True)]
     for tokens in (16, 100, 512):
         together = core(name, max_batch_tokens=tokens)
@@ -69,8 +71,8 @@ def test_models_that_run_one_sequence_at_a_time(name: str) -> None:
 
 
 def test_fewer_bits_are_further_from_16() -> None:
-    """By the logits after a prompt of two sealed pages."""
-    prompt = prompts(150)[0]
+    """By the logits after a prompt of which two pages are sealed."""
+    prompt = prompts(210)[0]
     found = {}
     for bits in (16, *LOW):
         c = core()
@@ -94,6 +96,19 @@ def test_preempted_requests_resume_with_the_same_answer(bits: int) -> None:
     assert small.scheduler.allocator.free == 6
 
 
+def test_requests_preempted_past_a_stretch_of_pages_go_on_after_it() -> None:
+    texts, blueprint = prompts(500, 505, 500), kv(4)
+    expected = [alone("llama", p, blueprint, 160) for p in texts]
+    small = core(kv_tokens=9 * PAGE_SIZE)
+    requests = [request(str(i), p, blueprint, max_tokens=160) for i, p in enumerate(texts)]
+    begun, begin = [], small.scheduler.paging.begin
+    small.scheduler.paging.begin = lambda r: (begin(r), begun.append((r.preemptions, r.computed)))[0]
+    assert run(small, *requests) == expected
+    assert sum(r.preemptions for r in requests) > 0
+    assert {at for times, at in begun if times} <= {0, 512}
+    assert small.scheduler.allocator.free == 9
+
+
 def test_sampling_goes_on_where_it_was_after_preemption() -> None:
     texts, params = prompts(60, 61, 62), {"max_tokens": 80, "temperature": 1.0, "seed": 5}
     expected = [run(core(), request("r", p, **params))[0] for p in texts]
@@ -105,17 +120,19 @@ def test_sampling_goes_on_where_it_was_after_preemption() -> None:
 @pytest.mark.parametrize(("bits", "first"), [(16, None), (4, None), (4, 8)])
 def test_a_shared_prefix_changes_no_answer(bits: int, first: int | None) -> None:
     own = kv(bits, first=first)
-    prompt, other = prompts(200)[0], prompts(200)[0]
-    other[140:] = prompts(60)[0]
-    expected = [alone("llama", p, own) for p in (prompt, other)]
+    prompt, other, early = prompts(720)[0], prompts(720)[0], prompts(720)[0]
+    other[590:], early[200:] = prompts(130)[0], prompts(520)[0]
+    expected = [alone("llama", p, own) for p in (prompt, other, early)]
     c = core()
-    before, again, branch, full = (request(n, p, b, max_tokens=TOKENS) for n, p, b in (
-        ("before", prompt, own), ("again", prompt, own), ("branch", other, own), ("full", prompt, kv(8))
+    before, again, branch, fork, full = (request(n, p, b, max_tokens=TOKENS) for n, p, b in (
+        ("before", prompt, own), ("again", prompt, own), ("branch", other, own), ("fork", early, own),
+        ("full", prompt, kv(8)),
     ))  # fmt: skip
     assert run(c, before) == expected[:1]
-    assert run(c, again, branch, full)[:2] == expected
-    # A first page of 8 bits is that of whoever has 8 bits everywhere, too.
-    assert [r.cached for r in (before, again, branch, full)] == [0, 192, 128, 64 if first == 8 else 0]
+    assert run(c, again, branch, fork, full)[:3] == expected
+    # Below 16 bits a sequence goes on after a whole stretch of sealed pages only.
+    cached = [0, 704, 576, 192] if bits == 16 else [0, 512, 512, 0]
+    assert [r.cached for r in (before, again, branch, fork, full)] == [*cached, 0]
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba"])
@@ -123,7 +140,7 @@ def test_a_shared_prefix_changes_no_answer(bits: int, first: int | None) -> None
 def test_the_longest_request_that_is_taken_runs_to_its_end(name: str, blueprint: Blueprint) -> None:
     model, prompt = build(name), prompts(20)[0]
     model.config.max_position_embeddings = 1024
-    c = Core(model, NO_SITES, kv_tokens=3 * PAGE_SIZE, max_batch_tokens=PAGE_SIZE)
+    c = Core(model, NO_SITES, kv_tokens=4 * PAGE_SIZE, max_batch_tokens=PAGE_SIZE)
     most = c.scheduler.paging.capacity(request("probe", prompt, blueprint, max_tokens=1))
     assert PAGE_SIZE < most < 1024
     with pytest.raises(QBEError, match=f"holds {most} tokens"):
@@ -158,16 +175,16 @@ def test_pages_follow_a_blueprint_that_is_exchanged() -> None:
     for _ in range(70):
         c.step()
     assert [p.format.bits[0][0] for p in r.pages] == [4, 2, 2]
-    assert [p.frame is None for p in r.pages] == [True, True, False]
+    assert [p.frame is None for p in r.pages] == [True, False, False]
     while c.has_work():
         c.step()
     assert r.computed == 169
-    assert r.average_kv_bits == pytest.approx((64 * 4 + 64 * 2 + 41 * 16) / 169)
+    assert r.average_kv_bits == pytest.approx((64 * 4 + 105 * 16) / 169)
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_a_twin_goes_on_as_if_it_had_its_own_pages(bits: int) -> None:
-    prompt = prompts(100)[0]
+@pytest.mark.parametrize(("bits", "tokens"), [(16, 100), (4, 100), (4, 620)])
+def test_a_twin_goes_on_as_if_it_had_its_own_pages(bits: int, tokens: int) -> None:
+    prompt = prompts(tokens)[0]
     params = {"max_tokens": 60, "temperature": 1.0}
     expected = [run(core(), request("alone", prompt, kv(bits), seed=i, **params))[0] for i in range(3)]
     c = core()
@@ -181,7 +198,8 @@ def test_a_twin_goes_on_as_if_it_had_its_own_pages(bits: int) -> None:
     while c.has_work():
         c.step()
     assert [r.output_ids for r in requests] == expected
-    assert [r.cached for r in requests] == [0, 99, 99]
+    assert [r.cached for r in requests] == [0, tokens - 1, tokens - 1]
+    assert c.scheduler.allocator.free == c.scheduler.allocator.num_pages
 
 
 def test_answers_to_one_prompt_share_its_pages_and_have_their_own_seeds() -> None:
@@ -260,24 +278,24 @@ def test_decode_steps_read_mixed_pages_as_eager_ones_do(device: torch.device) ->
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, 4), ("turbo4", 68)])
 def test_the_budgets_kv_bits_reach_pages_and_results(tmp_path, bits: int | str, kind: int) -> None:
-    engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform",
-                    records=tmp_path / "records.sqlite")  # fmt: skip
-    prompt, params = "Count the stars. " * 9, SamplingParams(max_tokens=8, ignore_eos=True)
+    engine = Engine(tiny_llama(max_position_embeddings=1024), tokenizer=byte_tokenizer(), device="cpu",
+                    policy="uniform", records=tmp_path / "records.sqlite")  # fmt: skip
+    prompt, params = "Count the stars. " * 40, SamplingParams(max_tokens=8, ignore_eos=True)
     low = engine.generate(prompt, params, budget=Budget(kv_bits=bits))
     again = engine.generate(prompt, params, budget=Budget(kv_bits=bits))
     plain = engine.generate(prompt, params)
     computed = low.prompt_tokens + 7
-    sealed = computed // PAGE_SIZE * PAGE_SIZE
+    sealed = (computed // PAGE_SIZE - 1) * PAGE_SIZE
     assert low.average_kv_bits == pytest.approx((sealed * 4 + (computed - sealed) * 16) / computed)
     assert plain.average_kv_bits == 16
     assert again.text == low.text
-    assert (low.cached_tokens, again.cached_tokens, plain.cached_tokens) == (0, sealed, 0)
+    assert (low.cached_tokens, again.cached_tokens, plain.cached_tokens) == (0, 512, 0)
     usage = again.describe()["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": sealed}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 512}
     assert usage["average_kv_bits"] == round(low.average_kv_bits, 4)
     record = engine._records.list(3)[1]
     assert set(record.kv_bits) == {kind}
-    assert sum(record.tokens_by_bits.values()) == pytest.approx(computed - sealed, abs=2)
+    assert sum(record.tokens_by_bits.values()) == pytest.approx(computed - 512, abs=2)
     explained = engine.explain(prompt, budget=Budget(kv_bits=2)).describe()
     assert explained["blueprint"]["average_kv_bits"] == explained["budget"]["kv_bits"] == 2
     turbo = engine.explain(prompt, budget=Budget(kv_bits="turbo2"))

@@ -96,11 +96,12 @@ def test_sealing_at_one_layer_and_at_all_is_the_same(device: torch.device) -> No
 
 def _reference(q, k, v, own_k, own_v, start, window, softcap, scale):
     """Attention of one sequence written out: q [heads, n, d] at positions start.., k and v [kv_heads, start + n, d] as
-    sealed, own_k and own_v at 16 bits, which a token sees of its own page."""
+    sealed, own_k and own_v at 16 bits, which a token sees of its own page and, but for every eighth, the one before."""
     repeat = q.shape[0] // k.shape[0]
     out = []
     for i in range(q.shape[1]):
-        at, page = start + i, (start + i) // PAGE_SIZE * PAGE_SIZE
+        at, page = start + i, (start + i) // PAGE_SIZE
+        page = PAGE_SIZE * (page if page % 8 == 0 else page - 1)
         keys, values = (torch.cat([a[:, :page], b[:, page : at + 1]], 1).repeat_interleave(repeat, 0)
                         for a, b in ((k, own_k), (v, own_v)))  # fmt: skip
         scores = torch.einsum("hd,hkd->hk", q[:, i], keys) * scale
@@ -114,7 +115,11 @@ def _reference(q, k, v, own_k, own_v, start, window, softcap, scale):
 @settings(deadline=None, max_examples=60)
 @given(
     spans=st.lists(
-        st.tuples(st.integers(0, 200), st.sampled_from([1, 1, 1, 2, 19, 150]), st.sampled_from([[16], [4], MIXED])),
+        st.tuples(
+            st.integers(0, 200) | st.integers(400, 600),
+            st.sampled_from([1, 1, 1, 2, 19, 150]),
+            st.sampled_from([[16], [4], MIXED]),
+        ),
         min_size=1, max_size=5,
     ),
     window=st.sampled_from([None, 1, 5, 16, 100]),
@@ -149,8 +154,9 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
         frames, offsets = where // pool.page_bytes, where % 256
         for memory, states in ((pool.keys[0], k), (pool.values[0], v)):
             memory[frames[:start], :, offsets[:start]] = states[:, :start].transpose(0, 1)
-        pool.seal(pool.to_seal(pages[: start // PAGE_SIZE]))
-        for page in pages[: start // PAGE_SIZE]:
+        sealed = start // PAGE_SIZE if start // PAGE_SIZE % 8 == 0 else start // PAGE_SIZE - 1
+        pool.seal(pool.to_seal(pages[:sealed]))
+        for page in pages[:sealed]:
             allocator.seal(page)
         layout_spans.append(Span(row, n, start, pages))
         slots.append(where[start:].to(device))
@@ -167,7 +173,9 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
         )
     assert out.shape == (1, row, heads, value_dim)
     for span, q, k, v in zip(layout_spans, queries, keys, values, strict=True):
-        entries = [p.sealed_entry if (i + 1) * PAGE_SIZE <= span.end else p.entry for i, p in enumerate(span.pages)]
+        entries = [p.sealed_entry if (i + 2) * PAGE_SIZE <= span.end else p.entry for i, p in enumerate(span.pages)]
+        if span.end // PAGE_SIZE % 8 == 0 and span.end >= PAGE_SIZE:
+            entries[span.end // PAGE_SIZE - 1] = span.pages[span.end // PAGE_SIZE - 1].sealed_entry
         sealed = [t[0, :, : span.end] for t in pool.read(0, torch.tensor(entries, device=device))]
         expected = _reference(q, *sealed, k, v, span.start, window, softcap, scale)
         found = out[0, span.row : span.row + span.count].transpose(0, 1)

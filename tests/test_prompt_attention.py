@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from qbe.kernels.kv_blocks import sealed_pages
 from qbe.kernels.reference.kv_pages import rearrange
 from qbe.kvcache.allocator import PageAllocator
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, pages_for
@@ -31,6 +32,8 @@ def test_in_the_interpreter() -> None:
         (100, 2, None, None, [4]),
         (64, 64, None, 3.0, MIXED),
         (290, 100, 70, None, MIXED),
+        (470, 140, None, None, [4, 2]),
+        (500, 100, 70, None, MIXED),
         (130, 80, 5, 3.0, [2, 16]),
     ],
 )
@@ -53,7 +56,7 @@ def test_the_kernel_is_attention_page_by_page(dtype, start, count, window, softc
         for memory in (pool.keys[0], pool.values[0]):
             memory[frame, :, :used] = torch.randn(2, used, memory.shape[-1], generator=generator).to(DEVICE, dtype)
     pool.seal(pool.to_seal(pages[: (start + count) // PAGE_SIZE]))
-    for page in pages[: start // PAGE_SIZE]:
+    for page in pages[: sealed_pages(start // PAGE_SIZE)]:
         allocator.seal(page)
     prompt = Prompt.of(0, count, start, pages, torch.device(DEVICE))
     query = torch.randn(count, 6, 40, generator=generator).to(DEVICE, dtype).transpose(0, 1)[None]

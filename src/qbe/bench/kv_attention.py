@@ -15,6 +15,7 @@ from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Sample, attempt
 from qbe.bench.passes import check, whole
 from qbe.kernels.attention_ops import paged_attention
+from qbe.kernels.kv_blocks import sealed_pages
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.kvcache.prompt import Prompt, attend_prompt
 
@@ -113,8 +114,8 @@ class Prefill:
     def ours(self, case: Case) -> Sample:
         """One layer; only the first one is used, whose pages a long prompt reads again and again."""
         formats = frozenset(p.format for p in case.pages)
-        own = self.cases.full[0, self.start // PAGE_SIZE :]
-        prompt = Prompt(0, self.count, self.start, case.tables[0], own, formats)
+        frames = self.cases.full[0, sealed_pages(self.start // PAGE_SIZE) :]
+        prompt = Prompt(0, self.count, self.start, case.tables[0], frames, formats)
         key, value = self.keys[:, :, self.start :], self.values[:, :, self.start :]
 
         def run() -> torch.Tensor:

@@ -29,9 +29,10 @@ from qbe.engine.compiled import Step, compile_step
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
-from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE
+from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE, sealed_pages
 from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
+from qbe.kvcache.pages import entries_of
 from qbe.store.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -281,14 +282,16 @@ class DecodeStep:
         for row, sequence in enumerate(sequences):
             before, owner = self._owners[row], (sequence, sequence.version, sequence.kv_limit)
             if before != owner:
-                pages = in_runs(sequence.pages, work[row].start // PAGE_SIZE, self.cache.slides)
-                entries = torch.tensor([p.entry for p in pages])
+                sealed = sealed_pages(work[row].start // PAGE_SIZE)
+                pages = in_runs(sequence.pages, sealed, self.cache.slides)
+                entries = torch.tensor(entries_of(pages, sealed))
                 self._tables[row, : len(entries)].copy_(entries, non_blocking=True)
                 if before is None or before[2] != owner[2]:
                     self._limits[row] = owner[2]
                 if owner[2] < math.inf:
-                    kept = torch.tensor([NO_ORIGINAL if p.original is None else p.original for p in pages])
-                    self._originals[row, : len(kept)].copy_(kept, non_blocking=True)
+                    kept = torch.tensor([NO_ORIGINAL if p.original is None else p.original for p in pages[:sealed]])
+                    self._originals[row, :sealed].copy_(kept, non_blocking=True)
+                    self._originals[row, sealed:] = NO_ORIGINAL
                 self._owners[row] = owner
 
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:

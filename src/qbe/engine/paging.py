@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qbe.engine.sequence import Sequence, Status
-from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE
+from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE, sealed_pages
 from qbe.kvcache.allocator import Format, Page, PageAllocator
 from qbe.kvcache.prefix import page_key
 
@@ -35,16 +35,19 @@ class Paging:
         total = self.allocator.num_pages * page
         if format.full:
             return self.allocator.num_pages * PAGE_SIZE
-        first, spare = self._first(sequence), page if self.chunked else 0
-        rest = total - spare - first
-        return (1 + rest // (format.nbytes + page - spare)) * PAGE_SIZE if rest >= 0 else 0
+        first = self._first(sequence)
+        if not self.chunked:
+            rest = total - first
+            return (1 + rest // (format.nbytes + page)) * PAGE_SIZE if rest >= 0 else 0
+        rest = total - first - 2 * page
+        return (1 + rest // format.nbytes) * PAGE_SIZE if rest >= 0 else PAGE_SIZE * (first + page <= total)
 
     def needs(self, sequence: Sequence) -> int:
         """Bytes for its tokens when they are computed alone: sealed pages, and the frames of a step."""
         format, pages = self._next_format(sequence), -(-len(sequence.token_ids) // PAGE_SIZE)
         frame = 0 if format.full else self.allocator.page_bytes
         if self.chunked:
-            return self._first(sequence) + (pages - 1) * format.nbytes + frame
+            return self._first(sequence) + (pages - 1) * format.nbytes + min(2, pages) * frame
         return self._first(sequence) + (pages - 1) * (format.nbytes + frame)
 
     def _first(self, sequence: Sequence) -> int:
@@ -55,8 +58,9 @@ class Paging:
     def begin(self, sequence: Sequence) -> None:
         """Give it the pages that are known already; its last token is always computed.
 
-        Where its twin still writes the page in which the prompt ends, it begins with that one, too. The first of the
-        two that writes to it takes a copy.
+        Its first token of its own must not look back on a page at 16 bits, which nobody keeps: it goes on after a whole
+        stretch of pages, or where the pages known have 16 bits for good. Where its twin still writes the page in which
+        the prompt ends, it begins with all of its pages. The first of the two that writes to that one takes a copy.
         """
         sequence.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
         # Whoever wants logits of its tokens computes them.
@@ -69,11 +73,15 @@ class Paging:
             page = self.allocator.find(key)
             if page is None:
                 break
-            if len(sequence.pages) == len(sequence.sealed_bits):
-                sequence.sealed_bits.append(sequence.kv_bits_of(len(sequence.pages)))
             sequence.pages.append(page)
             sequence.page_keys.append(key)
-        last, sequence.computed = len(sequence.pages), len(sequence.pages) * PAGE_SIZE
+        found = len(sequence.pages)
+        while sealed_pages(found) < found and not sequence.pages[found - 1].format.full:
+            found -= 1
+        sequence.sealed = found
+        self.allocator.release(sequence.pages[found:], len(sequence.pages) - found)
+        del sequence.pages[found:], sequence.page_keys[found:]
+        sequence.computed, last = found * PAGE_SIZE, (tokens - 1) // PAGE_SIZE
         twin, sequence.twin = sequence.twin, None
         if (
             self.reusable
@@ -81,12 +89,16 @@ class Paging:
             and twin.status is Status.RUNNING
             and twin.keyed_by == sequence.keyed_by
             and twin.token_ids[:tokens] == sequence.token_ids
-            and last == (tokens - 1) // PAGE_SIZE == (twin.computed + 1) // PAGE_SIZE  # not full after this step either
+            and last == (twin.computed + 1) // PAGE_SIZE  # not full after this step either
             and sequence.computed < tokens - 1 <= min(twin.computed, twin.alike, sequence.alike)
+            and all(self.format_of(sequence, i) is twin.pages[i].format for i in range(found, last))
         ):
-            self.allocator.share(twin.pages[last : last + 1])
-            sequence.pages.append(twin.pages[last])
+            sequence.pages += twin.pages[found : last + 1]
+            sequence.sealed = max(found, sealed_pages(last))
+            self.allocator.share(sequence.pages[found:], sequence.sealed - found)
             sequence.computed = tokens - 1
+        for i in range(len(sequence.sealed_bits), sequence.computed // PAGE_SIZE):
+            sequence.sealed_bits.append(sequence.kv_bits_of(i))
         if not sequence.preemptions:
             sequence.cached = sequence.computed
 
@@ -115,24 +127,30 @@ class Paging:
         return True
 
     def complete(self, sequence: Sequence, start: int) -> None:
-        """Its tokens from `start` on have run: pages that they filled are sealed, and others may find them."""
+        """Its tokens from `start` on have run: pages that are sealed now may be found by others."""
         if sequence.keyed_by != sequence.first_key:
             sequence.keyed_by = None
-        for i in range(start // PAGE_SIZE, min(sequence.computed // PAGE_SIZE, len(sequence.pages))):
+        full = min(sequence.computed // PAGE_SIZE, len(sequence.pages))
+        for i in range(len(sequence.sealed_bits), full):
+            sequence.sealed_bits.append(sequence.kv_bits_of(i))
+        for i in range(sequence.sealed, sealed_pages(full)):
             self.allocator.seal(sequence.pages[i])
+            sequence.sealed = i + 1
             sequence.version += 1
-            if i == len(sequence.sealed_bits):
-                sequence.sealed_bits.append(sequence.kv_bits_of(i))
+        for i in range(len(sequence.page_keys), full):
             alike = (i + 1) * PAGE_SIZE <= sequence.alike
-            if self.reusable and alike and sequence.keyed_by is not None and len(sequence.page_keys) == i:
-                key = self._key(sequence, i)
-                sequence.page_keys.append(key)
-                self.allocator.publish(sequence.pages[i], key)
+            if not self.reusable or not alike or sequence.keyed_by is None:
+                break
+            if i >= sequence.sealed and not sequence.pages[i].format.full:
+                break
+            key = self._key(sequence, i)
+            sequence.page_keys.append(key)
+            self.allocator.publish(sequence.pages[i], key)
 
     def release(self, sequence: Sequence) -> None:
         """Take all of its pages back."""
-        self.allocator.release(sequence.pages)
-        sequence.pages, sequence.page_keys, sequence.recurrent = [], [], None
+        self.allocator.release(sequence.pages, sequence.sealed)
+        sequence.pages, sequence.page_keys, sequence.sealed, sequence.recurrent = [], [], 0, None
         sequence.version += 1
 
     def _key(self, sequence: Sequence, i: int) -> bytes:
@@ -146,11 +164,11 @@ class Paging:
 
 
 def average_bits(sequence: Sequence) -> float:
-    """Bits of a number in its pages: those of a sealed page, 16 in the one that is being filled."""
+    """Bits of a number in its pages: those of a sealed page, 16 in the others."""
     bits = total = 0.0
     for i, page in enumerate(sequence.pages):
         tokens = min(PAGE_SIZE, sequence.computed - i * PAGE_SIZE)
         if tokens > 0:
-            bits += tokens * (page.format.average if page.frame is None else FULL_BITS)
+            bits += tokens * (page.format.average if i < sequence.sealed else FULL_BITS)
             total += tokens
     return bits / total if total else float(FULL_BITS)

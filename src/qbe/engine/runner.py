@@ -18,9 +18,8 @@ from qbe.engine.routing import Routing
 from qbe.engine.sampler import likeliest
 from qbe.engine.scheduler import Work
 from qbe.errors import QBEError
-from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, step
+from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_sealed, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
-from qbe.kvcache.pages import PAGE_SIZE
 from qbe.policies.per_token import Routers
 from qbe.progress import bar, spinner
 from qbe.store.plan import Plan
@@ -134,9 +133,9 @@ class Runner:
         for w in work:
             if w.certain:
                 w.sequence.computed = w.start + w.count
-        # Prompts seal what they fill layer by layer (`PagedCache.update`).
-        last = [(w.sequence.pages, w.start) for w in work if w.count == 1 and w.sequence.pages]
-        full = [pages[at // PAGE_SIZE] for pages, at in last if at % PAGE_SIZE == PAGE_SIZE - 1]
+        # Prompts seal their pages layer by layer (`PagedCache.update`).
+        alone = [w for w in work if w.count == 1]
+        full = [p for w in alone for p in newly_sealed(w.sequence.pages, w.start, w.start + 1)]
         self.cache.pool.seal(self.cache.pool.to_seal(full))
         return logits, best
 

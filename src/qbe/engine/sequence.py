@@ -76,6 +76,7 @@ class Sequence:
         computed: how many of `token_ids` have gone through the model.
         max_length: `token_ids` it may grow to; the scheduler sets it from `max_tokens` and the context.
         pages: for the tokens computed and those of the step that comes.
+        sealed: how many of them, from the first on, its next token sees as they are sealed.
         version: changes whenever an entry of `pages` does.
         page_keys: what its full pages are known by, as far as they are.
         sealed_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
@@ -126,6 +127,7 @@ class Sequence:
     computed: int = 0
     max_length: int = 0
     pages: list[Page] = field(default_factory=list)
+    sealed: int = 0
     version: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     sealed_bits: list[tuple[KVBits, ...]] = field(default_factory=list)

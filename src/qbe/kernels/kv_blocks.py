@@ -43,13 +43,16 @@ __all__ = [
     "KV_BITS",
     "NO_ORIGINAL",
     "PAGE_SIZE",
+    "STRETCH",
     "TURBO",
     "Block",
     "aligned",
     "block",
+    "sealed_pages",
 ]
 
 PAGE_SIZE = 64
+STRETCH = 8  # pages, see `sealed_pages`
 ALIGN = 256
 FORMATS = ALIGN  # numbers that an entry has room for
 NO_ORIGINAL = -1  # in a table of originals (`qbe.kernels.bounded_ops`), a page that has none
@@ -58,6 +61,16 @@ NO_ORIGINAL = -1  # in a table of originals (`qbe.kernels.bounded_ops`), a page 
 # normal distribution in whole numbers, so that they are exact in every dtype, and the standard deviation in that unit.
 LEVELS = {2: (1,), 4: (7, 22, 39, 63)}
 DEVIATION = {2: 1.2533, 4: 29.275}
+
+
+def sealed_pages(full: int) -> int:
+    """How many of the `full` pages that a sequence has filled its next one looks back on as they are sealed.
+
+    All but the last: a token looks most at what was just before it (KIVI, Liu et al. 2024, keeps a window of such
+    tokens at 16 bits). A stretch of pages begins without that, so that another sequence can go on after the sealed
+    pages of whole stretches and see what this one saw.
+    """
+    return full - (full % STRETCH > 0)
 
 
 def aligned(size: int) -> int:

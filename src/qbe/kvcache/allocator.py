@@ -1,9 +1,10 @@
 """Who owns which bytes of the KV cache: pages of any precision in one memory. Pure Python, no torch.
 
-A page that is being filled lies in a frame, which has room for 16 bits everywhere; it is sealed when it is full: its
-numbers go to bytes of their own, as many as its precision needs, and the frame is free again. Both are taken when the
-page is begun, so that sealing never fails. Frames are taken from the top of the memory and sealed pages from the
-bottom, each as far out as possible, which keeps what is free in one piece most of the time.
+A page that is being filled lies in a frame, which has room for 16 bits everywhere. Some time after it is full it is
+sealed: its numbers go to bytes of their own, as many as its precision needs, and the frame is free again once none of
+its owners reads it any more. Both are taken when the page is begun, so that sealing never fails. Frames are taken from
+the top of the memory and sealed pages from the bottom, each as far out as possible, which keeps what is free in one
+piece most of the time.
 
 Sealed pages whose contents are known by a key stay after their last owner has gone, until their bytes are needed: the
 least recently used go first.
@@ -52,8 +53,8 @@ class Page:
     Attributes:
         format: its precisions.
         address: of its bytes once it is sealed; of its frame when its format is full.
-        frame: address of the 16 bits it is written at; None when it is sealed.
-        owners: sequences that have it.
+        frame: address of the 16 bits it is written at; None when nobody reads these any more.
+        owners: sequences that have it. readers: those of them that read its frame.
         key: what its contents are known by, or None.
         original: entry of its 16 bits in host memory (`qbe.kvcache.originals`), or None.
     """
@@ -62,17 +63,18 @@ class Page:
     address: int
     frame: int | None
     owners: int = 1
+    readers: int = 1
     key: bytes | None = None
     original: int | None = None
 
     @property
     def entry(self) -> int:
-        """What a block table says of it (`qbe.kernels.kv_blocks`)."""
+        """What a block table says of it, at 16 bits while it has them (`qbe.kernels.kv_blocks`)."""
         return self.address | self.format.number if self.frame is None else self.frame
 
     @property
     def sealed_entry(self) -> int:
-        """What a block table will say once it is sealed."""
+        """What a block table says of it as it is sealed, or will be."""
         return self.address | self.format.number
 
 
@@ -149,37 +151,47 @@ class PageAllocator:
         self.uses.subtract([page.format.number])
         self.uses[format.number] += 1
         page.format, page.address, page.frame = format, address, None if format.full else frame
+        page.readers = 1
         return True
 
     def seal(self, page: Page) -> None:
-        """The page's numbers are in its own bytes, or will be before anything else is written: its frame is free."""
-        if page.frame is not None:
+        """One of its owners does not read its frame any more, and its numbers are in its own bytes or will be before
+        anything else is written."""
+        page.readers -= 1
+        if page.frame is not None and not page.readers:
             self._give(page.frame, self.page_bytes)
             page.frame = None
 
-    def share(self, pages: Iterable[Page]) -> None:
-        """Add an owner to each of these pages.
+    def share(self, pages: Sequence[Page], sealed: int = 0) -> None:
+        """Add an owner to each of these pages, who reads the frames of all but the first `sealed`.
 
         Raises:
             ValueError: a page that nobody owns.
         """
-        for page in pages:
+        for i, page in enumerate(pages):
             if not page.owners:
                 raise ValueError(f"page {page.address} is free and cannot be shared")
             page.owners += 1
+            page.readers += i >= sealed
 
-    def release(self, pages: Sequence[Page]) -> None:
+    def release(self, pages: Sequence[Page], sealed: int = 0) -> None:
         """Take away one owner from each of these pages; a page without owners becomes idle if it is known, else free.
 
         The last page becomes idle first, because a page is of use only with those before it.
 
+        Args:
+            sealed: the first so many are those whose frames this owner does not read.
+
         Raises:
             ValueError: a page that is already free.
         """
-        for page in reversed(pages):
+        for i in reversed(range(len(pages))):
+            page = pages[i]
             if not page.owners:
                 raise ValueError(f"page {page.address} is freed twice")
             page.owners -= 1
+            if i >= sealed:
+                self.seal(page)
             if page.owners:
                 continue
             if page.key is not None:
@@ -188,7 +200,7 @@ class PageAllocator:
                 self._free(page)
 
     def publish(self, page: Page, key: bytes) -> None:
-        """Let a sealed page be found by its key; nothing happens when another page is."""
+        """Let a page be found by its key, by those who do not read its frame; nothing happens when another page is."""
         if key not in self._known and page.key is None:
             self._known[key] = page
             page.key = key

@@ -4,8 +4,9 @@ A step packs the tokens of many sequences into one row of tokens `[1, T]`. The m
 and values for all T at once; `PagedCache.update` writes the keys and values to pages, and `paged_attention` lets every
 sequence attend to its own pages only. What belongs to whom is in the layout that the runner gives the cache for a step.
 
-A token sees its own page at 16 bits and every page before it at the precision that page is sealed at. What it sees
-depends on its position alone: not on how a prompt was cut into steps, on who shares its pages, or on preemption.
+A token sees its own page at 16 bits, within a stretch of pages the one before, too (`kv_blocks.sealed_pages`), and all
+others at the precision they are sealed at. What it sees depends on its position alone: not on how a prompt was cut into
+steps, on who shares its pages, or on preemption.
 
 In bounded mode that holds for every token by itself: its attention says which pages it reads again at 16 bits. The
 tokens of a bounded prompt therefore run as those of decode steps do, each as a row with pages of its own.
@@ -26,9 +27,9 @@ from transformers import AttentionInterface
 
 from qbe.errors import QBEError
 from qbe.kernels import attention_ops, bounded_ops
-from qbe.kernels.kv_blocks import ALIGN, NO_ORIGINAL
+from qbe.kernels.kv_blocks import ALIGN, NO_ORIGINAL, sealed_pages
 from qbe.kvcache.allocator import Page
-from qbe.kvcache.pages import PAGE_SIZE, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, entries_of, pages_for
 from qbe.kvcache.prompt import Prompt, attend_prompt
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class StepLayout:
 
     slots: int64 `[T]` on the device, where each row's key and value go: address of a frame | offset in it.
     frames, offsets: int64 `[T]`, the same as numbers of frames and places in them.
-    filled: what `PagePool.seal` takes: the pages that prompts fill in this step.
+    filled: what `PagePool.seal` takes: the pages that are sealed once prompts have run in this step.
     observe: of the rows in `single`, as in `DecodeLayout`.
     prompts: spans of several tokens. single: rows int64 `[n]` of those of one, then of those of several that are
         bounded, and their layout as of a decode step.
@@ -123,8 +124,7 @@ class StepLayout:
         self.offsets = self.slots % ALIGN
         self.frames = (self.slots - self.offsets) // max(1, pool.page_bytes)
         several = [s for s in self.spans if s.count > 1 and s.pages]
-        full = [p for s in several for p in s.pages[s.start // PAGE_SIZE : s.end // PAGE_SIZE]]
-        self.filled = pool.to_seal(full)
+        self.filled = pool.to_seal([p for s in several for p in newly_sealed(s.pages, s.start, s.end)])
         self.prompts = [Prompt.of(s.row, s.count, s.start, s.pages, device) for s in several if s.limit == math.inf]
         alone = [s for s in self.spans if s.count == 1 and s.pages] + [s for s in several if s.limit < math.inf]
         if alone:
@@ -157,33 +157,38 @@ class StepLayout:
         return [counts[s.row : s.row + s.count].sum(0).tolist() for s in self.spans]
 
 
-def in_runs(pages: Many[Page], full: int, slides: bool) -> list[Page]:
-    """A sequence's pages as a decode step reads them: of the first `full`, those of one format after the other.
+def newly_sealed(pages: Many[Page], start: int, end: int) -> Many[Page]:
+    """Of a sequence's pages those that are to be sealed when its tokens `[start, end)` have been written."""
+    return pages[sealed_pages(start // PAGE_SIZE) : sealed_pages(end // PAGE_SIZE)]
+
+
+def in_runs(pages: Many[Page], sealed: int, slides: bool) -> list[Page]:
+    """A sequence's pages as a decode step reads them: of the `sealed` ones, those of one format after the other.
 
     Attention is a sum over pages in any order, and a walk is faster the seldomer their format changes. A window is told
     by positions, so that where one slides in any layer pages stay in order.
     """
     if slides:
         return list(pages)
-    return [*sorted(pages[:full], key=lambda p: p.format.number), *pages[full:]]
+    return [*sorted(pages[:sealed], key=lambda p: p.format.number), *pages[sealed:]]
 
 
 def _rows(span: Span, width: int, slides: bool) -> torch.Tensor:
     """For each token of a span its table and its table of originals, `width` entries each, its length and its row.
 
-    int64 `[count, 2 * width + 2]`. Pages before a token's own are sealed, or will be before its attention.
+    int64 `[count, 2 * width + 2]`. Pages that a token sees sealed are, or will be before its attention.
     """
-    pages, full = span.pages[: pages_for(span.end)], [0] * (width - pages_for(span.end))
+    pages, rest = span.pages[: pages_for(span.end)], [0] * (width - pages_for(span.end))
     if span.count == 1:
-        pages = in_runs(pages, span.start // PAGE_SIZE, slides)
+        pages = in_runs(pages, sealed_pages(span.start // PAGE_SIZE), slides)
     kept = [p.original if p.original is not None else NO_ORIGINAL if p.frame is None else p.frame for p in pages]
-    sealed, own, originals = torch.tensor([[p.sealed_entry for p in pages] + full, [p.entry for p in pages] + full,
-                                           kept + full])  # fmt: skip
+    sealed, exact, originals = torch.tensor([entries_of(pages, len(pages)) + rest, entries_of(pages, 0) + rest,
+                                             kept + rest])  # fmt: skip
     at = torch.arange(span.start, span.end)
     page = torch.arange(width)
-    own_page = (at // PAGE_SIZE)[:, None]
-    tables = torch.where(page == own_page, own, sealed)
-    originals = torch.where(page < own_page, originals, NO_ORIGINAL)
+    first_exact = torch.tensor([sealed_pages(p) for p in (at // PAGE_SIZE).tolist()])[:, None]
+    tables = torch.where(page < first_exact, sealed, exact)
+    originals = torch.where(page < first_exact, originals, NO_ORIGINAL)
     rows = torch.arange(span.row, span.row + span.count)
     return torch.cat([tables, originals, at[:, None] + 1, rows[:, None]], 1)
 

@@ -20,6 +20,11 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
+def entries_of(pages: Sequence[Page], sealed: int) -> list[int]:
+    """What a block table says of pages of which the first `sealed` are looked at as they are sealed."""
+    return [p.sealed_entry for p in pages[:sealed]] + [p.entry for p in pages[sealed:]]
+
+
 @dataclass(frozen=True)
 class KVShape:
     """What one layer stores for a token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from qbe.kernels.kv_blocks import sealed_pages
 from qbe.kvcache.allocator import Format, Page
-from qbe.kvcache.pages import PAGE_SIZE, PagePool, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, PagePool, entries_of, pages_for
 
 
 @dataclass
 class Prompt:
     """A sequence's tokens at positions `[start, start + count)`, in rows `[row, row + count)` of a step.
 
-    entries: int64 `[P]`, its pages as they are once the step's tokens are written and the full ones are sealed.
-    frames: int64, those of its pages that the step writes to, from that of `start` on, at 16 bits.
+    entries: int64 `[P]`, its pages as they are after the step.
+    frames: int64, those of its pages that the step's tokens see at 16 bits, from page `first_frame` on.
     formats: of its pages.
     """
 
@@ -33,8 +34,8 @@ class Prompt:
         """A sequence with these pages."""
         end = start + count
         used = pages[: pages_for(end)]
-        entries = [p.sealed_entry if (i + 1) * PAGE_SIZE <= end else p.entry for i, p in enumerate(used)]
-        frames = [p.entry for p in used[start // PAGE_SIZE :]]
+        entries = entries_of(used, sealed_pages(end // PAGE_SIZE))
+        frames = entries_of(used[sealed_pages(start // PAGE_SIZE) :], 0)
         both = torch.tensor(entries + frames).to(device)
         return cls(row, count, start, both[: len(used)], both[len(used) :], frozenset(p.format for p in used))
 
@@ -42,6 +43,11 @@ class Prompt:
     def end(self) -> int:
         """Tokens in the cache after this step."""
         return self.start + self.count
+
+    @property
+    def first_frame(self) -> int:
+        """The first page that the first token sees at 16 bits."""
+        return sealed_pages(self.start // PAGE_SIZE)
 
 
 def attend_prompt(
@@ -100,28 +106,24 @@ def attend_by_page(
 ) -> torch.Tensor:
     """`attend_prompt` where pages are below 16 bits, by torch's own attention: the tokens of one page after the other.
 
-    Each page in turn is read at 16 bits and then as it is sealed.
+    From the last of them on, so that pages may be left at 16 bits: no token before sees them otherwise.
     """
-    page = _first_key(prompt.start, window) // PAGE_SIZE
-    begin = page * PAGE_SIZE
-    seen = pool.read(layer, prompt.entries[page:])
-    own = pool.read(layer, prompt.frames)
+    begin = _first_key(prompt.start, window) // PAGE_SIZE
+    seen = pool.read(layer, prompt.entries[begin:])
+    exact = pool.read(layer, prompt.frames)
     parts = []
-    for i in range(len(prompt.frames)):
-        start = max(prompt.start, (prompt.start // PAGE_SIZE + i) * PAGE_SIZE)
-        end = min(prompt.end, (start // PAGE_SIZE + 1) * PAGE_SIZE)
+    for page in range((prompt.end - 1) // PAGE_SIZE, prompt.start // PAGE_SIZE - 1, -1):
+        start, end = max(prompt.start, page * PAGE_SIZE), min(prompt.end, (page + 1) * PAGE_SIZE)
         first = _first_key(start, window)
-        at = slice(start // PAGE_SIZE * PAGE_SIZE - begin, (start // PAGE_SIZE + 1) * PAGE_SIZE - begin)
-        sealed = [t[:, :, at].clone() for t in seen]
-        for t, o in zip(seen, own, strict=True):
-            t[:, :, at] = o[:, :, i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-        keys, values = (t[:, :, first - begin : end - begin] for t in seen)
+        for p in range(max(begin, sealed_pages(page)), page + 1):
+            at, frame = (slice((p - n) * PAGE_SIZE, (p - n + 1) * PAGE_SIZE) for n in (begin, prompt.first_frame))
+            for t, e in zip(seen, exact, strict=True):
+                t[:, :, at] = e[:, :, frame]
+        keys, values = (t[:, :, first - begin * PAGE_SIZE : end - begin * PAGE_SIZE] for t in seen)
         mask = _causal_mask(start, end, first, window, query.device)
         rows = query[:, :, start - prompt.start : end - prompt.start]
         parts.append(attend(rows, keys, values, mask, False, scaling, softcap))
-        for t, s in zip(seen, sealed, strict=True):
-            t[:, :, at] = s
-    return torch.cat(parts, 1)
+    return torch.cat(parts[::-1], 1)
 
 
 def _first_key(start: int, window: int | None) -> int:

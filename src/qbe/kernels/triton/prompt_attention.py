@@ -1,4 +1,4 @@
-"""Attention of a prompt's tokens on a GPU to pages of any precision, each token seeing its own page at 16 bits.
+"""Attention of a prompt's tokens on a GPU to pages of any precision, those just before a token at 16 bits.
 
 The pages before are read once, into a buffer at 16 bits. Reading them in place instead, as decode steps do, unpacks
 each page once for every page of the prompt and every query head, which took four to nine times as long. A program
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.kernels.kv_blocks import PAGE_SIZE, STRETCH, sealed_pages
 from qbe.kernels.triton.kv_blocks import PAGE, full_keys, full_values
 from qbe.kernels.triton.kv_pages import read_pages
 from qbe.kernels.triton.page_walk import LOG2E, capped
@@ -60,12 +60,12 @@ def _attend_before(
     return _attend(q, k, v, top, total, acc, seen, scaling, softcap, WINDOW > 0, SOFTCAP)
 
 
-@triton.jit(do_not_specialize=["start", "end", "begin", "rows", "scaling", "softcap", "frames_ptr"])
+@triton.jit(do_not_specialize=["start", "end", "begin", "first_frame", "rows", "scaling", "softcap", "frames_ptr"])
 def prompt_attention_kernel(
     q_ptr, keys_ptr, values_ptr, numbers_ptr, words_ptr, frames_ptr, out_ptr, q_head, q_row, q_one, start, end, begin,
-    rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    first_frame, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = TOGETHER * PAGE
     own = tl.cdiv(end, PAGE) - 1 - tl.program_id(0)  # the page of these tokens; those that see most come first
@@ -90,25 +90,28 @@ def prompt_attention_kernel(
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, BV), tl.float32)
-    if (own * PAGE - first) % STEP != 0:  # STEP is one page or two
+    exact = own - (own % STRETCH != 0).to(tl.int32)  # the first page that these tokens see at 16 bits
+    last = tl.maximum(exact * PAGE, first)
+    if (last - first) % STEP != 0:  # STEP is one page or two
         top, total, acc = _attend_before(
             q, first, keys_ptr, values_ptr, begin, top, total, acc, lows, scaling, softcap, PAGE, KEY_DIM, VALUE_DIM,
             BK, BV, WINDOW, SOFTCAP,
         )  # fmt: skip
         first += PAGE
-    for before in tl.range(first, own * PAGE, STEP, num_stages=STAGES):
+    for before in tl.range(first, last, STEP, num_stages=STAGES):
         top, total, acc = _attend_before(
             q, before, keys_ptr, values_ptr, begin, top, total, acc, lows, scaling, softcap, STEP, KEY_DIM, VALUE_DIM,
             BK, BV, WINDOW, SOFTCAP,
         )  # fmt: skip
     word = tl.load(words_ptr + kv_head)  # of format 0
-    frame = tl.load(frames_ptr + own - start // PAGE)
-    block = tl.multiple_of(frame - frame % 256 + word - word % 256, 256)
-    own_at = own * PAGE + tl.arange(0, PAGE)
-    k = full_keys(numbers_ptr, block, own_at < end, KEY_DIM, BK, ITEM)
-    v = full_values(numbers_ptr, block, own_at < end, KEY_DIM, VALUE_DIM, BV, ITEM)
-    seen = (own_at[None, :] <= at[:, None]) & (own_at[None, :] >= lows[:, None])
-    top, total, acc = _attend(q, k, v, top, total, acc, seen, scaling, softcap, True, SOFTCAP)
+    for page in tl.range(last // PAGE, own + 1):
+        frame = tl.load(frames_ptr + page - first_frame)
+        block = tl.multiple_of(frame - frame % 256 + word - word % 256, 256)
+        page_at = page * PAGE + tl.arange(0, PAGE)
+        k = full_keys(numbers_ptr, block, page_at < end, KEY_DIM, BK, ITEM)
+        v = full_values(numbers_ptr, block, page_at < end, KEY_DIM, VALUE_DIM, BV, ITEM)
+        seen = (page_at[None, :] <= at[:, None]) & (page_at[None, :] >= lows[:, None])
+        top, total, acc = _attend(q, k, v, top, total, acc, seen, scaling, softcap, True, SOFTCAP)
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     to = out_ptr + (row * HEADS + head)[:, None] * VALUE_DIM + dv[None, :]
     tl.store(to, mean.to(out_ptr.dtype.element_ty), mask=ok[:, None] & (dv < VALUE_DIM)[None, :])
@@ -132,8 +135,8 @@ def prompt_attention(
         query: `[heads, count, key_dim]`, any strides, of the dtype of pages of 16 bits.
         memory: uint8, all pages.
         blocks: int32 `[FORMATS, kv_heads]`, the words of the layer.
-        entries: int64 `[P]`, its pages, full ones as they are sealed.
-        frames: int64, the pages of `query`'s tokens at 16 bits.
+        entries: int64 `[P]`, its pages as they are after the step.
+        frames: int64, those that `query`'s tokens see at 16 bits.
         shape: kv_heads, key_dim, value_dim.
         window, softcap: 0 for none.
 
@@ -144,7 +147,7 @@ def prompt_attention(
     kv_heads, _, value_dim = shape
     end = start + count
     first = max(0, start - window + 1) // PAGE_SIZE if window else 0
-    keys, values = read_pages(memory, blocks, entries[first : (end - 1) // PAGE_SIZE], shape, query.dtype)
+    keys, values = read_pages(memory, blocks, entries[first : sealed_pages((end - 1) // PAGE_SIZE)], shape, query.dtype)
     out = torch.empty(count, heads, value_dim, dtype=query.dtype, device=query.device)
     pages = -(-end // PAGE_SIZE) - start // PAGE_SIZE
     wide = query.element_size() < 4  # float32 would need twice the shared memory
@@ -153,11 +156,12 @@ def prompt_attention(
     together = 4 if small and repeat % 4 == 0 else 2 if wide and repeat % 2 == 0 else 1
     prompt_attention_kernel[(pages, heads // together)](
         query, keys, values, memory.view(query.dtype), blocks, frames, out,
-        query.stride(0), query.stride(1), query.stride(2), start, end, first * PAGE_SIZE, keys.shape[1], scaling,
-        softcap, HEADS=heads, KV_HEADS=kv_heads, TOGETHER=together, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        query.stride(0), query.stride(1), query.stride(2), start, end, first * PAGE_SIZE,
+        sealed_pages(start // PAGE_SIZE), keys.shape[1], scaling, softcap,
+        HEADS=heads, KV_HEADS=kv_heads, TOGETHER=together, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         ITEM=query.element_size(), BK=max(16, triton.next_power_of_2(key_dim)),
         BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,
         STEP=PAGE_SIZE * 2 if small else PAGE_SIZE,
-        STAGES=3 if small and together == 2 else 2, num_warps=4 if together == 1 else 8,
+        STAGES=3 if small and together == 2 else 2, num_warps=4 if together == 1 else 8, STRETCH=STRETCH,
     )  # fmt: skip
     return out
