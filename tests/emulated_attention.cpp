@@ -4,13 +4,23 @@
 //
 #include "../src/qbe/kernels/cuda/room.cuh"
 //
+#include "../src/qbe/kernels/cuda/plan.cuh"
+//
 #include "../src/qbe/kernels/cuda/codes.cuh"
 //
 #include "../src/qbe/kernels/cuda/sums.cuh"
 //
+#include "../src/qbe/kernels/cuda/rotation.cuh"
+//
+#include "../src/qbe/kernels/cuda/list.cuh"
+//
 #include "../src/qbe/kernels/cuda/walk.cuh"
 //
+#include "../src/qbe/kernels/cuda/merge.cuh"
+//
 #include "../src/qbe/kernels/cuda/decode_attention.cu"
+//
+#include "../src/qbe/kernels/cuda/combine.cu"
 
 struct Arguments {
     const u16 *query, *key, *value;
@@ -18,9 +28,12 @@ struct Arguments {
     const int *blocks;
     const i64 *slots, *tables, *lengths;
     float *means, *sums;
+    int *spans;
+    u16 *out;
+    float *entropy;
     int strides[10];
     double scaling, softcap;
-    int parts, kv_heads, repeat, window;
+    int parts, start, least, batch, kv_heads, repeat, window;
 };
 
 static Arguments given_arguments;
@@ -29,27 +42,68 @@ template <int DIM, bool F16, bool SOFTCAP>
 static void call() {
     const Arguments &a = given_arguments;
     const int *s = a.strides;
-    decode_attention<DIM, F16, SOFTCAP>(a.query, a.key, a.value, a.memory, a.blocks, a.slots, a.tables, a.lengths,
-                                        a.means, a.sums, s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7],
-                                        s[8], s[9], a.scaling, a.softcap, a.parts, a.kv_heads, a.repeat, a.window);
+    decode_attention<DIM, F16, SOFTCAP>(a.query, a.memory, a.blocks, a.tables, a.lengths, a.means, a.sums, a.spans, s[0],
+                                        s[1], s[2], s[9], a.scaling, a.softcap, a.parts, a.start, a.least, a.batch,
+                                        a.kv_heads, a.repeat, a.window);
+}
+
+template <int DIM, bool F16, bool SOFTCAP>
+static void call_combine() {
+    const Arguments &a = given_arguments;
+    const int *s = a.strides, heads = a.kv_heads * a.repeat;
+    combine<DIM, F16, SOFTCAP>(a.query, a.key, a.value, a.memory, a.blocks, a.slots, a.means, a.sums, a.spans, a.out,
+                               a.entropy, s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], heads, a.scaling,
+                               a.softcap, a.kv_heads, a.repeat, a.batch * heads);
+}
+
+static void launch(void (*kernel)(), int blocks, u32 shared) {
+    body = kernel, gridDim.x = blocks, shared_bytes = shared;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block();
+}
+
+template <int DIM, bool F16, bool SOFTCAP>
+static void both(int blocks) {
+    const Arguments &a = given_arguments;
+    launch(call<DIM, F16, SOFTCAP>, blocks, Room<DIM>::BYTES);
+    launch(call_combine<DIM, F16, SOFTCAP>, (a.batch * a.kv_heads * a.repeat + WARPS - 1) / WARPS, 0);
 }
 
 template <int DIM>
-static void (*chosen(bool f16, bool softcap))() {
-    if (f16) return softcap ? call<DIM, true, true> : call<DIM, true, false>;
-    return softcap ? call<DIM, false, true> : call<DIM, false, false>;
+static void (*chosen(bool f16, bool softcap))(int) {
+    if (f16) return softcap ? both<DIM, true, true> : both<DIM, true, false>;
+    return softcap ? both<DIM, false, true> : both<DIM, false, false>;
+}
+
+struct Pieces {
+    Sequences of;
+    int batch, blocks, start, least;
+    Cut *found;
+};
+
+static Pieces given_pieces;
+
+static void find_piece() {
+    const Pieces &p = given_pieces;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Plan plan = {p.of, p.batch, p.batch * p.of.kv_heads, p.blocks, p.start, p.least, warp, lane};
+    plan.add_costs();
+    sync_block();
+    if (warp >= 2) return;
+    const Cut cut = plan.cut(blockIdx.x + warp);
+    if (lane == 0) p.found[2 * blockIdx.x + warp] = cut;
+}
+
+// Where the pieces of all blocks begin and end.
+extern "C" void pieces(const int *blocks, const i64 *tables, const i64 *lengths, Cut *found, int table_row, int kv_heads,
+                       int window, int batch, int count, int start, int least) {
+    given_pieces = {{blocks, tables, lengths, table_row, kv_heads, window}, batch, count, start, least, found};
+    launch(find_piece, count, Room<64>::BYTES);
 }
 
 extern "C" int room_bytes(int dim) { return dim == 128 ? Room<128>::BYTES : Room<64>::BYTES; }
 
-extern "C" void run(const Arguments *arguments, int dim, int f16, int batch, int copies_late) {
+extern "C" void run(const Arguments *arguments, int dim, int f16, int blocks, int copies_late) {
     late = copies_late;
-    shared_bytes = room_bytes(dim);
     given_arguments = *arguments;
-    body = dim == 128 ? chosen<128>(f16, arguments->softcap) : chosen<64>(f16, arguments->softcap);
-    for (int y = 0; y < arguments->parts; y++)
-        for (int x = 0; x < batch * arguments->kv_heads; x++) {
-            blockIdx.x = x, blockIdx.y = y;
-            run_block();
-        }
+    (dim == 128 ? chosen<128> : chosen<64>)(f16, arguments->softcap)(blocks);
 }

@@ -4,6 +4,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -19,10 +20,13 @@ typedef long long i64;
 #define DEVICE inline
 #define KERNEL(threads, blocks) void
 #define THREADS 256
+#define EVERY 0xFFFFFFFFu
 #define SHARED (227 << 10)
 
 struct Place { int x, y; };
-static Place threadIdx, blockIdx;
+using std::max;
+using std::min;
+static Place threadIdx, blockIdx, gridDim;
 static u8 shared_memory[SHARED];
 static u32 shared_bytes;  // of it that a block has
 
@@ -110,6 +114,7 @@ inline words4 load16(int at) { return loaded<words4>(at); }
 inline void store4(int at, u32 x) { memcpy(shared_at(at, 4, 4), &x, 4); }
 inline void store1(int at, u8 x) { *shared_at(at, 1, 1) = x; }
 inline void store16(int at, words4 x) { memcpy(shared_at(at, 16, 16), &x, 16); }
+inline void add4(int at, int x) { store4(at, load4(at) + x); }
 inline void barrier_init(int at) { memset(shared_at(at, 8, 8), 0, 8); }
 inline void fence_copies() {}
 
@@ -278,6 +283,11 @@ inline int ones(u32 x) { return __builtin_popcount(x); }
 inline float shuffle(float x, int lane) {
     u32 own[1] = {bits_of_float(x)};
     return float_of_bits(shown(own)[lane][0]);
+}
+
+inline int shuffle_word(int x, int lane) {
+    u32 own[1] = {(u32)x};
+    return shown(own)[lane][0];
 }
 
 inline float shuffle_xor(float x, int mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }

@@ -10,8 +10,10 @@ import ctypes
 import hashlib
 import math
 import shutil
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,12 +23,13 @@ from kv_samples import Memory
 from qbe.kernels.cpu.build import compiled
 from qbe.kernels.cuda import decode_attention
 from qbe.kernels.reference.paged_attention import paged_attention as reference
-from qbe.kernels.reference.rotation import rotate
 from test_paged_attention import MIXED, case, copied, on_cpu, on_gpu_order, same
 from test_triton_kernel import CUDA, DEVICE
 
 HERE = Path(__file__).parent
-POINTERS = ("query", "key", "value", "memory", "blocks", "slots", "tables", "lengths", "means", "sums")
+POINTERS = ("query", "key", "value", "memory", "blocks", "slots", "tables", "lengths", "means", "sums", "spans", "out",
+            "entropy")  # fmt: skip
+NUMBERS = ("parts", "start", "least", "batch", "kv_heads", "repeat", "window")
 
 
 class Arguments(ctypes.Structure):
@@ -37,7 +40,7 @@ class Arguments(ctypes.Structure):
         ("strides", ctypes.c_int * 10),
         ("scaling", ctypes.c_double),
         ("softcap", ctypes.c_double),
-        *((name, ctypes.c_int) for name in ("parts", "kv_heads", "repeat", "window")),
+        *((name, ctypes.c_int) for name in NUMBERS),
     )
 
 
@@ -54,8 +57,18 @@ def emulation() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def kernel_of(parts: int, late: bool) -> Any:
-    """`qbe::paged_attention` with the emulated kernel, a sum over its parts in PyTorch."""
+@dataclass(frozen=True)
+class Cut:
+    """How the emulated kernel shares out pages: by cost over so many blocks, or each key head into so many parts."""
+
+    blocks: int = 5
+    start: int = 7
+    least: int = 20
+    parts: int = 0
+
+
+def kernel_of(cut: Cut, late: bool) -> Any:
+    """`qbe::paged_attention` with the emulated kernels."""
 
     def kernel(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor,
@@ -63,46 +76,44 @@ def kernel_of(parts: int, late: bool) -> Any:
         window: int, softcap: float,
     ) -> torch.Tensor:  # fmt: skip
         batch, heads, dim = query.shape
-        kv_heads = key.shape[1]
+        pairs, repeat = batch * key.shape[1], heads // key.shape[1]
+        count = pairs * cut.parts or cut.blocks
         aligned = torch.empty(len(memory) + 256, dtype=torch.uint8)
         aligned = aligned[-aligned.data_ptr() % 256 :][: len(memory)].copy_(memory)
-        means = torch.full((batch, parts, heads, dim), math.nan)
-        sums = torch.full((batch, parts, 3, heads), math.nan)
-        tensors = (query, key, value, aligned, blocks, slots, tables, lengths, means, sums)
+        means = torch.full((count + pairs, repeat, dim), math.nan)
+        sums = torch.full((count + pairs, 3, repeat), math.nan)
+        spans = torch.full((pairs, 2), -(2**31), dtype=torch.int32)
+        out = torch.full((batch, heads, dim), math.nan, dtype=query.dtype)
+        assert entropy.stride() == (heads, 1)
+        tensors = (query, key, value, aligned, blocks, slots, tables, lengths, means, sums, spans, out, entropy)
         strides = (*query.stride(), *key.stride(), *value.stride(), tables.stride(0))
         given = Arguments(
-            *(t.data_ptr() for t in tensors), (ctypes.c_int * 10)(*strides), scaling, softcap, parts, kv_heads,
-            heads // kv_heads, window,
+            *(t.data_ptr() for t in tensors), (ctypes.c_int * 10)(*strides), scaling, softcap, cut.parts, cut.start,
+            cut.least, batch, key.shape[1], repeat, window,
         )  # fmt: skip
-        emulation().run(ctypes.byref(given), dim, query.dtype == torch.float16, batch, late)
+        emulation().run(ctypes.byref(given), dim, query.dtype == torch.float16, count, late)
         memory.copy_(aligned)
-        logarithm, score, rotated = sums.unbind(2)
-        top = logarithm.amax(1, keepdim=True)
-        weights = torch.exp2(logarithm - top)
-        total = weights.sum(1)
-        plain = torch.where(rotated[..., None] > 0, rotate(means), means)
-        nats = (top[:, 0] + total.log2() - (weights * score).sum(1) / total) * math.log(2)
-        entropy.copy_(nats)
-        return ((plain * weights[..., None]).sum(1) / total[..., None]).to(query.dtype)
+        assert ((spans[:, 0] >= 0) & (spans[:, 0] <= spans[:, 1]) & (spans[:, 1] <= count + pairs)).all()
+        return out
 
     return kernel
 
 
-def kernel(parts: int) -> Any:
-    """The real one, or the emulated one with so many parts."""
+def kernel() -> Any:
+    """The real one, or the emulated one."""
     from qbe.kernels.triton.paged_attention import paged_attention
 
-    return paged_attention if CUDA else kernel_of(parts, False)
+    return paged_attention if CUDA else kernel_of(Cut(), False)
 
 
-def check(arguments: dict[str, Any], dtype: torch.dtype, parts: int = 3) -> None:
-    """On a GPU the kernel itself, with parts of its own choice."""
+def check(arguments: dict[str, Any], dtype: torch.dtype, cut: Cut | None = None) -> None:
+    """On a GPU the kernel itself, on all its processors."""
     if CUDA:
         assert decode_attention.serves(*(arguments[name] for name in ("query", "key", "value", "softcap")))
         same(arguments, dtype)
         return
     for late in (False, True):
-        same(on_cpu(arguments), dtype, kernel_of(parts, late), gpu_order=True)
+        same(on_cpu(arguments), dtype, kernel_of(cut or Cut(), late), gpu_order=True)
 
 
 @pytest.mark.parametrize("formats", [MIXED[:1], MIXED], ids=["full", "mixed"])
@@ -130,7 +141,129 @@ def test_windows_and_soft_caps(window: int, softcap: float) -> None:
 def test_runs_of_every_length(formats: list[int], parts: int) -> None:
     """More pages of a kind than a warp has slots, more pages than a list has places, more parts than pages."""
     length = 9000 if parts == 2 else 17000 if parts == 1 else 1000
-    check(case("two heads", [length], torch.float16, formats, room=length), torch.float16, parts)
+    check(case("two heads", [length], torch.float16, formats, room=length), torch.float16, Cut(parts=parts))
+
+
+def test_a_list_of_full_pages_after_one_of_sealed_ones() -> None:
+    """What sealed pages left in the sums is turned back for the last page, whose list has no other."""
+    length = 64 * 256 + 10
+    check(case("two heads", [length], torch.float16, [16, 4], room=length), torch.float16, Cut(parts=1))
+
+
+BY_HEAD = [16, (16, 2, 4), (2, 16, 8), 8, 4]
+LENGTHS = {  # of batches, and formats of their pages
+    "one is long": ([1000, 1, 65, 70, 3, 64, 129], [16, 4]),
+    "a page or none": ([1, 65, 1, 1, 129, 65, 1, 2], [16, 8, 4, 2]),
+    "none has a page": ([1, 1, 1], [16]),
+    "precision by head": ([700, 900, 800], BY_HEAD[:2]),
+    "precision by head and page": ([700, 65, 900], BY_HEAD),
+    "all alike": ([449] * 6, [16, 4]),
+    "one": ([1500], BY_HEAD),
+    "many": ([1 + 37 * i % 331 for i in range(12)], [16, 2, 8]),
+}
+
+
+@pytest.mark.parametrize("cut", [Cut(1), Cut(7), Cut(132, 250, 80), Cut(23, 0, 1)], ids=str)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_pages_are_shared_out_by_cost(name: str, cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts begin and end within pairs and pages of every kind, blocks have several pairs, some have none."""
+    lengths, formats = LENGTHS[name]
+    arguments = case("smollm", lengths, torch.float16, formats, room=max(lengths))
+    if CUDA:
+        monkeypatch.setattr("qbe.kernels.triton.paged_attention._processors", lambda device: cut.blocks)
+        monkeypatch.setattr(decode_attention, "START", cut.start)
+        monkeypatch.setattr(decode_attention, "LEAST", cut.least)
+        monkeypatch.setattr(decode_attention, "parts_for", lambda *_: 0)
+    check(arguments, torch.float16, cut)
+
+
+def pieces(lengths: list[int], bits: list[list[int]], blocks: int, window: int = 0) -> torch.Tensor:
+    """Of each block what the pages cost that it reads, and how often it begins: what `plan.cuh` makes of a batch.
+
+    bits: of the pages of each sequence, for all key heads (two) alike.
+    """
+    kinds = sorted({b for row in bits for b in row} | {16})
+    words = torch.tensor([[b | 256, b | 256] for b in kinds], dtype=torch.int32)
+    width = max(map(len, bits))
+    tables = torch.tensor([[kinds.index(b) for b in row] + [2**50] * (width - len(row)) for row in bits])
+    found = torch.full((blocks, 4), -1, dtype=torch.int32)
+    tensors = words, tables, torch.tensor(lengths), found
+    emulation().pieces(
+        *(ctypes.c_void_p(t.data_ptr()) for t in tensors), width, 2, window,
+        len(lengths), blocks, decode_attention.START, decode_attention.LEAST,
+    )  # fmt: skip
+    return found
+
+
+COSTS = {16: 24, 8: 13, 4: 10, 2: 11}  # `cost_of`
+
+
+def spent(lengths: list[int], bits: list[list[int]], blocks: int) -> tuple[list[int], int]:
+    """What each block spends, beginnings included, and all pages together; every page is read once."""
+    read = {(i, head): [0] * len(row) for i, row in enumerate(bits) for head in range(2)}
+    times = []
+    for pair, page, last_pair, last_page in pieces(lengths, bits, blocks).tolist():
+        own = 0
+        for p in range(pair, min(last_pair + (last_page > 0), 2 * len(lengths))):
+            row = bits[p // 2]
+            pages = range(page if p == pair else 0, last_page if p == last_pair else len(row))
+            own += sum(COSTS[row[i]] for i in pages) + decode_attention.START * (len(pages) > 0)
+            for i in pages:
+                read[p // 2, p % 2][i] += 1
+        times.append(own)
+    assert all(n == 1 for row in read.values() for n in row)
+    return times, sum(2 * COSTS[b] for row in bits for b in row)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_end_at_the_same_time(seed: int) -> None:
+    """Sequences of very different lengths, of pages of one precision after the other."""
+    random = Random(seed)
+    counts = [random.choice([1, 3, 10, 40, 300]) for _ in range(random.choice([3, 12, 40]))] + [500]
+    bits = [sorted(random.choices([16, 8, 4, 2], k=n)) for n in counts]
+    times, total = spent([64 * n + 1 for n in counts], bits, 29)
+    share = (total + 2 * len(counts) * decode_attention.START) / 29
+    assert max(times) <= 1.15 * share + decode_attention.START
+
+
+def test_equal_pairs_are_not_begun_twice() -> None:
+    times, total = spent([64 * 500 + 1] * 8, [[4] * 500] * 8, 33)
+    assert sorted(set(times)) == [0, total // 32 + decode_attention.START]
+    times, total = spent([64 * 50 + 1] * 32, [[4] * 50] * 32, 33)
+    assert sorted(set(times)) == [0, 2 * (500 + decode_attention.START)]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "pages", "parts"),
+    [
+        (64, 512, 0),
+        (8, 512, 16),
+        (8, 600, 0),
+        (8, 8, 1),
+        (8, 64, 8),
+        (64, 16, 2),
+        (2048, 16, 0),
+        (20000, 16, 1),
+        (1, 40, 5),
+    ],
+)
+def test_few_pages_are_cut_into_as_many_parts_of_each_pair(pairs: int, pages: int, parts: int) -> None:
+    assert decode_attention.parts_for(pairs, pages, 132) == parts
+
+
+def test_results_are_the_same_each_time() -> None:
+    """To the last bit, whatever a block does first."""
+    arguments = case("llama", [2000, 3, 700, 65], torch.bfloat16, BY_HEAD, room=2000)
+    if not CUDA:
+        arguments = on_cpu(arguments)
+    found = []
+    for late in (False, True, False):
+        run = kernel() if CUDA else kernel_of(Cut(7), late)
+        given = copied(arguments) | {"memory": on_gpu_order(copied(arguments))}
+        found.append((run(**given), given["entropy"]))
+    for out, entropy in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(entropy, found[0][1])
 
 
 @pytest.mark.parametrize("sharp", [1e-3, 0.3, 60.0])
@@ -165,7 +298,7 @@ def test_large_values_stay_finite_in_float16(bits: int) -> None:
         "key": torch.zeros_like(arguments["key"]),
     }  # fmt: skip
     expected = reference(**copied(arguments))
-    found = kernel(1)(**arguments | {"memory": on_gpu_order(arguments)})
+    found = kernel()(**arguments | {"memory": on_gpu_order(arguments)})
     assert expected.isfinite().all()
     assert (found - expected).abs().max() <= 2e-3 * values.abs().max()
 
@@ -175,18 +308,11 @@ def test_what_is_not_a_number_is_seen() -> None:
         arguments: dict[str, Any] = case("smollm", [70, 70], torch.float16)
         arguments[name] = arguments[name].clone()
         arguments[name][1, 2, 5] = bad
-        out = kernel(2)(**arguments)
+        out = kernel()(**arguments)
         assert out[1, 6:].isnan().any(1).all()
         assert not out[0].isnan().any()
         assert not out[1, :6].isnan().any()
         assert arguments["entropy"][1, 6:].isnan().all() == (name == "key")
-
-
-@pytest.mark.parametrize(
-    ("heads", "pages", "parts"), [(64, 512, 2), (8, 512, 16), (72, 512, 7), (3, 1, 1), (200, 8, 1), (1, 40, 40)]
-)
-def test_parts_keep_all_processors_busy(heads: int, pages: int, parts: int) -> None:
-    assert decode_attention.parts_for(heads, pages, 132) == parts
 
 
 @pytest.mark.parametrize("dim", decode_attention.DIMS)

@@ -16,11 +16,18 @@ import torch
 DIMS = (64, 128)
 MOST_REPEAT = 8  # query heads a key head: the columns of a product
 WARPS, SLOTS = 8, 3  # as in room.cuh
-MOST_PARTS = 64  # of which `combine` of qbe.kernels.triton.paged_attention makes one
-START = 12  # pages that a block could read in the time that its beginning and its end take
+COST = 24  # the most that a page costs (cost_of in plan.cuh); one of 4 bits costs 10
+START = 250  # what the beginning and the end of a part cost
+LEAST = 80  # pages that cost no more than this are not cut: a page for each warp
+MOST_PAIRS = 16384  # whose costs have room in shared memory
+FEW = 32  # pages of a block, so few that finding out what pages cost is hardly worth its time
+MOST_PARTS = 64  # of a key head, where all key heads have as many
 CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
-SOURCES = ("device.cuh", "room.cuh", "codes.cuh", "sums.cuh", "walk.cuh", "decode_attention.cu")  # compiled as one
+SOURCES = (  # compiled as one
+    "device.cuh", "room.cuh", "plan.cuh", "codes.cuh", "sums.cuh", "rotation.cuh", "list.cuh", "walk.cuh", "merge.cuh",
+    "decode_attention.cu", "combine.cu",
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap:
         and query.shape[2] in DIMS
         and query.shape[1] <= MOST_REPEAT * value.shape[1]
         and _fits(query.device, query.shape[2])
-        and _kernel(query.device, query.shape[2], query.dtype == torch.float16, softcap != 0) is not None
+        and _kernels(query.device, query.shape[2], query.dtype == torch.float16, softcap != 0) is not None
     )
 
 
@@ -49,28 +56,32 @@ def _fits(device: torch.device, dim: int) -> bool:
 
 
 @cache
-def parts_for(heads: int, pages: int, processors: int) -> int:
-    """Parts that a sequence's pages are cut into: those with which the processors are done first.
+def parts_for(pairs: int, pages: int, processors: int) -> int:
+    """Parts that the pages of each key head are cut into; 0: blocks share them out by what they cost.
 
-    A processor has room for one block, which reads a part of one key head.
+    Sharing out takes time itself. So where no block can get more than a few pages, or where there are too many key
+    heads for it, all have as many parts.
 
     Args:
-        heads: key heads of all sequences.
+        pairs: key heads of all sequences.
         pages: that a table has room for, never how many a sequence has now.
-        processors: of the device.
+        processors: of the device, each with room for one block.
     """
 
-    def time(parts: int) -> int:
-        return -(-heads * parts // processors) * (-(-pages // parts) + START)
+    def most(parts: int) -> int:  # pages of a processor, whose warps all have as many
+        return -(-pairs * parts // processors) * -(-pages // parts // WARPS) * WARPS
 
-    return min(range(1, max(1, min(MOST_PARTS, pages)) + 1), key=time)
+    parts = min(range(1, max(1, min(MOST_PARTS, pages)) + 1), key=lambda n: (most(n), n))
+    if pairs > MOST_PAIRS or pairs * (pages * COST + START) >= 1 << 30:
+        return 1
+    return parts if most(parts) <= FEW else 0
 
 
 def shared_bytes(dim: int) -> int:
     """Shared memory of a block: `Room<DIM>::BYTES` of room.cuh."""
     slot = max(68 * dim + 256, 66 * dim + 512)
     warp = -(-(SLOTS * slot + 8 * dim + 16 * 7 + 8 * SLOTS) // 128) * 128
-    return WARPS * (warp + 32 * 8) + 8 * 6 + 8 * 4 * dim
+    return WARPS * (warp + 32 * 8) + 8 * 6 + 8 * 4 * dim + 16
 
 
 def source() -> str:
@@ -79,23 +90,26 @@ def source() -> str:
 
 
 @cache
-def _kernel(device: torch.device, dim: int, float16: bool, softcap: bool) -> Any:
-    """The loaded kernel; None, with a warning, where it cannot be compiled or loaded."""
+def _kernels(device: torch.device, dim: int, float16: bool, softcap: bool) -> tuple[Any, Any] | None:
+    """The loaded kernels `decode_attention` and `combine`; None, with a warning, where one cannot be had."""
     from qbe.kernels.cuda.nvrtc import compiled_kernel
 
-    name = f"decode_attention<{dim}, {str(float16).lower()}, {str(softcap).lower()}>"
+    shape = f"{dim}, {str(float16).lower()}, {str(softcap).lower()}"
+    names = f"decode_attention<{shape}>", f"combine<{shape}>"
     try:
         from torch.cuda._utils import _cuda_load_module
 
         arch = "".join(map(str, torch.cuda.get_device_capability(device)))
-        binary, symbol = compiled_kernel(source(), name, arch)
+        found = []
         with torch.cuda.device(device):
-            kernel = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
-            kernel.set_shared_memory_config(shared_bytes(dim))
-        return kernel
+            for name in names:
+                binary, symbol = compiled_kernel(source(), name, arch)
+                found.append(_cuda_load_module(binary, [symbol])[symbol])  # type: ignore[index]
+            found[0].set_shared_memory_config(shared_bytes(dim))
+        return found[0], found[1]
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
         line = next((x for x in str(error).splitlines() if "error" in x), str(error).strip())
-        log.warning("decode attention runs in Triton, which is slower: no %s (%s)", name, line[:200])
+        log.warning("decode attention runs in Triton, which is slower: no %s (%s)", names[0], line[:200])
         return None
 
 
@@ -108,27 +122,34 @@ def launch(
     slots: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
+    entropy: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,
     processors: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as of `qbe.kernels.attention_ops.paged_attention`, where `serves` says so.
-
-    Returns:
-        means: float32 `[B, parts, heads, value_dim]`.
-        sums: float32 `[B, parts, 3, heads]`; what they are says `combine_kernel` of `qbe.kernels.triton`.
-    """
+) -> torch.Tensor:
+    """`qbe.kernels.attention_ops.paged_attention`, where `serves` says so, on a device with so many processors."""
     batch, heads, dim = query.shape
     kv_heads = value.shape[1]
-    parts = parts_for(batch * kv_heads, tables.shape[1], processors)
-    means = torch.empty(batch, parts, heads, dim, dtype=torch.float32, device=query.device)
-    sums = torch.empty(batch, parts, 3, heads, dtype=torch.float32, device=query.device)
-    kernel = _kernel(query.device, dim, query.dtype == torch.float16, softcap != 0)
-    arguments = [
-        query, key, value, memory, blocks, slots, tables, lengths, means, sums, *query.stride(), *key.stride(),
-        *value.stride(), tables.stride(0), float(scaling), float(softcap), parts, kv_heads, heads // kv_heads, window,
+    pairs, repeat = batch * kv_heads, heads // kv_heads
+    parts = parts_for(pairs, tables.shape[1], processors)
+    count = pairs * parts or processors
+    means = torch.empty(count + pairs, repeat, dim, dtype=torch.float32, device=query.device)
+    sums = torch.empty(count + pairs, 3, repeat, dtype=torch.float32, device=query.device)
+    spans = torch.empty(pairs, 2, dtype=torch.int32, device=query.device)
+    out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
+    kernels = _kernels(query.device, dim, query.dtype == torch.float16, softcap != 0)
+    assert kernels is not None
+    numbers = float(scaling), float(softcap)
+    walk = [
+        query, memory, blocks, tables, lengths, means, sums, spans, *query.stride(), tables.stride(0), *numbers, parts,
+        START, LEAST, batch, kv_heads, repeat, window,
+    ]  # fmt: skip
+    together = [
+        query, key, value, memory, blocks, slots, means, sums, spans, out, entropy, *query.stride(), *key.stride(),
+        *value.stride(), entropy.stride(0), *numbers, kv_heads, repeat, batch * heads,
     ]  # fmt: skip
     with torch.cuda.device(query.device):
-        kernel((batch * kv_heads, parts, 1), (32 * WARPS, 1, 1), arguments, shared_bytes(dim))
-    return means, sums
+        kernels[0]((count, 1, 1), (32 * WARPS, 1, 1), walk, shared_bytes(dim))
+        kernels[1]((-(-batch * heads // WARPS), 1, 1), (32 * WARPS, 1, 1), together)
+    return out

@@ -32,6 +32,7 @@ DEVICE words4 load16(int at) { return *(const words4 *)(shared_memory + at); }
 DEVICE void store4(int at, u32 x) { *(u32 *)(shared_memory + at) = x; }
 DEVICE void store1(int at, u8 x) { shared_memory[at] = x; }
 DEVICE void store16(int at, words4 x) { *(words4 *)(shared_memory + at) = x; }
+DEVICE void add4(int at, int x) { atomicAdd((int *)(shared_memory + at), x); }
 
 DEVICE void barrier_init(int at) {
     asm volatile("mbarrier.init.shared.b64 [%0],1;" ::"r"(shared_address(at)) : "memory");
@@ -137,6 +138,7 @@ DEVICE u32 bits_of_float(float x) { return __float_as_uint(x); }
 DEVICE float float_of_bits(u32 x) { return __uint_as_float(x); }
 DEVICE int ones(u32 x) { return __popc(x); }
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(EVERY, x, lane); }
+DEVICE int shuffle_word(int x, int lane) { return __shfl_sync(EVERY, x, lane); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(EVERY, x, mask); }
 DEVICE bool any(bool x) { return __any_sync(EVERY, x); }
 DEVICE u32 ballot(bool x) { return __ballot_sync(EVERY, x); }

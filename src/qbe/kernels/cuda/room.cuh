@@ -5,6 +5,7 @@ constexpr int WARPS = 8;
 constexpr int GROUPS = 8;  // rows of half a tile, and columns of queries
 constexpr int CHUNK = 32;  // tokens of a page of 16 bits that are copied at once
 constexpr int SLOTS = 3;   // places of a warp that copies go to, in turns
+constexpr int AHEAD = 6;   // sealed pages that take as long as one of 16 bits before them
 constexpr int KINDS = 6;   // of blocks
 constexpr int TURBO = 64;  // in a block's kind
 constexpr int CUT = 128;   // in a list of pages, beside the kind: a window begins within the page
@@ -30,6 +31,7 @@ struct Room {
     static constexpr int COUNTS = LIST + 8 * 32 * WARPS;  // of each kind, a byte a warp
     static constexpr int QUERIES = COUNTS + 8 * KINDS;    // rotated once and twice
     static_assert(WARPS == 8, "a byte for each warp");
-    static constexpr int BYTES = QUERIES + GROUPS * 2 * DIM * 2;
+    static constexpr int CUTS = QUERIES + GROUPS * 2 * DIM * 2;  // where this block's piece begins and ends
+    static constexpr int BYTES = CUTS + 16;
     static_assert(CHUNK * ROW <= SLOT && 68 * DIM <= SLOT, "keys or values of 16 and of 8 bits fit into a slot");
 };

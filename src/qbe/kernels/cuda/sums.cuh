@@ -55,22 +55,31 @@ struct Sums {
 
     // Over the tokens of all groups.
     DEVICE void finish() {
+        add_bases();
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < 2; i++) total[i] = of_groups(total[i]), weighted[i] = of_groups(weighted[i]);
+    }
+
+    // To all channels as they are now, rotated.
+    DEVICE void add_bases() {
 #pragma unroll
-            for (int mask = 4; mask < 32; mask *= 2) {
-                total[i] += shuffle_xor(total[i], mask);
-                weighted[i] += shuffle_xor(weighted[i], mask);
-                bases[i] += shuffle_xor(bases[i], mask);
-            }
+        for (int i = 0; i < 2; i++) {
+            const float base = of_groups(bases[i]);
+            bases[i] = 0;
 #pragma unroll
-        for (int j = 0; j < DIM / 16; j++)
+            for (int j = 0; j < DIM / 16; j++) acc[j][i] += base, acc[j][2 + i] += base;
+        }
+    }
+
+    static DEVICE float of_groups(float x) {
 #pragma unroll
-            for (int k = 0; k < 4; k++) acc[j][k] += bases[k & 1];
+        for (int mask = 4; mask < 32; mask *= 2) x += shuffle_xor(x, mask);
+        return x;
     }
 
     // The rotation of sealed pages (qbe/kernels/reference/rotation.py), its own inverse, of acc.
     DEVICE void rotate(int group) {
+        add_bases();
         sign(group);
 #pragma unroll
         for (int bit = 1; bit < 8; bit *= 2)

@@ -8,6 +8,7 @@ struct Walk {
     int room;           // where this warp's shared memory begins
     int next;           // page of the list to be copied next
     bool second;        // of which its keys, of 8 bits, are copied already
+    int turns, step;    // before page `turns` of the list this warp takes every step-th one
     int to, from;       // slots that the next copy goes to, and that is read next
     int taken;          // slots that copies went to and that are not free yet
     u32 parity;         // of the slots' barriers
@@ -17,6 +18,16 @@ struct Walk {
     const u8 *memory;
     bool queried;  // whether there is a query for this group
     float scaling, softcap;
+
+    // Warps take sealed pages in turns, those with a page of 16 bits only when the others have had AHEAD: so much time goes
+    // into such a page, whose instructions come from far away, and into the rotation after it. Returns the first page.
+    DEVICE int take_turns(int full, int warp) {
+        const int busy = full < WARPS ? full : 0;
+        step = WARPS - busy, turns = full + AHEAD * step;
+        return warp < busy ? turns + step + warp : full + ((warp - full) & (WARPS - 1));
+    }
+
+    DEVICE int after(int i) const { return i + (i < turns ? step : WARPS); }
 
     DEVICE float scored(float score) { return capped<SOFTCAP>(score * scaling, softcap) * LOG2E; }
 
@@ -67,7 +78,7 @@ struct Walk {
             }
         }
         second = kind == 8 && !second;
-        if (!second) next += WARPS;
+        if (!second) next = after(next);
     }
 
     DEVICE void fill(int all) {
@@ -139,7 +150,7 @@ struct Walk {
         sums.template add<F16>(s, SOFTCAP ? 0 : off[0], SOFTCAP ? 0 : off[1]);
     }
 
-    // Pages i, i + WARPS, .. before end of the list, which ends at `all`. Returns the first one of this warp that is left.
+    // Pages i, after(i), .. before end of the list, which ends at `all`. Returns the first one of this warp that is left.
     DEVICE int eight_bits(int i, int end, int all) {
         constexpr int BITS = 8;
         if (i >= end) return i;
@@ -148,7 +159,7 @@ struct Walk {
         float q[DIM / 16][4];
         load_query<BITS>(q);
 #pragma unroll 1
-        for (; i < end; i += WARPS) {
+        for (; i < end; i = after(i)) {
             const u64 entry = listed(i);
             float s[4][4], off[4];
             u32 scaled[DIM / 16][2], weights[4][2];
@@ -186,7 +197,7 @@ struct Walk {
         int page = room, before = room;
         bool pending = false;
 #pragma unroll 1
-        for (;; i += WARPS) {
+        for (;; i = after(i)) {
             const bool more = i < end;
             const u64 entry = more ? listed(i) : 0;
             float s[4][4], off[4], value_off[4] = {0, 0, 0, 0};
@@ -237,7 +248,7 @@ struct Walk {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const int pad = BITS == 2 ? 0 : 4 * (k % FIELDS) + quad;
-            const int at = room + In::SCALES + 8 * channel<BITS>(k) + 16 * pad;
+            const int at = room + In::SCALES + swapped<BITS>(8 * channel<BITS>(k)) + 16 * pad;
             words4 a = load16(at), b = load16(at + 16);
             moved += q[k][0] * float_of_bits(a.y) + q[k][1] * float_of_bits(a.w);
             moved += q[k][2] * float_of_bits(b.y) + q[k][3] * float_of_bits(b.w);
@@ -330,12 +341,19 @@ struct Walk {
         return tile % Codes<BITS>::FIELDS * 8 * BITS + 4 * (tile / Codes<BITS>::FIELDS);
     }
 
+    // With 2 bits every other 128 bytes of scales have the halves of their 64 bytes swapped.
+    template <int BITS>
+    static DEVICE int swapped(int at) {
+        return BITS == 2 ? at ^ (at >> 2 & 32) : at;
+    }
+
     // Scale and low of a channel as floats, the low as what code CENTRE stands for.
     template <int BITS>
     DEVICE void centres(int scales) {
         constexpr int COUNT = DIM / 32, CODES = 8 * DIM * BITS;
         constexpr float CENTRE = Codes<BITS>::CENTRE;
-        // Lanes of a quad read channels that lie ROW / 4 apart: 16 bytes in between keep them in different banks.
+        // Lanes of a quad read channels that lie ROW / 4 apart: 16 bytes in between keep them in different banks, for
+        // which there is no room with 2 bits.
         const int pad = BITS == 2 ? 0 : COUNT * lane / (CODES / 256);
         u32 pairs[COUNT];
         load_words(pairs, scales + 4 * COUNT * lane);
@@ -344,7 +362,7 @@ struct Walk {
             float x = float_of_f16(pairs[i] & 0xFFFF), y = float_of_f16(pairs[i + 1] & 0xFFFF);
             float u = float_of_f16(pairs[i] >> 16) + CENTRE * x, v = float_of_f16(pairs[i + 1] >> 16) + CENTRE * y;
             words4 out = {bits_of_float(x), bits_of_float(u), bits_of_float(y), bits_of_float(v)};
-            store16(room + In::SCALES + 8 * COUNT * lane + 16 * pad + 8 * i, out);
+            store16(room + In::SCALES + swapped<BITS>(8 * (COUNT * lane + i)) + 16 * pad, out);
         }
         sync_warp();
     }

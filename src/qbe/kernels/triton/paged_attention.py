@@ -60,14 +60,12 @@ def paged_attention(
 
     The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere.
     """
-    out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
     if decode_attention.serves(query, key, value, softcap):
-        means, sums = decode_attention.launch(
-            query, key, value, memory, blocks, slots, tables, lengths, scaling, window, softcap,
+        return decode_attention.launch(
+            query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap,
             _processors(query.device),
         )  # fmt: skip
-        combine(means, sums, out, entropy, None)
-        return out
+    out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
     walk(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, out, Noted())
     return out
 
