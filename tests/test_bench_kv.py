@@ -15,7 +15,7 @@ import torch
 
 from qbe import QBEError, cli
 from qbe.bench import kv
-from qbe.bench.kv_attention import SDPA, SDPA_GROUPED, Decode, Seal
+from qbe.bench.kv_attention import SDPA, SDPA_GROUPED, Decode, Seal, halved
 from qbe.bench.kv_cases import Cases, choices, mixture
 from qbe.bench.machine import Limits
 from qbe.kernels.kv_blocks import KV_BITS, PAGE_SIZE, block
@@ -100,9 +100,25 @@ def test_rows(device: torch.device) -> None:
         for batch in batches
         for b in (8, 4)
     }
+    lengths = [r for r in rows if r["what"] == "decode, lengths"]
+    assert {(r["bits"], r["peer"]) for r in lengths} == {(16, "equal lengths"), (4, "equal lengths")}
+    assert {r["shape"] for r in lengths} == {"6/3 heads of 32, 257 to 65 tokens, batch 4"}
     assert {r["bits"] for r in rows if r["what"] == "prompt attention"} == {16, 8, 4, 2}
     assert {r["shape"] for r in rows if r["what"] == "prompt attention"} == {"6/3 heads of 32, 128 tokens after 192"}
     assert {r["bits"] for r in rows if r["what"] == "sealing a page"} == {8, 4, 2}
+
+
+def test_different_lengths_have_as_many_tokens_as_equal_ones() -> None:
+    uneven, even = halved(8, 32768)
+    assert uneven == [511, 255, 127, 63, 31, 15, 7, 3]
+    assert sum(even) == sum(uneven)
+    assert max(even) - min(even) == 1
+    cases = Cases(1, SHAPE, 4, 9 * PAGE_SIZE, (), torch.bfloat16, CPU)
+    decode, pages = Decode(cases, 6), halved(4, 9 * PAGE_SIZE)[0]
+    assert pages == [8, 4, 2, 1]
+    for name in ("16", "4"):
+        decode.ours(cases.found[name], pages)()  # it raises where the first sequence is not what torch says
+        decode.ours(cases.found[name], pages[::-1])()
 
 
 def test_limits_are_bytes_over_bandwidth() -> None:

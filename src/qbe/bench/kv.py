@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from qbe.bench.kv_attention import Decode, Prefill, Seal
+from qbe.bench.kv_attention import Decode, Prefill, Seal, halved
 from qbe.bench.kv_cases import FULL, Case, Cases
 from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Measured, Outcome, take_turns
@@ -24,6 +24,8 @@ from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar
 
 SIXTEEN = "16-bit pages"
+UNEVEN = (16, 4)  # precisions at which sequences of different lengths are measured
+UNEQUAL, EQUAL = " halves", " equal lengths"
 TEXT = "The library keeps letters, maps and logbooks of ships that sailed to the northern islands. "
 
 
@@ -65,7 +67,8 @@ def sizes_for(device: torch.device) -> Sizes:
 def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
     """For each precision and mixture a row per peer: microseconds of a layer's attention, of a page that is sealed.
 
-    Then bytes of pages per token of the model, at every precision and as its default policy chooses them.
+    Sequences of different lengths stand beside equal ones with as many tokens. Then bytes of pages per token of the
+    model, at every precision and as its default policy chooses them.
 
     Raises:
         QBEError: not even pages for a short context fit into the memory, or whatever is wrong with the model.
@@ -112,6 +115,12 @@ def fitting(sizes: Sizes, batch: int, device: torch.device) -> tuple[Cases, str]
 def _decode(cases: Cases, sizes: Sizes, limits: Limits, note: str, tick: Callable[[], None]) -> list[Row]:
     decode = Decode(cases, sizes.heads)
     ours = {name: decode.ours(case) for name, case in cases.found.items()}
+    uneven, even = halved(cases.batch, cases.context)
+    halves = [str(b) for b in UNEVEN if cases.batch > 1 and max(even) < cases.full.shape[1] - 1]
+    for name in halves:
+        ours |= {
+            pages: decode.ours(cases.found[name], n) for pages, n in ((name + UNEQUAL, uneven), (name + EQUAL, even))
+        }
     mine, theirs = take_turns(ours, decode.peers(), sizes.rounds, tick)
     rows: list[Row] = []
     for name, case in cases.found.items():
@@ -123,6 +132,14 @@ def _decode(cases: Cases, sizes: Sizes, limits: Limits, note: str, tick: Callabl
             size=_size(sizes), case=f"{cases.context} tokens, batch {cases.batch}", bits=_bits(case),
             ours=mine[name][WHOLE], unit="us", limit=decode.seconds(case, limits) * 1e6 / cases.layers,
             notes=dict.fromkeys(peers, note),
+        )  # fmt: skip
+    part = sum(uneven) / cases.full[:, 1:].numel()
+    for name in halves:
+        rows += rows_beside(
+            {EQUAL.strip(): mine[name + EQUAL]}, WHOLE, 1e6 / cases.layers, what="decode, lengths", size=_size(sizes),
+            case=f"{max(uneven) * PAGE_SIZE + 1} to {min(uneven) * PAGE_SIZE + 1} tokens, batch {cases.batch}",
+            bits=_bits(cases.found[name]), ours=mine[name + UNEQUAL][WHOLE], unit="us",
+            limit=decode.seconds(cases.found[name], limits, part) * 1e6 / cases.layers, notes={EQUAL.strip(): note},
         )  # fmt: skip
     return rows
 

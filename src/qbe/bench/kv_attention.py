@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -28,6 +28,13 @@ def _flash(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else nullcontext()
 
 
+def halved(batch: int, context: int) -> tuple[list[int], list[int]]:
+    """Pages before the new token of sequences of which each has half of those of the one before, and equal numbers."""
+    pages = [max(1, (context - 1) // PAGE_SIZE >> i) for i in range(batch)]
+    each, more = divmod(sum(pages), batch)
+    return pages, [each + (i < more) for i in range(batch)]
+
+
 class Decode:
     """One new token for each sequence, attending at every layer in turn."""
 
@@ -43,14 +50,24 @@ class Decode:
         self.lengths = torch.full((cases.batch,), cases.context, device=pool.device)
         self.slots = cases.full[:, -1] + (cases.context - 1) % PAGE_SIZE
 
-    def ours(self, case: Case) -> Sample:
-        """All layers over this case's pages, once their result is known to be right."""
+    def ours(self, case: Case, pages: Sequence[int] | None = None) -> Sample:
+        """All layers over this case's pages, once their result is known to be right.
+
+        Args:
+            pages: that each sequence has before its new token, fewer than a table has; None: the whole context.
+        """
+        where = self.slots, case.tables, self.lengths
+        if pages is not None:
+            rows, own = torch.arange(len(pages)), torch.tensor(pages)
+            tables = case.tables.clone()
+            tables[rows, own] = self.cases.full[:, -1]
+            where = self.cases.full[:, -1], tables, (own * PAGE_SIZE + 1).to(self.device)
         with torch.inference_mode():
-            out = self._layer(case, 0)
-            read = self.cases.pool.read(0, case.tables[0])
-            expected = self._grouped(self.query[:1], *(t[:, :, : self.cases.context] for t in read))
+            out = self._layer(where, 0)
+            read = self.cases.pool.read(0, where[1][0])
+            expected = self._grouped(self.query[:1], *(t[:, :, : int(where[2][0])] for t in read))
         check(out[:1], expected, TOLERANCE)
-        return whole(lambda: [self._layer(case, layer) for layer in range(self.cases.layers)], self.device)
+        return whole(lambda: [self._layer(where, layer) for layer in range(self.cases.layers)], self.device)
 
     def peers(self) -> dict[str, Sample | Failed]:
         """torch's attention over the numbers of 16 bits, one after the other in memory; nothing is written there."""
@@ -71,21 +88,21 @@ class Decode:
             for name, call in ((SDPA, plain), (SDPA_GROUPED, self._grouped))
         }
 
-    def seconds(self, case: Case, limits: Limits) -> float:
-        """The limit of a pass: pages, query and result move once."""
+    def seconds(self, case: Case, limits: Limits, part: float = 1.0) -> float:
+        """The limit of a pass: query and result and that part of the pages move once."""
         shape, layers = self.cases.shape, self.cases.layers
         size = self.query.element_size() * self.heads * (shape.key_dim + shape.value_dim)
         work = 2 * self.heads * self.cases.context * (shape.key_dim + shape.value_dim)
         batch = self.cases.batch * layers
-        return limits.seconds(case.nbytes + batch * size, batch * work)
+        return limits.seconds(part * case.nbytes + batch * size, batch * work * part)
 
-    def _layer(self, case: Case, layer: int) -> torch.Tensor:
+    def _layer(self, where: tuple[torch.Tensor, torch.Tensor, torch.Tensor], layer: int) -> torch.Tensor:
+        """At these slots, tables and lengths."""
         words = self.cases.pool.words[layer]
         assert words is not None
         return paged_attention(
-            self.query, self.key, self.value, self.cases.pool.memory, words, self.slots, case.tables, self.lengths,
-            self.entropy, self.scaling, 0, 0.0,
-        )  # fmt: skip
+            self.query, self.key, self.value, self.cases.pool.memory, words, *where, self.entropy, self.scaling, 0, 0.0
+        )
 
     def _grouped(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Queries that share a key head become rows of one product, and no key is read twice."""
