@@ -8,7 +8,8 @@ DEVICE void load_row(float (&x)[2], const float *from) {
 
 DEVICE void load_row(float (&x)[4], const float *from) {
     const words4 four = *(const words4 *)from;
-    x[0] = float_of_bits(four.x), x[1] = float_of_bits(four.y), x[2] = float_of_bits(four.z), x[3] = float_of_bits(four.w);
+    x[0] = float_of_bits(four.x), x[1] = float_of_bits(four.y);
+    x[2] = float_of_bits(four.z), x[3] = float_of_bits(four.w);
 }
 
 DEVICE float of_warp(float x) {
@@ -89,7 +90,8 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
     for (int i = 0; i < COUNT; i += 2)
         *(u32 *)(to + i) = pack<F16>((plain[i] + rotated[i]) * part_of, (plain[i + 1] + rotated[i + 1]) * part_of);
     if (lane == 0)
-        entropy[(i64)sequence * entropy_row + head * repeat + own] = (top + logarithm2(total) - weighted * part_of) / LOG2E;
+        entropy[(i64)sequence * entropy_row + head * repeat + own] =
+            (top + logarithm2(total) - weighted * part_of) / LOG2E;
     if (own == 0) {
         const i64 slot = slots[sequence];
         to = (u16 *)(memory + (slot & ~(i64)255) + (blocks[head] & ~255)) + (slot & 255) * DIM + COUNT * lane;

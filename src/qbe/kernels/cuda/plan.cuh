@@ -1,9 +1,9 @@
-// Which pages a block walks: so that all blocks end at the same time, whatever the lengths of sequences and the precisions
-// of their heads and pages. Every block works it out for itself from tables and lengths, which change from step to step
-// while launches stay as a graph has them.
+// Which pages a block walks: so that all blocks end at the same time, whatever the lengths of sequences and the
+// precisions of their heads and pages. Every block works it out for itself from tables and lengths, which change from
+// step to step while launches stay as a graph has them.
 //
-// A pair is a key head of a sequence. The pages of all pairs lie one after the other on a line, a page as long as its kind
-// takes to be read, and before those of a pair lies what its beginning and end take. The line is cut into pieces of the
+// A pair is a key head of a sequence. The pages of all pairs lie one after the other on a line, a page as long as its
+// kind takes to be read, and before those of a pair lies what its beginning and end take. The line is cut into pieces of the
 // same length, one for each block. Where each pair can be cut into equal pieces that are hardly longer, or where as many
 // pairs for each block are hardly longer, it is cut so: then no block begins more often than it must.
 //
@@ -117,7 +117,8 @@ struct Plan {
         const int pieces_before = sum_before(own_pieces, count);
         const int each_block = (u32)(count + blocks - 1) / (u32)blocks;
         // Hardly longer: no block ends later than one that begins within a pair would.
-        const bool whole = pairs > blocks ? !any(longest > (even + even / 32 + start) / max(each_block, 1)) : each_block < 2;
+        const bool whole = pairs > blocks ? !any(longest > (even + even / 32 + start) / max(each_block, 1))
+                                          : each_block < 2;
         if (whole) own = own_pieces, before = pieces_before;
         if (!block) return {0, 0};
         int at = whole ? min(block * each_block, count) : block * even + min(block, all - even * blocks);

@@ -19,8 +19,8 @@ struct Walk {
     bool queried;  // whether there is a query for this group
     float scaling, softcap;
 
-    // Warps take sealed pages in turns, those with a page of 16 bits only when the others have had AHEAD: so much time goes
-    // into such a page, whose instructions come from far away, and into the rotation after it. Returns the first page.
+    // Warps take sealed pages in turns, those with a page of 16 bits only when the others have had AHEAD: so much time
+    // goes into such a page, whose instructions come from far away, and into the rotation after it. Returns the first.
     DEVICE int take_turns(int full, int warp) {
         const int busy = full < WARPS ? full : 0;
         step = WARPS - busy, turns = full + AHEAD * step;
