@@ -151,6 +151,31 @@ def test_the_longest_request_that_is_taken_runs_to_its_end(name: str, blueprint:
     assert (longest.finish_reason, longest.preemptions) == ("length", 0)
 
 
+@pytest.mark.parametrize(("blueprint", "pages", "tokens"), [(kv(4), 6, 640), (kv(8), 8, 576), (kv(4, first=8), 8, 900)])
+def test_a_long_prompt_in_a_pool_that_just_holds_it_runs_to_its_end(blueprint, pages: int, tokens: int) -> None:
+    """Its chunks take the frames of several pages at once."""
+    model = build("llama")
+    model.config.max_position_embeddings = 4096
+    c = Core(model, NO_SITES, kv_tokens=pages * PAGE_SIZE, max_batch_tokens=512)
+    most = c.scheduler.paging.capacity(request("probe", prompts(tokens)[0], blueprint, max_tokens=1))
+    r = request("r", prompts(tokens)[0], blueprint, max_tokens=most - tokens)
+    run(c, r)
+    assert (r.finish_reason, r.computed) == ("length", most - 1)
+    assert c.scheduler.allocator.free == pages
+
+
+def test_fewer_bits_are_not_taken_where_pages_of_more_leave_no_room_for_them() -> None:
+    c = core(kv_tokens=4 * PAGE_SIZE)
+    r = request("r", prompts(60)[0], kv(16), max_tokens=4 * PAGE_SIZE - 60)
+    c.add(r)
+    while r.computed < 130:
+        c.step()
+    c.raise_kv(r, (2, 2, 2, 2))
+    while c.has_work():
+        c.step()
+    assert r.finish_reason == "length"
+
+
 def test_the_first_page_has_bits_of_its_own() -> None:
     c, r = core(), request("r", prompts(150)[0], kv(2, 16, first=8), max_tokens=60)
     run(c, r)

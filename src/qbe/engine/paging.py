@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from qbe.engine.sequence import Sequence, Status
 from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE, sealed_pages
-from qbe.kvcache.allocator import Format, Page, PageAllocator
+from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.kvcache.prefix import page_key
 
 
@@ -20,14 +20,15 @@ class Paging:
         format_of: the format of a sequence's page of this number.
 
     Attributes:
-        copies: pages that were shared and are written to next, each with its copy; to be copied before the step.
+        copies: frames of pages that were shared and are written to next, each with that of its copy; to be copied
+            before the step.
     """
 
     def __init__(
         self, allocator: PageAllocator, chunked: bool, reusable: bool, format_of: Callable[[Sequence, int], Format]
     ) -> None:
         self.allocator, self.chunked, self.reusable, self.format_of = allocator, chunked, reusable, format_of
-        self.copies: list[tuple[Page, Page]] = []
+        self.copies: list[tuple[int, int]] = []
 
     def capacity(self, sequence: Sequence) -> int:
         """Tokens that the whole cache holds at the bits that a sequence has now."""
@@ -35,12 +36,15 @@ class Paging:
         total = self.allocator.num_pages * page
         if format.full:
             return self.allocator.num_pages * PAGE_SIZE
-        first = self._first(sequence)
         if not self.chunked:
-            rest = total - first
+            rest = total - self._first(sequence)
             return (1 + rest // (format.nbytes + page)) * PAGE_SIZE if rest >= 0 else 0
-        rest = total - first - 2 * page
-        return (1 + rest // format.nbytes) * PAGE_SIZE if rest >= 0 else PAGE_SIZE * (first + page <= total)
+        known = max(1, len(sequence.sealed_bits))  # pages whose bits do not change any more, and the first one
+        used = sum(self.format_of(sequence, i).nbytes for i in range(known))
+        rest = total - used - 2 * page
+        if rest >= 0:
+            return (known + rest // format.nbytes) * PAGE_SIZE
+        return PAGE_SIZE if known == 1 and used + page <= total else 0
 
     def needs(self, sequence: Sequence) -> int:
         """Bytes for its tokens when they are computed alone: sealed pages, and the frames of a step."""
@@ -115,7 +119,7 @@ class Paging:
                 new = self.allocator.allocate(1, format)
                 if new is None:
                     return False
-                self.copies.append((page, new[0]))
+                self.copies.append((page.written, new[0].written))  # the page may lose its frame before the step
                 self.allocator.release([page])
                 sequence.pages[i] = new[0]
             elif page.format != format:

@@ -225,6 +225,9 @@ class Scheduler:
             return 0
         if not self.paged:
             return end - sequence.computed
+        if sequence.alone_at and self.chunked:
+            # The frames of several pages at once would lie scattered between what is sealed before they are.
+            end = min(end, (sequence.computed // PAGE_SIZE + 1) * PAGE_SIZE)
         while True:
             if self.paging.write(sequence, end):
                 return end - sequence.computed
@@ -233,7 +236,7 @@ class Scheduler:
                 return room - sequence.computed
             if self.running == [sequence]:
                 # Alone it fits, if its pages do not lie scattered between those that have gone, or if its bits were not
-                # raised meanwhile: it begins again in a memory that is all free, once.
+                # raised meanwhile: it begins again in a memory that is all free, once, and takes one page at a time.
                 if sequence.alone_at == len(sequence.token_ids):
                     sequence.error = (
                         f"{len(sequence.token_ids)} tokens do not fit in the KV cache at the bits that they have now: "

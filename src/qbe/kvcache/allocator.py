@@ -73,6 +73,11 @@ class Page:
         return self.address | self.format.number if self.frame is None else self.frame
 
     @property
+    def written(self) -> int:
+        """Address of the frame it is written at, while it is."""
+        return self.address if self.frame is None else self.frame
+
+    @property
     def sealed_entry(self) -> int:
         """What a block table says of it as it is sealed, or will be."""
         return self.address | self.format.number

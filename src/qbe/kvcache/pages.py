@@ -153,12 +153,11 @@ class PagePool:
                 words = self._words[shape] if layer is None else self._words[shape][layers.index(layer), None]
                 seal_pages(self.memory, words, pages[0], pages[1], shape.sizes, self.dtype)
 
-    def copy(self, pairs: Sequence[tuple[Page, Page]]) -> None:
-        """Copy the frames of pages to those of others."""
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy frames, by their addresses, to others."""
         frames = self.memory.view(self.num_pages + 1, self.page_bytes)
         for source, target in pairs:
-            at, to = (p.address if p.frame is None else p.frame for p in (source, target))
-            frames[to // self.page_bytes] = frames[at // self.page_bytes]
+            frames[target // self.page_bytes] = frames[source // self.page_bytes]
 
     def read(self, layer: int, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[1, kv_heads, P * PAGE_SIZE, dim]` of pages at a layer; entries int64 `[P]`."""
