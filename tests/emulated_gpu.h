@@ -114,7 +114,6 @@ inline words4 load16(int at) { return loaded<words4>(at); }
 inline void store4(int at, u32 x) { memcpy(shared_at(at, 4, 4), &x, 4); }
 inline void store1(int at, u8 x) { *shared_at(at, 1, 1) = x; }
 inline void store16(int at, words4 x) { memcpy(shared_at(at, 16, 16), &x, 16); }
-inline void add4(int at, int x) { store4(at, load4(at) + x); }
 inline void barrier_init(int at) { memset(shared_at(at, 8, 8), 0, 8); }
 inline void fence_copies() {}
 

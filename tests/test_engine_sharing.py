@@ -80,7 +80,7 @@ def test_a_twin_shares_the_open_page_until_one_of_the_two_writes() -> None:
     assert shape(s.schedule()) == [("one", 100, 1), ("two", 99, 1)]
     assert two.pages[0] is one.pages[0]
     assert one.pages[1] is shared
-    assert s.paging.copies == [(shared.written, two.pages[1].written)], "copied once; the other one may then write"
+    assert s.paging.copies == [(shared.entry, two.pages[1].entry)], "copied once; the other one may then write"
     assert (two.cached, two.twin) == (99, None)
     while s.has_work():
         advance(s)

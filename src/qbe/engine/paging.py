@@ -119,7 +119,7 @@ class Paging:
                 new = self.allocator.allocate(1, format)
                 if new is None:
                     return False
-                self.copies.append((page.written, new[0].written))  # the page may lose its frame before the step
+                self.copies.append((page.entry, new[0].entry))  # the page may lose its frame before the step
                 self.allocator.release([page])
                 sequence.pages[i] = new[0]
             elif page.format != format:

@@ -69,13 +69,8 @@ class Page:
 
     @property
     def entry(self) -> int:
-        """What a block table says of it, at 16 bits while it has them (`qbe.kernels.kv_blocks`)."""
+        """What a block table says of it (`qbe.kernels.kv_blocks`): the address of its frame while it has one."""
         return self.address | self.format.number if self.frame is None else self.frame
-
-    @property
-    def written(self) -> int:
-        """Address of the frame it is written at, while it is."""
-        return self.address if self.frame is None else self.frame
 
     @property
     def sealed_entry(self) -> int:

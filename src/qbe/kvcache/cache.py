@@ -196,4 +196,4 @@ class PagedCache(Cache):
 
 def slot_of(pages: list[Page], position: int) -> int:
     """Where the token at `position` of a sequence with these pages is written: address of a frame | offset in it."""
-    return pages[position // PAGE_SIZE].written | position % PAGE_SIZE
+    return pages[position // PAGE_SIZE].entry | position % PAGE_SIZE

@@ -2,8 +2,8 @@
 
 For every layer, at 4 and 2 bits: KL divergence (nats per token) of the logits when the full pages of that layer alone
 have that width, on the calibration text as one piece. A token sees its own page and the text's first one at 16 bits and
-the others before it as they are sealed, by the kernels of the engine. (There the page before its own has 16 bits, too;
-of so short a text that would be a third.)
+the others before it as they are sealed, by the kernels of the engine. (An engine keeps the page before its own at 16
+bits, too; of so short a text that would be a third.)
 
 A layer's divergence is divided among its heads by what each of them alone does to the layer's output, squared: small
 errors of independent heads add up that way (`docs/quality.md` has how close this comes), and it takes one layer's

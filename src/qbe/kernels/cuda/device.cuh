@@ -32,7 +32,6 @@ DEVICE words4 load16(int at) { return *(const words4 *)(shared_memory + at); }
 DEVICE void store4(int at, u32 x) { *(u32 *)(shared_memory + at) = x; }
 DEVICE void store1(int at, u8 x) { shared_memory[at] = x; }
 DEVICE void store16(int at, words4 x) { *(words4 *)(shared_memory + at) = x; }
-DEVICE void add4(int at, int x) { atomicAdd((int *)(shared_memory + at), x); }
 
 DEVICE void barrier_init(int at) {
     asm volatile("mbarrier.init.shared.b64 [%0],1;" ::"r"(shared_address(at)) : "memory");
