@@ -14,7 +14,11 @@
 //
 #include "../src/qbe/kernels/cuda/list.cuh"
 //
-#include "../src/qbe/kernels/cuda/walk.cuh"
+#include "../src/qbe/kernels/cuda/ring.cuh"
+//
+#include "../src/qbe/kernels/cuda/full.cuh"
+//
+#include "../src/qbe/kernels/cuda/sealed.cuh"
 //
 #include "../src/qbe/kernels/cuda/merge.cuh"
 //
@@ -31,20 +35,20 @@ struct Arguments {
     int *spans;
     u16 *out;
     float *entropy;
-    int strides[10];
+    int strides[11];
     double scaling, softcap;
     int parts, start, least, batch, kv_heads, repeat, window;
 };
 
 static Arguments given_arguments;
 
-template <int DIM, bool F16, bool SOFTCAP>
+template <int DIM, bool F16, bool SOFTCAP, int SETS>
 static void call() {
     const Arguments &a = given_arguments;
     const int *s = a.strides;
-    decode_attention<DIM, F16, SOFTCAP>(a.query, a.memory, a.blocks, a.tables, a.lengths, a.means, a.sums, a.spans, s[0],
-                                        s[1], s[2], s[9], a.scaling, a.softcap, a.parts, a.start, a.least, a.batch,
-                                        a.kv_heads, a.repeat, a.window);
+    decode_attention<DIM, F16, SOFTCAP, SETS>(a.query, a.memory, a.blocks, a.tables, a.lengths, a.means, a.sums, a.spans,
+                                              s[0], s[1], s[2], s[9], s[10], a.scaling, a.softcap, a.parts, a.start, a.least,
+                                              a.batch, a.kv_heads, a.repeat, a.window);
 }
 
 template <int DIM, bool F16, bool SOFTCAP>
@@ -64,7 +68,8 @@ static void launch(void (*kernel)(), int blocks, u32 shared) {
 template <int DIM, bool F16, bool SOFTCAP>
 static void both(int blocks) {
     const Arguments &a = given_arguments;
-    launch(call<DIM, F16, SOFTCAP>, blocks, Room<DIM>::BYTES);
+    const bool few = a.repeat <= HEADS;
+    launch(few ? call<DIM, F16, SOFTCAP, 1> : call<DIM, F16, SOFTCAP, 2>, blocks, Room<DIM>::BYTES);
     launch(call_combine<DIM, F16, SOFTCAP>, (a.batch * a.kv_heads * a.repeat + WARPS - 1) / WARPS, 0);
 }
 

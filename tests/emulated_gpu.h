@@ -18,6 +18,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEVICE inline
+#define CALLED static
 #define KERNEL(threads, blocks) void
 #define THREADS 256
 #define EVERY 0xFFFFFFFFu
@@ -107,19 +108,23 @@ struct words2 { u32 x, y; };
 struct words4 { u32 x, y, z, w; };
 
 
-inline void forget(int &) {}
+inline bool rarely(bool x) { return x; }
+inline void fetch(const void *) {}
 inline u32 load4(int at) { return loaded<u32>(at); }
 inline words2 load8(int at) { return loaded<words2>(at); }
 inline words4 load16(int at) { return loaded<words4>(at); }
 inline void store4(int at, u32 x) { memcpy(shared_at(at, 4, 4), &x, 4); }
 inline void store1(int at, u8 x) { *shared_at(at, 1, 1) = x; }
+inline void store8(int at, words2 x) { memcpy(shared_at(at, 8, 8), &x, 8); }
 inline void store16(int at, words4 x) { memcpy(shared_at(at, 16, 16), &x, 16); }
 inline void barrier_init(int at) { memset(shared_at(at, 8, 8), 0, 8); }
 inline void fence_copies() {}
+inline void wait_for_kernels() {}
+inline void begin_next_kernel() {}
 
 struct Copy {
     int to;
-    const u8 *from;
+    const u8 *from;  // nullptr: zeros
     u32 bytes;
     int barrier;
 };
@@ -139,7 +144,11 @@ inline void barrier_expect(int at, u32 bytes) {
 }
 
 inline void arrive(Copy c) {
-    memcpy(shared_at(c.to, c.bytes, 16), c.from, c.bytes);
+    u8 *to = shared_at(c.to, c.bytes, 16);
+    if (c.from)
+        memcpy(to, c.from, c.bytes);
+    else
+        memset(to, 0, c.bytes);
     store4(c.barrier, load4(c.barrier) - c.bytes);
     if (!load4(c.barrier)) store4(c.barrier + 4, load4(c.barrier + 4) + 1);
 }
@@ -152,16 +161,22 @@ inline void copy(int to, const u8 *from, u32 bytes, int barrier) {
         arrive({to, from, bytes, barrier});
 }
 
+inline void expect_pieces(int at, u32 bytes) {
+    if (threadIdx.x % 32 == 0) barrier_expect(at, bytes);
+    u32 none[1] = {0};
+    shown(none);
+}
+
+inline void copy_piece(int to, const u8 *from, bool some, int barrier) { copy(to, some ? from : nullptr, 16, barrier); }
+
+inline void copies_begun(int, int) {}
+
 inline void barrier_wait(int at, u32 parity) {
     u32 none[1] = {0};
     shown(none);
-    for (size_t i = 0; i < copies.size();)
-        if (copies[i].barrier == at) {
-            arrive(copies[i]);
-            copies.erase(copies.begin() + i);
-        } else {
-            i++;
-        }
+    auto waits = std::stable_partition(copies.begin(), copies.end(), [at](const Copy &c) { return c.barrier != at; });
+    for (auto c = waits; c != copies.end(); c++) arrive(*c);
+    copies.erase(waits, copies.end());
     if (load4(at) || load4(at + 4) % 2 == parity) fault("a barrier waits for ever");
 }
 
@@ -246,12 +261,8 @@ inline u32 pack(float low, float high) {
 }
 
 template <bool F16>
-inline u32 add2(u32 a, u32 b) {
-    return pack<F16>(number<F16>(a) + number<F16>(b), number<F16>(a >> 16) + number<F16>(b >> 16));
-}
-
-template <bool F16>
-inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+inline void mma(float &d0, float &d1, float &d2, float &d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    float *d[4] = {&d0, &d1, &d2, &d3};
     u32 own[6] = {a0, a1, a2, a3, b0, b1};
     auto all = shown(own);
     int lane = threadIdx.x % 32;
@@ -259,14 +270,27 @@ inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         int row = lane / 4, column = lane % 4 * 2 + i % 2;
         for (int k = 0; k < 16; k++) {
             u32 a = all[row * 4 + k % 8 / 2][i / 2 + k / 8 * 2], b = all[column * 4 + k % 8 / 2][4 + k / 8];
-            d[i] += number<F16>(a >> k % 2 * 16) * number<F16>(b >> k % 2 * 16);
+            *d[i] += number<F16>(a >> k % 2 * 16) * number<F16>(b >> k % 2 * 16);
         }
     }
 }
 
-inline u32 and_or(u32 x, u32 mask, u32 one) { return (x & mask) | one; }
+template <bool SIGNED>
+inline void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    u32 own[6] = {a0, a1, a2, a3, b0, b1};
+    auto all = shown(own);
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; k++) {
+            u32 a = all[row * 4 + k % 16 / 4][i / 2 + k / 16 * 2] >> k % 4 * 8 & 255;
+            u32 b = all[column * 4 + k % 16 / 4][4 + k / 16] >> k % 4 * 8 & 255;
+            d[i] += (SIGNED ? (signed char)a : (int)a) * (signed char)b;
+        }
+    }
+}
 
-inline u32 and_not_or(u32 x, u32 mask, u32 one) { return (~x & mask) | one; }
+inline u32 most_of_halves(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 
 inline u32 bytes_of(u32 a, u32 b, u32 selector) {
     u64 all = (u64)b << 32 | a;
@@ -275,6 +299,7 @@ inline u32 bytes_of(u32 a, u32 b, u32 selector) {
     return x;
 }
 
+inline float reciprocal(float x) { return 1 / x; }
 inline float power2(float x) { return exp2f(x); }
 inline float logarithm2(float x) { return log2f(x); }
 inline int ones(u32 x) { return __builtin_popcount(x); }
@@ -287,6 +312,15 @@ inline float shuffle(float x, int lane) {
 inline int shuffle_word(int x, int lane) {
     u32 own[1] = {(u32)x};
     return shown(own)[lane][0];
+}
+
+inline u32 shuffle_word_xor(u32 x, int mask) { return shuffle_word(x, threadIdx.x % 32 ^ mask); }
+
+inline u32 most_of_warp(u32 x) {
+    u32 own[1] = {x}, y = 0;
+    auto all = shown(own);
+    for (int i = 0; i < 32; i++) y = max(y, all[i][0]);
+    return y;
 }
 
 inline float shuffle_xor(float x, int mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }

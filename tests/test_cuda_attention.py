@@ -37,7 +37,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
-        ("strides", ctypes.c_int * 10),
+        ("strides", ctypes.c_int * 11),
         ("scaling", ctypes.c_double),
         ("softcap", ctypes.c_double),
         *((name, ctypes.c_int) for name in NUMBERS),
@@ -86,9 +86,9 @@ def kernel_of(cut: Cut, late: bool) -> Any:
         out = torch.full((batch, heads, dim), math.nan, dtype=query.dtype)
         assert entropy.stride() == (heads, 1)
         tensors = (query, key, value, aligned, blocks, slots, tables, lengths, means, sums, spans, out, entropy)
-        strides = (*query.stride(), *key.stride(), *value.stride(), tables.stride(0))
+        strides = (*query.stride(), *key.stride(), *value.stride(), tables.stride(0), tables.shape[1])
         given = Arguments(
-            *(t.data_ptr() for t in tensors), (ctypes.c_int * 10)(*strides), scaling, softcap, cut.parts, cut.start,
+            *(t.data_ptr() for t in tensors), (ctypes.c_int * 11)(*strides), scaling, softcap, cut.parts, cut.start,
             cut.least, batch, key.shape[1], repeat, window,
         )  # fmt: skip
         emulation().run(ctypes.byref(given), dim, query.dtype == torch.float16, count, late)

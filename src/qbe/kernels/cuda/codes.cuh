@@ -1,60 +1,40 @@
-// Codes of keys and values become operands of the tensor cores, two 16-bit numbers in a word.
+// Codes of keys and values become operands of the tensor cores: bytes, four in a word.
+
+// The codes of a field of four bytes. Unless EXACT, those of odd fields are 16 times as large (4 bits) or 4 times (2 bits),
+// which spares a shift: what they are multiplied with is that much less, and 4 or 2 of its 16 bits are lost.
+template <int BITS, bool EXACT>
+DEVICE u32 field_of(u32 word, int field) {
+    if (BITS == 8) return word;
+    if (EXACT) return word >> BITS * field & (BITS == 4 ? 0x0F0F0F0F : 0x03030303);
+    if (BITS == 4) return word & (field ? 0xF0F0F0F0 : 0x0F0F0F0F);
+    return (field & 2 ? word >> 4 : word) & (field & 1 ? 0x0C0C0C0C : 0x03030303);
+}
+
+template <bool EXACT>
+DEVICE float odd_field(int bits) {
+    return EXACT || bits == 8 ? 1 : bits == 4 ? 1.0f / 16 : 1.0f / 4;
+}
+
+// Turbo keys: levels of a field of codes, and the signs of their sketches (1 or -1), as signed bytes.
+template <int BITS>
+DEVICE u32 turbo_levels(u32 word, int field) {
+    u32 x = word >> BITS * field;
+    if (BITS == 2) return (~x & 0x01010101) * 255 | 0x01010101;
+    x &= 0x07070707, x |= x >> 4;
+    return bytes_of(0xC1D9EAF9, 0x3F271607, bytes_of(x, 0, 0x4420));  // 7, 22, 39, 63, the negative ones first
+}
 
 template <int BITS>
-struct Codes {
-    static constexpr int FIELDS = 8 / BITS;
-    static constexpr float CENTRE = 1 << (BITS - 1);
-};
-
-// Codes of 2 and 4 bits become this + code: the lowest bits of a mantissa, or, because they are nearer to 0 there, the
-// highest. `offset_pair` is what takes it and the centre off again, in products of its own.
-template <int BITS, bool F16>
-DEVICE constexpr int offset_of(int field, int e) {
-    return !F16 && field + e == 0 ? 128 : 1 << BITS;
+DEVICE u32 turbo_signs(u32 word, int field) {
+    return (~word >> (BITS * field + BITS - 1) & 0x01010101) * 255 | 0x01010101;
 }
 
-// Two codes of this field of a word: of bytes 0 and 2 for e = 0, of 1 and 3 for e = 1.
-template <int BITS, bool F16>
-DEVICE u32 pair_of(u32 word, int field, int e) {
-    if constexpr (BITS == 8) {  // less the centre, exactly
-        u32 x = e ? word >> 8 : word;
-        if (F16) return add2<true>(and_or(x, 0x00FF00FF, 0x64006400), 0xE480E480);  // 1024 + code - 1152
-        return add2<false>(and_or(x, 0x007F007F, 0x43004300), and_not_or(x, 0x00800080, 0xC300C300));
-    } else {
-        const bool lowest = !F16 && field + e == 0;
-        const int to = lowest ? 0 : (F16 ? 10 : 7) - BITS, from = 8 * e + BITS * field;
-        const u32 one = lowest ? 0x4300 : F16 ? (BITS == 4 ? 0x4C00 : 0x4400) : (BITS == 4 ? 0x4180 : 0x4080);
-        const u32 mask = ((1u << BITS) - 1) << to;
-        u32 x = from > to ? word >> (from - to) : word << (to - from);
-        return and_or(x, mask | mask << 16, one | one << 16);
-    }
-}
-
-template <int BITS, bool F16>
-DEVICE u32 offset_pair(int field, int e) {
-    const float off = -offset_of<BITS, F16>(field, e) - Codes<BITS>::CENTRE;
-    return pack<F16>(off, off);
-}
-
-// Turbo keys: levels of the codes that `pair_of` would take, and the signs of their sketches.
-template <int BITS, bool F16>
-DEVICE u32 turbo_levels(u32 word, int field, int e) {
-    u32 x = word >> (8 * e + BITS * field);
-    const u32 one = F16 ? 0x3C003C00 : 0x3F803F80;
-    if (BITS == 2) return one ^ ((~x & 0x00010001) << 15);
-    // 7, 22, 39, 63: the high and the low bytes of each, the negative ones first
-    u32 at = x & 0x00070007;
-    at |= at >> 12;
-    u32 high = F16 ? bytes_of(0xD3D0CDC7, 0x53504D47, at) : bytes_of(0xC2C2C1C0, 0x42424140, at);
-    u32 low = F16 ? bytes_of(0xE0E08000, 0xE0E08000, at) : bytes_of(0x7C1CB0E0, 0x7C1CB0E0, at);
-    return bytes_of(low, high, 0x5140);
-}
-
-template <int BITS, bool F16>
-DEVICE u32 turbo_signs(u32 word, int field, int e) {
-    u32 x = word >> (8 * e + BITS * field + BITS - 1);
-    return (F16 ? 0x3C003C00 : 0x3F803F80) ^ ((~x & 0x00010001) << 15);
-}
+// Numbers of 16 bits become two bytes, the higher and the lower one, in columns of their own: x = 256 high + low, both
+// signed. A float is rounded and shifted into its own lowest bits by what is added to it; half a low byte too, so that the
+// high one is the nearest.
+constexpr float TO_BYTES = 12582912 + 128;
+constexpr u32 SIGNS = 0x80808080;
+constexpr int LARGEST = 32512;  // whose bytes are still signed ones
 
 // Kinds of blocks in the order of a list.
 DEVICE constexpr int kind_of(int n) {
@@ -80,14 +60,10 @@ DEVICE void load_words(u32 (&x)[COUNT], int at) {
     if (COUNT == 1) x[0] = load4(at);
     else if (COUNT == 2) {
         words2 w = load8(at);
-        x[0] = w.x, x[1] = w.y;
+        x[0] = w.x, x[COUNT - 1] = w.y;
     } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 4) {
-            words4 w = load16(at + 4 * i);
-            x[i] = w.x, x[i + 1 < COUNT ? i + 1 : 0] = w.y, x[i + 2 < COUNT ? i + 2 : 0] = w.z,
-            x[i + 3 < COUNT ? i + 3 : 0] = w.w;
-        }
+        words4 w = load16(at);
+        x[0] = w.x, x[COUNT > 1 ? 1 : 0] = w.y, x[COUNT > 2 ? 2 : 0] = w.z, x[COUNT - 1] = w.w;
     }
 }
 

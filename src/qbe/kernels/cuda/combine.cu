@@ -28,11 +28,10 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
         double softcap, int kv_heads, int repeat, int all) {
     constexpr int COUNT = DIM / 32;  // numbers of a row that a lane has
     const int lane = threadIdx.x % 32, place = blockIdx.x * WARPS + threadIdx.x / 32;
+    begin_next_kernel();
     if (place >= all) return;
     const int pair = (u32)place / (u32)repeat, own = place - pair * repeat;
     const int sequence = (u32)pair / (u32)kv_heads, head = pair - sequence * kv_heads;
-    const int first = spans[2 * pair], count = spans[2 * pair + 1] - first;
-    sums += (i64)first * 3 * repeat + own, means += ((i64)first * repeat + own) * DIM + COUNT * lane;
     query += (i64)sequence * q_row + (i64)(head * repeat + own) * q_head + COUNT * lane * q_one;
     key += (i64)sequence * k_row + (i64)head * k_head + COUNT * lane * k_one;
     value += (i64)sequence * v_row + (i64)head * v_head + COUNT * lane * v_one;
@@ -53,10 +52,17 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
     if (lane) total = 0;
     bool turned = false;
 
+    wait_for_kernels();
+    const int first = spans[2 * pair], count = spans[2 * pair + 1] - first;
+    sums += (i64)first * 3 * repeat + own, means += ((i64)first * repeat + own) * DIM + COUNT * lane;
 #pragma unroll 1
     for (int base = 0; base < count; base += 32) {
         const float *at = sums + min(base + lane, count - 1) * 3 * repeat;
         const float logarithm = at[0], mean_score = at[repeat], is_turned = at[2 * repeat];
+        constexpr int AT_ONCE = 4;  // parts whose means are loaded side by side, the first ones beside their sums
+        float x[AT_ONCE][COUNT];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) load_row(x[k], means + min(base + k, count - 1) * repeat * DIM);
         float most = logarithm;
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) most = fmaxf(most, shuffle_xor(most, mask));
@@ -66,12 +72,8 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
         turned |= any(is_turned > 0);
 #pragma unroll
         for (int i = 0; i < COUNT; i++) plain[i] *= factor, rotated[i] *= factor;
-        constexpr int AT_ONCE = 4;  // whose loads wait for each other; those past the last part weigh nothing
 #pragma unroll 1
-        for (int part = 0; part < min(32, count - base); part += AT_ONCE) {
-            float x[AT_ONCE][COUNT];
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) load_row(x[k], means + min(base + part + k, count - 1) * repeat * DIM);
+        for (int part = 0; part < min(32, count - base); part += AT_ONCE) {  // those past the last one weigh nothing
 #pragma unroll
             for (int k = 0; k < AT_ONCE; k++) {
                 const float by = shuffle(weight, part + k);
@@ -79,6 +81,7 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
 #pragma unroll
                 for (int i = 0; i < COUNT; i++)
                     rotated[i] += to_rotated ? x[k][i] * by : 0, plain[i] += to_rotated ? 0 : x[k][i] * by;
+                load_row(x[k], means + min(base + part + AT_ONCE + k, count - 1) * repeat * DIM);
             }
         }
     }

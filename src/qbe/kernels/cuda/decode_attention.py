@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from qbe.kernels.cuda.launch import launch as start
+
 DIMS = (64, 128)
-MOST_REPEAT = 8  # query heads a key head: the columns of a product
-WARPS, SLOTS = 8, 3  # as in room.cuh
-COST = 24  # the most that a page costs (cost_of in plan.cuh); one of 4 bits costs 10
+MOST_REPEAT, HEADS = 8, 4  # query heads a key head; those of one product of bytes (room.cuh)
+WARPS, SLOTS, LISTED = 8, 3, 256  # as in room.cuh
+COST = 27  # the most that a page costs (cost_of in plan.cuh); one of 4 bits costs 10
 START = 250  # what the beginning and the end of a part cost
 LEAST = 80  # pages that cost no more than this are not cut: a page for each warp
 MOST_PAIRS = 16384  # whose costs have room in shared memory
@@ -25,8 +27,8 @@ MOST_PARTS = 64  # of a key head, where all key heads have as many
 CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
 SOURCES = (  # compiled as one
-    "device.cuh", "room.cuh", "plan.cuh", "codes.cuh", "sums.cuh", "rotation.cuh", "list.cuh", "walk.cuh", "merge.cuh",
-    "decode_attention.cu", "combine.cu",
+    "device.cuh", "room.cuh", "plan.cuh", "codes.cuh", "sums.cuh", "rotation.cuh", "list.cuh", "ring.cuh", "full.cuh",
+    "sealed.cuh", "merge.cuh", "decode_attention.cu", "combine.cu",
 )  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap:
         and query.shape[2] in DIMS
         and query.shape[1] <= MOST_REPEAT * value.shape[1]
         and _fits(query.device, query.shape[2])
-        and _kernels(query.device, query.shape[2], query.dtype == torch.float16, softcap != 0) is not None
+        and _kernels(query, value.shape[1], softcap) is not None
     )
 
 
@@ -80,8 +82,8 @@ def parts_for(pairs: int, pages: int, processors: int) -> int:
 def shared_bytes(dim: int) -> int:
     """Shared memory of a block: `Room<DIM>::BYTES` of room.cuh."""
     slot = max(68 * dim + 256, 66 * dim + 512)
-    warp = -(-(SLOTS * slot + 8 * dim + 16 * 7 + 8 * SLOTS) // 128) * 128
-    return WARPS * (warp + 32 * 8) + 8 * 6 + 8 * 4 * dim + 16
+    warp = -(-(SLOTS * slot + 6 * dim + 8 * SLOTS) // 128) * 128
+    return WARPS * warp + 8 * LISTED + 8 * 6 + 2 * MOST_REPEAT * (2 * dim + 4) + 16
 
 
 def source() -> str:
@@ -89,13 +91,19 @@ def source() -> str:
     return "".join((FOLDER / name).read_text() for name in SOURCES)
 
 
+def _kernels(query: torch.Tensor, kv_heads: int, softcap: float) -> tuple[Any, Any] | None:
+    """The loaded kernels for such queries; None, with a warning, where one cannot be had."""
+    sets = -(-query.shape[1] // kv_heads // HEADS)
+    return _loaded(query.device, query.shape[2], query.dtype == torch.float16, softcap != 0, sets)
+
+
 @cache
-def _kernels(device: torch.device, dim: int, float16: bool, softcap: bool) -> tuple[Any, Any] | None:
-    """The loaded kernels `decode_attention` and `combine`; None, with a warning, where one cannot be had."""
+def _loaded(device: torch.device, dim: int, float16: bool, softcap: bool, sets: int) -> tuple[Any, Any] | None:
+    """`decode_attention` and `combine` of that shape."""
     from qbe.kernels.cuda.nvrtc import compiled_kernel
 
     shape = f"{dim}, {str(float16).lower()}, {str(softcap).lower()}"
-    names = f"decode_attention<{shape}>", f"combine<{shape}>"
+    names = f"decode_attention<{shape}, {sets}>", f"combine<{shape}>"
     try:
         from torch.cuda._utils import _cuda_load_module
 
@@ -138,11 +146,11 @@ def launch(
     sums = torch.empty(count + pairs, 3, repeat, dtype=torch.float32, device=query.device)
     spans = torch.empty(pairs, 2, dtype=torch.int32, device=query.device)
     out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
-    kernels = _kernels(query.device, dim, query.dtype == torch.float16, softcap != 0)
+    kernels = _kernels(query, kv_heads, softcap)
     assert kernels is not None
     numbers = float(scaling), float(softcap)
     walk = [
-        query, memory, blocks, tables, lengths, means, sums, spans, *query.stride(), tables.stride(0), *numbers, parts,
+        query, memory, blocks, tables, lengths, means, sums, spans, *query.stride(), tables.stride(0), tables.shape[1], *numbers, parts,
         START, LEAST, batch, kv_heads, repeat, window,
     ]  # fmt: skip
     together = [
@@ -150,6 +158,6 @@ def launch(
         *value.stride(), entropy.stride(0), *numbers, kv_heads, repeat, batch * heads,
     ]  # fmt: skip
     with torch.cuda.device(query.device):
-        kernels[0]((count, 1, 1), (32 * WARPS, 1, 1), walk, shared_bytes(dim))
-        kernels[1]((-(-batch * heads // WARPS), 1, 1), (32 * WARPS, 1, 1), together)
+        start(kernels[0], count, 32 * WARPS, walk, shared_bytes(dim))
+        start(kernels[1], -(-batch * heads // WARPS), 32 * WARPS, together)
     return out

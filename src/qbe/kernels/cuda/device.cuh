@@ -8,6 +8,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
+#define CALLED __device__ __noinline__
 #define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define EVERY 0xFFFFFFFFu
 
@@ -23,9 +24,13 @@ DEVICE u32 shared_address(int at) {
 struct __align__(8) words2 { u32 x, y; };
 struct __align__(16) words4 { u32 x, y, z, w; };
 
-// What is computed from x after this is not computed before it and kept.
-DEVICE void forget(int &x) { asm volatile("" : "+r"(x)); }
+// The instructions for it come after those for what is more often so.
+DEVICE bool rarely(bool x) { return __builtin_expect(x, 0); }
 
+// Brings the 128 bytes there from memory to the L2 cache.
+DEVICE void fetch(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+DEVICE void store8(int at, words2 x) { *(words2 *)(shared_memory + at) = x; }
 DEVICE u32 load4(int at) { return *(const u32 *)(shared_memory + at); }
 DEVICE words2 load8(int at) { return *(const words2 *)(shared_memory + at); }
 DEVICE words4 load16(int at) { return *(const words4 *)(shared_memory + at); }
@@ -50,11 +55,32 @@ DEVICE void barrier_wait(int at, u32 parity) {
         : "memory");
 }
 
+// A kernel may begin before the ones before it have ended (launch.py): what they wrote is there after this.
+DEVICE void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next kernel may begin wherever there is room for its blocks.
+DEVICE void begin_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // By the copy engine; addresses and bytes are multiples of 16.
 DEVICE void copy(int to, const u8* from, u32 bytes, int barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
+}
+
+// The same by the threads of a warp, 16 bytes each, or zeros in their place; `copies_begun` after a warp's last one.
+// Such copies may lie anywhere, and there is no limit to how many begin in a cycle.
+DEVICE void expect_pieces(int, u32) {}
+
+DEVICE void copy_piece(int to, const u8* from, bool some, int) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared_address(to)), "l"(from), "r"(some ? 16 : 0)
+                 : "memory");
+}
+
+DEVICE void copies_begun(int barrier, int lane) {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+    __syncwarp();
+    if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 template <bool TRANS>
@@ -76,13 +102,24 @@ DEVICE u32 transposed(u32 x) {
 
 // d [16, 8] += a [16, 16] b [16, 8]
 template <bool F16>
-DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+DEVICE void mma(float &d0, float &d1, float &d2, float &d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if (F16)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+            : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     else
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+            : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same of bytes, d [16, 8] += a [16, 32] b [32, 8]; those of b are signed, those of a if they are said to be.
+template <bool SIGNED>
+DEVICE void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (SIGNED)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 DEVICE float float_of_f16(u32 x) {
@@ -101,34 +138,26 @@ DEVICE u32 pack(float low, float high) {
     return x;
 }
 
-template <bool F16>
-DEVICE u32 add2(u32 a, u32 b) {
+// Of both halves, unsigned.
+DEVICE u32 most_of_halves(u32 a, u32 b) {
     u32 x;
-    if (F16)
-        asm("add.rn.f16x2 %0,%1,%2;" : "=r"(x) : "r"(a), "r"(b));
-    else
-        asm("add.rn.bf16x2 %0,%1,%2;" : "=r"(x) : "r"(a), "r"(b));
+    asm("max.u16x2 %0,%1,%2;" : "=r"(x) : "r"(a), "r"(b));
     return x;
 }
 
-// x & mask | one, in one instruction.
-DEVICE u32 and_or(u32 x, u32 mask, u32 one) {
-    u32 y;
-    asm("lop3.b32 %0,%1,%2,%3,0xEA;" : "=r"(y) : "r"(x), "r"(mask), "r"(one));
-    return y;
-}
-
-DEVICE u32 and_not_or(u32 x, u32 mask, u32 one) {
-    u32 y;
-    asm("lop3.b32 %0,%1,%2,%3,0xAE;" : "=r"(y) : "r"(x), "r"(mask), "r"(one));
-    return y;
-}
+DEVICE u32 most_of_warp(u32 x) { return __reduce_max_sync(EVERY, x); }
 
 DEVICE u32 bytes_of(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 DEVICE float power2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -139,6 +168,7 @@ DEVICE int ones(u32 x) { return __popc(x); }
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(EVERY, x, lane); }
 DEVICE int shuffle_word(int x, int lane) { return __shfl_sync(EVERY, x, lane); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(EVERY, x, mask); }
+DEVICE u32 shuffle_word_xor(u32 x, int mask) { return __shfl_xor_sync(EVERY, x, mask); }
 DEVICE bool any(bool x) { return __any_sync(EVERY, x); }
 DEVICE u32 ballot(bool x) { return __ballot_sync(EVERY, x); }
 DEVICE void sync_warp() { __syncwarp(); }

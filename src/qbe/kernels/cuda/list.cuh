@@ -1,8 +1,8 @@
 // The pages of a part, sorted by kind: those of 16 bits first, so that sums are rotated once at most, then those of each
 // other kind. Warps take pages of a list in turns, so that each has as many of every kind.
 
-// A list of up to 32 * WARPS pages, one for each thread, whose table entry and word that thread has; `seen`: whether
-// there is one. Pages of kind n end at place ends[n].
+// A list of up to LISTED pages, one for each of the first threads, whose table entry and word that thread has; `seen`:
+// whether there is one. Pages of kind n end at place ends[n].
 template <int DIM>
 DEVICE void list_pages(int (&ends)[KINDS], bool seen, i64 entry, int word, bool cut, int warp, int lane) {
     using In = Room<DIM>;
@@ -13,7 +13,7 @@ DEVICE void list_pages(int (&ends)[KINDS], bool seen, i64 entry, int word, bool 
     for (int n = 0; n < KINDS; n++) {
         const u32 same = ballot(kind == kind_of(n));
         if (same >> lane & 1) mine = n, place = ones(same & ((1u << lane) - 1));
-        if (lane == n) store1(In::COUNTS + 8 * n + warp, ones(same));
+        if (lane == n && warp < LISTED / 32) store1(In::COUNTS + 8 * n + warp, ones(same));
     }
     sync_block();
 #pragma unroll

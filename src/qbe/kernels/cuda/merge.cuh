@@ -1,22 +1,22 @@
 // The warps' sums of a part become its means and sums.
 
 // Each warp leaves its own where its keys and values came.
-template <int DIM>
-DEVICE void leave(const Sums<DIM> &sums, int room, int group, int quad) {
+template <int DIM, int SETS>
+DEVICE void leave(const Sums<DIM, SETS> &sums, int room, int group, int quad) {
     using In = Room<DIM>;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int column = room + 4 * (2 * quad + i) * DIM;
+    for (int set = 0; set < SETS; set++) {
+        const int head = quad + HEADS * set, column = room + 4 * head * DIM;
 #pragma unroll
         for (int j = 0; j < DIM / 16; j++)
 #pragma unroll
             for (int h = 0; h < 2; h++)
-                store4(column + 4 * (16 * j + 8 * h + group), bits_of_float(sums.acc[j][2 * h + i]));
+                store4(column + 4 * (16 * j + 8 * h + group), bits_of_float(sums.acc[set][j][h]));
         if (group == 0) {
-            const int at = room + In::SCALES + 12 * (2 * quad + i);
-            store4(at, bits_of_float(sums.top[i]));
-            store4(at + 4, bits_of_float(sums.total[i]));
-            store4(at + 8, bits_of_float(sums.weighted[i]));
+            const int at = room + In::SCALES + 12 * head;
+            store4(at, bits_of_float(sums.top[set]));
+            store4(at + 4, bits_of_float(sums.total[set]));
+            store4(at + 8, bits_of_float(sums.weighted[set]));
         }
     }
 }

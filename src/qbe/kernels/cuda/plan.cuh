@@ -14,8 +14,11 @@ constexpr int SAMPLES = 32;
 // What a page takes, in tenths of one of 4 bits. Those of 16 and 8 bits wait for memory: they take less (24, 13) where
 // others wait for instructions than where all are alike (27, 15).
 DEVICE int cost_of(int kind) {
-    return kind == 16 ? 24 : kind == 8 ? 13 : kind == (TURBO | 4) ? 15 : kind == (TURBO | 2) ? 14 : kind == 2 ? 11 : 10;
+    return kind == 16 ? 27 : kind == 8 ? 15 : kind == (TURBO | 4) ? 15 : kind == (TURBO | 2) ? 14 : kind == 2 ? 9 : 10;
 }
+
+// In one place, because it is long: the instructions of a plan come from far away, each for the first time.
+CALLED u32 quotient(u32 a, u32 b) { return a / b; }
 
 // Keys [first, past) of a sequence are read from pages low, low + 1, .., low + pages - 1 of its table.
 struct Seen { int first, past, low, pages; };
@@ -31,13 +34,24 @@ struct Sequences {
         return {first, past, low, past > first ? (past + PAGE - 1) / PAGE - low : 0};
     }
 
-    // The format of this lane's page among a sequence's samples.
+    // The format of this lane's page among a sequence's samples, if it has pages.
     DEVICE int sample(int sequence, Seen of, int lane) const {
-        return tables[(i64)sequence * table_row + of.low + (u32)((2 * lane + 1) * of.pages) / (2 * SAMPLES)] & 255;
+        const i64 *at = tables + (i64)sequence * table_row + of.low + (u32)((2 * lane + 1) * of.pages) / (2 * SAMPLES);
+        return of.pages ? *at & 255 : 0;
     }
 
     DEVICE int cost(int format, int head) const { return cost_of(blocks[format * kv_heads + head] & 255); }
 };
+
+// Tables and words to the L2 cache, by all blocks together: they are read one after the other, each time by every block, and
+// what steps stream has driven them out.
+DEVICE void fetch_tables(const Sequences &of, int batch, int width) {
+    constexpr int LINE = 128, FORMATS = 256;
+    const i64 at = ((i64)threadIdx.x * gridDim.x + blockIdx.x) * LINE;
+    if (at < ((i64)(batch - 1) * of.table_row + width) * 8) fetch((const u8 *)of.tables + at);
+    if (at < (i64)FORMATS * of.kv_heads * 4) fetch((const u8 *)of.blocks + at);
+    if (at < (i64)batch * 8) fetch((const u8 *)of.lengths + at);
+}
 
 // A place between two pages of a pair; page 0 is also the end of the pair before.
 struct Cut { int pair, page; };
@@ -50,21 +64,17 @@ struct Plan {
     int start, least;  // the cost of a beginning and an end, and the least cost of pages for which a pair is cut
     int warp, lane;
 
-    // What the pages of all pairs cost, to the beginning of shared memory; warps take the sequences in turns.
+    // What the pages of all pairs cost, to the beginning of shared memory; warps take the sequences in turns. Lengths are
+    // loaded two turns ahead, samples one, since one waits for the other.
     DEVICE void add_costs() const {
-        constexpr int AT_ONCE = 4;  // whose loads wait for each other
+        Seen own = of.seen(min(warp, batch - 1)), next = of.seen(min(warp + WARPS, batch - 1));
+        int format = of.sample(min(warp, batch - 1), own, lane);
 #pragma unroll 1
-        for (int base = warp; base < batch; base += AT_ONCE * WARPS) {
-            int format[AT_ONCE], pages[AT_ONCE];
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) {
-                const int sequence = min(base + k * WARPS, batch - 1);
-                const Seen seen = of.seen(sequence);
-                pages[k] = seen.pages, format[k] = seen.pages ? of.sample(sequence, seen, lane) : 0;
-            }
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; k++)
-                if (base + k * WARPS < batch) add_pairs(base + k * WARPS, pages[k], format[k]);
+        for (int sequence = warp; sequence < batch; sequence += WARPS) {
+            const int own_format = format, pages = own.pages;
+            own = next, format = of.sample(min(sequence + WARPS, batch - 1), own, lane);
+            next = of.seen(min(sequence + 2 * WARPS, batch - 1));
+            add_pairs(sequence, pages, own_format);
         }
     }
 
@@ -91,7 +101,7 @@ struct Plan {
 
     // Those of no more than `most`, if there are fewer pairs than blocks.
     DEVICE int pieces(int pair, int most) const {
-        return pairs > blocks ? cost(pair) > 0 : (u32)(cost(pair) + most - 1) / (u32)most;
+        return pairs > blocks ? cost(pair) > 0 : quotient(cost(pair) + most - 1, most);
     }
 
     // Sum of x over the lanes before this one; `all`: over all lanes.
@@ -110,14 +120,16 @@ struct Plan {
     DEVICE Cut cut(int block) const {
         const int each = (u32)(pairs + 31) / 32, low = min(pairs, lane * each), high = min(pairs, low + each);
         int own = 0, own_pieces = 0, longest = 0, all, count;
+#pragma unroll 1
         for (int i = low; i < high; i++) own += length(i), longest = max(longest, length(i));
         int before = sum_before(own, all);
-        const int even = (u32)all / (u32)blocks, most = max(least, even + even / 32);
+        const int even = quotient(all, blocks), most = max(least, even + even / 32);
+#pragma unroll 1
         for (int i = low; i < high; i++) own_pieces += pieces(i, most);
         const int pieces_before = sum_before(own_pieces, count);
-        const int each_block = (u32)(count + blocks - 1) / (u32)blocks;
+        const int each_block = quotient(count + blocks - 1, blocks);
         // Hardly longer: no block ends later than one that begins within a pair would.
-        const bool whole = pairs > blocks ? !any(longest > (even + even / 32 + start) / max(each_block, 1))
+        const bool whole = pairs > blocks ? !any(longest > (int)quotient(even + even / 32 + start, max(each_block, 1)))
                                           : each_block < 2;
         if (whole) own = own_pieces, before = pieces_before;
         if (!block) return {0, 0};
@@ -129,18 +141,19 @@ struct Plan {
         const bool mine = at >= before && at < before + own;
         if (mine) {
             at -= before;
+#pragma unroll 1
             for (int next; at >= (next = whole ? pieces(pair, most) : length(pair)); pair++) at -= next;
         }
         const int finder = first_of(ballot(mine));
         pair = shuffle_word(pair, finder), at = shuffle_word(at, finder);
-        const int target = whole ? cost(pair) * at / pieces(pair, most) : max(0, at - start);
+        const int target = whole ? (int)quotient(cost(pair) * at, pieces(pair, most)) : max(0, at - start);
         const int page = page_at(pair, target);
-        return page && page == of.seen((u32)pair / (u32)of.kv_heads).pages ? Cut{pair + 1, 0} : Cut{pair, page};
+        return page && page == of.seen(quotient(pair, of.kv_heads)).pages ? Cut{pair + 1, 0} : Cut{pair, page};
     }
 
     // The pages of a pair before a cost.
     DEVICE int page_at(int pair, int target) const {
-        const int sequence = (u32)pair / (u32)of.kv_heads;
+        const int sequence = quotient(pair, of.kv_heads);
         const Seen seen = of.seen(sequence);
         if (!seen.pages) return 0;
         int all;
@@ -149,7 +162,7 @@ struct Plan {
         // A sample stands for 1 / SAMPLES of the pages, which are counted in as many parts each.
         const int from = SAMPLES * target - before;
         const u32 mine = ballot(from >= 0 && from < own * seen.pages);
-        const int part = lane * seen.pages + (u32)max(0, from) / (u32)own;
+        const int part = lane * seen.pages + (int)quotient(max(0, from), own);
         return (u32)(shuffle_word(part, first_of(mine)) + SAMPLES / 2) / SAMPLES;
     }
 };

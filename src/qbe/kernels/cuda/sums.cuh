@@ -1,73 +1,81 @@
 // What attention sums up, and its softmax.
 
-// An online softmax: of the queries 2 quad and 2 quad + 1, and of the tokens of this lane's group.
-template <int DIM>
+// An online softmax of a lane's query heads: head quad, of eight heads quad + 4 too; over the tokens of its group.
+template <int DIM, int SETS>
 struct Sums {
-    float acc[DIM / 16][4];  // weight * value: channels 16 j + group and + 8, each for both queries
-    float top[2];            // what sums are relative to: no score is more than SLACK above it
-    float total[2];          // of weights
-    float weighted[2];       // weight * (score - top)
-    float bases[2];          // what the lows of values add to all channels
+    float acc[SETS][DIM / 16][2];  // weight * value: channels 16 j + group and + 8
+    float top[SETS];               // what sums are relative to: no score of a sealed page is above it
+    float total[SETS];             // of weights
+    float weighted[SETS];          // weight * (score - top)
+    float bases[SETS];             // what the lows of values add to all channels
 
     DEVICE void clear() {
 #pragma unroll
-        for (int j = 0; j < DIM / 16; j++)
+        for (int set = 0; set < SETS; set++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) acc[j][i] = 0;
-#pragma unroll
-        for (int i = 0; i < 2; i++) top[i] = HIDDEN, total[i] = weighted[i] = bases[i] = 0;
+            for (int j = 0; j < DIM / 16; j++) acc[set][j][0] = acc[set][j][1] = 0;
+            top[set] = HIDDEN, total[set] = weighted[set] = bases[set] = 0;
+        }
     }
 
-    // Scores (times log2 e) of tokens, from which the `off` of their column is missing, become their weights.
+    // Sums are relative to `most` from now on, where that is higher.
+    DEVICE void lift(const float (&most)[SETS]) {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const float higher = fmaxf(top[set], most[set]), factor = power2(top[set] - higher);
+            weighted[set] = (weighted[set] + total[set] * (top[set] - higher)) * factor;
+            total[set] *= factor, bases[set] *= factor;
+            top[set] = higher;
+#pragma unroll
+            for (int j = 0; j < DIM / 16; j++) acc[set][j][0] *= factor, acc[set][j][1] *= factor;
+        }
+    }
+
+    // Scores (times log2 e) of tokens of 16 bits, a set's in columns `set` and 2 + `set`, become their weights.
     template <bool F16, int TILES>
-    DEVICE void add(float (&s)[TILES][4], float off0, float off1) {
-        float most[2] = {HIDDEN, HIDDEN};
-        const float off[2] = {off0, off1};
+    DEVICE void add(float (&s)[TILES][4]) {
+        float most[SETS];
+        bool over = false;
 #pragma unroll
-        for (int i = 0; i < TILES; i++)
+        for (int set = 0; set < SETS; set++) {
+            most[set] = HIDDEN;
 #pragma unroll
-            for (int k = 0; k < 4; k++) most[k & 1] = fmaxf(most[k & 1], s[i][k]);
-        if (any(most[0] + off0 > top[0] + SLACK<F16> || most[1] + off1 > top[1] + SLACK<F16>)) {
+            for (int i = 0; i < TILES; i++) most[set] = fmaxf(most[set], fmaxf(s[i][set], s[i][2 + set]));
+            over |= most[set] > top[set] + SLACK<F16>;
+        }
+        if (any(over)) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-#pragma unroll
-                for (int mask = 4; mask < 32; mask *= 2) most[i] = fmaxf(most[i], shuffle_xor(most[i], mask));
-                const float higher = fmaxf(top[i], most[i] + off[i]), factor = power2(top[i] - higher);
-                weighted[i] = (weighted[i] + total[i] * (top[i] - higher)) * factor;
-                total[i] *= factor, bases[i] *= factor;
-                top[i] = higher;
-#pragma unroll
-                for (int j = 0; j < DIM / 16; j++) acc[j][i] *= factor, acc[j][2 + i] *= factor;
-            }
+            for (int set = 0; set < SETS; set++) most[set] = most_of_groups(most[set]);
+            lift(most);
         }
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const float shift = off[k & 1] - top[k & 1];
+        for (int set = 0; set < SETS; set++)
 #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                const float x = s[i][k] + shift;
-                s[i][k] = power2(x);
-                total[k & 1] += s[i][k];
-                weighted[k & 1] += s[i][k] * x;
-            }
-        }
+            for (int h = 0; h < 4; h += 2)
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    const float x = s[i][h + set] - top[set], weight = power2(x);
+                    total[set] += weight, weighted[set] += weight * x;
+                    s[i][h + set] = weight;
+                }
     }
 
     // Over the tokens of all groups.
     DEVICE void finish() {
         add_bases();
 #pragma unroll
-        for (int i = 0; i < 2; i++) total[i] = of_groups(total[i]), weighted[i] = of_groups(weighted[i]);
+        for (int set = 0; set < SETS; set++)
+            total[set] = of_groups(total[set]), weighted[set] = of_groups(weighted[set]);
     }
 
     // To all channels as they are now, rotated.
     DEVICE void add_bases() {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float base = of_groups(bases[i]);
-            bases[i] = 0;
+        for (int set = 0; set < SETS; set++) {
+            const float base = of_groups(bases[set]);
+            bases[set] = 0;
 #pragma unroll
-            for (int j = 0; j < DIM / 16; j++) acc[j][i] += base, acc[j][2 + i] += base;
+            for (int j = 0; j < DIM / 16; j++) acc[set][j][0] += base, acc[set][j][1] += base;
         }
     }
 
@@ -77,50 +85,54 @@ struct Sums {
         return x;
     }
 
+    static DEVICE float most_of_groups(float x) {
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) x = fmaxf(x, shuffle_xor(x, mask));
+        return x;
+    }
+
     // The rotation of sealed pages (qbe/kernels/reference/rotation.py), its own inverse, of acc.
     DEVICE void rotate(int group) {
         add_bases();
-        sign(group);
 #pragma unroll
-        for (int bit = 1; bit < 8; bit *= 2)
+        for (int set = 0; set < SETS; set++) {
+            float(&x)[DIM / 16][2] = acc[set];
+            sign(x, group);
 #pragma unroll
-            for (int j = 0; j < DIM / 16; j++)
+            for (int bit = 1; bit < 8; bit *= 2)
 #pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    float other = shuffle_xor(acc[j][k], 4 * bit);
-                    acc[j][k] = group & bit ? other - acc[j][k] : acc[j][k] + other;
-                }
+                for (int j = 0; j < DIM / 16; j++)
 #pragma unroll
-        for (int j = 0; j < DIM / 16; j++)
+                    for (int h = 0; h < 2; h++) {
+                        const float other = shuffle_xor(x[j][h], 4 * bit);
+                        x[j][h] = group & bit ? other - x[j][h] : x[j][h] + other;
+                    }
 #pragma unroll
-            for (int k = 0; k < 2; k++) butterfly(acc[j][k], acc[j][2 + k]);
+            for (int j = 0; j < DIM / 16; j++) butterfly(x[j][0], x[j][1]);
 #pragma unroll
-        for (int bit = 1; bit < DIM / 16; bit *= 2)
+            for (int bit = 1; bit < DIM / 16; bit *= 2)
 #pragma unroll
-            for (int j = 0; j < DIM / 16; j++)
-                if (!(j & bit))
+                for (int j = 0; j < DIM / 16; j++)
+                    if (!(j & bit)) butterfly(x[j][0], x[j | bit][0]), butterfly(x[j][1], x[j | bit][1]);
+            sign(x, group);
+            const float factor = DIM == 128 ? 0.08838834764831845f : 0.125f;
 #pragma unroll
-                    for (int k = 0; k < 4; k++) butterfly(acc[j][k], acc[j | bit][k]);
-        sign(group);
-        const float factor = DIM == 128 ? 0.08838834764831845f : 0.125f;
-#pragma unroll
-        for (int j = 0; j < DIM / 16; j++)
-#pragma unroll
-            for (int k = 0; k < 4; k++) acc[j][k] *= factor;
+            for (int j = 0; j < DIM / 16; j++) x[j][0] *= factor, x[j][1] *= factor;
+        }
     }
 
     static DEVICE void butterfly(float &a, float &b) {
-        float low = a;
+        const float low = a;
         a = low + b, b = low - b;
     }
 
-    DEVICE void sign(int group) {
+    static DEVICE void sign(float (&x)[DIM / 16][2], int group) {
 #pragma unroll
         for (int j = 0; j < DIM / 16; j++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                int at = 16 * j + 8 * h + group;
-                if (ones(at & at >> 1) & 1) acc[j][2 * h] = -acc[j][2 * h], acc[j][2 * h + 1] = -acc[j][2 * h + 1];
+                const int at = 16 * j + 8 * h + group;
+                if (ones(at & at >> 1) & 1) x[j][h] = -x[j][h];
             }
     }
 };

@@ -1,0 +1,59 @@
+"""Launches that may begin before the kernels ahead of them in the stream have ended.
+
+A kernel launched so waits by itself (`wait_for_kernels` in device.cuh) before it reads what those wrote: the time that a
+launch takes, and whatever it can do without them, goes by meanwhile. Graphs keep this. torch's own launcher cannot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+def launch(
+    kernel: Any, blocks: int, threads: int, arguments: Sequence[torch.Tensor | int | float], shared: int = 0
+) -> None:
+    """Launch a kernel of `torch.cuda._utils` on the current stream.
+
+    Args:
+        arguments: tensors are pointers, int is int, float is double.
+        shared: bytes of shared memory.
+
+    Raises:
+        RuntimeError: what the driver says.
+    """
+    from torch.cuda._utils import _check_cuda, _get_gpu_runtime_library
+
+    given: list[Any] = [
+        ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor)
+        else ctypes.c_double(a) if isinstance(a, float) else ctypes.c_int(a)
+        for a in arguments
+    ]  # fmt: skip
+    pointers = (ctypes.c_void_p * len(given))(*(ctypes.addressof(g) for g in given))
+    early = _Attribute(EARLY, 0, (ctypes.c_int * 16)(1))
+    config = _Config(
+        (blocks, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream, ctypes.pointer(early), 1
+    )
+    _check_cuda(_get_gpu_runtime_library().cuLaunchKernelEx(ctypes.byref(config), kernel.func, pointers, None))
