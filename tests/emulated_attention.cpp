@@ -25,19 +25,22 @@
 #include "../src/qbe/kernels/cuda/decode_attention.cu"
 //
 #include "../src/qbe/kernels/cuda/combine.cu"
+//
+#include "../src/qbe/kernels/cuda/share.cu"
 
 struct Arguments {
     const u16 *query, *key, *value;
     u8 *memory;
     const int *blocks;
     const i64 *slots, *tables, *lengths;
+    int *cuts;
     float *means, *sums;
     int *spans;
     u16 *out;
     float *entropy;
     int strides[11];
     double scaling, softcap;
-    int parts, start, least, batch, kv_heads, repeat, window;
+    int parts, start, least, batch, kv_heads, repeat, window, count;
 };
 
 static Arguments given_arguments;
@@ -46,9 +49,15 @@ template <int DIM, bool F16, bool SOFTCAP, int SETS>
 static void call() {
     const Arguments &a = given_arguments;
     const int *s = a.strides;
-    decode_attention<DIM, F16, SOFTCAP, SETS>(a.query, a.memory, a.blocks, a.tables, a.lengths, a.means, a.sums, a.spans,
+    decode_attention<DIM, F16, SOFTCAP, SETS>(a.query, a.memory, a.blocks, a.tables, a.lengths, a.cuts, a.means, a.sums, a.spans,
                                               s[0], s[1], s[2], s[9], s[10], a.scaling, a.softcap, a.parts, a.start, a.least,
                                               a.batch, a.kv_heads, a.repeat, a.window);
+}
+
+static void call_share() {
+    const Arguments &a = given_arguments;
+    share_pages(a.blocks, &a.window, a.tables, a.lengths, a.cuts, 0, a.strides[9], a.strides[10], a.start, a.least, a.batch,
+                a.kv_heads, a.count);
 }
 
 template <int DIM, bool F16, bool SOFTCAP>
@@ -69,6 +78,7 @@ template <int DIM, bool F16, bool SOFTCAP>
 static void both(int blocks) {
     const Arguments &a = given_arguments;
     const bool few = a.repeat <= HEADS;
+    if (a.cuts) launch(call_share, (a.count + WARPS) / WARPS, Room<64>::BYTES);
     launch(few ? call<DIM, F16, SOFTCAP, 1> : call<DIM, F16, SOFTCAP, 2>, blocks, Room<DIM>::BYTES);
     launch(call_combine<DIM, F16, SOFTCAP>, (a.batch * a.kv_heads * a.repeat + WARPS - 1) / WARPS, 0);
 }

@@ -27,9 +27,9 @@ from test_paged_attention import MIXED, case, copied, on_cpu, on_gpu_order, same
 from test_triton_kernel import CUDA, DEVICE
 
 HERE = Path(__file__).parent
-POINTERS = ("query", "key", "value", "memory", "blocks", "slots", "tables", "lengths", "means", "sums", "spans", "out",
-            "entropy")  # fmt: skip
-NUMBERS = ("parts", "start", "least", "batch", "kv_heads", "repeat", "window")
+POINTERS = ("query", "key", "value", "memory", "blocks", "slots", "tables", "lengths", "cuts", "means", "sums", "spans",
+            "out", "entropy")  # fmt: skip
+NUMBERS = ("parts", "start", "least", "batch", "kv_heads", "repeat", "window", "count")
 
 
 class Arguments(ctypes.Structure):
@@ -59,12 +59,16 @@ def emulation() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the emulated kernel shares out pages: by cost over so many blocks, or each key head into so many parts."""
+    """How the emulated kernel shares out pages: by cost over so many blocks, or each key head into so many parts.
+
+    ahead: found by a kernel of its own.
+    """
 
     blocks: int = 5
     start: int = 7
     least: int = 20
     parts: int = 0
+    ahead: bool = False
 
 
 def kernel_of(cut: Cut, late: bool) -> Any:
@@ -84,12 +88,13 @@ def kernel_of(cut: Cut, late: bool) -> Any:
         sums = torch.full((count + pairs, 3, repeat), math.nan)
         spans = torch.full((pairs, 2), -(2**31), dtype=torch.int32)
         out = torch.full((batch, heads, dim), math.nan, dtype=query.dtype)
+        cuts = torch.full((count + 1, 2), -(2**31), dtype=torch.int32) if cut.ahead else None
         assert entropy.stride() == (heads, 1)
-        tensors = (query, key, value, aligned, blocks, slots, tables, lengths, means, sums, spans, out, entropy)
+        tensors = (query, key, value, aligned, blocks, slots, tables, lengths, cuts, means, sums, spans, out, entropy)
         strides = (*query.stride(), *key.stride(), *value.stride(), tables.stride(0), tables.shape[1])
         given = Arguments(
-            *(t.data_ptr() for t in tensors), (ctypes.c_int * 11)(*strides), scaling, softcap, cut.parts, cut.start,
-            cut.least, batch, key.shape[1], repeat, window,
+            *(None if t is None else t.data_ptr() for t in tensors), (ctypes.c_int * 11)(*strides), scaling, softcap,
+            cut.parts, cut.start, cut.least, batch, key.shape[1], repeat, window, count,
         )  # fmt: skip
         emulation().run(ctypes.byref(given), dim, query.dtype == torch.float16, count, late)
         memory.copy_(aligned)
@@ -163,14 +168,14 @@ LENGTHS = {  # of batches, and formats of their pages
 }
 
 
-@pytest.mark.parametrize("cut", [Cut(1), Cut(7), Cut(132, 250, 80), Cut(23, 0, 1)], ids=str)
+@pytest.mark.parametrize("cut", [Cut(1), Cut(7), Cut(132, 250, 80), Cut(23, 0, 1), Cut(7, ahead=True)], ids=str)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_pages_are_shared_out_by_cost(name: str, cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts begin and end within pairs and pages of every kind, blocks have several pairs, some have none."""
     lengths, formats = LENGTHS[name]
     arguments = case("smollm", lengths, torch.float16, formats, room=max(lengths))
     if CUDA:
-        monkeypatch.setattr("qbe.kernels.triton.paged_attention._processors", lambda device: cut.blocks)
+        monkeypatch.setattr("qbe.kernels.triton.paged_attention.processors", lambda device: cut.blocks)
         monkeypatch.setattr(decode_attention, "START", cut.start)
         monkeypatch.setattr(decode_attention, "LEAST", cut.least)
         monkeypatch.setattr(decode_attention, "parts_for", lambda *_: 0)
@@ -195,7 +200,7 @@ def pieces(lengths: list[int], bits: list[list[int]], blocks: int, window: int =
     return found
 
 
-COSTS = {16: 24, 8: 13, 4: 10, 2: 11}  # `cost_of`
+COSTS = {16: 27, 8: 15, 4: 10, 2: 9}  # `cost_of`
 
 
 def spent(lengths: list[int], bits: list[list[int]], blocks: int) -> tuple[list[int], int]:

@@ -60,7 +60,7 @@ class Sizes:
 def sizes_for(device: torch.device) -> Sizes:
     """Llama-3.1-8B's heads on a GPU, SmolLM2's on a CPU."""
     if device.type == "cuda":
-        return Sizes(32, KVShape(8, 128, 128), 32768, (8,), 2, 2048)
+        return Sizes(32, KVShape(8, 128, 128), 32768, (8,), 8, 2048)
     return Sizes(9, KVShape(3, 64, 64), 4096, (1, 4), 30, 512)
 
 

@@ -14,10 +14,11 @@ from qbe.bench.kv_cases import Case, Cases
 from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Sample, attempt
 from qbe.bench.passes import check, whole
-from qbe.kernels.attention_ops import paged_attention
+from qbe.kernels.attention_ops import paged_attention, shared_attention
 from qbe.kernels.kv_blocks import sealed_pages
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.kvcache.prompt import Prompt, attend_prompt
+from qbe.kvcache.shares import Shares
 
 SDPA, SDPA_GROUPED = "SDPA", "SDPA, a group's queries as rows"
 TOLERANCE = 0.05  # relative, between our result and torch's over the same numbers
@@ -48,6 +49,7 @@ class Decode:
         self.value = torch.randn(cases.batch, shape.kv_heads, shape.value_dim, **make)  # type: ignore[call-overload]
         self.entropy = torch.empty(cases.batch, heads, device=pool.device)
         self.lengths = torch.full((cases.batch,), cases.context, device=pool.device)
+        self.shares = Shares(pool, [None] * cases.layers) if pool.device.type == "cuda" else None
         self.slots = cases.full[:, -1] + (cases.context - 1) % PAGE_SIZE
 
     def ours(self, case: Case, pages: Sequence[int] | None = None) -> Sample:
@@ -63,11 +65,11 @@ class Decode:
             tables[rows, own] = self.cases.full[:, -1]
             where = self.cases.full[:, -1], tables, (own * PAGE_SIZE + 1).to(self.device)
         with torch.inference_mode():
-            out = self._layer(where, 0)
+            out = self._step(where)[0]
             read = self.cases.pool.read(0, where[1][0])
             expected = self._grouped(self.query[:1], *(t[:, :, : int(where[2][0])] for t in read))
         check(out[:1], expected, TOLERANCE)
-        return whole(lambda: [self._layer(where, layer) for layer in range(self.cases.layers)], self.device)
+        return whole(lambda: self._step(where), self.device)
 
     def peers(self) -> dict[str, Sample | Failed]:
         """torch's attention over the numbers of 16 bits, one after the other in memory; nothing is written there."""
@@ -96,13 +98,16 @@ class Decode:
         batch = self.cases.batch * layers
         return limits.seconds(part * case.nbytes + batch * size, batch * work * part)
 
-    def _layer(self, where: tuple[torch.Tensor, torch.Tensor, torch.Tensor], layer: int) -> torch.Tensor:
-        """At these slots, tables and lengths."""
-        words = self.cases.pool.words[layer]
-        assert words is not None
-        return paged_attention(
-            self.query, self.key, self.value, self.cases.pool.memory, words, *where, self.entropy, self.scaling, 0, 0.0
-        )
+    def _step(self, where: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        """All layers at these slots, tables and lengths, as an engine's step has them."""
+        cases, layers = self.cases, range(self.cases.layers)
+        new = self.query, self.key, self.value, cases.pool.memory
+        words = [w for w in cases.pool.words if w is not None]
+        if self.shares is None or not self.shares.pay(*where[1].shape):
+            return [paged_attention(*new, words[i], *where, self.entropy, self.scaling, 0, 0.0) for i in layers]
+        self.shares.find(*where[1:])
+        cuts = [c for c in self.shares.cuts if c is not None]
+        return [shared_attention(*new, words[i], *where, self.entropy, cuts[i], self.scaling, 0, 0.0) for i in layers]
 
     def _grouped(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Queries that share a key head become rows of one product, and no key is read twice."""

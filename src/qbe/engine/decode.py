@@ -33,6 +33,7 @@ from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE, sealed_pages
 from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
 from qbe.kvcache.pages import entries_of
+from qbe.kvcache.shares import Shares
 from qbe.store.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class DecodeStep:
         self._owners: list[tuple[Sequence, int, float] | None] = [None] * largest
         self._copied: torch.cuda.Event | None = None
         self.observe: Observe | None = None
+        self._shares = Shares(cache.pool, cache.windows) if self.device.type == "cuda" else None
 
     def capture(self, on_size: Callable[[], None] | None = None, several: int = 0) -> bool:
         """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
@@ -190,7 +192,7 @@ class DecodeStep:
         else:
             with step(self._layout(kind)):
                 if size in self._compiled and not kind.bounded:
-                    self.plan.gather(self._rows(size)[-1])
+                    self._prepare(size)
                     logits, tokens = self._compiled[size]()
                 else:
                     logits, tokens = self._run_model(size)
@@ -230,7 +232,7 @@ class DecodeStep:
         planned = torch.compile(self._run_planned, backend="qbe", fullgraph=True, dynamic=False)
 
         def run(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            self.plan.gather(self._rows(size)[-1])
+            self._prepare(size)
             return planned(size)
 
         return run
@@ -258,9 +260,14 @@ class DecodeStep:
             bounds = Bounds(self._originals[:size], self._limits[:size], self._counts[:size]) if bounded else None
             self._layouts[kind] = DecodeLayout(
                 self.cache, slots, self._tables[:size], lengths, entropy, bounds, several,
-                self.observe if steered else None,
+                self.observe if steered else None, shares=self._shares_for(size) if bounds is None else None,
             )  # fmt: skip
         return self._layouts[kind]
+
+    def _shares_for(self, size: int) -> Shares | None:
+        """Of steps of this size, where they are worth a launch."""
+        shares = self._shares
+        return shares if shares is not None and shares.pay(size, self._tables.shape[1]) else None
 
     def _stage(self, work: Many[Work], size: int) -> None:
         """Bring the step's numbers to the device: one small copy, and a row of pages for each that changed hands."""
@@ -296,8 +303,15 @@ class DecodeStep:
 
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step on the inputs as they are on the device now, inside its layout."""
-        self.plan.gather(self._rows(size)[-1])
+        self._prepare(size)
         return self._run_planned(size)
+
+    def _prepare(self, size: int) -> None:
+        """What all layers need, from the inputs on the device: the plan's rows, and who reads which pages."""
+        self.plan.gather(self._rows(size)[-1])
+        layout = self.cache.layout
+        if isinstance(layout, DecodeLayout) and layout.shares is not None:
+            layout.shares.find(layout.tables, layout.lengths)
 
     def _run_planned(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step with the plan as it is."""

@@ -14,6 +14,16 @@ _library.define(
     "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "shared_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
+    "Tensor tables, Tensor lengths, Tensor(b!) entropy, Tensor cuts, float scaling, int window, float softcap) "
+    "-> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "share_pages(Tensor blocks, Tensor windows, Tensor tables, Tensor lengths, Tensor(a!) cuts) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def paged_attention(
@@ -57,6 +67,47 @@ def paged_attention(
     )
 
 
+def share_pages(
+    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+) -> None:
+    """On a GPU: which pages each block of a decode step's attentions will read, for all layers of one shape.
+
+    Pages are shared out by what they cost to read, whatever the lengths of sequences and the precisions of their heads
+    and pages. Without this every block of every layer finds it out for itself, before it has anything to read.
+
+    Args:
+        blocks: int32 `[layers, FORMATS, kv_heads]`, their words.
+        windows: int32 `[layers]`; 0 means all keys are seen.
+        tables, lengths: as in `paged_attention`; of all layers.
+        cuts: int32 `[layers, processors + 1, 2]`, written: where each block's pages begin.
+    """
+    torch.ops.qbe.share_pages.default(blocks, windows, tables, lengths, cuts)
+
+
+def shared_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    cuts: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """On a GPU: `paged_attention` with what `share_pages` wrote for this layer, from these tables and lengths.
+
+    cuts: int32 `[processors + 1, 2]`.
+    """
+    return torch.ops.qbe.shared_attention.default(
+        query, key, value, memory, blocks, slots, tables, lengths, entropy, cuts, scaling, window, softcap
+    )
+
+
 @torch.library.register_fake("qbe::paged_attention", lib=_library)
 def _fake(
     query: torch.Tensor,
@@ -73,6 +124,20 @@ def _fake(
     softcap: float,
 ) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.register_fake("qbe::shared_attention", lib=_library)
+def _fake_shared(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *where: torch.Tensor | float
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.register_fake("qbe::share_pages", lib=_library)
+def _fake_share(
+    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+) -> None:
+    pass
 
 
 def _cpu(
@@ -113,6 +178,36 @@ def _cuda(
     return kernel(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap)
 
 
+def _cuda_shared(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    cuts: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    from qbe.kernels.triton.paged_attention import paged_attention as kernel
+
+    return kernel(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, cuts)
+
+
+def _cuda_share(
+    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+) -> None:
+    from qbe.kernels.cuda.decode_attention import share
+
+    share(blocks, windows, tables, lengths, cuts)
+
+
 on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
 on_cpu.impl("paged_attention", _cpu, "CPU")
 _library.impl("paged_attention", _cuda, "CUDA")
+_library.impl("shared_attention", _cuda_shared, "CUDA")
+_library.impl("share_pages", _cuda_share, "CUDA")

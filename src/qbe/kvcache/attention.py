@@ -34,6 +34,7 @@ from qbe.kvcache.prompt import Prompt, attend_prompt
 
 if TYPE_CHECKING:
     from qbe.kvcache.cache import PagedCache
+    from qbe.kvcache.shares import Shares
 
 ATTENTION = "qbe_paged"  # the name under which transformers finds `paged_attention`
 # After the attention of a layer: its number, what it found [n, heads, value_dim], the entropy float32 [n, heads] and
@@ -84,6 +85,7 @@ class DecodeLayout:
     several: whether any sequence has several rows, one after the other, the later of which see the earlier ones' keys.
     observe: called after the attention of each layer, within the step; None: nobody asks.
     rows: int64 `[n]`, their numbers in the step; None: all of them, in order.
+    shares: found before the step by who runs it; None: each attention finds out for itself.
     """
 
     cache: PagedCache
@@ -95,6 +97,7 @@ class DecodeLayout:
     several: bool = False
     observe: Observe | None = None
     rows: torch.Tensor | None = None
+    shares: Shares | None = None
 
 
 @dataclass
@@ -290,8 +293,11 @@ def attend_decode(
         from qbe.kernels.triton.write_rows import write_rows
 
         write_rows(*new[1:], pool.memory, words, layout.slots)
-    bounds = layout.bounds
-    if bounds is None:
+    bounds, shares = layout.bounds, layout.shares
+    cuts = None if shares is None or shares.windows[layer] != (window or 0) else shares.cuts[layer]
+    if bounds is None and cuts is not None:
+        out = attention_ops.shared_attention(*new, *where, cuts, *numbers)
+    elif bounds is None:
         out = attention_ops.paged_attention(*new, *where, *numbers)
     else:
         out = bounded_ops.bounded_attention(*new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +91,11 @@ class PagePool:
         self.full = self.format((), Counter())
         parts = [self._full_parts(layer) for layer in range(len(self.shapes))]
         self.keys, self.values = [p[0] for p in parts], [p[1] for p in parts]
+
+    def alike(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Layers of one shape, and their words int32 `[layers, FORMATS, kv_heads]`."""
+        for shape, layers in self._alike.items():
+            yield layers, self._words[shape]
 
     def has_number(self, kv_bits: Sequence[KVBits], uses: Counter[int]) -> bool:
         """Whether `format` would find or make the one with these bits."""

@@ -16,11 +16,12 @@
 
 // Means and sums are what `combine` takes: those of block b's part of pair p are in place b + p, so that all parts of a
 // pair lie side by side, and `spans` says where they begin and end. Other arguments are as in `qbe::paged_attention`,
-// strides in numbers; `start` and `least` as in Plan, unless each pair has so many `parts`, and each part a block.
+// strides in numbers. Where pieces begin is in `cuts` (share.cu); if that is null, `start` and `least` are as in Plan, unless
+// each pair has so many `parts`, and each part a block.
 template <int DIM, bool F16, bool SOFTCAP, int SETS>
 KERNEL(32 * WARPS, 1)
 decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const i64 *tables, const i64 *lengths,
-                 float *means, float *parts_sums, int *spans, int q_row, int q_head, int q_one, int table_row,
+                 const int *cuts, float *means, float *parts_sums, int *spans, int q_row, int q_head, int q_one, int table_row,
                  int table_width, double scaling, double softcap, int parts, int start, int least, int batch, int kv_heads, int repeat,
                  int window) {
     using In = Room<DIM>;
@@ -33,7 +34,9 @@ decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const 
     fetch_tables(of, batch, table_width);
     wait_for_kernels();
     begin_next_kernel();
-    if (!parts) {
+    if (cuts) {
+        if (threadIdx.x < 4) store4(In::CUTS + 4 * threadIdx.x, cuts[2 * blockIdx.x + threadIdx.x]);
+    } else if (!parts) {
         const Plan plan = {of, batch, pairs, (int)gridDim.x, start, least, warp, lane};
         plan.add_costs();
         sync_block();

@@ -7,6 +7,7 @@ whose copy engine fills shared memory by itself. Everything else, bounded attent
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ SOURCES = (  # compiled as one
     "device.cuh", "room.cuh", "plan.cuh", "codes.cuh", "sums.cuh", "rotation.cuh", "list.cuh", "ring.cuh", "full.cuh",
     "sealed.cuh", "merge.cuh", "decode_attention.cu", "combine.cu",
 )  # fmt: skip
+SHARE_SOURCES = "device.cuh", "room.cuh", "plan.cuh", "share.cu"
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +88,9 @@ def shared_bytes(dim: int) -> int:
     return WARPS * warp + 8 * LISTED + 8 * 6 + 2 * MOST_REPEAT * (2 * dim + 4) + 16
 
 
-def source() -> str:
+def source(names: Sequence[str] = SOURCES) -> str:
     """What is compiled."""
-    return "".join((FOLDER / name).read_text() for name in SOURCES)
+    return "".join((FOLDER / name).read_text() for name in names)
 
 
 def _kernels(query: torch.Tensor, kv_heads: int, softcap: float) -> tuple[Any, Any] | None:
@@ -100,25 +102,64 @@ def _kernels(query: torch.Tensor, kv_heads: int, softcap: float) -> tuple[Any, A
 @cache
 def _loaded(device: torch.device, dim: int, float16: bool, softcap: bool, sets: int) -> tuple[Any, Any] | None:
     """`decode_attention` and `combine` of that shape."""
+    shape = f"{dim}, {str(float16).lower()}, {str(softcap).lower()}"
+    walk = _kernel(device, source(), f"decode_attention<{shape}, {sets}>", shared_bytes(dim))
+    together = _kernel(device, source(), f"combine<{shape}>", 0) if walk is not None else None
+    return None if together is None else (walk, together)
+
+
+@cache
+def _kernel(device: torch.device, text: str, name: str, shared: int) -> Any:
     from qbe.kernels.cuda.nvrtc import compiled_kernel
 
-    shape = f"{dim}, {str(float16).lower()}, {str(softcap).lower()}"
-    names = f"decode_attention<{shape}, {sets}>", f"combine<{shape}>"
     try:
         from torch.cuda._utils import _cuda_load_module
 
         arch = "".join(map(str, torch.cuda.get_device_capability(device)))
-        found = []
         with torch.cuda.device(device):
-            for name in names:
-                binary, symbol = compiled_kernel(source(), name, arch)
-                found.append(_cuda_load_module(binary, [symbol])[symbol])  # type: ignore[index]
-            found[0].set_shared_memory_config(shared_bytes(dim))
-        return found[0], found[1]
+            binary, symbol = compiled_kernel(text, name, arch)
+            found = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
+            if shared:
+                found.set_shared_memory_config(shared)
+        return found
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
         line = next((x for x in str(error).splitlines() if "error" in x), str(error).strip())
-        log.warning("decode attention runs in Triton, which is slower: no %s (%s)", names[0], line[:200])
+        log.warning("decode attention is slower than it could be: no kernel %s (%s)", name, line[:200])
         return None
+
+
+def shares(device: torch.device, batch: int, kv_heads: int, pages: int, processors: int) -> bool:
+    """Whether blocks share out pages by cost at such shapes, and `share` can spare them to find out how.
+
+    Args:
+        pages: that a table has room for.
+    """
+    return (
+        torch.version.hip is None
+        and _fits(device, min(DIMS))
+        and parts_for(batch * kv_heads, pages, processors) == 0
+        and _share_kernel(device) is not None
+    )
+
+
+def _share_kernel(device: torch.device) -> Any:
+    return _kernel(device, source(SHARE_SOURCES), "share_pages", 4 * MOST_PAIRS)
+
+
+def share(
+    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+) -> None:
+    """See `qbe.kernels.attention_ops.share_pages`."""
+    layers, count, (batch, pages), kv_heads = blocks.shape[0], cuts.shape[1] - 1, tables.shape, blocks.shape[2]
+    shared = 4 * batch * kv_heads
+    kernel = _share_kernel(blocks.device)
+    assert kernel is not None, "`shares` was asked"
+    arguments: list[torch.Tensor | int] = [
+        blocks, windows, tables, lengths, cuts, blocks.stride(0), tables.stride(0), pages, START, LEAST, batch,
+        kv_heads, count,
+    ]  # fmt: skip
+    with torch.cuda.device(blocks.device):
+        start(kernel, layers * -(-(count + 1) // WARPS), 32 * WARPS, arguments, shared)
 
 
 def launch(
@@ -135,8 +176,12 @@ def launch(
     window: int,
     softcap: float,
     processors: int,
+    cuts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`qbe.kernels.attention_ops.paged_attention`, where `serves` says so, on a device with so many processors."""
+    """`qbe.kernels.attention_ops.paged_attention`, where `serves` says so, on a device with so many processors.
+
+    cuts: what `share` found for this layer, int32 `[processors + 1, 2]`.
+    """
     batch, heads, dim = query.shape
     kv_heads = value.shape[1]
     pairs, repeat = batch * kv_heads, heads // kv_heads
@@ -149,11 +194,11 @@ def launch(
     kernels = _kernels(query, kv_heads, softcap)
     assert kernels is not None
     numbers = float(scaling), float(softcap)
-    walk = [
-        query, memory, blocks, tables, lengths, means, sums, spans, *query.stride(), tables.stride(0), tables.shape[1], *numbers, parts,
-        START, LEAST, batch, kv_heads, repeat, window,
+    walk: list[torch.Tensor | int | float | None] = [
+        query, memory, blocks, tables, lengths, None if parts else cuts, means, sums, spans, *query.stride(),
+        tables.stride(0), tables.shape[1], *numbers, parts, START, LEAST, batch, kv_heads, repeat, window,
     ]  # fmt: skip
-    together = [
+    together: list[torch.Tensor | int | float] = [
         query, key, value, memory, blocks, slots, means, sums, spans, out, entropy, *query.stride(), *key.stride(),
         *value.stride(), entropy.stride(0), *numbers, kv_heads, repeat, batch * heads,
     ]  # fmt: skip

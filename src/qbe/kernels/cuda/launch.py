@@ -1,7 +1,7 @@
 """Launches that may begin before the kernels ahead of them in the stream have ended.
 
-A kernel launched so waits by itself (`wait_for_kernels` in device.cuh) before it reads what those wrote: the time that a
-launch takes, and whatever it can do without them, goes by meanwhile. Graphs keep this. torch's own launcher cannot.
+A kernel launched so waits by itself (`wait_for_kernels` in device.cuh) before it reads what those wrote: the time that
+a launch takes, and whatever it can do without them, goes by meanwhile. Graphs keep this. torch's own launcher cannot.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class _Config(ctypes.Structure):
 
 
 def launch(
-    kernel: Any, blocks: int, threads: int, arguments: Sequence[torch.Tensor | int | float], shared: int = 0
+    kernel: Any, blocks: int, threads: int, arguments: Sequence[torch.Tensor | int | float | None], shared: int = 0
 ) -> None:
     """Launch a kernel of `torch.cuda._utils` on the current stream.
 
     Args:
-        arguments: tensors are pointers, int is int, float is double.
+        arguments: tensors are pointers, None is the null pointer, int is int, float is double.
         shared: bytes of shared memory.
 
     Raises:
@@ -47,7 +47,7 @@ def launch(
     from torch.cuda._utils import _check_cuda, _get_gpu_runtime_library
 
     given: list[Any] = [
-        ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor)
+        ctypes.c_void_p(None if a is None else a.data_ptr()) if a is None or isinstance(a, torch.Tensor)
         else ctypes.c_double(a) if isinstance(a, float) else ctypes.c_int(a)
         for a in arguments
     ]  # fmt: skip

@@ -18,7 +18,7 @@ PROGRAMS = 8  # of two warps, on a processor: two rounds of the four whose 255 r
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -55,15 +55,16 @@ def paged_attention(
     scaling: float,
     window: int,
     softcap: float,
+    cuts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `qbe.kernels.attention_ops.paged_attention`. Any head sizes, any ratio of query to key heads up to 64.
 
-    The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere.
+    The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere, which needs no `cuts`.
     """
     if decode_attention.serves(query, key, value, softcap):
         return decode_attention.launch(
             query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap,
-            _processors(query.device),
+            processors(query.device), cuts,
         )  # fmt: skip
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
     walk(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, out, Noted())
@@ -90,7 +91,7 @@ def walk(
     batch, heads, key_dim = query.shape
     kv_heads, value_dim = value.shape[1:]
     repeat = heads // kv_heads
-    parts = splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, _processors(query.device))
+    parts = splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, processors(query.device))
     means = torch.empty(batch, parts, heads, value_dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(batch, parts, 3, heads, dtype=torch.float32, device=query.device)  # see `combine_kernel`
     rotated = torch.empty(batch, heads, 2, key_dim, dtype=query.dtype, device=query.device)
