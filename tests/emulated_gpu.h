@@ -153,7 +153,9 @@ inline void arrive(Copy c) {
     if (!load4(c.barrier)) store4(c.barrier + 4, load4(c.barrier + 4) + 1);
 }
 
-inline void copy(int to, const u8 *from, u32 bytes, int barrier) {
+inline u64 read_once() { return 0; }
+
+inline void copy(int to, const u8 *from, u32 bytes, int barrier, u64) {
     if (bytes % 16 || (u64)from % 16 || load4(barrier) < bytes) fault("a copy of odd size or place");
     if (late)
         copies.push_back({to, from, bytes, barrier});
@@ -167,7 +169,7 @@ inline void expect_pieces(int at, u32 bytes) {
     shown(none);
 }
 
-inline void copy_piece(int to, const u8 *from, bool some, int barrier) { copy(to, some ? from : nullptr, 16, barrier); }
+inline void copy_piece(int to, const u8 *from, bool some, int barrier, u64) { copy(to, some ? from : nullptr, 16, barrier, 0); }
 
 inline void copies_begun(int, int) {}
 

@@ -61,10 +61,18 @@ DEVICE void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory
 // The next kernel may begin wherever there is room for its blocks.
 DEVICE void begin_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// How copies use the L2 cache: what they bring leaves it first, since it is read once.
+DEVICE u64 read_once() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+    return policy;
+}
+
 // By the copy engine; addresses and bytes are multiples of 16.
-DEVICE void copy(int to, const u8* from, u32 bytes, int barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+DEVICE void copy(int to, const u8* from, u32 bytes, int barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
                  : "memory");
 }
 
@@ -72,8 +80,9 @@ DEVICE void copy(int to, const u8* from, u32 bytes, int barrier) {
 // Such copies may lie anywhere, and there is no limit to how many begin in a cycle.
 DEVICE void expect_pieces(int, u32) {}
 
-DEVICE void copy_piece(int to, const u8* from, bool some, int) {
-    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared_address(to)), "l"(from), "r"(some ? 16 : 0)
+DEVICE void copy_piece(int to, const u8* from, bool some, int, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0],[%1],16,%2,%3;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(some ? 16 : 0), "l"(policy)
                  : "memory");
 }
 

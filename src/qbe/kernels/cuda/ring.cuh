@@ -10,6 +10,7 @@ template <int DIM>
 struct Ring {
     using In = Room<DIM>;
     const u8 *memory;
+    u64 policy;        // of copies
     int room;          // where this warp's shared memory begins
     int lane;
     int next;          // page of the list to be copied next
@@ -22,7 +23,7 @@ struct Ring {
     int first_listed;  // the page that has place 0
 
     DEVICE void begin(const u8 *pages, int warp, int own_lane) {
-        memory = pages, room = warp * In::WARP, lane = own_lane;
+        memory = pages, policy = read_once(), room = warp * In::WARP, lane = own_lane;
         to = from = taken = parity = 0;
         if (lane < SLOTS) barrier_init(room + In::BARRIERS + 8 * lane);
         fence_copies();
@@ -72,13 +73,13 @@ struct Ring {
                 constexpr int CODES = 64 * DIM;
                 const int scales = second ? 4 * PAGE : 4 * DIM;
                 barrier_expect(barrier, CODES + scales);
-                copy(at, from + (second ? CODES : 0), CODES, barrier);
-                copy(at + CODES, from + 2 * CODES + (second ? 4 * DIM : 0), scales, barrier);
+                copy(at, from + (second ? CODES : 0), CODES, barrier, policy);
+                copy(at + CODES, from + 2 * CODES + (second ? 4 * DIM : 0), scales, barrier, policy);
             } else {
                 const int scales = kind > TURBO ? 8 * PAGE + 2 * DIM : 4 * PAGE + 4 * DIM;
                 const int bytes = 16 * DIM * (kind % TURBO) + scales;
                 barrier_expect(barrier, bytes);
-                copy(at, from, bytes, barrier);
+                copy(at, from, bytes, barrier, policy);
             }
         }
         second = kind == 8 && !second;
@@ -128,7 +129,7 @@ struct Ring {
 #pragma unroll
         for (int i = 0; i < CHUNK * PIECES / 32; i++) {
             const int row = i * (32 / PIECES) + lane / PIECES;
-            copy_piece(at + swizzled(row, lane % PIECES), from + 512 * i, row < end, barrier);
+            copy_piece(at + swizzled(row, lane % PIECES), from + 512 * i, row < end, barrier, policy);
         }
         copies_begun(barrier, lane);
     }
