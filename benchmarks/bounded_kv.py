@@ -36,7 +36,9 @@ def decode(engine: Engine, ids: list[int], context: int, blueprint: Blueprint) -
     # All thresholds share the prompt's pages: they are found by their tokens and blueprint.
     sequence = Sequence("text", ids[:context], params, replace(blueprint, kv_error=0.0))
 
-    def own(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -> list[int | None]:
+    def own(
+        logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence], guesses: object
+    ) -> list[int | None]:
         found.append(logits[0].clone())
         return [ids[len(sequence.token_ids)]]
 
@@ -45,7 +47,7 @@ def decode(engine: Engine, ids: list[int], context: int, blueprint: Blueprint) -
 
     core.add(sequence)
     before = counts()
-    with mock.patch("qbe.engine.core.sample", own):
+    with mock.patch("qbe.engine.taking.sample", own):
         while core.has_work():
             core.step()
             if len(found) == 1:
