@@ -54,7 +54,7 @@ def test_attention_takes_shares_of_its_own_window_only(
     """A model may call a layer with another window than its configuration has."""
     taken = []
     monkeypatch.setattr(attention_ops, "paged_attention", lambda *given: taken.append(None) or given[0])
-    monkeypatch.setattr(attention_ops, "shared_attention", lambda *given: taken.append(given[9]) or given[0])
+    monkeypatch.setattr(attention_ops, "shared_attention", lambda *given, cuts: taken.append(cuts) or given[0])
     shares = Shares(pool, [None] * LAYERS)
     one = torch.zeros(1, dtype=torch.long)
     cache: Any = SimpleNamespace(pool=pool)
@@ -70,7 +70,7 @@ def test_compilers_know_what_the_op_gives() -> None:
     with FakeTensorMode():
         q, k = torch.empty(3, 8, 64), torch.empty(3, 2, 64)
         some = torch.empty(3, dtype=torch.long)
-        out = attention_ops.shared_attention(q, k, k[..., :32], some, some, some, some, some, some, some, 1.0, 0, 0.0)
+        out = attention_ops.shared_attention(q, k, k[..., :32], *[some] * 6, 1.0, 0, 0.0, cuts=some)
         assert out.shape == (3, 8, 32)
 
 
@@ -85,7 +85,9 @@ def test_answers_are_those_of_attention_that_finds_out_for_itself(
 
     texts, found, calls = prompts(700, 40, 129), [], []
     served, pay = attention_ops.shared_attention, Shares.pay
-    monkeypatch.setattr(attention_ops, "shared_attention", lambda *given: calls.append(None) or served(*given))
+    monkeypatch.setattr(
+        attention_ops, "shared_attention", lambda *given, cuts: calls.append(None) or served(*given, cuts=cuts)
+    )
     monkeypatch.setattr(decode_attention, "FEW", 0)  # else so few pages are cut evenly
     decode_attention.parts_for.cache_clear()
     for shared in (False, True):

@@ -101,13 +101,13 @@ class Decode:
     def _step(self, where: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
         """All layers at these slots, tables and lengths, as an engine's step has them."""
         cases, layers = self.cases, range(self.cases.layers)
-        new = self.query, self.key, self.value, cases.pool.memory
+        new, numbers = (self.query, self.key, self.value, cases.pool.memory), (self.scaling, 0, 0.0)
         words = [w for w in cases.pool.words if w is not None]
         if self.shares is None or not self.shares.pay(*where[1].shape):
-            return [paged_attention(*new, words[i], *where, self.entropy, self.scaling, 0, 0.0) for i in layers]
+            return [paged_attention(*new, words[i], *where, self.entropy, *numbers) for i in layers]
         self.shares.find(*where[1:])
         cuts = [c for c in self.shares.cuts if c is not None]
-        return [shared_attention(*new, words[i], *where, self.entropy, cuts[i], self.scaling, 0, 0.0) for i in layers]
+        return [shared_attention(*new, words[i], *where, self.entropy, *numbers, cuts=cuts[i]) for i in layers]
 
     def _grouped(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Queries that share a key head become rows of one product, and no key is read twice."""

@@ -16,7 +16,7 @@ _library.define(
 )
 _library.define(
     "shared_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
-    "Tensor tables, Tensor lengths, Tensor(b!) entropy, Tensor cuts, float scaling, int window, float softcap) "
+    "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap, Tensor cuts) "
     "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -84,28 +84,14 @@ def share_pages(
     torch.ops.qbe.share_pages.default(blocks, windows, tables, lengths, cuts)
 
 
-def shared_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    memory: torch.Tensor,
-    blocks: torch.Tensor,
-    slots: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    entropy: torch.Tensor,
-    cuts: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
+def shared_attention(*arguments: torch.Tensor | float, cuts: torch.Tensor) -> torch.Tensor:
     """On a GPU: `paged_attention` with what `share_pages` wrote for this layer, from these tables and lengths.
 
-    cuts: int32 `[processors + 1, 2]`.
+    Args:
+        arguments: of `paged_attention`, in its order.
+        cuts: int32 `[processors + 1, 2]`.
     """
-    return torch.ops.qbe.shared_attention.default(
-        query, key, value, memory, blocks, slots, tables, lengths, entropy, cuts, scaling, window, softcap
-    )
+    return torch.ops.qbe.shared_attention.default(*arguments, cuts)
 
 
 @torch.library.register_fake("qbe::paged_attention", lib=_library)
@@ -172,26 +158,7 @@ def _cuda(
     scaling: float,
     window: int,
     softcap: float,
-) -> torch.Tensor:
-    from qbe.kernels.triton.paged_attention import paged_attention as kernel
-
-    return kernel(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap)
-
-
-def _cuda_shared(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    memory: torch.Tensor,
-    blocks: torch.Tensor,
-    slots: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    entropy: torch.Tensor,
-    cuts: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
+    cuts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from qbe.kernels.triton.paged_attention import paged_attention as kernel
 
@@ -209,5 +176,5 @@ def _cuda_share(
 on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
 on_cpu.impl("paged_attention", _cpu, "CPU")
 _library.impl("paged_attention", _cuda, "CUDA")
-_library.impl("shared_attention", _cuda_shared, "CUDA")
+_library.impl("shared_attention", _cuda, "CUDA")
 _library.impl("share_pages", _cuda_share, "CUDA")

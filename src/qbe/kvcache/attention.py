@@ -296,7 +296,7 @@ def attend_decode(
     bounds, shares = layout.bounds, layout.shares
     cuts = None if shares is None or shares.windows[layer] != (window or 0) else shares.cuts[layer]
     if bounds is None and cuts is not None:
-        out = attention_ops.shared_attention(*new, *where, cuts, *numbers)
+        out = attention_ops.shared_attention(*new, *where, *numbers, cuts=cuts)
     elif bounds is None:
         out = attention_ops.paged_attention(*new, *where, *numbers)
     else:
