@@ -58,6 +58,9 @@ ACTIVATION_GEARS = (8, FULL_BITS)
 KEEPS_ACTIVATIONS = frozenset({Role.OUTPUT_HEAD})
 # Nats per token that 8-bit activations may cost by the measured sensitivities; a perplexity grows by about that share.
 ACTIVATION_LOSS = 1e-3
+# The same of sites that multiply long prompts in a GPU's own format. They are those that looked best on the few tokens
+# of the calibration text: on other text up to 1.5 times as much was measured (docs/quality.md).
+NATIVE_LOSS = ACTIVATION_LOSS / 2
 KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
 TURBO = 64  # added to 2 or 4: that many bits, keys in TurboQuant's form (`qbe.kernels.kv_blocks`)
 TURBO_KINDS = {"turbo2": TURBO | 2, "turbo4": TURBO | 4}  # name in budgets -> what stands for it among KV bits
@@ -244,7 +247,7 @@ class SiteTable:
     def native(self, form: str | None) -> tuple[bool, ...]:
         """For every nested site whether long prompts with 8-bit activations are multiplied in this format there.
 
-        As much of the weights as the measured divergences allow, which add up to `ACTIVATION_LOSS` at most: sites are
+        As much of the weights as the measured divergences allow, which add up to `NATIVE_LOSS` at most: sites are
         taken by divergence per weight. The inputs of the others stay as they are, because rounding them would not make
         a 16-bit product faster. A site that was not measured is among those, and so are all without a format.
         """
@@ -254,7 +257,7 @@ class SiteTable:
         ]
         taken, total = [False] * len(costs), 0.0
         for i in sorted(range(len(costs)), key=lambda i: costs[i] / self.nested[i].parameters):
-            if total + costs[i] <= ACTIVATION_LOSS:
+            if total + costs[i] <= NATIVE_LOSS:
                 taken[i], total = True, total + costs[i]
         return tuple(taken)
 
