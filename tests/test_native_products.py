@@ -53,6 +53,23 @@ def test_the_measure_is_the_kl_with_both_sides_of_one_site_rounded(device: torch
         assert torch.equal(model(input_ids=ids).logits.flatten(0, 1).log_softmax(-1), reference)  # all is as before
 
 
+def test_a_layer_that_is_never_called_is_not_taken_for_harmless() -> None:
+    model, table = nested_model(torch.device("cpu"))
+    mlp = model.model.layers[0].mlp
+    linear = torch.nn.functional.linear
+
+    def by_weights(x: torch.Tensor) -> torch.Tensor:
+        inner = mlp.act_fn(linear(x, mlp.gate_proj.weight)) * linear(x, mlp.up_proj.weight)
+        return linear(inner, mlp.down_proj.weight)
+
+    mlp.forward = by_weights
+    measured = measure_native(model, table, TOKENS)
+    aside = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert {name for name, of in measured.items() if not of} == aside
+    native = table.with_sensitivity({}, {}, measured).native(E4M3)
+    assert not any(n for site, n in zip(table.nested, native, strict=True) if site.name in aside)
+
+
 @pytest.mark.parametrize("form", [E4M3, INT8])
 @pytest.mark.parametrize("bits", [4, 16])
 def test_a_layer_at_any_bits(form: str, bits: int) -> None:

@@ -32,13 +32,15 @@ def measure_native(
         model, tokens, on_site: as of `qbe.store.sensitivity.measure`.
 
     Returns:
-        site name -> format -> KL, nats per token.
+        site name -> format -> KL, nats per token. A format is left out where nothing changed: a model may multiply by a
+        layer's weight and never call the layer, and then nothing was measured.
 
     Raises:
         QBEError: a nested site lost its 16-bit original.
     """
     forms = {site.name: list(DTYPES) for site in table.nested if len(site.activation_gears) > 1}
-    return lowered_divergence(model, table, tokens, forms, multiplied_in, on_site)
+    found = lowered_divergence(model, table, tokens, forms, multiplied_in, on_site)
+    return {name: {form: kl for form, kl in of.items() if kl > 0} for name, of in found.items()}
 
 
 @contextmanager
