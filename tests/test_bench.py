@@ -20,6 +20,8 @@ from qbe.bench.machine import hardware, measure_limits
 from qbe.bench.measure import Failed
 from qbe.bench.passes import WHOLE
 from qbe.bench.weights import random_weights
+from qbe.hardware import HardwareProfile
+from qbe.kernels.reference.activations import word
 
 
 @pytest.fixture
@@ -106,6 +108,23 @@ def test_prefill_of_a_model_and_of_linears(folder: Path, device: torch.device) -
     rows = described(prefill.run(device, LIMITS, replace(alone, linears=long)), device)
     shown = {(r["bits"], r["shape"].partition("one prompt, ")[2]) for r in rows}
     assert shown == {(b, kind) for b in (4, 16) for kind in ("", "8-bit activations", "16-bit activations")}
+
+
+def test_prompts_are_timed_in_the_devices_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every site, whatever a model's sites bear; and only there."""
+    seen = []
+    plain_call = linears.call
+
+    def spy(x: torch.Tensor, weight: Any, bits: torch.Tensor) -> torch.Tensor:
+        seen.append((weight.uniform, weight.native))
+        return plain_call(x, weight, bits)
+
+    monkeypatch.setattr(linears, "call", spy)
+    monkeypatch.setattr(linears, "detect", lambda device: HardwareProfile("cuda:0", "made up", 1, 1, (9, 0)))
+    weights = random_weights(TOKEN, CPU, (64,))
+    linears.prompt(weights, linears.random_inputs(TOKEN, 256, CPU), word(4, 8), 64)()
+    assert set(seen) == {(word(4, 8), torch.float8_e4m3fn)}
+    assert not any(w.native or w.uniform for of in weights.nested[64].values() for w in of)
 
 
 def test_switch(device: torch.device) -> None:

@@ -54,6 +54,7 @@ def test_round_trip_is_exact(device: torch.device, written: Path, tiny_folder: P
             assert torch.equal(parameter, read.model.get_parameter(name).cpu())
     assert read.table.measured
     assert all(set(s.activation_sensitivity) == {8, 16} for s in read.table.nested if s.name != "lm_head")
+    assert all(set(s.native_sensitivity) == {"fp8_e4m3", "int8"} for s in read.table.nested if s.name != "lm_head")
     assert read.table.difficult_entropy is not None
     checkpoint.verify(written)
 

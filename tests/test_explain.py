@@ -83,6 +83,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "budget",
         "blueprint",
         "kv_measured",
+        "long_prompts",
         "refresh",
         "bytes_per_token",
         "bytes_per_token_16bit",

@@ -71,6 +71,23 @@ def test_activation_bits_are_told(bits: int, says: str) -> None:
     assert page.count(f'<td class="right">{bits}</td>') == (211 if bits == 16 else 210)
 
 
+def test_where_long_prompts_take_the_devices_format_is_told() -> None:
+    plain_e = explanation(dense())
+    first, second, *_ = plain_e.table.nested
+    table = plain_e.table.with_sensitivity({}, {}, {s.name: {"int8": 1e-9} for s in (first, second)})
+    bits = (16, *plain_e.blueprint.weight_bits[1:])
+    low = Blueprint.of("tiered", table, bits, table.activations(8))
+    e = dataclasses.replace(plain_e, table=table, blueprint=low, prompt_format="int8")
+    share = second.parameters / table.nested_parameters
+    says = f"long prompts int8 at 1 sites, {share:.0%} of the weights"  # the first one is read at 16 bits
+    assert says in " ".join(plain(printed(terminal.render(e))).split())
+    assert says in html.render(e)
+    assert e.describe()["long_prompts"] == {"format": "int8", "sites": [second.name]}
+    for other in (dataclasses.replace(e, prompt_format=None), dataclasses.replace(e, blueprint=low.careful)):
+        assert "long prompts" not in plain(printed(terminal.render(other)))
+        assert other.describe()["long_prompts"]["sites"] == []
+
+
 def test_a_longer_bar_means_more() -> None:
     text = plain(printed(terminal.render(explanation(dense()))))
     ours, full = (line.count("━") for line in text.splitlines() if line.startswith(("  this blueprint", "  16 bits")))

@@ -236,5 +236,5 @@ def test_the_terminal_fits_80_columns(profile: HardwareProfile) -> None:
     for word in (profile.name, str(profile.family), *profile.formats, *profile.extensions, "ultra-low", "original 16"):
         assert word in text
     eight = {Family.CPU: "" if profile.extensions else " (rounded to, not multiplied in)"}
-    long = eight.get(profile.family, "; long prompts fp8_e4m3, a scale per row")
+    long = eight.get(profile.family, "; long prompts fp8_e4m3, a scale per row, at sites that bear it")
     assert f"activation gears: 16 (original), 8 (int8, a scale per group{long})" in text

@@ -139,6 +139,7 @@ def test_the_default_models_tables_come_with_the_package(default_gguf: Path, tmp
     measured = sensitivity_table.read(tmp_path)
     assert measured is not None
     assert set(measured.weights) == set(manifest.sites)
+    assert set(measured.native) == set(measured.activations) == set(manifest.sites) - {"lm_head"}
     model = load_model(default_gguf, progress=False).model
     checkpoint.attach(model, folder)
     found = {}

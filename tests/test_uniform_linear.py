@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qbe.hardware import HardwareProfile
+from qbe.hardware import HardwareProfile, detect
 from qbe.kernels.reference import eight_bit_rows as reference
 from qbe.kernels.reference.activations import word
 from qbe.store import scales
@@ -45,12 +45,12 @@ def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
-def run(case: Case, at: int) -> torch.Tensor | None:
+def run(case: Case, at: int, native: torch.dtype | None = None) -> torch.Tensor | None:
     """The product of a case in the tiled layout when every row reads this word."""
     m = case.x.shape[0]
     return module.uniform_linear(
         case.x, case.packed, case.bits([at] * m), case.original, case.bias, case.layout.slices, case.exponent,
-        case.weight.shape[0], at,
+        case.weight.shape[0], at, native,
     )  # fmt: skip
 
 
@@ -135,12 +135,9 @@ def test_sixteen_bit_activations(bits: int) -> None:
 @on_device
 @NATIVE
 @pytest.mark.parametrize("bits", [4, 8])
-def test_eight_bit_activations_where_the_device_multiplies_them(
-    dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if CUDA and module.eight_bit_dtype(torch.device("cuda", 0)) is None:
+def test_eight_bit_activations_where_the_weight_bears_them(dtype: torch.dtype, bits: int) -> None:
+    if CUDA and detect("cuda").prompt_format is None:
         pytest.skip("this GPU has no 8-bit products")
-    monkeypatch.setattr(module, "eight_bit_dtype", lambda device: dtype)
     case = Case(260, 70, 330)
     nested = case.expect(case.bits([bits] * 260)) - case.bias.float()
     from qbe.kernels.reference.nested_linear import dequantise as plain
@@ -148,7 +145,7 @@ def test_eight_bit_activations_where_the_device_multiplies_them(
     weight = plain(case.packed, case.meta, case.exponent, case.layout.slices, 330, bits)
     largest = scales.largest_of_rows(case.meta, case.exponent, case.layout, bits)
     want = reference.linear(case.x, weight, dtype, largest)
-    y = run(tiled(case), word(bits, 8))
+    y = run(tiled(case), word(bits, 8), dtype)
     assert y is not None
     assert y.dtype == torch.bfloat16
     assert y.is_contiguous()
@@ -160,26 +157,19 @@ def test_eight_bit_activations_where_the_device_multiplies_them(
 
 
 @on_device
-@pytest.mark.parametrize("bits", [6, 16])
-def test_without_eight_bit_products_rows_are_rounded(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "eight_bit_dtype", lambda device: None)
-    case = Case(20, 70, 330, dtype=torch.float16)
-    words = case.bits([word(bits, 8)] * 20)
-    expected = case.expect(words)
-    y = run(tiled(case), word(bits, 8))
+@pytest.mark.parametrize(("bits", "native"), [(6, None), (16, None), (16, INT8)], ids=str)
+def test_elsewhere_they_are_not_rounded(bits: int, native: torch.dtype | None) -> None:
+    """Nor is a weight at 16 bits ever narrowed. In float16 the rounding of 8 bits would be seen."""
+    case = tiled(Case(20, 70, 330, dtype=torch.float16))
+    y = run(case, word(bits, 8), native)
     assert y is not None
-    close(y, expected)
+    assert torch.equal(y, run(case, bits))
 
 
 @on_device
-def test_a_weight_at_16_bits_stays_exact_and_float32_is_not_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "eight_bit_dtype", lambda device: INT8)
-    for bits, dtype in ((16, torch.float16), (4, torch.float32)):
-        case = Case(20, 70, 330, dtype=dtype)
-        expected = case.expect(case.bits([word(bits, 8)] * 20))
-        y = run(tiled(case), word(bits, 8))
-        assert y is not None
-        close(y, expected)
+def test_float32_is_not_narrowed() -> None:
+    case = tiled(Case(20, 70, 330, dtype=torch.float32))
+    assert torch.equal(run(case, word(4, 8), INT8), run(case, 4))
 
 
 @on_device
@@ -194,27 +184,23 @@ def test_an_original_elsewhere_or_dropped() -> None:
 
 @on_device
 @NATIVE
-def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "eight_bit_dtype", lambda device: dtype)
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     case = tiled(Case(260, 33, 200))
-    before = run(case, word(4, 8))
+    before = run(case, word(4, 8), dtype)
     case.x[1, 3], case.x[2, 5] = float("inf"), float("nan")
-    after = run(case, word(4, 8))
+    after = run(case, word(4, 8), dtype)
     assert not torch.isfinite(after[1:3]).any()
     assert torch.equal(before[3:], after[3:])
 
 
-@on_device
 @pytest.mark.parametrize(
     ("capability", "dtype"),
-    [((10, 0), E4M3), ((9, 0), E4M3), ((8, 9), E4M3), ((8, 6), INT8), ((7, 5), INT8), ((7, 0), None), ((0, 0), None)],
-)
-def test_the_hardware_profile_decides(
-    capability: tuple[int, int], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_up = HardwareProfile("cuda:0", "made up", 1, 1, capability)
-    monkeypatch.setattr(module, "detect", lambda device: made_up)
-    assert module.eight_bit_dtype.__wrapped__(torch.device("cuda", 0)) == dtype
+    [((10, 0), E4M3), ((9, 0), E4M3), ((8, 9), E4M3), ((8, 6), INT8), ((7, 5), INT8), ((7, 0), None), ((0, 0), None),
+     (None, None)],
+)  # fmt: skip
+def test_the_hardware_profile_decides(capability: tuple[int, int] | None, dtype: torch.dtype | None) -> None:
+    made_up = HardwareProfile("cuda:0", "made up", 1, 1, capability, ("avx2", "vnni"))
+    assert reference.DTYPES.get(made_up.prompt_format or "") == dtype
 
 
 @pytest.mark.cuda
@@ -222,11 +208,12 @@ def test_the_hardware_profile_decides(
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1804, 1536)])
 def test_model_shapes(n: int, k: int) -> None:
     case = Case(512, n, k, group=128, bias=False)
-    dtype = module.eight_bit_dtype(case.x.device)
-    if dtype is None:
+    form = detect(case.x.device).prompt_format
+    if form is None:
         pytest.skip("this GPU has no 8-bit products")
+    dtype = reference.DTYPES[form]
     from qbe.kernels.reference.nested_linear import dequantise as plain
 
     weight = plain(case.packed, case.meta, case.exponent, case.layout.slices, k, 4)
     want = reference.linear(case.x, weight, dtype, scales.largest_of_rows(case.meta, case.exponent, case.layout, 4))
-    close(run(tiled(case), word(4, 8)), want)
+    close(run(tiled(case), word(4, 8), dtype), want)

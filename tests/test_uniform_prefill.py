@@ -9,7 +9,9 @@ from conftest import byte_tokenizer, tiny_llama
 from engine_models import build
 from qbe import Budget, Engine, Request, SamplingParams
 from qbe.blueprint import Blueprint
+from qbe.hardware import HardwareProfile, detect
 from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedWeightConfig, nest, nested_linears
 from qbe.store.nesting import nestable, with_store
 from qbe.store.plan import Plan
@@ -49,6 +51,30 @@ def test_the_plan_says_what_a_long_step_reads_alike() -> None:
     assert told() == [None] * len(weights)
 
 
+@pytest.mark.parametrize(("capability", "dtype"), [((9, 0), torch.float8_e4m3fn), ((8, 0), torch.int8), (None, None)])
+def test_the_plan_says_where_a_long_prompt_takes_the_devices_format(
+    capability: tuple[int, int] | None, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama").cpu()
+    nest(model, nestable(tag(model)), NestedWeightConfig())
+    table = with_store(tag(model), model)
+    weights = [w for _, _, w in nested_linears(model)]
+    made_up = HardwareProfile("cuda:0", "made up", 1, 1, capability, ("avx2",))
+    monkeypatch.setattr("qbe.store.plan.detect", lambda device: made_up)
+    Plan(table, UNIFORM_ROWS, torch.device("cpu")).bind(model)
+    assert not any(w.native for w in weights)  # nothing was measured
+
+    worst = {s.name: {"fp8_e4m3": 1.0, "int8": 1.0} for s in table.nested}
+    first, second, *_ = worst
+    measured = worst | {first: {"fp8_e4m3": 1e-5, "int8": 1.0}, second: {"fp8_e4m3": 1.0, "int8": 1e-5}}
+    Plan(table.with_sensitivity({}, {}, measured), UNIFORM_ROWS, torch.device("cpu")).bind(model)
+    expected = {torch.float8_e4m3fn: first, torch.int8: second, None: None}[dtype]
+    told = dict(zip(worst, (w.native for w in weights), strict=True))
+    assert told == {name: dtype if name == expected else None for name in worst}
+    Plan(table, UNIFORM_ROWS, torch.device("cpu")).bind(model)
+    assert not any(w.native for w in weights)  # what another engine was told is forgotten
+
+
 PROMPT = "".join(chr(97 + 7 * i % 26) for i in range(300))
 PARAMS = SamplingParams(max_tokens=3)
 
@@ -85,9 +111,15 @@ def test_a_long_prompt_alone_and_beside_another_precision(device: torch.device, 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_long_prompt_of_8_bit_activations(device: torch.device, bits: int) -> None:
-    """In a batch its rows are int8 by group; alone, on a GPU, both sides have 8 bits with a scale per row."""
+    """In a batch its rows are int8 by group; alone, on a GPU, both sides may have 8 bits with a scale per row."""
     model = tiny_llama().half()
     engine = Engine(model, tokenizer=byte_tokenizer(), device=device.type, policy="uniform", records=False)
+    form = detect(device).prompt_format
+    if device.type == "cuda" and form is None:
+        pytest.skip("this GPU has no 8-bit products")
+    for _, _, weight in nested_linears(engine.model):
+        assert weight.native is None  # its sites were not measured
+        weight.native = DTYPES.get(form or "")
     sixteen, _ = first_logits(engine, Request(PROMPT, PARAMS, Budget(bits=bits), "uniform"))
     mine = Request(PROMPT, PARAMS, Budget(bits=bits, activation_bits=8), "uniform")
     other = Request("x" * 150, PARAMS, Budget(bits=6), "uniform")

@@ -224,7 +224,7 @@ def _activations(profile: dict[str, Any]) -> str:
     if native is None:
         eight += " (rounded to, not multiplied in)"
     elif profile["capability"]:
-        eight += f"; long prompts {native}, a scale per row"
+        eight += f"; long prompts {native}, a scale per row, at sites that bear it"
     return f"16 ({ORIGINAL}), 8 ({eight})"
 
 

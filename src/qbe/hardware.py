@@ -123,14 +123,23 @@ class HardwareProfile:
         """Activation gear -> the format activations take there. 16 is always there and means the model's own format.
 
         8 is there where 8-bit products are native: as E4M3 where tensor cores take it (beside an outlier it keeps
-        small values that int8 rounds to zero, at the same rate), else as int8. A GPU multiplies a long prompt that has
-        a step to itself in that format. Everywhere else, and on devices without one, 8 bits are int8 with a scale per
-        group (`qbe.kernels.reference.activations`), and a blueprint that asks for them runs on every device.
+        small values that int8 rounds to zero, at the same rate), else as int8. A GPU may multiply a long prompt that
+        has a step to itself in that format (`prompt_format`). Everywhere else, and on devices without one, 8 bits are
+        int8 with a scale per group (`qbe.kernels.reference.activations`), and a blueprint that asks for them runs on
+        every device.
         """
         for eight in (Format.FP8_E4M3, Format.INT8):
             if eight in self.formats:
                 return {8: str(eight), FULL_BITS: ORIGINAL}
         return {FULL_BITS: ORIGINAL}
+
+    @cached_property
+    def prompt_format(self) -> str | None:
+        """What long prompts with 8-bit activations are multiplied in, at the sites that bear it (`SiteTable.native`).
+
+        None on a CPU, whose one kernel multiplies int8 with a scale per group.
+        """
+        return None if self.capability is None else self.activation_formats.get(8)
 
     def describe(self) -> dict[str, Any]:
         """The profile as JSON."""

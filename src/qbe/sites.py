@@ -7,6 +7,7 @@ The table is what a policy sees of a model (DESIGN decision 6). `qbe.tagger` mak
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -57,6 +58,9 @@ ACTIVATION_GEARS = (8, FULL_BITS)
 KEEPS_ACTIVATIONS = frozenset({Role.OUTPUT_HEAD})
 # Nats per token that 8-bit activations may cost by the measured sensitivities; a perplexity grows by about that share.
 ACTIVATION_LOSS = 1e-3
+# The same of sites that multiply long prompts in a GPU's own format. They are those that looked best on the few tokens
+# of the calibration text: on other text up to 1.5 times as much was measured (docs/quality.md).
+NATIVE_LOSS = ACTIVATION_LOSS / 2
 KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
 TURBO = 64  # added to 2 or 4: that many bits, keys in TurboQuant's form (`qbe.kernels.kv_blocks`)
 TURBO_KINDS = {"turbo2": TURBO | 2, "turbo4": TURBO | 4}  # name in budgets -> what stands for it among KV bits
@@ -83,6 +87,8 @@ class Site:
         sensitivity: gear -> KL divergence (nats per token) of the logits when this site alone runs at that gear;
             empty when not measured.
         activation_sensitivity: the same for the precision of its inputs, at 16-bit weights.
+        native_sensitivity: format -> the same when this site alone is multiplied in that 8-bit format, inputs and
+            weight with a scale per row, as a GPU that has it can do with a long prompt (`SiteTable.native`).
     """
 
     name: str
@@ -94,6 +100,7 @@ class Site:
     bytes_at: Mapping[int, int] = field(default_factory=dict)
     sensitivity: Mapping[int, float] = field(default_factory=dict)
     activation_sensitivity: Mapping[int, float] = field(default_factory=dict)
+    native_sensitivity: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -197,7 +204,8 @@ class SiteTable:
     def digest(self) -> str:
         """32 hex digits that change with the model's sites, their store and what was measured of them.
 
-        Measurements count with six digits, which is what their file keeps.
+        Measurements count with six digits, which is what their file keeps. Those of native products do not: no
+        blueprint depends on them.
         """
 
         def rounded(measured: Mapping[int, float]) -> list[str]:
@@ -236,18 +244,38 @@ class SiteTable:
             gears[i], total = FULL_BITS, total - losses[i]
         return tuple(gears)
 
+    def native(self, form: str | None) -> tuple[bool, ...]:
+        """For every nested site whether long prompts with 8-bit activations are multiplied in this format there.
+
+        As much of the weights as the measured divergences allow, which add up to `NATIVE_LOSS` at most: sites are
+        taken by divergence per weight. The inputs of the others stay as they are, because rounding them would not make
+        a 16-bit product faster. A site that was not measured is among those, and so are all without a format.
+        """
+        costs = [
+            s.native_sensitivity.get(form, math.inf) if form and gear < FULL_BITS else math.inf
+            for s, gear in zip(self.nested, self.activations(min(ACTIVATION_GEARS)), strict=True)
+        ]
+        taken, total = [False] * len(costs), 0.0
+        for i in sorted(range(len(costs)), key=lambda i: costs[i] / self.nested[i].parameters):
+            if total + costs[i] <= NATIVE_LOSS:
+                taken[i], total = True, total + costs[i]
+        return tuple(taken)
+
     def with_sensitivity(
         self,
         measured: Mapping[str, Mapping[int, float]],
         activations: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
+        native: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> SiteTable:
-        """A copy whose sites carry `measured[site name][gear]`, and the same of their activations."""
+        """A copy whose sites carry `measured[site name][gear]`, and the same of activations and of native products."""
         sites = []
         for site in self.sites:
             if site.name in measured:
                 site = replace(site, sensitivity=dict(measured[site.name]))
             if site.name in activations:
                 site = replace(site, activation_sensitivity=dict(activations[site.name]))
+            if site.name in native:
+                site = replace(site, native_sensitivity=dict(native[site.name]))
             sites.append(site)
         return replace(self, sites=tuple(sites))
 

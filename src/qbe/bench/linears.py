@@ -17,7 +17,9 @@ from qbe.bench.measure import Sample, take_turns
 from qbe.bench.passes import check, one_pass, pass_rows
 from qbe.bench.report import Row
 from qbe.bench.weights import Part, Token, Weights, call, random_weights, token_for
+from qbe.hardware import detect
 from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.progress import bar
 from qbe.store.nested_tensor import UNIFORM_ROWS
 
@@ -97,15 +99,19 @@ def uniform(weights: Weights, x: dict[int, torch.Tensor], widths: Iterable[int],
 
 
 def prompt(weights: Weights, x: dict[int, torch.Tensor], word: int, group: int) -> Sample:
-    """A pass of ours in which every row reads this word, and the weights know it."""
+    """A pass of ours in which every row reads this word, and the weights know it.
+
+    8-bit activations are multiplied in the device's own format everywhere, as at sites that bear it.
+    """
     nested, token = weights.nested[group], weights.token
+    native = DTYPES.get(detect(weights.device).prompt_format or "")
     bits = torch.full((next(iter(x.values())).shape[0],), word, dtype=torch.int32, device=weights.device)
 
     def one(part: Part, i: int) -> torch.Tensor:
         weight = nested[part.name][i]
-        weight.uniform = word
+        weight.uniform, weight.native = word, native
         y = call(x[part.k], weight, bits)
-        weight.uniform = None
+        weight.uniform = weight.native = None
         return y
 
     with torch.inference_mode():

@@ -19,6 +19,7 @@ from qbe.engine.room import Room
 from qbe.engine.tokenize import encode
 from qbe.errors import QBEError, about
 from qbe.explain import Explanation
+from qbe.hardware import detect
 from qbe.policies import Policy
 from qbe.policies.per_token import Routers
 from qbe.records import thresholds
@@ -55,6 +56,7 @@ class Chooser(BlueprintChooser):
         self._tokenizer, self._model_name = tokenizer, model_name
         full = Blueprint.of("full", table, tuple(s.gears[-1] for s in table.nested))
         self._full_bytes = full.bytes_per_token(table)
+        self._prompt_format = detect(model.get_input_embeddings().weight.device).prompt_format
 
     @cached_property
     def room(self) -> Room | None:
@@ -99,6 +101,7 @@ class Chooser(BlueprintChooser):
             bytes_per_token=blueprint.bytes_per_token(self._table),
             bytes_per_token_16bit=self._full_bytes,
             thresholds=self.thresholds if request.budget.refresh else None,
+            prompt_format=self._prompt_format,
         )
         return ids, chosen
 

@@ -80,8 +80,9 @@ def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: in
             seen.add(kind)
             for m in row_counts(most):
                 yield functools.partial(_multiply, layer, m)
-        if (layout, aligned) not in seen and weight.packed.dim() == 1 and most >= UNIFORM_ROWS:
-            seen.add((layout, aligned))
+        uniform = (layout, aligned, weight.native)
+        if uniform not in seen and weight.packed.dim() == 1 and most >= UNIFORM_ROWS:
+            seen.add(uniform)
             for width in weight.layout.precisions:
                 for activations in ACTIVATION_GEARS:
                     yield functools.partial(_multiply, layer, UNIFORM_ROWS, word(width, activations))

@@ -9,7 +9,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.records.thresholds import Thresholds
-from qbe.sites import SiteTable
+from qbe.sites import FULL_BITS, Site, SiteTable
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Explanation:
         thresholds: of windows that are cause for another blueprint, where the budget asks for that and the model has
             some.
         cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
+        prompt_format: `qbe.hardware.HardwareProfile.prompt_format` of the model's device.
     """
 
     prompt_tokens: int
@@ -43,6 +44,14 @@ class Explanation:
     bytes_per_token_16bit: int
     cache: str | None = None
     thresholds: Thresholds | None = None
+    prompt_format: str | None = None
+
+    @property
+    def native_sites(self) -> tuple[Site, ...]:
+        """Where a long prompt with this blueprint is multiplied in the device's own 8-bit format."""
+        sites = zip(self.table.nested, self.blueprint.weight_bits, self.blueprint.activation_bits, strict=True)
+        native = self.table.native(self.prompt_format)
+        return tuple(s for (s, w, a), n in zip(sites, native, strict=True) if n and w < FULL_BITS and a < FULL_BITS)
 
     @property
     def ratio(self) -> float:
@@ -80,6 +89,7 @@ class Explanation:
             },
             "refresh": None if self.thresholds is None else asdict(self.thresholds),
             "blueprint": self.blueprint.describe(self.table),
+            "long_prompts": {"format": self.prompt_format, "sites": [s.name for s in self.native_sites]},
             "kv_measured": self.table.kv_measured,
             "bytes_per_token": self.bytes_per_token,
             "bytes_per_token_16bit": self.bytes_per_token_16bit,

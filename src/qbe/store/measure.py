@@ -16,6 +16,7 @@ from qbe.models import load_model
 from qbe.progress import bar
 from qbe.sites import KVSite, SiteTable
 from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, sensitivity_table
+from qbe.store.native_products import measure_native
 from qbe.store.nesting import with_store
 from qbe.store.placement import place
 from qbe.store.sensitivity import Sensitivity
@@ -46,12 +47,13 @@ def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, p
 def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> Sensitivity:
     """What `qbe.store.sensitivity` measures, on the built-in text, with a progress bar."""
     tokens = sensitivity.calibration_tokens(tokenizer)
-    passes = len(table.nested) + sum(len(s.activation_gears) > 1 for s in table.nested)
+    passes = len(table.nested) + 2 * sum(len(s.activation_gears) > 1 for s in table.nested)
     with bar("measuring sensitivity", passes, progress) as step:
         return Sensitivity(
             sensitivity.measure(model, table, tokens, lambda _: step()),
             sensitivity.measure_activations(model, table, tokens, lambda _: step()),
             sensitivity.difficult_entropy(model, table, tokens),
+            measure_native(model, table, tokens, lambda _: step()),
         )
 
 
@@ -69,7 +71,7 @@ def with_stored(table: SiteTable, measured: Sensitivity, folder: Path) -> SiteTa
 
 def with_measured(table: SiteTable, measured: Sensitivity) -> SiteTable:
     """The table with what was measured."""
-    table = table.with_sensitivity(measured.weights, measured.activations)
+    table = table.with_sensitivity(measured.weights, measured.activations, measured.native)
     return replace(table, difficult_entropy=measured.difficult_entropy)
 
 

@@ -53,6 +53,8 @@ class NestedTensor(TorchAOBaseTensor):
         shape, dtype: those of the original weight.
         uniform: what `bits` holds when whoever wrote it knows that every row of a long step has the same, else None.
             A prompt then needs no kernel that asks each row (`qbe.kernels.triton.uniform_linear`).
+        native: float8_e4m3fn or int8, in which such a prompt is multiplied on a GPU where its activations have 8 bits;
+            None, as long as nobody sets it: 16-bit products, whatever the word says.
     """
 
     tensor_data_names = ["packed", "meta", "bits"]  # noqa: RUF012  (torchao's protocol)
@@ -69,6 +71,7 @@ class NestedTensor(TorchAOBaseTensor):
     in_features: int
     logical_dtype: torch.dtype
     uniform: int | None = None
+    native: torch.dtype | None = None
 
     def __new__(
         cls,
@@ -268,7 +271,7 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
 
         y = uniform_linear(
             x, weight.packed, bits, weight.original, bias, weight.slices, weight.exponent, weight.shape[0],
-            weight.uniform,
+            weight.uniform, weight.native,
         )  # fmt: skip
         if y is not None:
             return without_gradient(y, x, weight, bias)

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
+from qbe.hardware import detect
 from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.sites import Role, SiteTable
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
 
@@ -53,10 +55,14 @@ class Plan:
         self._written: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def bind(self, model: nn.Module) -> None:
-        """Let every nested linear layer of `model` read its words here: `weight.bits` becomes a view of its row."""
+        """Let every nested linear layer of `model` read its words here: `weight.bits` becomes a view of its row.
+
+        It is told, too, whether it multiplies long prompts in the device's own 8-bit format.
+        """
+        form = detect(self.device).prompt_format
         self._weights = [model.get_submodule(site.name).weight for site in self.table.nested]  # type: ignore[misc]
-        for weight, words in zip(self._weights, self.words, strict=True):
-            weight.bits = words
+        for weight, words, native in zip(self._weights, self.words, self.table.native(form), strict=True):
+            weight.bits, weight.native = words, DTYPES[form] if form and native else None
 
     def write(self, rows: Sequence[tuple[Blueprint, int]], kept: Sequence[Blueprint]) -> None:
         """Set the plan for one forward.

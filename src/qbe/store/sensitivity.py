@@ -9,11 +9,11 @@ this halves the work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from qbe.kernels.reference.activations import word
 from qbe.sites import FULL_BITS, SiteTable
 from qbe.store.nested_tensor import NestedTensor
 
+Way = TypeVar("Way", bound=Hashable)  # of lowering a site
 Measured = dict[str, dict[int, float]]  # site name -> gear -> KL, nats per token
 
 BROKEN = 1e4  # nats per token, recorded when the lowered model gives no numbers at all
@@ -39,11 +40,14 @@ class Sensitivity:
         weights: KL of every nested site at every gear of its weight.
         activations: KL of every site whose inputs may have fewer bits, at those; empty when not measured.
         difficult_entropy: see `difficult_entropy`; None when not measured.
+        native: site name -> format -> KL of its product in that format (`qbe.store.native_products`); empty when not
+            measured.
     """
 
     weights: Measured
     activations: Measured = field(default_factory=dict)
     difficult_entropy: float | None = None
+    native: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def calibration_tokens(tokenizer: Any, tokens: int = SEGMENT_TOKENS, whole: bool = False) -> torch.Tensor:
@@ -73,49 +77,77 @@ def measure(
     Raises:
         QBEError: a nested site lost its 16-bit original.
     """
-    words = {site.name: {gear: gear for gear in site.gears[:-1]} for site in table.nested}
-    return _measure(model, table, tokens, words, on_site)
+    gears = {site.name: site.gears[:-1] for site in table.nested}
+    return _with_full(lowered_divergence(model, table, tokens, gears, _reading, on_site))
 
 
 def measure_activations(
     model: nn.Module, table: SiteTable, tokens: torch.Tensor, on_site: Callable[[str], None] | None = None
 ) -> Measured:
     """The same for the inputs of every nested site that may have fewer bits, at 16-bit weights."""
-    words = {
-        site.name: {gear: word(FULL_BITS, gear) for gear in site.activation_gears[:-1]}
-        for site in table.nested
-        if len(site.activation_gears) > 1
-    }
-    return _measure(model, table, tokens, words, on_site)
+    gears = {s.name: s.activation_gears[:-1] for s in table.nested if len(s.activation_gears) > 1}
+
+    def rounding(layer: nn.Linear, gear: int) -> AbstractContextManager[None]:
+        return _reading(layer, word(FULL_BITS, gear))
+
+    return _with_full(lowered_divergence(model, table, tokens, gears, rounding, on_site))
+
+
+def _with_full(measured: Measured) -> Measured:
+    return {name: {FULL_BITS: 0.0, **gears} for name, gears in measured.items()}
+
+
+@contextmanager
+def _reading(layer: nn.Linear, precision: int) -> Iterator[None]:
+    """Inside, the layer reads this word of precision for every row."""
+    weight: NestedTensor = layer.weight  # type: ignore[assignment]
+    before, weight.bits = weight.bits, _one(precision, weight.device)
+    try:
+        yield
+    finally:
+        weight.bits = before
 
 
 @torch.inference_mode()
-def _measure(
+def lowered_divergence(
     model: nn.Module,
     table: SiteTable,
     tokens: torch.Tensor,
-    words: dict[str, dict[int, int]],
-    on_site: Callable[[str], None] | None,
-) -> Measured:
-    """KL for every site and gear of `words`, which says what precision that gear is."""
+    ways: Mapping[str, Sequence[Way]],
+    lower: Callable[[nn.Linear, Way], AbstractContextManager[None]],
+    on_site: Callable[[str], None] | None = None,
+) -> dict[str, dict[Way, float]]:
+    """What lowering one site alone does, for some sites of a model that otherwise runs at 16 bits.
+
+    Args:
+        model: a transformers causal LM whose nested sites hold NestedTensors with their originals.
+        tokens: int64 [segments, tokens].
+        ways: site name -> the ways to lower it.
+        lower: lowers a nested layer in one of these ways, as long as its context is open.
+        on_site: called with each site's name when it is done.
+
+    Returns:
+        site name -> way -> KL, nats per token.
+
+    Raises:
+        QBEError: a nested site lost its 16-bit original.
+    """
     tokens = tokens.to(next(model.parameters()).device)
-    with full_bits(model, table) as weights:
+    with full_bits(model, table):
         layers = decoder_layers(model, table)
         outputs, reference = recorded_outputs(model, layers, tokens)
         probabilities = reference.softmax(-1)
-        measured: Measured = {}
+        measured: dict[str, dict[Way, float]] = {}
         for site in table.nested:
-            if site.name not in words:
+            if site.name not in ways:
                 continue
             # An output head comes after every layer: all of them can be replayed.
             replayed = len(layers) if site.layer is None else site.layer
-            measured[site.name] = {FULL_BITS: 0.0}
+            found = measured[site.name] = {}
             with replay(layers[:replayed], outputs):
-                for gear, precision in words[site.name].items():
-                    weights[site.name].bits = _one(precision, tokens.device)
-                    logits = logits_of(model, tokens)
-                    measured[site.name][gear] = divergence(reference, probabilities, logits)
-            weights[site.name].bits = _one(FULL_BITS, tokens.device)
+                for way in ways[site.name]:
+                    with lower(model.get_submodule(site.name), way):  # type: ignore[arg-type]
+                        found[way] = divergence(reference, probabilities, logits_of(model, tokens))
             if on_site is not None:
                 on_site(site.name)
         return measured

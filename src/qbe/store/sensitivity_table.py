@@ -10,7 +10,7 @@ from typing import Any
 
 from qbe.errors import QBEError
 from qbe.files import write_text
-from qbe.store.sensitivity import Measured, Sensitivity
+from qbe.store.sensitivity import Sensitivity
 
 NAME = "sensitivity.json"
 
@@ -22,16 +22,17 @@ def write(folder: Path, measured: Sensitivity, about: Mapping[str, Any]) -> None
         "kl": _rounded(measured.weights),
         "activations": _rounded(measured.activations),
         "difficult_entropy": measured.difficult_entropy,
+        "native": _rounded(measured.native),
     }
     write_text(folder / NAME, json.dumps(tables, indent=1) + "\n")
 
 
-def _rounded(measured: Measured) -> dict[str, dict[str, float]]:
+def _rounded(measured: Mapping[str, Mapping[Any, float]]) -> dict[str, dict[str, float]]:
     return {name: {str(g): float(f"{kl:.6g}") for g, kl in gears.items()} for name, gears in measured.items()}
 
 
 def read(folder: Path) -> Sensitivity | None:
-    """What was measured of a checkpoint; None when nothing was. Older folders have the weights' part only.
+    """What was measured of a checkpoint; None when nothing was. Older folders lack native products, or all but weights.
 
     Raises:
         QBEError: the file is damaged.
@@ -45,11 +46,12 @@ def read(folder: Path) -> Sensitivity | None:
             {str(n): {int(g): float(kl) for g, kl in gears.items()} for n, gears in table.items()}
             for table in (raw["kl"], raw.get("activations", {}))
         )
+        native = {str(n): {str(f): float(kl) for f, kl in of.items()} for n, of in raw.get("native", {}).items()}
         entropy = raw.get("difficult_entropy")
         entropy = None if entropy is None else float(entropy)
-        numbers = [kl for table in (weights, activations) for gears in table.values() for kl in gears.values()]
+        numbers = [kl for table in (weights, activations, native) for of in table.values() for kl in of.values()]
         if not all(map(math.isfinite, [*numbers, entropy or 0.0])):
             raise ValueError("a value is not a finite number")
-        return Sensitivity(weights, activations, entropy)
+        return Sensitivity(weights, activations, entropy, native)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); delete it, and it is measured again") from error

@@ -1,14 +1,17 @@
-"""Reference of long products with 8-bit activations: both sides in 8 bits with a scale per row.
+"""Reference of long products in a native 8-bit format: both sides in 8 bits with a scale per row.
 
-A prompt that has a step to itself is multiplied this way where the hardware has such products. E4M3 has 3 bits of
-mantissa: a value is off by at most 2**-4 of itself, and by 2**-10 of the scale where it is below 2**-6 of it. int8 is
-off by at most half a scale.
+A prompt with 8-bit activations that has a step to itself is multiplied this way where the hardware has such products
+and the site bears it (`qbe.sites.SiteTable.native`). E4M3 has 3 bits of mantissa: a value is off by at most 2**-4 of
+itself, and by 2**-10 of the scale where it is below 2**-6 of it. int8 is off by at most half a scale.
 """
 
 from __future__ import annotations
 
 import torch
 
+from qbe.hardware import Format
+
+DTYPES = {str(Format.FP8_E4M3): torch.float8_e4m3fn, str(Format.INT8): torch.int8}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 

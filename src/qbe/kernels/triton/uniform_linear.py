@@ -1,36 +1,25 @@
 """A long product whose rows all read the same word: the weight is made once, and a library multiplies.
 
-With 16-bit activations cuBLAS does, in x's dtype. With 8 the device's profile says how: in E4M3 or in int8, both sides
-with a scale per row; without native 8-bit products, or for a weight at 16 bits, the rows are rounded and cuBLAS
-multiplies as before.
+With 16-bit activations cuBLAS does, in x's dtype. With 8 the weight says which native format it bears, E4M3 or int8,
+both sides with a scale per row. Without one, or at 16 bits, the product is that of 16-bit activations: rounding them
+first would make it worse and no faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 
-from qbe.hardware import Format, detect
 from qbe.kernels.reference.activations import EIGHT
 from qbe.kernels.triton.dequantise import dequantise
 from qbe.kernels.triton.eight_bit_rows import eight_bit_rows
-from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape
-from qbe.kernels.triton.round_rows import round_rows
+from qbe.kernels.triton.layout import TILE, padded_shape
 from qbe.sites import FULL_BITS
 from qbe.store.layout import SliceLayout
 
 CACHED_BYTES = 32 << 20  # of the weight made at once: what a GPU's L2 cache holds until it is multiplied
 LEAST_OUTPUTS = 2048  # made at once: a product of fewer does not fill the GPU
-
-_DTYPES = {str(Format.FP8_E4M3): torch.float8_e4m3fn, str(Format.INT8): torch.int8}
-
-
-@cache
-def eight_bit_dtype(device: torch.device) -> torch.dtype | None:
-    """What 8-bit activations of a long product are there; None where the device does not multiply 8 bits."""
-    return _DTYPES.get(detect(device).activation_formats.get(EIGHT, ""))
 
 
 def uniform_linear(
@@ -43,6 +32,7 @@ def uniform_linear(
     exponent: int,
     n: int,
     word: int,
+    native: torch.dtype | None = None,
 ) -> torch.Tensor | None:
     """y = x @ W(word).T + bias.
 
@@ -52,6 +42,7 @@ def uniform_linear(
         bits: int32 [rows of x], all of them `word`.
         original: [n, K], what 16 bits mean; None serves them by the widest precision.
         bias: [n] or None.
+        native: float8_e4m3fn or int8, what a product of 8-bit activations is multiplied in; None where it is not.
 
     Returns:
         [..., n] in x's dtype, or None where the original that the word names is not on x's device in x's dtype.
@@ -63,12 +54,8 @@ def uniform_linear(
     if whole is not None and (whole.device != x.device or whole.dtype != x.dtype):
         return None
     precision = max((i for i, p in enumerate(layout.precisions) if p <= weight_bits), default=0)
-    dtype = x.dtype
-    if eight:
-        dtype = (whole is None and x.dtype != torch.float32 and eight_bit_dtype(x.device)) or x.dtype
+    dtype = native if native is not None and eight and x.dtype != torch.float32 else x.dtype
     rows = x.reshape(-1, k).contiguous()
-    if eight and dtype == x.dtype:
-        rows = round_rows(rows, bits.contiguous(), group_size_of(tiled, n, k, layout))
     if whole is not None:
         return torch.nn.functional.linear(rows, whole, bias).view(*x.shape[:-1], n)
     padded, inputs = padded_shape(n, k, layout)
