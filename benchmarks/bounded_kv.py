@@ -36,9 +36,7 @@ def decode(engine: Engine, ids: list[int], context: int, blueprint: Blueprint) -
     # All thresholds share the prompt's pages: they are found by their tokens and blueprint.
     sequence = Sequence("text", ids[:context], params, replace(blueprint, kv_error=0.0))
 
-    def own(
-        logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence], guesses: object
-    ) -> list[int | None]:
+    def own(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence], guesses: object) -> list[int | None]:
         found.append(logits[0].clone())
         return [ids[len(sequence.token_ids)]]
 
