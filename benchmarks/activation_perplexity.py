@@ -3,8 +3,8 @@
     python benchmarks/activation_perplexity.py [--model NAME] [--data DIR] [--tokens N] [--bits 16,5] [--json FILE]
 
 Text: WikiText-2's test split from `--data` (default $QBE_DATA or ../shared/data), windows of 1024 tokens, float32, on a
-CPU. Forms and sites are those of `benchmarks/perplexity.py`: `int8/group` where a blueprint gives 8 bits, `e4m3/row` and
-`int8/row` where a GPU multiplies a long prompt so. Intervals are of 95 %, from the windows' differences.
+CPU. Forms and sites are those of `benchmarks/perplexity.py`: `int8/group` where a blueprint gives 8 bits, `e4m3/row`
+and `int8/row` where a GPU multiplies a long prompt so. Intervals are of 95 %, from the windows' differences.
 """
 
 from __future__ import annotations
