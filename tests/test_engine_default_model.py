@@ -48,7 +48,8 @@ def test_default_model_end_to_end(default_model: Path, device: torch.device) -> 
     assert len({e.blueprint.key for e in three}) == 3
     for bits in (4.3, 5.0, 6.5, 8.0, 11.0):
         assert bits - 0.05 <= engine.explain(FACT, budget=Budget(bits=bits)).average_bits <= bits + 1e-6
-    message = [{"role": "user", "content": FACT}]
+    # By a wide margin: of the fact alone the first two words of an answer are 0.1 nats apart, which bfloat16 can turn.
+    message = [{"role": "user", "content": f"{FACT} Answer in one short sentence."}]
     answer = engine.generate(message, SamplingParams(max_tokens=30), budget=Budget(bits=8))
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
