@@ -30,6 +30,7 @@ SHAPES = {  # heads, kv_heads, key_dim, value_dim
     "two heads": (2, 1, 64, 64),
     "five queries": (10, 2, 64, 64),
 }
+MANY = {"many key heads": (64, 64, 64, 64)}  # for few tests
 PLAIN = [16, 8, 4, 2, (2, 16, 4), (8, 2, 16)]  # formats, the same bits for all heads or bits by head
 MIXED = [*PLAIN, 68, 66, (2, 16, 68)]  # with turbo keys
 
@@ -45,7 +46,7 @@ def case(
 ) -> Any:
     """Random arguments; the pages of a sequence have one format after the other and lie in random order, memory that
     nobody owns holds NaN, and table entries past a length lead out of memory."""
-    heads, kv_heads, key_dim, value_dim = SHAPES[shape]
+    heads, kv_heads, key_dim, value_dim = (SHAPES | MANY)[shape]
     g = torch.Generator().manual_seed(seed)
     batch, per = len(lengths), -(-room // PAGE_SIZE)
     bits = [(f * 3)[:kv_heads] if isinstance(f, tuple) else (f,) * kv_heads for f in formats]

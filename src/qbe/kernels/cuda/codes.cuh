@@ -34,7 +34,8 @@ DEVICE u32 turbo_signs(u32 word, int field) {
 // high one is the nearest.
 constexpr float TO_BYTES = 12582912 + 128;
 constexpr u32 SIGNS = 0x80808080;
-constexpr int LARGEST = 32512;  // whose bytes are still signed ones
+constexpr int LARGEST = 32512;    // whose bytes are still signed ones
+constexpr float NOTHING = 1e-30f;  // numbers up to this are left out: their reciprocals would be infinite
 
 // Kinds of blocks in the order of a list.
 DEVICE constexpr int kind_of(int n) {

@@ -36,7 +36,8 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
     key += (i64)sequence * k_row + (i64)head * k_head + COUNT * lane * k_one;
     value += (i64)sequence * v_row + (i64)head * v_head + COUNT * lane * v_one;
 
-    // The new token: its score, and its value as the first part.
+    // The new token: its score, and its value as the first part. This may begin while `decode_attention` runs, which has
+    // waited for whatever wrote the query, key and value.
     u16 numbers[COUNT];
     float keys[COUNT], plain[COUNT], rotated[COUNT], score = 0;
 #pragma unroll

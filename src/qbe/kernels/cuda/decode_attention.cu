@@ -30,9 +30,8 @@ decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
     const int room = warp * In::WARP, pairs = batch * kv_heads;
     const Sequences of = {blocks, tables, lengths, table_row, kv_heads, window};
-    ring.begin(memory, warp, lane);
-    fetch_tables(of, batch, table_width);
-    wait_for_kernels();
+    fetch_tables(of, batch, table_width, blockIdx.x, gridDim.x);
+    wait_for_kernels();   // before the next line: what comes after this kernel relies on what came before it (combine.cu)
     begin_next_kernel();
     if (cuts) {
         if (threadIdx.x < 4) store4(In::CUTS + 4 * threadIdx.x, cuts[2 * blockIdx.x + threadIdx.x]);
@@ -49,6 +48,7 @@ decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const 
         store4(In::CUTS + 8 * threadIdx.x, cut.pair), store4(In::CUTS + 8 * threadIdx.x + 4, cut.page);
     }
     sync_block();
+    ring.begin(memory, warp, lane);  // where costs have been read
     using Full16 = Full<DIM, F16, SOFTCAP, SETS>;
     Full16 full = {ring, sums, lane, group, (float)scaling, (float)softcap};
     Sealed<DIM, F16, SOFTCAP, SETS> sealed(ring, sums, lane, softcap);

@@ -142,6 +142,7 @@ def shares(device: torch.device, batch: int, kv_heads: int, pages: int, processo
     )
 
 
+@cache
 def _share_kernel(device: torch.device) -> Any:
     return _kernel(device, source(SHARE_SOURCES), "share_pages", 4 * MOST_PAIRS)
 

@@ -1,7 +1,8 @@
 """Launches that may begin before the kernels ahead of them in the stream have ended.
 
-A kernel launched so waits by itself (`wait_for_kernels` in device.cuh) before it reads what those wrote: the time that
-a launch takes, and whatever it can do without them, goes by meanwhile. Graphs keep this. torch's own launcher cannot.
+A kernel launched so waits by itself (`wait_for_kernels` in device.cuh) before it reads what the one ahead wrote: the
+time that a launch takes, and whatever it can do without that, goes by meanwhile. It may read what kernels before that
+one wrote, if that one waits before it lets others begin. Graphs keep this. torch's own launcher cannot.
 """
 
 from __future__ import annotations

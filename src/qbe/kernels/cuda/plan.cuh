@@ -1,6 +1,6 @@
 // Which pages a block walks: so that all blocks end at the same time, whatever the lengths of sequences and the
-// precisions of their heads and pages. Every block works it out for itself from tables and lengths, which change from
-// step to step while launches stay as a graph has them.
+// precisions of their heads and pages. It is worked out on the device from tables and lengths, which change from step to
+// step while launches stay as a graph has them: once for all layers (share.cu), or by every block for itself.
 //
 // A pair is a key head of a sequence. The pages of all pairs lie one after the other on a line, a page as long as its
 // kind takes to be read, and before those of a pair lies what its beginning and end take. The line is cut into pieces of the
@@ -43,11 +43,11 @@ struct Sequences {
     DEVICE int cost(int format, int head) const { return cost_of(blocks[format * kv_heads + head] & 255); }
 };
 
-// Tables and words to the L2 cache, by all blocks together: they are read one after the other, each time by every block, and
-// what steps stream has driven them out.
-DEVICE void fetch_tables(const Sequences &of, int batch, int width) {
+// Tables and words to the L2 cache, by so many blocks together: they are read one after the other, each time by every block,
+// and what steps stream has driven them out.
+DEVICE void fetch_tables(const Sequences &of, int batch, int width, int block, int blocks) {
     constexpr int LINE = 128, FORMATS = 256;
-    const i64 at = ((i64)threadIdx.x * gridDim.x + blockIdx.x) * LINE;
+    const i64 at = ((i64)threadIdx.x * blocks + block) * LINE;
     if (at < ((i64)(batch - 1) * of.table_row + width) * 8) fetch((const u8 *)of.tables + at);
     if (at < (i64)FORMATS * of.kv_heads * 4) fetch((const u8 *)of.blocks + at);
     if (at < (i64)batch * 8) fetch((const u8 *)of.lengths + at);

@@ -46,7 +46,7 @@ DEVICE void rotate_queries(float (&x)[DIM / 32], float factor, int warp, int lan
     if (warp >= 2 * HEADS) return;
     for (int times = 0; times < 2; times++) {
         rotate_query(x, lane, !times);
-        u32 most = 0x0D800000;  // a tiny number, so that there is a power of two
+        u32 most = 0x00800000;  // the smallest power of two, so that there is one
         for (int i = 0; i < COUNT; i++) most = max(most, bits_of_float(x[i]) & 0x7FFFFFFF);
         const u32 power = most_of_warp(most) & 0x7F800000;  // infinite if a number is that or none, and so the score
         const float less = float_of_bits(0x7F000000 - power);

@@ -327,18 +327,13 @@ struct Sealed {
     // `to_sums` is what the products have to be multiplied with.
     DEVICE void weigh(u32 (&weights)[SETS][4], float (&to_sums)[SETS], float (&s)[SETS][4][2], int scales, int bits,
                       Tokens tokens) {
-        u32 pairs[4][2], most_pair = 0;
+        u32 pairs[4][2];
+        float most[SETS];
+        bool over = false;
 #pragma unroll
         for (int tile = 0; tile < 4; tile++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                pairs[tile][h] = load4(scales + 4 * tokens.at(tile / 2 * 2 + h, tile % 2));
-                most_pair = most_of_halves(most_pair, pairs[tile][h]);
-            }
-        const float largest = float_of_f16(most_of_warp(most_pair & 0xFFFF));
-        const float less = largest > 0 ? LARGEST * reciprocal(largest) : 0, odd_less = less * odd_field<EXACT>(bits);
-        float most[SETS];
-        bool over = false;
+            for (int h = 0; h < 2; h++) pairs[tile][h] = load4(scales + 4 * tokens.at(tile / 2 * 2 + h, tile % 2));
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
             most[set] = HIDDEN;
@@ -350,20 +345,28 @@ struct Sealed {
         if (any(over)) sums.lift(most);
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            float total = 0, weighted = 0, base = 0;
-            u32 both[4];  // halves of a tile
+            // The largest number is that of the tokens' own scales: the highest score may be of one whose value is small. It
+            // is found by bits, of which those of NaN are the largest, so that none is dropped.
+            float total = 0, weighted = 0, base = 0, number[4][2];
+            u32 largest_bits = 0, both[4];  // halves of a tile
 #pragma unroll
-            for (int tile = 0; tile < 4; tile++) {
-                float number[2];
+            for (int tile = 0; tile < 4; tile++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const float x = s[set][tile][h] - most[set], weight = power2(x);
                     total += weight, weighted += weight * x;
                     base += weight * float_of_f16(pairs[tile][h] >> 16);
-                    number[h] = weight * (float_of_f16(pairs[tile][h] & 0xFFFF) * (h ? odd_less : less)) + TO_BYTES;
+                    number[tile][h] = weight * float_of_f16(pairs[tile][h] & 0xFFFF);
+                    largest_bits = max(largest_bits, bits_of_float(number[tile][h]));
                 }
-                both[tile] = transposed(bytes_of(bits_of_float(number[0]), bits_of_float(number[1]), 0x5410));
-            }
+#pragma unroll
+            for (int mask = 4; mask < 32; mask *= 2) largest_bits = max(largest_bits, shuffle_word_xor(largest_bits, mask));
+            const float largest = float_of_bits(largest_bits);
+            const float less = largest > NOTHING ? LARGEST * reciprocal(largest) : 0, odd_less = less * odd_field<EXACT>(bits);
+#pragma unroll
+            for (int tile = 0; tile < 4; tile++)
+                both[tile] = transposed(bytes_of(bits_of_float(number[tile][0] * less + TO_BYTES),
+                                                 bits_of_float(number[tile][1] * odd_less + TO_BYTES), 0x5410));
             const float by = power2(most[set] - sums.top[set]);
             sums.total[set] += total * by, sums.bases[set] += base * by;
             sums.weighted[set] += (weighted + total * (most[set] - sums.top[set])) * by;

@@ -12,7 +12,7 @@ share_pages(const int *blocks, const int *windows, const i64 *tables, const i64 
     const Sequences of = {blocks + (i64)layer * blocks_row, tables, lengths, table_row, kv_heads, windows[layer]};
     wait_for_kernels();
     begin_next_kernel();
-    fetch_tables(of, batch, table_width);
+    fetch_tables(of, batch, table_width, blockIdx.x % each, each);
     const Plan plan = {of, batch, batch * kv_heads, count, start, least, warp, lane};
     plan.add_costs();
     sync_block();
