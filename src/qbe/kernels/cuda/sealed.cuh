@@ -1,7 +1,7 @@
 // Pages of 8 bits and fewer, multiplied and added to the sums. Their codes are multiplied as bytes, with queries and
 // weights of 16 bits, which are two bytes each (codes.cuh): column 2 h of a product is the high bytes of query head h,
-// column 2 h + 1 its low ones, so that a lane gets both of one head. All numbers of a product share an exponent: that of a
-// query times scales of a page's channels, and that of a page's weights, relative to the page's highest score.
+// column 2 h + 1 its low ones, so that a lane gets both of one head. All numbers of a product share an exponent: queries times
+// scales of a page's channels are relative to the largest scale, weights times scales of its tokens to the largest of these.
 //
 // EXACT: of such numbers all 16 bits count at every code (field_of), as results in float16 need it.
 //
