@@ -77,7 +77,8 @@ def test_where_long_prompts_take_the_devices_format_is_told() -> None:
     table = plain_e.table.with_sensitivity({}, {}, {s.name: {"int8": 1e-9} for s in (first, second)})
     bits = (16, *plain_e.blueprint.weight_bits[1:])
     low = Blueprint.of("tiered", table, bits, table.activations(8))
-    e = dataclasses.replace(plain_e, table=table, blueprint=low, prompt_format="int8")
+    native = (True, True, *[False] * (len(bits) - 2))
+    e = dataclasses.replace(plain_e, table=table, blueprint=low, prompt_format="int8", native=native)
     share = second.parameters / table.nested_parameters
     says = f"long prompts int8 at 1 sites, {share:.0%} of the weights"  # the first one is read at 16 bits
     assert says in " ".join(plain(printed(terminal.render(e))).split())

@@ -12,7 +12,7 @@ from qbe.blueprint import Blueprint
 from qbe.hardware import HardwareProfile, detect
 from qbe.kernels.reference.activations import word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
-from qbe.store.nested_tensor import UNIFORM_ROWS, NestedWeightConfig, nest, nested_linears
+from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.nesting import nestable, with_store
 from qbe.store.plan import Plan
 from qbe.tagger import tag
@@ -65,8 +65,12 @@ def test_the_plan_says_where_a_long_prompt_takes_the_devices_format(
     assert not any(w.native for w in weights)  # nothing was measured
 
     worst = {s.name: {"fp8_e4m3": 1.0, "int8": 1.0} for s in table.nested}
-    first, second, *_ = worst
+    first, second, third, *_ = worst
     measured = worst | {first: {"fp8_e4m3": 1e-5, "int8": 1.0}, second: {"fp8_e4m3": 1.0, "int8": 1e-5}}
+    measured[third] = {"fp8_e4m3": 1e-6, "int8": 1e-6}  # it would bear it, but is not tiled
+    assert not any(w.multiplies_natively for w in weights)
+    unable = model.get_submodule(third).weight
+    monkeypatch.setattr(NestedTensor, "multiplies_natively", property(lambda w: w is not unable))
     Plan(table.with_sensitivity({}, {}, measured), UNIFORM_ROWS, torch.device("cpu")).bind(model)
     expected = {torch.float8_e4m3fn: first, torch.int8: second, None: None}[dtype]
     told = dict(zip(worst, (w.native for w in weights), strict=True))

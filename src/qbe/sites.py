@@ -244,16 +244,20 @@ class SiteTable:
             gears[i], total = FULL_BITS, total - losses[i]
         return tuple(gears)
 
-    def native(self, form: str | None) -> tuple[bool, ...]:
+    def native(self, form: str | None, able: Sequence[bool] | None = None) -> tuple[bool, ...]:
         """For every nested site whether long prompts with 8-bit activations are multiplied in this format there.
 
-        As much of the weights as the measured divergences allow, which add up to `NATIVE_LOSS` at most: sites are
-        taken by divergence per weight. The inputs of the others stay as they are, because rounding them would not make
-        a 16-bit product faster. A site that was not measured is among those, and so are all without a format.
+        Sites are taken by divergence per weight as long as the measured divergences add up to `NATIVE_LOSS` at most. A
+        site that was not measured is not among them, and none is without a format.
+
+        Args:
+            form: a format of `Site.native_sensitivity`, or None.
+            able: for every nested site whether its weight can be multiplied so; None: all can.
         """
+        gears = self.activations(min(ACTIVATION_GEARS))
         costs = [
-            s.native_sensitivity.get(form, math.inf) if form and gear < FULL_BITS else math.inf
-            for s, gear in zip(self.nested, self.activations(min(ACTIVATION_GEARS)), strict=True)
+            s.native_sensitivity.get(form, math.inf) if form and can and gear < FULL_BITS else math.inf
+            for s, gear, can in zip(self.nested, gears, able or [True] * len(gears), strict=True)
         ]
         taken, total = [False] * len(costs), 0.0
         for i in sorted(range(len(costs)), key=lambda i: costs[i] / self.nested[i].parameters):

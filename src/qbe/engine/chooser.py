@@ -57,6 +57,7 @@ class Chooser(BlueprintChooser):
         full = Blueprint.of("full", table, tuple(s.gears[-1] for s in table.nested))
         self._full_bytes = full.bytes_per_token(table)
         self._prompt_format = detect(model.get_input_embeddings().weight.device).prompt_format
+        self._weights = [model.get_submodule(site.name).weight for site in table.nested]
 
     @cached_property
     def room(self) -> Room | None:
@@ -102,6 +103,7 @@ class Chooser(BlueprintChooser):
             bytes_per_token_16bit=self._full_bytes,
             thresholds=self.thresholds if request.budget.refresh else None,
             prompt_format=self._prompt_format,
+            native=tuple(getattr(w, "native", None) is not None for w in self._weights),
         )
         return ids, chosen
 

@@ -29,7 +29,8 @@ class Explanation:
         thresholds: of windows that are cause for another blueprint, where the budget asks for that and the model has
             some.
         cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
-        prompt_format: `qbe.hardware.HardwareProfile.prompt_format` of the model's device.
+        prompt_format: `qbe.hardware.HardwareProfile.prompt_format` of the model's device, if it has one.
+        native: with it, for every nested site whether its weight takes that.
     """
 
     prompt_tokens: int
@@ -45,13 +46,16 @@ class Explanation:
     cache: str | None = None
     thresholds: Thresholds | None = None
     prompt_format: str | None = None
+    native: tuple[bool, ...] = ()
 
     @property
     def native_sites(self) -> tuple[Site, ...]:
         """Where a long prompt with this blueprint is multiplied in the device's own 8-bit format."""
-        sites = zip(self.table.nested, self.blueprint.weight_bits, self.blueprint.activation_bits, strict=True)
-        native = self.table.native(self.prompt_format)
-        return tuple(s for (s, w, a), n in zip(sites, native, strict=True) if n and w < FULL_BITS and a < FULL_BITS)
+        if self.prompt_format is None or self.blueprint.steering is not None:
+            return ()  # rows whose bits may move within the pass are not taken to be alike
+        bits = zip(self.blueprint.weight_bits, self.blueprint.activation_bits, strict=True)
+        sites = zip(self.table.nested, bits, self.native, strict=True)
+        return tuple(s for s, (w, a), native in sites if native and w < FULL_BITS and a < FULL_BITS)
 
     @property
     def ratio(self) -> float:

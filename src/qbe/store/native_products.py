@@ -57,8 +57,8 @@ def multiplied_in(layer: nn.Linear, form: str) -> Iterator[None]:
     largest = torch.maximum(bound, full.abs().amax(-1).float())
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = eight_bit_rows.linear(x.flatten(0, -2), full, DTYPES[form], largest).to(x.dtype)
-        return (y if layer.bias is None else y + layer.bias).view(*x.shape[:-1], -1)
+        y = eight_bit_rows.linear(x.reshape(-1, x.shape[-1]), full, DTYPES[form], largest).to(x.dtype)
+        return (y if layer.bias is None else y + layer.bias).view(*x.shape[:-1], full.shape[0])
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
     try:

@@ -54,7 +54,7 @@ class NestedTensor(TorchAOBaseTensor):
         uniform: what `bits` holds when whoever wrote it knows that every row of a long step has the same, else None.
             A prompt then needs no kernel that asks each row (`qbe.kernels.triton.uniform_linear`).
         native: float8_e4m3fn or int8, in which such a prompt is multiplied on a GPU where its activations have 8 bits;
-            None, as long as nobody sets it: 16-bit products, whatever the word says.
+            None, as long as nobody sets it: tiled weights then have 16-bit products, whatever the word says.
     """
 
     tensor_data_names = ["packed", "meta", "bits"]  # noqa: RUF012  (torchao's protocol)
@@ -226,6 +226,11 @@ class NestedTensor(TorchAOBaseTensor):
         if self.original is not None:
             out[FULL_BITS] = self.original.numel() * self.original.element_size()
         return out
+
+    @property
+    def multiplies_natively(self) -> bool:
+        """Whether a long product of it can be one in 8 bits: tiled for a GPU, of a model that is not in float32."""
+        return self.packed.dim() == 1 and self.logical_dtype != torch.float32
 
     def nested_bytes(self) -> int:
         """Bytes on the device of the nested codes and scales, the 16-bit original not counted."""

@@ -61,7 +61,8 @@ class Plan:
         """
         form = detect(self.device).prompt_format
         self._weights = [model.get_submodule(site.name).weight for site in self.table.nested]  # type: ignore[misc]
-        for weight, words, native in zip(self._weights, self.words, self.table.native(form), strict=True):
+        natives = self.table.native(form, [w.multiplies_natively for w in self._weights])
+        for weight, words, native in zip(self._weights, self.words, natives, strict=True):
             weight.bits, weight.native = words, DTYPES[form] if form and native else None
 
     def write(self, rows: Sequence[tuple[Blueprint, int]], kept: Sequence[Blueprint]) -> None:

@@ -98,10 +98,12 @@ def _from_store(
     table = with_store(table, loaded.model)
     measured = sensitivity_table.read(folder)
     # Known tables cost nothing, but a folder that nobody may write to has to do without.
-    if (measured is None or kv_table.outdated(folder)) and (need_sensitivity or os.access(folder, os.W_OK)):
+    missing_all = measured is None or kv_table.outdated(folder)
+    lacks = missing_all or (measured is not None and not measured.native)
+    if lacks and (need_sensitivity or os.access(folder, os.W_OK)):
         if known.bring(folder, manifest.known_as):
             measured = sensitivity_table.read(folder)
-        elif need_sensitivity:
+        elif missing_all and need_sensitivity:
             measured = measure_into(folder, path, name, device, progress=progress)
     if measured is not None:
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
