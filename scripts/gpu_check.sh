@@ -34,7 +34,7 @@ step() {
       -o addopts= -p no:cacheprovider -p no:xdist -v tests/test_difficulty.py tests/test_cascade_kernel.py \
       tests/test_triton_kernel.py tests/test_triton_tiled.py tests/test_bounded_attention.py tests/test_prompt_attention.py \
       tests/test_fused_rows.py tests/test_cuda_attention.py tests/test_cuda_precision.py \
-      -k "${KERNELS:-difficulty or cascade or ragged or alone_in_a_mixed or over_many_parts or prompt_attention or cuda or fused}"
+      -k "${KERNELS:-difficulty or cascade or ragged or alone_in_a_mixed or over_many_parts or prompt_attention or cuda_attention or cuda_precision or fused}"
     ;;
   # Triton's float32 products are of TF32 unless told otherwise, and vLLM's attention does not tell.
   vllm) TRITON_F32_DEFAULT=ieee "$python" -m pytest -o addopts= -p no:cacheprovider -p no:xdist -v tests/inside_vllm/test_vllm_server.py ;;

@@ -38,7 +38,6 @@ static bool done[THREADS];
 static Meeting warps[THREADS / 32], block;
 static u32 given[THREADS / 32][2][32][8];  // what threads show each other, in turns
 static int turn[THREADS];
-static bool voted[2];
 static void (*body)();
 
 static void meet(Meeting &meeting, int count) {
@@ -188,14 +187,6 @@ inline void sync_warp() {
 }
 
 inline void sync_block() { meet(block, THREADS); }
-
-inline bool any_of_block(bool x) {
-    if (threadIdx.x == 0) voted[0] = false;
-    sync_block();
-    voted[0] |= x;
-    sync_block();
-    return voted[0];
-}
 
 template <bool TRANS>
 inline void load_matrices(u32 (&x)[4], int at) {

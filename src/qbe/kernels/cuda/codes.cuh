@@ -1,7 +1,7 @@
 // Codes of keys and values become operands of the tensor cores: bytes, four in a word.
 
-// The codes of a field of four bytes. Unless EXACT, those of odd fields are 16 times as large (4 bits) or 4 times (2 bits),
-// which spares a shift: what they are multiplied with is that much less, and 4 or 2 of its 16 bits are lost.
+// The codes of a field of four bytes. Unless EXACT, those of odd fields are 16 times as large (4 bits) or 4 times (2
+// bits), which spares a shift: what they are multiplied with is that much less, and 4 or 2 of its 16 bits are lost.
 template <int BITS, bool EXACT>
 DEVICE u32 field_of(u32 word, int field) {
     if (BITS == 8) return word;
@@ -30,8 +30,8 @@ DEVICE u32 turbo_signs(u32 word, int field) {
 }
 
 // Numbers of 16 bits become two bytes, the higher and the lower one, in columns of their own: x = 256 high + low, both
-// signed. A float is rounded and shifted into its own lowest bits by what is added to it; half a low byte too, so that the
-// high one is the nearest.
+// signed. A float is rounded and shifted into its own lowest bits by what is added to it; half a low byte too, so that
+// the high one is the nearest.
 constexpr float TO_BYTES = 12582912 + 128;
 constexpr u32 SIGNS = 0x80808080;
 constexpr int LARGEST = 32512;    // whose bytes are still signed ones

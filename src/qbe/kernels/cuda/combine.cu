@@ -1,5 +1,5 @@
-// The new token of each sequence, and the parts of its pages, together: a warp a query head. Its key and value come from
-// the step itself, and are written to their page.
+// The new token of each sequence, and the parts of its pages, together: a warp a query head. Its key and value come
+// from the step itself, and are written to their page.
 
 DEVICE void load_row(float (&x)[2], const float *from) {
     const words2 two = *(const words2 *)from;
@@ -18,8 +18,9 @@ DEVICE float of_warp(float x) {
     return x;
 }
 
-// Of each part and query head there are in `sums` the logarithm of its sum of weights (to base 2), its mean score, and 1
-// if its mean is rotated, else 0; `spans` says which parts a pair has. Other arguments are as in `qbe::paged_attention`.
+// Of each part and query head there are in `sums` the logarithm of its sum of weights (to base 2), its mean score, and
+// 1 if its mean is rotated, else 0; `spans` says which parts a pair has. Other arguments are as in
+// `qbe::paged_attention`.
 template <int DIM, bool F16, bool SOFTCAP>
 KERNEL(32 * WARPS, 1)
 combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const int *blocks, const i64 *slots,
@@ -36,8 +37,8 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
     key += (i64)sequence * k_row + (i64)head * k_head + COUNT * lane * k_one;
     value += (i64)sequence * v_row + (i64)head * v_head + COUNT * lane * v_one;
 
-    // The new token: its score, and its value as the first part. This may begin while `decode_attention` runs, which has
-    // waited for whatever wrote the query, key and value.
+    // The new token: its score, and its value as the first part. This may begin while `decode_attention` runs, which
+    // has waited for whatever wrote the query, key and value.
     u16 numbers[COUNT];
     float keys[COUNT], plain[COUNT], rotated[COUNT], score = 0;
 #pragma unroll

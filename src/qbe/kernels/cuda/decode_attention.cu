@@ -9,15 +9,15 @@
 // tensor cores' products, the queries that share a key head columns of the right ones. The new token itself is counted
 // where the parts are put together (combine.cu).
 //
-// Lanes: group = lane / 4 is a row of an operand or a column of the right one, quad = lane % 4 a place in it. SETS: 1 for
-// up to HEADS query heads a key head, 2 for up to twice as many.
+// Lanes: group = lane / 4 is a row of an operand or a column of the right one, quad = lane % 4 a place in it. SETS: 1
+// for up to HEADS query heads a key head, 2 for up to twice as many.
 //
 // decode_attention.py says which files come before this one; they are compiled as one.
 
 // Means and sums are what `combine` takes: those of block b's part of pair p are in place b + p, so that all parts of a
 // pair lie side by side, and `spans` says where they begin and end. Other arguments are as in `qbe::paged_attention`,
-// strides in numbers. Where pieces begin is in `cuts` (share.cu); if that is null, `start` and `least` are as in Plan, unless
-// each pair has so many `parts`, and each part a block.
+// strides in numbers. Where pieces begin is in `cuts` (share.cu); if that is null, `start` and `least` are as in Plan,
+// unless each pair has so many `parts`, and each part a block.
 template <int DIM, bool F16, bool SOFTCAP, int SETS>
 KERNEL(32 * WARPS, 1)
 decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const i64 *tables, const i64 *lengths,

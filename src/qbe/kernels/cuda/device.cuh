@@ -182,4 +182,3 @@ DEVICE bool any(bool x) { return __any_sync(EVERY, x); }
 DEVICE u32 ballot(bool x) { return __ballot_sync(EVERY, x); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_block() { __syncthreads(); }
-DEVICE bool any_of_block(bool x) { return __syncthreads_or(x); }

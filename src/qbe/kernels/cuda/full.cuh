@@ -13,7 +13,8 @@ struct Full {
 
     DEVICE float scored(float score) const { return capped<SOFTCAP>(score * scaling, softcap) * LOG2E; }
 
-    // The first `pages` of the list, this warp's in turns from its first one on. `query`: of head_of(group), if queried.
+    // The first `pages` of the list, this warp's in turns from its first one on. `query`: of head_of(group), if
+    // queried.
     DEVICE void walk(const u16 *query, i64 one, bool queried, int warp, int pages) {
         int chunk = ring.next_chunk(2 * warp - 2 * WARPS + 1, pages);
         int ahead = chunk;

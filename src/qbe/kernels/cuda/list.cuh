@@ -1,5 +1,5 @@
-// The pages of a part, sorted by kind: those of 16 bits first, so that sums are rotated once at most, then those of each
-// other kind. Warps take pages of a list in turns, so that each has as many of every kind.
+// The pages of a part, sorted by kind: those of 16 bits first, so that sums are rotated once at most, then those of
+// each other kind. Warps take pages of a list in turns, so that each has as many of every kind.
 
 // A list of up to LISTED pages, one for each of the first threads, whose table entry and word that thread has; `seen`:
 // whether there is one. Pages of kind n end at place ends[n].

@@ -1,11 +1,11 @@
 // Which pages a block walks: so that all blocks end at the same time, whatever the lengths of sequences and the
-// precisions of their heads and pages. It is worked out on the device from tables and lengths, which change from step to
-// step while launches stay as a graph has them: once for all layers (share.cu), or by every block for itself.
+// precisions of their heads and pages. It is worked out on the device from tables and lengths, which change from step
+// to step while launches stay as a graph has them: once for all layers (share.cu), or by every block for itself.
 //
 // A pair is a key head of a sequence. The pages of all pairs lie one after the other on a line, a page as long as its
-// kind takes to be read, and before those of a pair lies what its beginning and end take. The line is cut into pieces of the
-// same length, one for each block. Where each pair can be cut into equal pieces that are hardly longer, or where as many
-// pairs for each block are hardly longer, it is cut so: then no block begins more often than it must.
+// kind takes to be read, and before those of a pair lies what its beginning and end take. The line is cut into pieces
+// of the same length, one for each block. Where each pair can be cut into equal pieces that are hardly longer, or where
+// as many pairs for each block are hardly longer, it is cut so: then no block begins more often than it must.
 //
 // Of each sequence SAMPLES pages stand for those around them, a page a lane: so much is looked at, however long it is.
 
@@ -43,8 +43,8 @@ struct Sequences {
     DEVICE int cost(int format, int head) const { return cost_of(blocks[format * kv_heads + head] & 255); }
 };
 
-// Tables and words to the L2 cache, by so many blocks together: they are read one after the other, each time by every block,
-// and what steps stream has driven them out.
+// Tables and words to the L2 cache, by so many blocks together: they are read one after the other, each time by every
+// block, and what steps stream has driven them out.
 DEVICE void fetch_tables(const Sequences &of, int batch, int width, int block, int blocks) {
     constexpr int LINE = 128, FORMATS = 256;
     const i64 at = ((i64)threadIdx.x * blocks + block) * LINE;
@@ -64,8 +64,8 @@ struct Plan {
     int start, least;  // the cost of a beginning and an end, and the least cost of pages for which a pair is cut
     int warp, lane;
 
-    // What the pages of all pairs cost, to the beginning of shared memory; warps take the sequences in turns. Lengths are
-    // loaded two turns ahead, samples one, since one waits for the other.
+    // What the pages of all pairs cost, to the beginning of shared memory; warps take the sequences in turns. Lengths
+    // are loaded two turns ahead, samples one, since one waits for the other.
     DEVICE void add_costs() const {
         Seen own = of.seen(min(warp, batch - 1)), next = of.seen(min(warp + WARPS, batch - 1));
         int format = of.sample(min(warp, batch - 1), own, lane);

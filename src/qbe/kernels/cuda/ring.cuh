@@ -1,6 +1,7 @@
 // Pages come to a warp's shared memory ahead of time, in slots that are filled and read in turns.
 
-// A page in the list (list.cuh): its block's address, in the lowest byte its kind and CUT, in the highest its place of 256.
+// A page in the list (list.cuh): its block's address, in the lowest byte its kind and CUT, in the highest its place of
+// 256.
 template <int DIM>
 DEVICE u64 listed(int i) {
     return load_u64(Room<DIM>::LIST + 8 * i);

@@ -13,8 +13,8 @@ constexpr int CUT = 128;   // in a list of pages, beside the kind: a window begi
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float HIDDEN = -1e30f;  // the score of a token that is not seen
 
-// How far scores (times log2 e) of 16-bit pages may be above `top` before sums are scaled anew. Their weights have to be
-// numbers of the dtype; in float16, with numbers of 16 bits, none is above 1.
+// How far scores (times log2 e) of 16-bit pages may be above `top` before sums are scaled anew. Their weights have to
+// be numbers of the dtype; in float16, with numbers of 16 bits, none is above 1.
 template <bool F16>
 constexpr float SLACK = F16 ? 0 : 8;
 

@@ -37,8 +37,9 @@ DEVICE void load_query(float (&x)[DIM / 32], const u16 *query, int q_head, int q
         x[i] = warp < repeat ? float_of<F16>(query[warp * q_head + (i64)(DIM / 32 * lane + i) * q_one]) : 0;
 }
 
-// The queries of a key head, a warp each, to shared memory: rotated, and once more as the sketches of turbo keys are. They
-// are divided by the power of two that leaves the largest number of each below 2. `factor`: what scores are multiplied with.
+// The queries of a key head, a warp each, to shared memory: rotated, and once more as the sketches of turbo keys are.
+// They are divided by the power of two that leaves the largest number of each below 2. `factor`: what scores are
+// multiplied with.
 template <int DIM>
 DEVICE void rotate_queries(float (&x)[DIM / 32], float factor, int warp, int lane) {
     using In = Room<DIM>;

@@ -1,7 +1,8 @@
 // Pages of 8 bits and fewer, multiplied and added to the sums. Their codes are multiplied as bytes, with queries and
 // weights of 16 bits, which are two bytes each (codes.cuh): column 2 h of a product is the high bytes of query head h,
-// column 2 h + 1 its low ones, so that a lane gets both of one head. All numbers of a product share an exponent: queries times
-// scales of a page's channels are relative to the largest scale, weights times scales of its tokens to the largest of these.
+// column 2 h + 1 its low ones, so that a lane gets both of one head. All numbers of a product share an exponent:
+// queries times scales of a page's channels are relative to the largest scale, weights times scales of its tokens to
+// the largest of these.
 //
 // EXACT: of such numbers all 16 bits count at every code (field_of), as results in float16 need it.
 //
@@ -76,7 +77,7 @@ struct Sealed {
             const int kind = entry & 127, bits = kind & 15, codes = 8 * DIM * bits;
             const Tokens tokens = Tokens::of(bits, group);
             const int keys = ring.wait();
-            float s[SETS][4][2], most[SETS];
+            float s[SETS][4][2];
             u32 scaled[SETS][STEPS];
             const float largest = spread_scales(keys + (kind == 8 ? codes : 2 * codes), kind);
             float off[SETS];
@@ -106,8 +107,8 @@ struct Sealed {
         }
     }
 
-    // Scales of a page's channels, over the largest of them, and lows, to where all lanes find them; returns the largest.
-    // Turbo keys have a mean for each channel, and scales elsewhere.
+    // Scales of a page's channels, over the largest of them, and lows, to where all lanes find them; returns the
+    // largest. Turbo keys have a mean for each channel, and scales elsewhere.
     DEVICE float spread_scales(int scales, int kind) {
         constexpr int COUNT = DIM / 32;  // channels of a lane
         u32 pairs[COUNT], lows[COUNT / 2];
@@ -168,8 +169,8 @@ struct Sealed {
         return bytes_of(low, high, 0x5410) ^ (part ? SIGNS : 0);
     }
 
-    // What the lows of channels add to every token's score. Lows are left operands as they lie: the first and the third word
-    // are of rows of which the products with their channels' queries are taken, so are the second and the fourth.
+    // What the lows of channels add to every token's score. Lows are left operands as they lie: the first and the third
+    // word are of rows of which the products with their channels' queries are taken, so are the second and the fourth.
     DEVICE void add_lows(float (&off)[SETS]) const {
         float first[SETS][4], second[SETS][4];
 #pragma unroll
@@ -345,8 +346,8 @@ struct Sealed {
         if (any(over)) sums.lift(most);
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            // The largest number is that of the tokens' own scales: the highest score may be of one whose value is small. It
-            // is found by bits, of which those of NaN are the largest, so that none is dropped.
+            // The largest number is that of the tokens' own scales: the highest score may be of one whose value is
+            // small. It is found by bits, of which those of NaN are the largest, so that none is dropped.
             float total = 0, weighted = 0, base = 0, number[4][2];
             u32 largest_bits = 0, both[4];  // halves of a tile
 #pragma unroll
