@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu import nested_linear as cpu
 from qbe.kernels.cpu import nested_linears as merged
+from qbe.kernels.cpu.geometry import geometry
 from qbe.kernels.reference import nested_linear as reference
 from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, weight_bits, word
 from test_cpu_kernel import LAYOUTS, allowed, problem
@@ -74,6 +75,20 @@ def test_the_rounding_is_the_references(path: str) -> None:
     a["x"][5, :64] *= 1e-36
     a["x"][6, 70] = 3e4
     assert torch.equal(cpu.nested_linear(**a), eight_bits(a["x"], 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("k", "group"), [(100, 64), (576, 64), (333, 320), (64, 64)])
+def test_rows_that_torch_multiplies_are_rounded_like_the_references(
+    path: str, k: int, group: int, dtype: torch.dtype
+) -> None:
+    a = problem(8, k, group, (4, 2, 2), 40, dtype, 6)
+    x, words = a["x"], torch.where(torch.arange(40) % 3 == 1, 6, word(6, EIGHT)).to(torch.int32)
+    x[2], x[3, 5], x[5, k - 1], x[6, : min(k, 64)] = 0, float("inf"), float("nan"), 1e-36
+    form = geometry(a["packed"].shape, a["meta"].shape, k, (4, 2, 2), a["exponent"])
+    expected = torch.where(has_eight(words)[:, None], eight_bits(x, form.group).to(dtype), x)
+    for rows in (x, x.T.contiguous().T):
+        torch.testing.assert_close(cpu.rounded(rows, words, form), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

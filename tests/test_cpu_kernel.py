@@ -282,6 +282,41 @@ def test_dequantised_weight_is_the_references(path: str) -> None:
         assert torch.equal(cpu.nested_linear(**a), weight.T)
 
 
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("k", [64, 100, 192, 320])
+@pytest.mark.parametrize("slices", LAYOUTS)
+def test_dequantised_weight_in_bfloat16_is_the_references(
+    path: str, slices: tuple[int, ...], k: int, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded once, wherever it is done: products with identity rows read one number of it each.
+
+    With and without tiles: a machine that has none makes the same numbers as one that has.
+    """
+    monkeypatch.setattr(build, "tiles", lambda: tiles)
+    a = problem(37, k, 64, slices, k, torch.bfloat16, 10, bias=False)
+    a["x"] = torch.eye(k, dtype=torch.bfloat16)
+    for bits in SliceLayout(slices).precisions:
+        a["bits"].fill_(bits)
+        weight = reference.dequantise(a["packed"], a["meta"], a["exponent"], slices, k, bits)
+        assert torch.equal(cpu.nested_linear(**a), weight.T.bfloat16())
+
+
+def test_with_tiles_torch_multiplies_many_rows_of_one_precision(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    if path != "avx512":
+        pytest.skip("the others have no use for tiles")
+    monkeypatch.setattr(build, "tiles", lambda: True)
+    assert cpu.many_rows(torch.bfloat16) == cpu.TILED_ROWS
+    assert cpu.many_rows(torch.float32) == sys.maxsize
+    many, called = cpu.TILED_ROWS, []
+    spread = cpu._dequantised
+    monkeypatch.setattr(cpu, "_dequantised", lambda *a: called.append((len(a[0]), a[3])) or spread(*a))
+    a = problem(40, 192, 64, (4, 2, 2), 3 * many - 1, torch.bfloat16, 5)
+    a["bits"] = torch.tensor([4, 6] * many)[: 3 * many - 1].repeat(2)[: 3 * many - 1].to(torch.int32)
+    a["bits"][2 * many :] = 8  # one row too few
+    check(a)
+    assert sorted(called) == [(many, 4), (many, 6)]
+
+
 @pytest.mark.parametrize("rows", [3, 40])
 def test_custom_op(rows: int) -> None:
     a = problem(24, 128, 64, (4, 2, 2), rows, torch.float32, 11)

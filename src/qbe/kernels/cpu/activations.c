@@ -47,6 +47,35 @@ TARGET_AVX512 INLINE __m512 load_sixteen(const char *x, int dtype, int64_t k, in
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
+/* The bytes of 16 numbers, given s of their group. */
+TARGET_AVX512 INLINE __m512i eight_of(__m512 v, float scale) {
+    const __m512 d = _mm512_div_ps(v, _mm512_set1_ps(scale)), sign = _mm512_and_ps(d, _mm512_set1_ps(-0.0f));
+    const __m512i q = _mm512_cvttps_epi32(_mm512_add_ps(d, _mm512_or_ps(sign, _mm512_set1_ps(0.5f))));
+    return _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+}
+
+/* The same as round_to_eight, of `dtype`, without padding: to [k]. */
+TARGET_AVX512 static void round_row_avx512(const char *x, int dtype, int64_t k, int64_t kp, int64_t groups, char *to) {
+    const int64_t group = kp / groups;
+    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+    for (int64_t g = 0; g * group < k; g++) {
+        const int64_t end = (g + 1) * group < k ? (g + 1) * group : k;
+        __m512i most = _mm512_set1_epi32((int)TINY);
+        for (int64_t i = g * group; i < end; i += 16)
+            most = _mm512_max_epu32(most, _mm512_and_si512(magnitude, _mm512_castps_si512(load_sixteen(x, dtype, k, i))));
+        const uint32_t largest = _mm512_reduce_max_epu32(most);
+        const float scale = bits_to_float(largest) / 32512.0f;
+        const __m512 unit = _mm512_set1_ps(256.0f * scale);
+        for (int64_t i = g * group; i < end; i += 16) {
+            const __m512i byte = largest < INFINITE ? eight_of(load_sixteen(x, dtype, k, i), scale) : _mm512_setzero_si512();
+            const __m512 v = _mm512_mul_ps(unit, _mm512_cvtepi32_ps(byte));
+            const __mmask16 in = end - i >= 16 ? 0xFFFF : (__mmask16)((1 << (end - i)) - 1);
+            if (dtype == FLOAT32) _mm512_mask_storeu_ps(to + 4 * i, in, v);
+            else _mm256_mask_storeu_epi16(to + 2 * i, in, (__m256i)_mm512_cvtneps_pbh(v));
+        }
+    }
+}
+
 /* One row of x in `planes` planes: bytes int8 [kp / 64, planes, 64]; pairs float32 [groups, 2], the value of the last
    plane's unit and the sum of the group in it. A group with an infinity or a NaN has zeros and that as its unit. */
 TARGET_AVX512 static void fixed_point(const char *x, int dtype, int64_t k, int64_t kp, int64_t groups, int planes,
@@ -70,10 +99,7 @@ TARGET_AVX512 static void fixed_point(const char *x, int dtype, int64_t k, int64
             char *const to = bytes + i / BLOCK * planes * BLOCK + i % BLOCK;
             __m512i q;
             if (planes == 1) {
-                const __m512 d = _mm512_div_ps(v, _mm512_set1_ps(unit));
-                const __m512 sign = _mm512_and_ps(d, _mm512_set1_ps(-0.0f));
-                q = _mm512_cvttps_epi32(_mm512_add_ps(d, _mm512_or_ps(sign, _mm512_set1_ps(0.5f))));
-                q = _mm512_srai_epi32(_mm512_add_epi32(q, half), 8);
+                q = eight_of(v, unit);
             } else {
                 q = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
             }

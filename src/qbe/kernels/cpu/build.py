@@ -67,6 +67,12 @@ def number() -> int:
 
 
 @functools.cache
+def tiles() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 (AMX), which torch's products then do. Of a compiled path."""
+    return bool(loaded().qbe_has_tiles())
+
+
+@functools.cache
 def loaded() -> ctypes.CDLL:
     """The library where `backend()` has found one."""
     lib = library()
@@ -181,6 +187,9 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_seal_pages.restype = long
     lib.qbe_read_pages.argtypes = [pointer] * 3 + [long] * 4 + [integer] + [pointer] * 2
     lib.qbe_read_pages.restype = long
+    lib.qbe_round_rows.argtypes = [pointer] * 3 + [long] + [integer] * 3
+    lib.qbe_round_rows.restype = long
+    lib.qbe_has_tiles.restype = integer
     lib.qbe_cascade.argtypes = [pointer] * 3 + [long] + [pointer] * 7
     lib.qbe_cascade.restype = None
     lib.qbe_difficulty.argtypes = [pointer] * 3 + [long] * 3 + [integer]

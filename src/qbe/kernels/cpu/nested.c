@@ -13,6 +13,7 @@
 #include <string.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define X86 1
 #endif
@@ -66,6 +67,20 @@ int qbe_best_backend(void) {
     return SCALAR;
 }
 
+/* Whether the processor multiplies tiles of bfloat16 (AMX) and the system keeps their registers: torch's product then
+   outruns every kernel here as soon as there are rows enough. */
+int qbe_has_tiles(void) {
+#ifdef X86
+    uint32_t a, b, c, d, low, high;
+    if (!__get_cpuid_count(1, 0, &a, &b, &c, &d) || !(c >> 27 & 1)) return 0; /* XGETBV */
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low >> 17 & 3) == 3;
+#else
+    return 0;
+#endif
+}
+
 /* What one thread does: rows of x into the backend's form, and chunks of the weights. */
 #define DEFINE_WORK(NAME, TARGET)                                                                     \
     TARGET static void NAME##_multiply(void *arg) {                                                   \
@@ -90,6 +105,30 @@ int qbe_best_backend(void) {
                 load_##NAME(j, r);                                                                    \
     }
 
+/* Rows of x as 8 bits hold them. */
+INLINE void round_rows(Jobs *jobs) {
+    Job *j = jobs->job;
+    float *row = jobs->scratch + atomic_fetch_add(&jobs->slot, 1) * jobs->scratch_floats;
+    const int64_t bytes = j->k * (j->dtype == FLOAT32 ? 4 : 2);
+    for (int64_t r; (r = atomic_fetch_add(&j->loading, 1)) < j->rows;) {
+        char *const to = (char *)j->y + r * bytes;
+        round_to_eight(j->given + r * bytes, j->dtype, j->k, j->w.kp, j->w.groups, row);
+        if (j->dtype == FLOAT32) memcpy(to, row, (size_t)bytes);
+        else for (int64_t i = 0; i < j->k; i++) ((uint16_t *)to)[i] = to_bfloat16(row[i]);
+    }
+}
+
+static void scalar_round(void *arg) { round_rows(arg); }
+#ifdef X86
+TARGET_AVX2 static void avx2_round(void *arg) { round_rows(arg); }
+TARGET_AVX512 static void avx512_round(void *arg) {
+    Job *j = ((Jobs *)arg)->job;
+    const int64_t bytes = j->k * (j->dtype == FLOAT32 ? 4 : 2);
+    for (int64_t r; (r = atomic_fetch_add(&j->loading, 1)) < j->rows;)
+        round_row_avx512(j->given + r * bytes, j->dtype, j->k, j->w.kp, j->w.groups, (char *)j->y + r * bytes);
+}
+#endif
+
 static void load_scalar(Job *j, int64_t r) {
     const int32_t row = j->row[r];
     const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
@@ -97,7 +136,6 @@ static void load_scalar(Job *j, int64_t r) {
 }
 
 DEFINE_WORK(scalar, )
-static void scalar_dequantise(void *arg) { dequantise_chunks(arg); }
 #ifdef X86
 static void load_avx2(Job *j, int64_t r) {
     const int32_t row = j->row[r];
@@ -119,9 +157,7 @@ TARGET_AVX512 INLINE void multiply_avx512(const Job *j, int at, int64_t n0, int6
 }
 
 DEFINE_WORK(avx2, TARGET_AVX2)
-TARGET_AVX2 static void avx2_dequantise(void *arg) { dequantise_chunks(arg); }
 DEFINE_WORK(avx512, TARGET_AVX512)
-#define avx512_dequantise avx2_dequantise
 #endif
 
 #ifdef X86
@@ -257,6 +293,19 @@ int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, 
     return qbe_multiply_many(x, &m, 1, rows, dtype, threads, backend);
 }
 
+/* Rows of x as 8 bits hold them, of x's `dtype`: out [rows, k]. Returns 0, or -2: out of memory. */
+int64_t qbe_round_rows(const void *x, void *out, const Shape *shape, int64_t rows, int32_t dtype, int32_t threads,
+                       int32_t backend) {
+    Job j = {.w = {.kp = shape->kp, .groups = shape->groups}, .dtype = dtype, .rows = rows, .given = x, .y = out, .k = shape->k};
+    threads = useful_threads(threads, rows * shape->kp);
+    Jobs jobs = {.job = &j, .count = 1, .scratch_floats = (int64_t)aligned((size_t)shape->kp * 4) / 4};
+    jobs.scratch = aligned_alloc(64, (size_t)(threads * jobs.scratch_floats) * 4);
+    if (!jobs.scratch) return -2;
+    RUN(&jobs, backend, threads, round);
+    free(jobs.scratch);
+    return 0;
+}
+
 /* out[n1-n0, k] of `dtype`: rows n0..n1 of the weight at the precision `index`. Returns 0, or -2: out of memory. */
 int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, const Shape *shape, int64_t n0, int64_t n1,
                        int32_t index, int32_t dtype, int32_t threads, int32_t backend) {
@@ -265,6 +314,9 @@ int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, co
     if (n1 <= n0) return 0;
     threads = useful_threads(threads, (n1 - n0) * shape->kp);
     j.chunk = chunk_rows(n1 - n0, shape->kp, threads);
+#ifdef X86
+    if (backend == AVX512) j.recipe = recipes(&shape->layout);
+#endif
     Jobs jobs = {.job = &j, .count = 1, .scratch_floats = (int64_t)aligned((size_t)(2 * j.chunk * shape->groups) * 4) / 4};
     jobs.scratch = aligned_alloc(64, (size_t)(threads * jobs.scratch_floats) * 4);
     if (!jobs.scratch) return -2;

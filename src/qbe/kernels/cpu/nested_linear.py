@@ -1,8 +1,8 @@
 """`qbe::nested_linear` on the CPU.
 
 The compiled kernel multiplies straight from the packed slices, or from the 16-bit original, and each row reads only its
-own. Many rows (prefill): those at 16 bits go to torch; without AVX-512 VNNI so do the others, by a weight that is
-dequantised once per precision in the call.
+own. Many rows (prefill): those at 16 bits go to torch; without AVX-512 VNNI, and in bfloat16 where the processor
+multiplies tiles (AMX), so do the others, by a weight that is dequantised once per precision in the call.
 
 A decode step makes some two hundred calls, so whatever depends on shapes alone is checked and laid out once
 (`geometry`), and a call with few rows hands C seven pointers and a table.
@@ -26,6 +26,7 @@ from qbe.sites import FULL_BITS
 # From this many rows on torch's product wins (benchmarks/cpu_crossover.py): at 16 bits, and without VNNI with a weight
 # dequantised for it.
 MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
+TILED_ROWS = 48  # the same where AVX-512 serves fewer rows, but torch multiplies bfloat16 by tiles
 CHUNK = 1 << 22  # weights dequantised at once in prefill: bounds the temporary, keeps it near the caches
 
 _threads = torch.get_num_threads
@@ -34,7 +35,9 @@ _threads = torch.get_num_threads
 def many_rows(dtype: torch.dtype) -> int:
     """From this many rows on the compiled kernel does not serve a call by itself: 0 without one."""
     path = build.backend()
-    return 0 if path == "torch" else sys.maxsize if path == "avx512" else MANY_ROWS[dtype]
+    if path == "avx512":
+        return TILED_ROWS if dtype is torch.bfloat16 and build.tiles() else sys.maxsize
+    return 0 if path == "torch" else MANY_ROWS[dtype]
 
 
 def nested_linear(
@@ -52,9 +55,10 @@ def nested_linear(
     The compiled kernel's result for a row does not depend, bit for bit, on the rows beside it. It serves fewer than
     `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others) and multiplies the exact weight with x, which
     AVX-512 reads as 16-bit fixed point for each group where it is bfloat16 (24 bits: float32); sums are float32. There
-    48 rows or more of bfloat16 at one precision are multiplied with the weight rounded to bfloat16, which is faster.
-    Elsewhere with more rows the weight is first rounded to x's dtype (bfloat16 or float32), as a checkpoint's is, and
-    rows at 16 bits are exactly those of the unquantised layer.
+    48 rows or more of bfloat16 at one precision are multiplied with the weight rounded to bfloat16, which is faster:
+    by the kernel, or by torch where there are tiles of bfloat16 (AMX). Elsewhere with more rows the weight is first
+    rounded to x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the
+    unquantised layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -160,7 +164,17 @@ def rounded(rows: torch.Tensor, bits: torch.Tensor, form: Geometry) -> torch.Ten
     eight = has_eight(bits)
     if not eight.any():
         return rows
-    return torch.where(eight[:, None], eight_bits(rows, form.group).to(rows.dtype), rows)
+    if build.backend() == "torch":
+        found = eight_bits(rows, form.group).to(rows.dtype)
+    else:
+        rows = rows.contiguous()
+        found = torch.empty_like(rows)
+        failed = build.loaded().qbe_round_rows(
+            rows.data_ptr(), found.data_ptr(), form.address, len(rows), DTYPES[rows.dtype], _threads(), build.number()
+        )
+        if failed:
+            raise MemoryError("the CPU kernel found no memory for its working buffers")
+    return found if eight.all() else torch.where(eight[:, None], found, rows)
 
 
 def _many(
