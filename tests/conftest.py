@@ -42,7 +42,7 @@ def choose(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build.number.cache_clear()
 
 
-@pytest.fixture(params=["scalar", "avx2", "avx512", "torch"])
+@pytest.fixture(params=["scalar", "avx2", "avx512", "amx", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every path of the CPU kernels that this machine has."""
     from qbe.kernels.cpu import build

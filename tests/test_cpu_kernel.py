@@ -14,11 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import qbe
+from conftest import choose
 from qbe.kernels import ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu import nested_linear as cpu
 from qbe.kernels.reference import nested_linear as reference
-from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
+from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, weight_bits, word
 from qbe.store.codes import quantise
 from qbe.store.layout import SliceLayout
 from qbe.store.packing import pack
@@ -73,7 +75,7 @@ def allowed(a: dict[str, Any], exact: torch.Tensor, through_torch: torch.Tensor 
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group)).abs()
     half = 1.02 * 2.0**-15  # of a unit: 2^-14 of a power of two that is hardly above the group's largest
     fixed = (half * padded.amax(2, keepdim=True)).expand_as(padded).flatten(1)[:, : x.shape[1]]
-    if build.backend() != "avx512" or a["x"].dtype == torch.float32:  # float32 becomes 24 bits
+    if build.backend() not in ("avx512", "amx") or a["x"].dtype == torch.float32:  # float32 becomes 24 bits
         fixed = torch.zeros_like(fixed)
     x = torch.where(has_eight(a["bits"])[:, None], eight_bits(x, group), x)
     worst, eye = torch.zeros_like(exact), torch.eye(x.shape[1])
@@ -282,17 +284,10 @@ def test_dequantised_weight_is_the_references(path: str) -> None:
         assert torch.equal(cpu.nested_linear(**a), weight.T)
 
 
-@pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize("k", [64, 100, 192, 320])
 @pytest.mark.parametrize("slices", LAYOUTS)
-def test_dequantised_weight_in_bfloat16_is_the_references(
-    path: str, slices: tuple[int, ...], k: int, tiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rounded once, wherever it is done: products with identity rows read one number of it each.
-
-    With and without tiles: a machine that has none makes the same numbers as one that has.
-    """
-    monkeypatch.setattr(build, "tiles", lambda: tiles)
+def test_dequantised_weight_in_bfloat16_is_the_references(path: str, slices: tuple[int, ...], k: int) -> None:
+    """Rounded once, wherever it is done: products with identity rows read one number of it each."""
     a = problem(37, k, 64, slices, k, torch.bfloat16, 10, bias=False)
     a["x"] = torch.eye(k, dtype=torch.bfloat16)
     for bits in SliceLayout(slices).precisions:
@@ -302,9 +297,8 @@ def test_dequantised_weight_in_bfloat16_is_the_references(
 
 
 def test_with_tiles_torch_multiplies_many_rows_of_one_precision(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    if path != "avx512":
+    if path != "amx":
         pytest.skip("the others have no use for tiles")
-    monkeypatch.setattr(build, "tiles", lambda: True)
     assert cpu.many_rows(torch.bfloat16) == cpu.TILED_ROWS
     assert cpu.many_rows(torch.float32) == sys.maxsize
     many, called = cpu.TILED_ROWS, []
@@ -315,6 +309,27 @@ def test_with_tiles_torch_multiplies_many_rows_of_one_precision(monkeypatch: pyt
     a["bits"][2 * many :] = 8  # one row too few
     check(a)
     assert sorted(called) == [(many, 4), (many, 6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("k", "group"), [(576, 64), (100, 64), (1000, 320)])
+def test_tiles_make_the_same_bits(k: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row what AVX-512 makes alone, whatever part of a register the rows fill."""
+    found = {}
+    for name in ("amx", "avx512"):
+        choose(name, monkeypatch)
+        try:
+            build.backend()
+        except qbe.QBEError as error:
+            pytest.skip(str(error))
+        for rows in (4, 5, 16, 17, 35):
+            a = problem(37, k, group, (4, 2, 2), rows, dtype, rows)
+            for words in (6, word(4, EIGHT), word(8, EIGHT)):
+                a["bits"].fill_(words)
+                found.setdefault((rows, words), []).append(cpu.nested_linear(**a))
+    build.backend.cache_clear()
+    build.number.cache_clear()
+    assert all(torch.equal(*both) for both in found.values())
 
 
 @pytest.mark.parametrize("rows", [3, 40])

@@ -228,7 +228,7 @@ int64_t qbe_bounded_attention(const void *query, const void *key, const void *va
                    (const char *)value + (b * s->value_row + h * s->value_head) * number, (size_t)full.value_row);
         }
 #ifdef X86
-    pool_run(backend == AVX512 ? avx512_attention : backend == AVX2 ? avx2_attention : scalar_attention, &a, threads);
+    pool_run(backend >= AVX512 ? avx512_attention : backend == AVX2 ? avx2_attention : scalar_attention, &a, threads);
 #else
     pool_run(scalar_attention, &a, threads);
 #endif

@@ -27,7 +27,7 @@ from qbe.kernels.cpu.source import FLAGS, FOLDER, SOURCE, source_hash
 from qbe.progress import spinner
 
 COMPILE_LIMIT_S = 300  # it takes 40 s of one core
-BACKENDS = ("scalar", "avx2", "avx512")  # the numbering of nested.c
+BACKENDS = ("scalar", "avx2", "avx512", "amx")  # the numbering of nested.c
 VARIABLE = "QBE_CPU_KERNEL"
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def backend() -> str:
-    """The path that serves QBE's ops on CPU: "avx512", "avx2", "scalar" or "torch".
+    """The path that serves QBE's ops on CPU: "amx", "avx512", "avx2", "scalar" or "torch".
 
     The best one the machine has, unless $QBE_CPU_KERNEL names another. Decided once a process: it is asked on every
     call (a test that changes the variable calls `backend.cache_clear` and `number.cache_clear`).
@@ -64,12 +64,6 @@ def backend() -> str:
 def number() -> int:
     """`backend()` as nested.c counts it."""
     return BACKENDS.index(backend())
-
-
-@functools.cache
-def tiles() -> bool:
-    """Whether the processor multiplies tiles of bfloat16 (AMX), which torch's products then do. Of a compiled path."""
-    return bool(loaded().qbe_has_tiles())
 
 
 @functools.cache
@@ -189,7 +183,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_read_pages.restype = long
     lib.qbe_round_rows.argtypes = [pointer] * 3 + [long] + [integer] * 3
     lib.qbe_round_rows.restype = long
-    lib.qbe_has_tiles.restype = integer
     lib.qbe_cascade.argtypes = [pointer] * 3 + [long] + [pointer] * 7
     lib.qbe_cascade.restype = None
     lib.qbe_difficulty.argtypes = [pointer] * 3 + [long] * 3 + [integer]

@@ -1,6 +1,6 @@
 /* The weight at one precision, in float32 or bfloat16: (code - offset) * scale, the reference's values bit for bit (then
    rounded once). For many rows where torch's product is faster than the kernels here: where there is no AVX-512, and in
-   bfloat16 where there are tiles (AMX), for which codes become numbers at AVX-512's pace. Included by nested.c. */
+   bfloat16 where torch has tiles (AMX), for which codes become numbers at AVX-512's pace. Included by nested.c. */
 
 /* Block b of a row whose parts begin at part[]: into f, or, for bfloat16, into h; the other is not touched. */
 INLINE void dequantise_block(const Job *j, const uint8_t *const *part, int parts, int64_t b, float scale, float offset,

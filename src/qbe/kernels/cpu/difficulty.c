@@ -67,7 +67,7 @@ void qbe_difficulty(const float *logits, const int64_t *best, double *out, int64
                     int32_t backend) {
     Difficulty d = {logits, best, n, row, vocabulary, out};
 #ifdef X86
-    (backend == AVX512 ? avx512_difficulty : backend == AVX2 ? avx2_difficulty : scalar_difficulty)(&d);
+    (backend >= AVX512 ? avx512_difficulty : backend == AVX2 ? avx2_difficulty : scalar_difficulty)(&d);
 #else
     scalar_difficulty(&d);
 #endif

@@ -20,6 +20,7 @@ typedef struct {
     int64_t x_bytes;
     float *pairs;            /* of activations.c (AVX-512) */
     int shares;              /* x is another job's */
+    int tiles;               /* use AMX */
     const char *given;       /* x itself, [rows, k] of `dtype` */
     const void *bias;
     int bias_dtype;

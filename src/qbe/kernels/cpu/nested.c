@@ -31,6 +31,8 @@
 
 #include "dot_vnni.c"
 
+#include "dot_tiles.c"
+
 #include "dot_bf16.c"
 #endif
 
@@ -40,7 +42,7 @@
 
 #include "pool.c"
 
-enum { SCALAR, AVX2, AVX512 };
+enum { SCALAR, AVX2, AVX512, TILES };
 
 static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
@@ -61,24 +63,10 @@ int qbe_best_backend(void) {
 #ifdef X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-        return AVX512;
+        return has_tiles() ? TILES : AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
 #endif
     return SCALAR;
-}
-
-/* Whether the processor multiplies tiles of bfloat16 (AMX) and the system keeps their registers: torch's product then
-   outruns every kernel here as soon as there are rows enough. */
-int qbe_has_tiles(void) {
-#ifdef X86
-    uint32_t a, b, c, d, low, high;
-    if (!__get_cpuid_count(1, 0, &a, &b, &c, &d) || !(c >> 27 & 1)) return 0; /* XGETBV */
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return (low >> 17 & 3) == 3;
-#else
-    return 0;
-#endif
 }
 
 /* What one thread does: rows of x into the backend's form, and chunks of the weights. */
@@ -153,6 +141,7 @@ static void load_avx512(Job *j, int64_t r) {
 
 TARGET_AVX512 INLINE void multiply_avx512(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
     if (j->planes[r0] == 0) multiply_plain(j, at, n0, n1, r0, r1, scratch);
+    else if (j->tiles && r1 - r0 >= TILED) multiply_tiles(j, at, n0, n1, r0, r1, scratch);
     else multiply_integers(j, at, n0, n1, r0, r1, scratch);
 }
 
@@ -162,7 +151,7 @@ DEFINE_WORK(avx512, TARGET_AVX512)
 
 #ifdef X86
 #define RUN(JOBS, BACKEND, THREADS, KIND)                                                                        \
-    pool_run((BACKEND) == AVX512 ? avx512_##KIND : (BACKEND) == AVX2 ? avx2_##KIND : scalar_##KIND, JOBS, THREADS)
+    pool_run((BACKEND) >= AVX512 ? avx512_##KIND : (BACKEND) == AVX2 ? avx2_##KIND : scalar_##KIND, JOBS, THREADS)
 #else
 #define RUN(JOBS, BACKEND, THREADS, KIND) pool_run(scalar_##KIND, JOBS, THREADS)
 #endif
@@ -229,13 +218,13 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
     if (weights == 0 || rows == 0) return 0;
     threads = useful_threads(threads, weights);
 
-    const int64_t per = backend != AVX512 ? 4 : dtype == FLOAT32 ? 3 : 2; /* bytes of x for an input */
+    const int64_t per = backend < AVX512 ? 4 : dtype == FLOAT32 ? 3 : 2; /* bytes of x for an input */
     for (const Matrix *m = matrix; m < matrix + count; m++) {
         const Shape *s = m->shape;
         int64_t floats = 2 * chunk_rows(s->n, s->kp, threads) * s->groups, eight = 0;
 #ifdef X86
         const Weight w = weight_of(m->packed, m->meta, s);
-        if (backend == AVX512) floats = tile_floats(&w) + chunk_rows(s->n, s->kp, threads) * s->kp / 2;
+        if (backend >= AVX512) floats = tile_floats(&w) + chunk_rows(s->n, s->kp, threads) * s->kp / 2;
 #endif
         for (int64_t r = 0; r < rows; r++) eight += weight_bits(m->bits[r]) >= FULL_BITS && has_eight(m->bits[r]);
         size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * 8) + 3 * aligned((size_t)rows * 4)
@@ -259,7 +248,8 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         j.planes = (int32_t *)take(&left, (size_t)rows * 4);
         sort_rows(&j, rows);
 #ifdef X86
-        if (backend == AVX512) choose_plain(&j), j.recipe = recipes(&s->layout);
+        if (backend == AVX512) choose_plain(&j);
+        if (backend >= AVX512) j.recipe = recipes(&s->layout), j.tiles = backend == TILES;
 #endif
         const Job *same = jobs.job; /* one that has x laid out alike */
         while (same < jobs.job + jobs.count && (same->w.kp != s->kp || same->w.groups != s->groups
@@ -315,7 +305,7 @@ int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, co
     threads = useful_threads(threads, (n1 - n0) * shape->kp);
     j.chunk = chunk_rows(n1 - n0, shape->kp, threads);
 #ifdef X86
-    if (backend == AVX512) j.recipe = recipes(&shape->layout);
+    if (backend >= AVX512) j.recipe = recipes(&shape->layout);
 #endif
     Jobs jobs = {.job = &j, .count = 1, .scratch_floats = (int64_t)aligned((size_t)(2 * j.chunk * shape->groups) * 4) / 4};
     jobs.scratch = aligned_alloc(64, (size_t)(threads * jobs.scratch_floats) * 4);

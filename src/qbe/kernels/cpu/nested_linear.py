@@ -26,7 +26,7 @@ from qbe.sites import FULL_BITS
 # From this many rows on torch's product wins (benchmarks/cpu_crossover.py): at 16 bits, and without VNNI with a weight
 # dequantised for it.
 MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
-TILED_ROWS = 48  # the same where AVX-512 serves fewer rows, but torch multiplies bfloat16 by tiles
+TILED_ROWS = 96  # the same of bfloat16 where torch multiplies it by tiles (AMX), and so does the kernel up to there
 CHUNK = 1 << 22  # weights dequantised at once in prefill: bounds the temporary, keeps it near the caches
 
 _threads = torch.get_num_threads
@@ -35,9 +35,11 @@ _threads = torch.get_num_threads
 def many_rows(dtype: torch.dtype) -> int:
     """From this many rows on the compiled kernel does not serve a call by itself: 0 without one."""
     path = build.backend()
-    if path == "avx512":
-        return TILED_ROWS if dtype is torch.bfloat16 and build.tiles() else sys.maxsize
-    return 0 if path == "torch" else MANY_ROWS[dtype]
+    if path == "torch":
+        return 0
+    if path == "amx" and dtype is torch.bfloat16:
+        return TILED_ROWS
+    return sys.maxsize if path in ("amx", "avx512") else MANY_ROWS[dtype]
 
 
 def nested_linear(
@@ -55,10 +57,9 @@ def nested_linear(
     The compiled kernel's result for a row does not depend, bit for bit, on the rows beside it. It serves fewer than
     `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others) and multiplies the exact weight with x, which
     AVX-512 reads as 16-bit fixed point for each group where it is bfloat16 (24 bits: float32); sums are float32. There
-    48 rows or more of bfloat16 at one precision are multiplied with the weight rounded to bfloat16, which is faster:
-    by the kernel, or by torch where there are tiles of bfloat16 (AMX). Elsewhere with more rows the weight is first
-    rounded to x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the
-    unquantised layer.
+    48 rows or more of bfloat16 at one precision are multiplied with the weight rounded to bfloat16, which is faster;
+    with AMX `TILED_ROWS` are, by torch. Elsewhere with more rows the weight is first rounded to x's dtype (bfloat16 or
+    float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -187,9 +188,16 @@ def _many(
     form: Geometry,
 ) -> torch.Tensor:
     """Precision by precision: rows that do not pay for torch's product take the compiled kernel together."""
-    layout = form.layout
-    wanted = [FULL_BITS if b >= FULL_BITS else layout.precisions[layout.index(b)] for b in weight_bits(bits).tolist()]
-    count = Counter(wanted)
+    layout, words = form.layout, weight_bits(bits)
+    # A prompt's rows are nearly always alike, and a step asks some two hundred times.
+    alike = bool((words == words[0]).all())
+    values, counts = (words[:1], torch.tensor([len(words)])) if alike else words.unique(return_counts=True)
+    count = Counter[int]()
+    asked: dict[int, list[int]] = {}  # precision -> the words that ask for it
+    for value, rows_of in zip(values.tolist(), counts.tolist(), strict=True):
+        precision = FULL_BITS if value >= FULL_BITS else layout.precisions[layout.index(value)]
+        count[precision] += rows_of
+        asked.setdefault(precision, []).append(value)
     if FULL_BITS in count and original is None:
         raise missing_original()
     limit = many_rows(rows.dtype)
@@ -198,17 +206,17 @@ def _many(
     y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
     for group in [{b} for b in sorted(count) if b not in few] + ([few] if few else []):
         if len(group) == len(count):
-            at, mine, words = None, rows, bits
+            at, mine, own = None, rows, bits
         else:
-            at = torch.tensor([r for r, b in enumerate(wanted) if b in group])
-            mine, words = rows[at], bits[at]
+            at = torch.isin(words, torch.tensor([v for b in group for v in asked[b]])).nonzero().squeeze(-1)
+            mine, own = rows[at], bits[at]
         if group is few:
-            part = _few(mine, packed, meta, words, None, bias, form)
+            part = _few(mine, packed, meta, own, None, bias, form)
         elif FULL_BITS in group:
             assert original is not None
-            part = full_rows(rounded(mine, words, form), original, bias)
+            part = full_rows(rounded(mine, own, form), original, bias)
         else:
-            part = _dequantised(rounded(mine, words, form), packed, meta, min(group), bias, form)
+            part = _dequantised(rounded(mine, own, form), packed, meta, min(group), bias, form)
         if at is None:
             return part
         y[at] = part
