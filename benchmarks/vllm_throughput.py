@@ -1,9 +1,10 @@
 """Tokens a second of vLLM's server with QBE at 4 and 16 bits and without QBE, by vLLM's own `bench serve`, in one run.
 
-    python benchmarks/vllm_throughput.py MODEL [--json FILE] [options of vllm serve]
+    python benchmarks/vllm_throughput.py MODEL [--dtype float32] [--json FILE] [options of vllm serve]
 
 MODEL is a folder that 'qbe quantize' wrote, or a 16-bit checkpoint, which QBE then nests while it is loaded. Both
-servers get the options; on one GPU that has to be `--gpu-memory-utilization 0.4`, or so.
+servers get the options; on one GPU that has to be `--gpu-memory-utilization 0.4`, or so. --dtype is QBE's alone: what
+it is compared with stays vLLM in bfloat16.
 Both servers are started, and measured in turns for several rounds: while one is, the other is stopped (SIGSTOP), so
 that each has the machine for itself and both meet its moods. Medians, and the ratios of the rounds. The same random
 prompts are sent to both. Ends with an error if a request failed. Needs an environment with vLLM (`make setup-vllm`).
@@ -44,9 +45,11 @@ serve.main(parser.parse_args())
 
 
 @contextmanager
-def serving(model: Path, quantization: str | None, port: int, more: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def serving(
+    model: Path, quantization: str | None, dtype: str, port: int, more: list[str]
+) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
-               "--served-model-name", "model", "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "16",
+               "--served-model-name", "model", "--dtype", dtype, "--max-model-len", "1024", "--max-num-seqs", "16",
                "--kv-cache-memory-bytes", str(1 << 29), "--no-enable-prefix-caching", *more]  # fmt: skip
     command += ["--quantization", quantization] if quantization else []
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -100,6 +103,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of QBE's server")
     parser.add_argument("--eager", action="store_true", help="without torch.compile, which takes minutes to start")
     parser.add_argument("--json", type=Path)
     args, more = parser.parse_known_args()
@@ -107,7 +111,10 @@ def main() -> None:
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         plain = plain_folder(args.model, Path(folder))
-        with serving(plain, None, PORT, more) as vllm, serving(args.model, "qbe", PORT + 1, more) as ours:
+        with (
+            serving(plain, None, "bfloat16", PORT, more) as vllm,
+            serving(args.model, "qbe", args.dtype, PORT + 1, more) as ours,
+        ):
             for number in range(args.rounds):
                 with stopped(ours):
                     found = {ALONE: bench(PORT, plain, args.prompts, None)}

@@ -6,11 +6,13 @@
 
    The registers: 0 a block of the panel, 1 a plane of the rows' numbers for it, 2 to 7 sums of two groups' planes. */
 
+#define TILED 5       /* rows that pay for tiles (benchmarks/cpu_crossover.py) */
+#define TILE_LINES 16 /* rows that a register holds at most */
+
+#if defined(__clang__) || __GNUC__ > 10
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define TILED 5       /* rows that pay for tiles (benchmarks/cpu_crossover.py) */
-#define TILE_LINES 16 /* rows that a register holds at most */
 #define TARGET_TILES \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma,amx-tile,amx-int8")))
 
@@ -105,3 +107,9 @@ TARGET_TILES static void multiply_tiles(const Job *j, int at, int64_t n0, int64_
     }
     _tile_release(); /* a thread that keeps them has all of them saved whenever it is interrupted */
 }
+#else /* a compiler that does not know tiles */
+static int has_tiles(void) { return 0; }
+static void multiply_tiles(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
+    multiply_integers(j, at, n0, n1, r0, r1, scratch);
+}
+#endif
