@@ -311,6 +311,24 @@ def test_with_tiles_torch_multiplies_many_rows_of_one_precision(monkeypatch: pyt
     assert sorted(called) == [(many, 4), (many, 6)]
 
 
+@pytest.mark.parametrize("rows", [40, 128])
+@pytest.mark.parametrize("k", [100, 127, 200, 333, 576])
+def test_what_is_no_number_stays_in_its_row_of_many(path: str, k: int, rows: int) -> None:
+    """Nor does what lies beside a view of x reach the result."""
+    if path not in ("amx", "avx512"):
+        pytest.skip("torch multiplies so many rows, and its bfloat16 lets it out where inputs are no multiple of 32")
+    a = problem(31, k, 64, (4, 2, 2), rows, torch.bfloat16, 1)
+    a["bits"].fill_(4)
+    clean, x = cpu.nested_linear(**a), a["x"].clone()
+    x[5] = torch.nan
+    found = cpu.nested_linear(**{**a, "x": x})
+    others = torch.arange(rows) != 5
+    assert found[5].isnan().all()
+    wide = torch.cat([a["x"], torch.full_like(a["x"], torch.nan)], 1)[:, :k]
+    assert torch.equal(found[others], clean[others])
+    assert torch.equal(cpu.nested_linear(**{**a, "x": wide}), clean)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("k", "group"), [(576, 64), (100, 64), (1000, 320)])
 def test_tiles_make_the_same_bits(k: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

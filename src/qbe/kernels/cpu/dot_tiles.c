@@ -2,7 +2,7 @@
 
    A block of a panel (codes_avx512.c) is what the instruction takes as it is: 4 inputs of TILE outputs in each of 16 lines.
    A group's sums are the exact integers of dot_vnni.c and its scales act on them by the same code, so that a row comes out
-   the same, bit for bit, with tiles and without.
+   the same, bit for bit, as there (from PLAIN_ROWS rows of bfloat16 on AVX-512 takes another way: dot_bf16.c).
 
    The registers: 0 a block of the panel, 1 a plane of the rows' numbers for it, 2 to 7 sums of two groups' planes. */
 

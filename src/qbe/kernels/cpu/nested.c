@@ -4,7 +4,7 @@
    Layout and semantics: qbe/store/layout.py, qbe/store/scales.py, qbe/kernels/reference/nested_linear.py.
 
    Every row of x goes through the same operations in the same order whatever rows it shares the call with: a row's
-   result does not depend on its batch. */
+   result does not depend on its batch, but for PLAIN_ROWS rows of bfloat16 and more without tiles (dot_bf16.c). */
 
 #define _GNU_SOURCE /* pthread_sigmask under -std=c11 */
 #include <stdatomic.h>

@@ -27,6 +27,7 @@ from qbe.sites import FULL_BITS
 # dequantised for it.
 MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
 TILED_ROWS = 96  # the same of bfloat16 where torch multiplies it by tiles (AMX), and so does the kernel up to there
+TILE_INPUTS = 32  # that such a tile takes at a time
 CHUNK = 1 << 22  # weights dequantised at once in prefill: bounds the temporary, keeps it near the caches
 
 _threads = torch.get_num_threads
@@ -58,8 +59,9 @@ def nested_linear(
     `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others) and multiplies the exact weight with x, which
     AVX-512 reads as 16-bit fixed point for each group where it is bfloat16 (24 bits: float32); sums are float32. There
     48 rows or more of bfloat16 at one precision are multiplied with the weight rounded to bfloat16, which is faster;
-    with AMX `TILED_ROWS` are, by torch. Elsewhere with more rows the weight is first rounded to x's dtype (bfloat16 or
-    float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
+    with AMX `TILED_ROWS` are, by torch, where the inputs are a multiple of 32. Elsewhere with more rows the weight is
+    first rounded to x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the
+    unquantised layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -201,6 +203,8 @@ def _many(
     if FULL_BITS in count and original is None:
         raise missing_original()
     limit = many_rows(rows.dtype)
+    if build.backend() == "amx" and form.k % TILE_INPUTS:
+        limit = sys.maxsize  # torch's tiles would let a NaN of one row into another's sums
     few = {b for b in count if b != FULL_BITS and count[b] < limit}
 
     y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
@@ -230,6 +234,7 @@ def _dequantised(
     if build.backend() == "torch":
         weight = dequantise(packed, meta, form.exponent, form.slices, form.k, bits)
         return linear(rows.float(), weight, None if bias is None else bias.float()).to(rows.dtype)
+    rows = rows.contiguous()  # torch's tiles read a little past the rows of a view
     bias = None if bias is None else bias.to(rows.dtype)
     step = max(64, CHUNK // form.k)
     weight = torch.empty(min(step, form.n), form.k, dtype=rows.dtype)
