@@ -1,12 +1,12 @@
-"""How the ways to multiply compare for a growing number of rows on this CPU: what sets `MANY_ROWS`, FEW and PLAIN_ROWS.
+"""How the ways to multiply compare for a growing number of rows on this CPU: what sets the numbers of rows in the code.
 
     python benchmarks/cpu_crossover.py [--dtype float32] [--threads 1]
 
-For one layer, best of 20: the compiled kernel with activations of 16 and of 8 bits, a dequantised weight through
-torch's product, and the plain layer. FEW and PLAIN_ROWS are where the kernel changes its way (dot_vnni.c, dot_bf16.c).
-Weights are random: only shapes and bits matter for time. How fast the linears of a model are is measured by
-`qbe bench linears`.
-"""
+For one layer, best of 20: the op as it is called, with activations of 16 and of 8 bits; the compiled kernel by itself,
+likewise; a dequantised weight through torch's product, without rounding x; and the plain layer. `MANY_ROWS` and
+`TILED_ROWS` (nested_linear.py) are where the op changes from one to the other, FEW, TILED and PLAIN_ROWS where the
+kernel changes its way (dot_vnni.c, dot_tiles.c, dot_bf16.c). Weights are random: only shapes and bits matter for time.
+How fast the linears of a model are is measured by `qbe bench linears`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,13 @@ def ways(
         wanted = torch.full((x.shape[0],), words, dtype=torch.int32)
         return lambda: nested_linear._few(x, packed, meta, wanted, None, None, form)
 
+    def called(words: int) -> Callable[[], object]:
+        wanted = torch.full((x.shape[0],), words, dtype=torch.int32)
+        return lambda: nested_linear.nested_linear(x, packed, meta, wanted, None, None, LAYOUT.slices, EXPONENT)
+
     return {
+        "op": called(bits),
+        "op, 8-bit x": called(word(bits, EIGHT)),
         "kernel": kernel(bits),
         "8-bit x": kernel(word(bits, EIGHT)),
         "dequantised": lambda: nested_linear._dequantised(x, packed, meta, bits, None, form),
