@@ -1,11 +1,12 @@
 """Does QBE inside vLLM answer as the embedded engine does, and at 16 bits as vLLM without QBE?
 
-    python benchmarks/vllm_agreement.py MODEL-QBE [--dtype float32] [--compile] [--json FILE]
+    python benchmarks/vllm_agreement.py MODEL-QBE [--dtype float32] [--activations 8] [--compile] [--json FILE]
 
 MODEL-QBE: a folder that 'qbe quantize' wrote.
 
 20 prompts, 32 greedy tokens. vLLM with QBE answers all of them at 4, 6, 8 and 16 bits in one batch, and at 16 bits
 alone; the embedded engine at the same blueprints; vLLM without QBE once. Each engine runs in a process of its own.
+--activations are those of requests below 16 bits: at 16 activations have 16 bits, too, as without QBE.
 In bfloat16 vLLM and transformers round differently outside of QBE's layers, so that their answers part where two tokens
 are nearly as likely; a line says how often at 16 bits. vLLM compiled and not compiled round differently, too: with
 --compile the last line says how often vLLM without QBE then agrees with itself. In float32 what is left is QBE.
@@ -47,7 +48,9 @@ def plain_folder(model: Path, into: Path) -> Path:
     return into
 
 
-def run_vllm(model: str, quantization: str | None, dtype: str, compiled: bool) -> dict[str, list[list[int]]]:
+def run_vllm(
+    model: str, quantization: str | None, dtype: str, activations: int, compiled: bool
+) -> dict[str, list[list[int]]]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -56,7 +59,11 @@ def run_vllm(model: str, quantization: str | None, dtype: str, compiled: bool) -
     )  # fmt: skip
 
     def ask(prompts: list[str], bits: list[int | None]) -> list[list[int]]:
-        args = [None if b is None else {"qbe_bits": b, "qbe_policy": "uniform"} for b in bits]
+        args = [
+            None if b is None
+            else {"qbe_bits": b, "qbe_activation_bits": activations_at(b, activations), "qbe_policy": "uniform"}
+            for b in bits
+        ]  # fmt: skip
         params = [SamplingParams(temperature=0, max_tokens=TOKENS, extra_args=a) for a in args]
         return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -67,20 +74,28 @@ def run_vllm(model: str, quantization: str | None, dtype: str, compiled: bool) -
     return found | {"16 alone": ask(PROMPTS, [16] * len(PROMPTS))}
 
 
-def run_embedded(model: str, dtype: str) -> dict[str, list[list[int]]]:
+def activations_at(bits: int, activations: int) -> int:
+    return 16 if bits == 16 else activations
+
+
+def run_embedded(model: str, dtype: str, activations: int) -> dict[str, list[list[int]]]:
     import qbe
 
     engine = qbe.Engine(model, policy="uniform", dtype=dtype, records=False)
     params = qbe.SamplingParams(temperature=0, max_tokens=TOKENS)
     found = {}
     for bits in WIDTHS:
-        requests = [qbe.Request(p, params, qbe.Budget(bits=bits)) for p in PROMPTS]
+        budget = qbe.Budget(bits=bits, activation_bits=activations_at(bits, activations))
+        requests = [qbe.Request(p, params, budget) for p in PROMPTS]
         found[str(bits)] = [r.token_ids for r in engine.generate_batch(requests)]
     return found
 
 
-def stage(name: str, model: Path, dtype: str, compiled: bool, out: Path) -> dict[str, list[list[int]]]:
-    command = [sys.executable, __file__, str(model), "--stage", name, "--dtype", dtype, "--json", str(out)]
+def stage(
+    name: str, model: Path, dtype: str, activations: int, compiled: bool, out: Path
+) -> dict[str, list[list[int]]]:
+    command = [sys.executable, __file__, str(model), "--stage", name, "--dtype", dtype, "--json", str(out),
+               "--activations", str(activations)]  # fmt: skip
     subprocess.run(command + ["--compile"] * compiled, check=True)
     return json.loads(out.read_text())
 
@@ -88,16 +103,17 @@ def stage(name: str, model: Path, dtype: str, compiled: bool, out: Path) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--activations", type=int, default=16, choices=(8, 16), help="bits, of requests below 16")
     parser.add_argument("--compile", action="store_true", help="torch.compile and CUDA graphs, as vLLM serves")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", choices=("plain", "qbe", "embedded"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage:
         run = {
-            "plain": lambda: run_vllm(str(args.model), None, args.dtype, args.compile),
-            "qbe": lambda: run_vllm(str(args.model), "qbe", args.dtype, args.compile),
-            "embedded": lambda: run_embedded(str(args.model), args.dtype),
+            "plain": lambda: run_vllm(str(args.model), None, args.dtype, args.activations, args.compile),
+            "qbe": lambda: run_vllm(str(args.model), "qbe", args.dtype, args.activations, args.compile),
+            "embedded": lambda: run_embedded(str(args.model), args.dtype, args.activations),
         }[args.stage]
         args.json.write_text(json.dumps(run()))
         return
@@ -105,11 +121,12 @@ def main() -> None:
         plain_model = Path(folder) / "plain"
         plain_model.mkdir()
         out = Path(folder) / "answers.json"
-        qbe = stage("qbe", args.model, args.dtype, args.compile, out)
-        embedded = stage("embedded", args.model, args.dtype, args.compile, out)
+        how = args.dtype, args.activations
+        qbe = stage("qbe", args.model, *how, args.compile, out)
+        embedded = stage("embedded", args.model, *how, args.compile, out)
         plain_model = plain_folder(args.model, plain_model)
-        plain = stage("plain", plain_model, args.dtype, args.compile, out)["plain"]
-        eager = stage("plain", plain_model, args.dtype, False, out)["plain"] if args.compile else None
+        plain = stage("plain", plain_model, *how, args.compile, out)["plain"]
+        eager = stage("plain", plain_model, *how, False, out)["plain"] if args.compile else None
 
     def same(ours: list[list[int]], theirs: list[list[int]]) -> int:
         return sum(a == b for a, b in zip(ours, theirs, strict=True))
@@ -125,7 +142,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(
             json.dumps(
-                {"dtype": args.dtype, "compiled": args.compile, "prompts": len(PROMPTS), "equal": result}, indent=1
+                {"dtype": args.dtype, "activations": args.activations, "compiled": args.compile,
+                 "prompts": len(PROMPTS), "equal": result}, indent=1
             )
             + "\n"
         )

@@ -19,6 +19,7 @@ from conftest import choose
 from qbe.kernels import ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu import nested_linear as cpu
+from qbe.kernels.cpu.nested_linears import nested_linears
 from qbe.kernels.reference import nested_linear as reference
 from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, weight_bits, word
 from qbe.store.codes import quantise
@@ -141,6 +142,24 @@ def test_row_does_not_depend_on_its_batch(path: str, dtype: torch.dtype) -> None
             torch.testing.assert_close(alone[0], together[r], rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-3)
         else:
             assert torch.equal(alone[0], together[r])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 60])
+def test_a_row_of_float16_does_not_depend_on_its_batch(path: str, rows: int) -> None:
+    """Nor on the layers that share its call. AVX-512 reads it as it is; the other paths as float32."""
+    a = problem(100, 320, 64, (4, 2, 2), rows, torch.float16, 2)
+    a["bits"] = torch.tensor([4, 6, 8, word(4, EIGHT)], dtype=torch.int32).repeat(rows // 4 + 1)[:rows]
+    together = cpu.nested_linear(**a)
+    twice = nested_linears(
+        a["x"], [a["packed"]] * 2, [a["meta"]] * 2, [a["bits"]] * 2, [], [a["bias"]] * 2, a["slices"], [a["exponent"]] * 2
+    )
+    if path == "torch":
+        return
+    assert cpu.many_rows(torch.float16) == (sys.maxsize if path in ("avx512", "amx") else 0)
+    assert torch.equal(twice, torch.cat([together, together], 1))
+    for r in range(0, rows, 7):
+        alone = cpu.nested_linear(**{**a, "x": a["x"][r : r + 1], "bits": a["bits"][r : r + 1]})
+        assert torch.equal(alone[0], together[r])
 
 
 def test_many_full_rows_are_the_plain_layer_exactly(path: str) -> None:

@@ -76,7 +76,7 @@ def test_half_precision_logits_are_those_of_the_plain_model(dtype: torch.dtype) 
     core = Core(model, NO_SITES)
     r = request("r", prompt, max_tokens=1)
     core.add(r)
-    logits, _ = core.runner.step(core.scheduler.schedule())
+    logits = core.runner.step(core.scheduler.schedule()).logits
     assert logits.dtype == torch.float32
     assert logits.shape == (1, VOCABULARY)
     torch.testing.assert_close(logits[0], expected, rtol=0.03, atol=0.03 * expected.abs().max().item())

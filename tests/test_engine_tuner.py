@@ -49,7 +49,8 @@ def engine(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Engine:
     def capture(self: DecodeStep, kind: Kind, forward: Forward) -> Captured:
         launches = [(choice, choice.config), (choice, choice.config)]
         numbers = torch.zeros(kind.size, 320)
-        return Captured(Graph(), numbers, numbers.argmax(-1), forward, counted(launches))  # type: ignore[arg-type]
+        measured = torch.zeros(3, kind.size, dtype=torch.float64)
+        return Captured(Graph(), numbers, numbers.argmax(-1), measured, forward, counted(launches))  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecodeStep, "_capture", capture)
     made = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False,

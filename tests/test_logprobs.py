@@ -12,7 +12,7 @@ from engine_models import NO_BLUEPRINT
 from qbe.budget import Budget
 from qbe.engine.engine import Engine, Request
 from qbe.engine.logprobs import logprobs
-from qbe.engine.sampler import likeliest, sample
+from qbe.engine.sampler import Scores, likeliest, sample
 from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
@@ -64,7 +64,7 @@ def test_they_are_the_models_own_whatever_is_done_to_the_logits() -> None:
         sequence(),
         sequence(Allows([1], 3), logprobs=0, temperature=0.5),
     ]
-    assert sample(logits.clone(), likeliest(logits), rows) == [0, 2, 1]
+    assert sample(Scores(logits.clone(), likeliest(logits)), rows) == [0, 2, 1]
     (first,), (third,) = rows[0].logprobs, rows[2].logprobs
     assert (first.token, first.logprob) == (0, pytest.approx(float(expected[0])))
     assert first.top == ((2, pytest.approx(float(expected[2]))),)
@@ -76,7 +76,7 @@ def test_penalties_count_the_answers_tokens() -> None:
     logits = torch.tensor([[0.0, 5.0, 4.0]])
 
     def chosen(answer: tuple[int, ...], **params: float) -> list[int | None]:
-        return sample(logits.clone(), likeliest(logits), [sequence(answer=answer, **params)])
+        return sample(Scores(logits.clone(), likeliest(logits)), [sequence(answer=answer, **params)])
 
     assert chosen((1,)) == [1]
     assert chosen((1,), presence_penalty=0.9) == [1]

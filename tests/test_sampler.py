@@ -20,7 +20,7 @@ from transformers import (
 
 from engine_models import NO_BLUEPRINT, request
 from qbe.engine import sampler
-from qbe.engine.sampler import adjust, filtered, likeliest
+from qbe.engine.sampler import Scores, adjust, filtered, likeliest
 from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.sequence import Sequence
 from qbe.errors import QBEError
@@ -37,7 +37,7 @@ PARAMS = st.fixed_dictionaries(
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | None]:
-    return sampler.sample(logits, likeliest(logits), sequences)
+    return sampler.sample(Scores(logits, likeliest(logits)), sequences)
 
 
 @pytest.fixture(autouse=True, scope="module")

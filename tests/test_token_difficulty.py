@@ -16,7 +16,7 @@ from engine_models import request as plain_request
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.core import Core
-from qbe.engine.sampler import likeliest, sample
+from qbe.engine.sampler import Scores, likeliest, sample
 from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
@@ -70,8 +70,8 @@ def test_the_sampler_leaves_the_entropy_of_the_models_own_distribution() -> None
     for i in (0, 1, 3):
         asked[i].difficult = 1.0
     alone = [Sequence(str(i), [1, 2], parameters, Blueprint("b", (), (), ())) for i in range(4)]
-    tokens = sample(logits.clone(), likeliest(logits), asked)
-    assert tokens == sample(logits.clone(), likeliest(logits), alone)
+    tokens = sample(Scores(logits.clone(), likeliest(logits)), asked)
+    assert tokens == sample(Scores(logits.clone(), likeliest(logits)), alone)
     assert tokens[3] is None
     assert asked[0].token_entropies == pytest.approx(expected[:1], rel=1e-5)
     assert asked[1].token_entropies == pytest.approx(expected[1:2], rel=1e-5)

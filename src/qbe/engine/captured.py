@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qbe.analysis.difficulty import difficulty
 from qbe.engine.devices import no_collection
 from qbe.kernels.tuning.tunable import Choice, Config, recording
 
@@ -29,14 +30,18 @@ Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # size of a step -
 
 @dataclass
 class Captured:
-    """A graph and what it writes: logits float32 [B, V] and tokens int64 [B], -1 where the logits are not numbers.
+    """A graph and what it writes: logits float32 [B, V], tokens int64 [B], -1 where the logits are not numbers, and
+    their `difficulty` float64 [3, B].
 
-    `forward` is what was captured; `launches` are its nested linear kernels, with the configuration of each, counted.
+    Of every step: who asks for it changes from step to step, and launches beside a graph cost the host ten times what
+    the device does for it. `forward` is what was captured; `launches` are its nested linear kernels, with the
+    configuration of each, counted.
     """
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     tokens: torch.Tensor
+    measured: torch.Tensor
     forward: Forward
     launches: list[tuple[Choice, Config, int]]
     final: bool = False  # it could not be captured again
@@ -61,15 +66,16 @@ def capture(forward: Forward, size: int, device: torch.device, memory: Any) -> C
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), recording() as launches:
         for _ in range(2):  # kernels compile and libraries make their workspaces outside of the capture
-            forward(size)
+            difficulty(*forward(size))
         stream.synchronize()
         launches.clear()
         graph = torch.cuda.CUDAGraph()
         modes = {"pool": memory, "stream": stream, "capture_error_mode": "thread_local"}
         with no_collection(), torch.cuda.graph(graph, **modes):
             logits, tokens = forward(size)
+            measured = difficulty(logits, tokens)
     torch.cuda.current_stream(device).wait_stream(stream)
-    return Captured(graph, logits, tokens, forward, counted(launches))
+    return Captured(graph, logits, tokens, measured, forward, counted(launches))
 
 
 def counted(launches: Many[tuple[Choice, Config]]) -> list[tuple[Choice, Config, int]]:

@@ -305,16 +305,16 @@ class Core:
             if speculator is not None:
                 work = speculator.extend(work) if decodes else speculator.pause(work)
                 self.scheduler.last = work
-            logits, best = self.runner.step(work)
+            scores = self.runner.step(work)
             self._keep_originals(work)
             self.scheduler.complete(work)
             outputs: list[StepOutput] = []
             rows = [w for w in work if w.samples]
             if rows and rows[0].draft is not None and speculator is not None:
-                speculator.guess([w.sequence for w in rows], logits, best)
+                speculator.guess([w.sequence for w in rows], scores.logits, scores.best)
             else:
                 keep = None if self.cascade is None else self.cascade.fetch(work)
-                take(rows, logits, best, lambda s, token: outputs.append(self._advance(s, token, keep)))
+                take(rows, scores, lambda s, token: outputs.append(self._advance(s, token, keep)))
             if speculator is not None and decodes:
                 speculator.measured(work, time.perf_counter() - began)
         except BaseException:

@@ -26,7 +26,7 @@ from qbe.compile.backend import register
 from qbe.engine.captured import Captured, Forward, Kind, capture
 from qbe.engine.cascade import steers
 from qbe.engine.compiled import Step, compile_step
-from qbe.engine.sampler import likeliest
+from qbe.engine.sampler import Scores, likeliest
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
 from qbe.kernels.kv_blocks import NO_ORIGINAL, PAGE_SIZE, sealed_pages
@@ -169,12 +169,11 @@ class DecodeStep:
         return next((s for s in sizes if s >= rows), rows)
 
     @torch.inference_mode()
-    def run(self, work: Many[Work]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, work: Many[Work]) -> Scores:
         """Run a step.
 
         Returns:
-            logits float32 `[n, vocabulary]` and the likeliest tokens int64 `[n]` (-1 where the logits are not
-            numbers), a row for every work. They are valid until the next step.
+            A row for every work, valid until the next step; measured where a graph ran.
         """
         n = len(work)
         size = self.size_of(n)
@@ -188,18 +187,18 @@ class DecodeStep:
             self._counts.zero_()
         if captured is not None:
             captured.replay()
-            logits, tokens = captured.logits[:n], captured.tokens[:n]
+            scores = Scores(captured.logits[:n], captured.tokens[:n], captured.measured[:, :n])
         else:
             with step(self._layout(kind)):
                 if size in self._compiled and not kind.bounded:
                     self._prepare(size)
-                    logits, tokens = self._compiled[size]()
+                    scores = Scores(*self._compiled[size]())
                 else:
-                    logits, tokens = self._run_model(size)
+                    scores = Scores(*self._run_model(size))
         if kind.bounded:
             for w, counts in zip(work, self._counts[:n].tolist(), strict=True):
                 w.sequence.count(*counts)
-        return logits, tokens
+        return scores
 
     @torch.inference_mode()
     def compile(self, size: int) -> bool:

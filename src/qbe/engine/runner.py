@@ -15,7 +15,7 @@ from qbe.engine import entropy
 from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.moments import gathering
 from qbe.engine.routing import Routing
-from qbe.engine.sampler import likeliest
+from qbe.engine.sampler import Scores, likeliest
 from qbe.engine.scheduler import Work
 from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_sealed, step
@@ -110,21 +110,20 @@ class Runner:
         return "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def step(self, work: Many[Work]) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, work: Many[Work]) -> Scores:
         """Run the work and advance each sequence's `computed`.
 
         Returns:
-            logits float32 `[n, vocabulary]` on the model's device, a row for every work that samples, in order, and
-            their `likeliest` tokens. Both are valid until the next step.
+            On the model's device, a row for every work that samples, in order; valid until the next step.
         """
         if self.decode is not None and self.decode.serves(work):
-            logits, best = self.decode.run(work)
+            scores = self.decode.run(work)
             entropy.note(work, self.decode.entropy, self.cache)
         else:
             logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
             if any(w.sequence.scoring for w in work):
                 logits = self._hand_out(work, logits)
-            best = likeliest(logits)
+            scores = Scores(logits, likeliest(logits))
             for row, w in enumerate(w for w in work if w.samples):
                 if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
                     w.sequence.moments.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
@@ -137,7 +136,7 @@ class Runner:
         alone = [w for w in work if w.count == 1]
         full = [p for w in alone for p in newly_sealed(w.sequence.pages, w.start, w.start + 1)]
         self.cache.pool.seal(self.cache.pool.to_seal(full))
-        return logits, best
+        return scores
 
     def _hand_out(self, work: Many[Work], logits: torch.Tensor) -> torch.Tensor:
         """Give logits `[kept rows, vocabulary]` to those who want them; returns the rows of every work that samples."""

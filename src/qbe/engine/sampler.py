@@ -8,6 +8,7 @@ sequence's own generator: what a request writes does not depend on what else is 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import torch
 
@@ -36,19 +37,36 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:  # no inference_mode: AOTAu
     return torch.where(torch.isfinite(best), part * _PART + within.gather(-1, part), -1).squeeze(-1)
 
 
+class Scores(NamedTuple):
+    """What a step leaves for the tokens of n rows.
+
+    Attributes:
+        logits: float32 `[n, vocabulary]`.
+        best: their `likeliest`.
+        measured: their `difficulty`, where the step has it.
+    """
+
+    logits: torch.Tensor
+    best: torch.Tensor
+    measured: torch.Tensor | None = None
+
+    def rows(self, at: list[int]) -> Scores:
+        """Those of some rows."""
+        return Scores(self.logits[at], self.best[at], None if self.measured is None else self.measured[:, at])
+
+
 Guess = tuple[int, torch.Tensor]  # a token, and the distribution float32 `[vocabulary]` that it was drawn from
 
 
 @torch.inference_mode()
 def sample(
-    logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence], guesses: Many[Guess | None] | None = None
+    scores: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None = None
 ) -> list[int | None]:
     """The next token of each sequence; those that ask for it also get the entropy of the model's distribution, or the
     logarithms of likely tokens.
 
     Args:
-        logits: float32 `[n, vocabulary]`; may be overwritten.
-        best: their `likeliest`.
+        scores: of n rows; may be overwritten.
         sequences: n of them.
         guesses: of those tokens, where rejection sampling shall take one if it may (`accept`).
 
@@ -57,8 +75,8 @@ def sample(
         leave).
     """
     told = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
-    raw = logits[told] if told else None  # a copy
-    tokens = _choose(logits, best, sequences, guesses)
+    raw = scores.logits[told] if told else None  # a copy
+    tokens = _choose(scores, sequences, guesses)
     if raw is not None:
         valid = [(row, i, t) for row, i in enumerate(told) if (t := tokens[i]) is not None]
         rows = raw[[row for row, _, _ in valid]]
@@ -69,10 +87,14 @@ def sample(
 
 
 def _choose(
-    logits: torch.Tensor, best: torch.Tensor, sequences: Many[Sequence], guesses: Many[Guess | None] | None
+    step: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None
 ) -> list[int | None]:
+    logits, best, measured = step
     asked = [i for i, s in enumerate(sequences) if s.difficult is not None or s.monitor is not None]
-    measured = _measure(logits, best, asked) if asked else None  # before the logits are overwritten
+    if not asked:
+        measured = None
+    elif measured is None:
+        measured = _measure(logits, best, asked)  # before the logits are overwritten
     plain = [i for i, s in enumerate(sequences) if s.params.greedy and not _adjusts(s)]
     found = best
     if len(plain) < len(sequences):

@@ -4,8 +4,9 @@
    s = max|x| / 32512 of a group, q = round(x / s), and the byte (q + 128) >> 8 stands for 256 * s * byte.
 
    For integer products (dot_vnni.c) every row becomes signed bytes: one plane of them at 8 bits; at 16 bits two planes for
-   bfloat16 and three for float32, whose value is scale * (256 * first + second) and so on. Those scales are powers of two,
-   so that most values are exact: bfloat16 down to 1/64 of its group's largest; float32 is off by 2^-23 of that at most. */
+   bfloat16 and float16 and three for float32, whose value is scale * (256 * first + second) and so on. Those scales are
+   powers of two, so that most values are exact: bfloat16 down to 1/64 of its group's largest, float16 down to 1/8; float32
+   is off by 2^-23 of that at most. */
 
 #define FULL_BITS 16 /* a row at this width reads the 16-bit original */
 #define EIGHT 8      /* the one width of activations below 16 bits */
@@ -44,7 +45,15 @@ TARGET_AVX512 INLINE __m512 load_sixteen(const char *x, int dtype, int64_t k, in
     const __mmask16 in = k - i >= 16 ? 0xFFFF : k > i ? (__mmask16)((1 << (k - i)) - 1) : 0;
     if (dtype == FLOAT32) return _mm512_maskz_loadu_ps(in, x + 4 * i);
     const __m256i half = _mm256_maskz_loadu_epi16(in, x + 2 * i);
+    if (dtype == FLOAT16) return _mm512_cvtph_ps(half);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* The first of 16 numbers, to `to`. */
+TARGET_AVX512 INLINE void store_sixteen(void *to, int dtype, __mmask16 in, __m512 v) {
+    if (dtype == FLOAT32) _mm512_mask_storeu_ps(to, in, v);
+    else if (dtype == FLOAT16) _mm256_mask_storeu_epi16(to, in, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    else _mm256_mask_storeu_epi16(to, in, (__m256i)_mm512_cvtneps_pbh(v));
 }
 
 /* The bytes of 16 numbers, given s of their group. */
@@ -70,8 +79,7 @@ TARGET_AVX512 static void round_row_avx512(const char *x, int dtype, int64_t k, 
             const __m512i byte = largest < INFINITE ? eight_of(load_sixteen(x, dtype, k, i), scale) : _mm512_setzero_si512();
             const __m512 v = _mm512_mul_ps(unit, _mm512_cvtepi32_ps(byte));
             const __mmask16 in = end - i >= 16 ? 0xFFFF : (__mmask16)((1 << (end - i)) - 1);
-            if (dtype == FLOAT32) _mm512_mask_storeu_ps(to + 4 * i, in, v);
-            else _mm256_mask_storeu_epi16(to + 2 * i, in, (__m256i)_mm512_cvtneps_pbh(v));
+            store_sixteen(to + (dtype == FLOAT32 ? 4 : 2) * i, dtype, in, v);
         }
     }
 }

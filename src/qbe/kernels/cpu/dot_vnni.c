@@ -189,12 +189,8 @@ static const struct { int rows; PanelFn planes[MAX_PLANES]; } PANEL_FNS[] = {
 /* The outputs from n on of a row. */
 TARGET_AVX512 INLINE void store_tile(const Job *j, int64_t row, int64_t n, __m512 y) {
     const __mmask16 in = j->w.n - n >= TILE ? 0xFFFF : (__mmask16)((1 << (j->w.n - n)) - 1);
-    if (j->bias && j->bias_dtype == FLOAT32)
-        y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(in, (const float *)j->bias + n));
-    else if (j->bias)
-        y = _mm512_add_ps(y, load_sixteen((const char *)j->bias, BFLOAT16, j->w.n, n));
-    if (j->dtype == FLOAT32) _mm512_mask_storeu_ps((float *)j->y + row * j->y_stride + n, in, y);
-    else _mm256_mask_storeu_epi16((uint16_t *)j->y + row * j->y_stride + n, in, (__m256i)_mm512_cvtneps_pbh(y));
+    if (j->bias) y = _mm512_add_ps(y, load_sixteen((const char *)j->bias, j->bias_dtype, j->w.n, n));
+    store_sixteen((char *)j->y + (row * j->y_stride + n) * (j->dtype == FLOAT32 ? 4 : 2), j->dtype, in, y);
 }
 
 /* ask: for memory ahead, unless somebody else does. */

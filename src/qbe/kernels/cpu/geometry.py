@@ -11,6 +11,7 @@ import torch
 from qbe.store.layout import BLOCK, SliceLayout
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbering of store.c
+ROW_DTYPES = {**DTYPES, torch.float16: 2}  # of x and y of nested weights
 
 
 class _Table(ctypes.Structure):

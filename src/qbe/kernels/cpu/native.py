@@ -17,8 +17,8 @@ import torch
 
 from qbe.kernels import attention_ops, merged_ops, ops, routing_ops
 from qbe.kernels.cpu import build
-from qbe.kernels.cpu.geometry import DTYPES
-from qbe.kernels.cpu.nested_linear import MANY_ROWS, many_rows
+from qbe.kernels.cpu.geometry import ROW_DTYPES
+from qbe.kernels.cpu.nested_linear import many_full, many_rows
 
 SOURCE = Path(__file__).parent / "torch_ops.cpp"
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
@@ -63,8 +63,8 @@ def load() -> bool:
         ctypes.cast(kernels.qbe_multiply_many, ctypes.c_void_p),
         ctypes.cast(kernels.qbe_paged_attention, ctypes.c_void_p),
         ctypes.c_int32(build.number()),
-        (ctypes.c_int64 * 2)(*(many_rows(dtype) for dtype in DTYPES)),
-        (ctypes.c_int64 * 2)(*(MANY_ROWS[dtype] for dtype in DTYPES)),
+        (ctypes.c_int64 * 3)(*(many_rows(dtype) for dtype in ROW_DTYPES)),
+        (ctypes.c_int64 * 3)(*(many_full(dtype) for dtype in ROW_DTYPES)),
     )
     return True
 

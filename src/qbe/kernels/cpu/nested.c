@@ -202,8 +202,8 @@ static char *take(char **memory, size_t bytes) {
     return taken;
 }
 
-/* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`, x
-   contiguous. Returns 0, or -1: a row asks for 16 bits and there is no original (nothing was done); -2: out of memory
+/* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`
+   (FLOAT16: with AVX-512, and no row at 16 bits), x contiguous. Returns 0, or -1: a row asks for 16 bits and there is no original (nothing was done); -2: out of memory
    (nothing was done). */
 int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
                           int32_t backend) {
@@ -248,7 +248,7 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         j.planes = (int32_t *)take(&left, (size_t)rows * 4);
         sort_rows(&j, rows);
 #ifdef X86
-        if (backend == AVX512) choose_plain(&j);
+        if (backend == AVX512 && dtype == BFLOAT16) choose_plain(&j);
         if (backend >= AVX512) j.recipe = recipes(&s->layout), j.tiles = backend == TILES;
 #endif
         const Job *same = jobs.job; /* one that has x laid out alike */

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import linear
 
 from qbe.kernels.cpu import build
-from qbe.kernels.cpu.geometry import DTYPES, Geometry, geometry
+from qbe.kernels.cpu.geometry import DTYPES, ROW_DTYPES, Geometry, geometry
 from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
@@ -34,13 +34,18 @@ _threads = torch.get_num_threads
 
 
 def many_rows(dtype: torch.dtype) -> int:
-    """From this many rows on the compiled kernel does not serve a call by itself: 0 without one."""
+    """From this many rows on the compiled kernel does not serve a call by itself: 0 without one for that dtype."""
     path = build.backend()
-    if path == "torch":
-        return 0
     if path == "amx" and dtype is torch.bfloat16:
         return TILED_ROWS
-    return sys.maxsize if path in ("amx", "avx512") else MANY_ROWS[dtype]
+    if path in ("amx", "avx512"):
+        return sys.maxsize if dtype in ROW_DTYPES else 0
+    return 0 if path == "torch" else MANY_ROWS.get(dtype, 0)
+
+
+def many_full(dtype: torch.dtype) -> int:
+    """The same of rows at 16 bits, which the compiled kernel does not read in float16."""
+    return MANY_ROWS.get(dtype, 1)
 
 
 def nested_linear(
@@ -57,7 +62,7 @@ def nested_linear(
 
     The compiled kernel's result for a row does not depend, bit for bit, on the rows beside it. It serves fewer than
     `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others) and multiplies the exact weight with x, which
-    AVX-512 reads as 16-bit fixed point for each group where it is bfloat16 (24 bits: float32); sums are float32. There
+    AVX-512 reads as 16-bit fixed point for each group (float32: 24 bits); sums are float32. There
     48 rows or more of bfloat16 at one precision are multiplied with the weight rounded to bfloat16, which is faster;
     with AMX `TILED_ROWS` are, by torch, where the inputs are a multiple of 32. Elsewhere with more rows the weight is
     first rounded to x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the
@@ -69,14 +74,14 @@ def nested_linear(
         QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
     """
     shape, dtype = x.shape, x.dtype
-    if dtype not in DTYPES:  # float16 is rare on a CPU: it takes the float32 path and is rounded once
+    if dtype not in MANY_ROWS and not many_rows(dtype):  # float16 without AVX-512: as float32, rounded once
         return nested_linear(x.float(), packed, meta, bits, original, bias, slices, exponent).to(dtype)
     form = geometry(packed.shape, meta.shape, shape[-1], tuple(slices), exponent)
     rows = x if len(shape) == 2 else x.reshape(-1, form.k)
     check(rows, packed, meta, bits, original, bias, form)
     if rows.shape[0] == 0 or form.n == 0:
         y = x.new_empty(rows.shape[0], form.n)
-    elif few_enough(bits, many_rows(dtype), MANY_ROWS[dtype]):
+    elif few_enough(bits, many_rows(dtype), many_full(dtype)):
         y = _few(rows, packed, meta, bits, original, bias, form)
     else:
         y = _many(rows, packed, meta, bits, original, bias, form)
@@ -128,7 +133,7 @@ def _few(
     """The compiled kernel; rows at 16 bits go to torch where the original has another dtype than x."""
     rows, bits = rows.contiguous(), bits.contiguous()
     y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
-    own = None if bias is None else (bias if bias.dtype in DTYPES else bias.float()).contiguous()
+    own = None if bias is None else readable_bias(bias, rows)
     failed = build.loaded().qbe_multiply(
         rows.data_ptr(),
         packed.data_ptr(),
@@ -139,8 +144,8 @@ def _few(
         y.data_ptr(),
         form.address,
         rows.shape[0],
-        DTYPES[rows.dtype],
-        0 if own is None else DTYPES[own.dtype],
+        ROW_DTYPES[rows.dtype],
+        0 if own is None else ROW_DTYPES[own.dtype],
         _threads(),
         build.number(),
     )
@@ -162,6 +167,11 @@ def readable(original: torch.Tensor, rows: torch.Tensor) -> bool:
     return original.dtype is rows.dtype and original.is_contiguous()
 
 
+def readable_bias(bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The bias as the compiled kernel can add it to products of these rows: float16 to those of float16 alone."""
+    return (bias if bias.dtype in DTYPES or bias.dtype is rows.dtype else bias.float()).contiguous()
+
+
 def rounded(rows: torch.Tensor, bits: torch.Tensor, form: Geometry) -> torch.Tensor:
     """The rows with those of 8-bit activations rounded to them, then to x's dtype."""
     eight = has_eight(bits)
@@ -173,7 +183,7 @@ def rounded(rows: torch.Tensor, bits: torch.Tensor, form: Geometry) -> torch.Ten
         rows = rows.contiguous()
         found = torch.empty_like(rows)
         failed = build.loaded().qbe_round_rows(
-            rows.data_ptr(), found.data_ptr(), form.address, len(rows), DTYPES[rows.dtype], _threads(), build.number()
+            rows.data_ptr(), found.data_ptr(), form.address, len(rows), ROW_DTYPES[rows.dtype], _threads(), build.number()
         )
         if failed:
             raise MemoryError("the CPU kernel found no memory for its working buffers")
@@ -218,7 +228,10 @@ def _many(
             part = _few(mine, packed, meta, own, None, bias, form)
         elif FULL_BITS in group:
             assert original is not None
-            part = full_rows(rounded(mine, own, form), original, bias)
+            exact = rounded(mine, own, form)
+            if exact.dtype is torch.float16:
+                exact = exact.float()  # sums are float32
+            part = full_rows(exact, original, bias).to(rows.dtype)
         else:
             part = _dequantised(rounded(mine, own, form), packed, meta, min(group), bias, form)
         if at is None:
@@ -249,7 +262,7 @@ def _dequantised(
             n0,
             n1,
             form.layout.precisions.index(bits),
-            DTYPES[rows.dtype],
+            ROW_DTYPES[rows.dtype],
             _threads(),
             build.number(),
         )

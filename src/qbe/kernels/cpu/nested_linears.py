@@ -8,8 +8,16 @@ from collections.abc import Sequence
 import torch
 
 from qbe.kernels.cpu import build
-from qbe.kernels.cpu.geometry import DTYPES, geometry
-from qbe.kernels.cpu.nested_linear import MANY_ROWS, check, few_enough, many_rows, nested_linear, readable
+from qbe.kernels.cpu.geometry import ROW_DTYPES, geometry
+from qbe.kernels.cpu.nested_linear import (
+    check,
+    few_enough,
+    many_full,
+    many_rows,
+    nested_linear,
+    readable,
+    readable_bias,
+)
 
 _threads = torch.get_num_threads
 
@@ -46,7 +54,7 @@ def nested_linears(
     k, dtype = x.shape[-1], x.dtype
     rows = x.reshape(-1, k).contiguous()
     count = rows.shape[0]
-    if dtype not in DTYPES or count == 0 or not all(few_enough(b, many_rows(dtype), MANY_ROWS[dtype]) for b in bits):
+    if count == 0 or not all(few_enough(b, many_rows(dtype), many_full(dtype)) for b in bits):
         return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
     if not len(packed) == len(meta) == len(bits) == len(exponents) or any(
         len(some) not in (0, len(packed)) for some in (originals, biases)
@@ -63,17 +71,17 @@ def nested_linears(
         check(rows, packed[i], meta[i], bits[i], original, bias, form)
         own = bits[i].contiguous()
         if bias is not None:
-            bias = (bias if bias.dtype in DTYPES else bias.float()).contiguous()
+            bias = readable_bias(bias, rows)
         kept.append((own, bias))
         matrices[i] = _Matrix(
             packed[i].data_ptr(), meta[i].data_ptr(), own.data_ptr(),
             original.data_ptr() if original is not None and readable(original, rows) else None,
             None if bias is None else bias.data_ptr(), y.data_ptr() + at * y.element_size(), form.address, y.shape[1],
-            0 if bias is None else DTYPES[bias.dtype],
+            0 if bias is None else ROW_DTYPES[bias.dtype],
         )  # fmt: skip
         at += form.n
     failed = build.loaded().qbe_multiply_many(
-        rows.data_ptr(), ctypes.addressof(matrices), len(forms), count, DTYPES[dtype], _threads(), build.number()
+        rows.data_ptr(), ctypes.addressof(matrices), len(forms), count, ROW_DTYPES[dtype], _threads(), build.number()
     )
     if failed == -1:  # rows at 16 bits that the compiled kernel cannot read, or nobody: this says which
         return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)

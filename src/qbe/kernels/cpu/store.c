@@ -9,7 +9,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define BLOCK 64 /* inputs per block of the layout */
 
-enum { FLOAT32, BFLOAT16 };
+enum { FLOAT32, BFLOAT16, FLOAT16 }; /* the last one: x and y of nested weights, with AVX-512 */
 
 typedef struct {
     int32_t total_bits, precisions, parts;

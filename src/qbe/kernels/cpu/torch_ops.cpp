@@ -47,7 +47,7 @@ using Attend = int64_t(const void *, const void *, const void *, void *, const i
 Multiply *multiply;
 Attend *attend;
 int32_t backend;
-int64_t many_rows[2], many_full[2]; // of float32, of bfloat16: from here on Python chooses
+int64_t many_rows[3], many_full[3]; // of float32, bfloat16, float16: from here on Python chooses
 
 constexpr int BLOCK = 64, FULL_BITS = 16, FORMATS = 256, ROUTED = 16, UNITS = 256;
 
@@ -55,6 +55,9 @@ constexpr int BLOCK = 64, FULL_BITS = 16, FORMATS = 256, ROUTED = 16, UNITS = 25
 int dtype_of(const Tensor &t) {
     return t.scalar_type() == ScalarType::Float ? 0 : t.scalar_type() == ScalarType::BFloat16 ? 1 : -1;
 }
+
+// The same, and float16 2
+int row_dtype_of(const Tensor &t) { return t.scalar_type() == ScalarType::Half ? 2 : dtype_of(t); }
 
 Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes) {
     int64_t strides[8];
@@ -94,20 +97,21 @@ bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &pack
     if (bits.scalar_type() != ScalarType::Int || bits.dim() != 1 || bits.size(0) != rows || !bits.is_contiguous())
         return false;
     if (original && (original->dim() != 2 || original->size(0) != s.n || original->size(1) != k)) return false;
-    if (bias && (bias->dim() != 1 || bias->size(0) != s.n || !bias->is_contiguous() || dtype_of(*bias) < 0)) return false;
+    if (bias && (bias->dim() != 1 || bias->size(0) != s.n || !bias->is_contiguous())) return false;
+    if (bias && dtype_of(*bias) < 0 && row_dtype_of(*bias) != row_dtype_of(x)) return false;
     const int32_t *wanted = (const int32_t *)bits.data_ptr();
-    const bool readable = original && dtype_of(*original) == dtype_of(x) && original->is_contiguous();
+    const bool readable = original && row_dtype_of(*original) == row_dtype_of(x) && original->is_contiguous();
     int64_t full = 0;
     for (int64_t r = 0; r < rows; r++) full += (wanted[r] & 255) >= FULL_BITS;
-    if (full && (!readable || full >= many_full[dtype_of(x)])) return false;
+    if (full && (!readable || full >= many_full[row_dtype_of(x)])) return false;
     m = Matrix{packed.data_ptr(), meta.data_ptr(), wanted, readable ? original->data_ptr() : nullptr,
-               bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? dtype_of(*bias) : 0};
+               bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? row_dtype_of(*bias) : 0};
     return true;
 }
 
 // The rows of x if the compiled kernel serves them, else 0.
 int64_t rows_of(const Tensor &x) {
-    const int dtype = dtype_of(x);
+    const int dtype = row_dtype_of(x);
     if (dtype < 0 || x.dim() < 1 || x.dim() > 8 || !x.is_contiguous() || x.numel() == 0) return 0;
     const int64_t rows = x.numel() / x.size(x.dim() - 1);
     return rows < many_rows[dtype] ? rows : 0;
@@ -125,7 +129,7 @@ Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows) {
         to += m[i].shape->n * (dtype_of(x) == 0 ? 4 : 2);
     }
     const int64_t done =
-        multiply(x.data_ptr(), m, count, rows, dtype_of(x), (int32_t)torch::stable::get_num_threads(), backend);
+        multiply(x.data_ptr(), m, count, rows, row_dtype_of(x), (int32_t)torch::stable::get_num_threads(), backend);
     STD_TORCH_CHECK(done == 0, "the CPU kernel found no memory for its working buffers");
     return y;
 }
@@ -286,7 +290,7 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
 // Called before the first op: the kernels of nested.c and what they are asked for.
 extern "C" void qbe_bind(Multiply *m, Attend *a, int32_t path, const int64_t *many, const int64_t *full) {
     multiply = m, attend = a, backend = path;
-    for (int dtype = 0; dtype < 2; dtype++) many_rows[dtype] = many[dtype], many_full[dtype] = full[dtype];
+    for (int dtype = 0; dtype < 3; dtype++) many_rows[dtype] = many[dtype], many_full[dtype] = full[dtype];
 }
 
 STABLE_TORCH_LIBRARY_IMPL(qbe, CPU, m) {
