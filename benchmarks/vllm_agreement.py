@@ -1,6 +1,6 @@
 """Does QBE inside vLLM answer as the embedded engine does, and at 16 bits as vLLM without QBE?
 
-    python benchmarks/vllm_agreement.py MODEL-QBE [--dtype float32] [--activations 8] [--compile] [--json FILE]
+    python benchmarks/vllm_agreement.py MODEL-QBE [--dtype float32|float16] [--activations 8] [--compile] [--json FILE]
 
 MODEL-QBE: a folder that 'qbe quantize' wrote.
 
@@ -142,8 +142,14 @@ def main() -> None:
     if args.json:
         args.json.write_text(
             json.dumps(
-                {"dtype": args.dtype, "activations": args.activations, "compiled": args.compile,
-                 "prompts": len(PROMPTS), "equal": result}, indent=1
+                {
+                    "dtype": args.dtype,
+                    "activations": args.activations,
+                    "compiled": args.compile,
+                    "prompts": len(PROMPTS),
+                    "equal": result,
+                },
+                indent=1,
             )
             + "\n"
         )

@@ -1,6 +1,6 @@
 """Tokens a second of vLLM's server with QBE at 4 and 16 bits and without QBE, by vLLM's own `bench serve`, in one run.
 
-    python benchmarks/vllm_throughput.py MODEL [--dtype float32] [--json FILE] [options of vllm serve]
+    python benchmarks/vllm_throughput.py MODEL [--dtype float16] [--json FILE] [options of vllm serve]
 
 MODEL is a folder that 'qbe quantize' wrote, or a 16-bit checkpoint, which QBE then nests while it is loaded. Both
 servers get the options; on one GPU that has to be `--gpu-memory-utilization 0.4`, or so. --dtype is QBE's alone: what
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of QBE's server")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="QBE's")
     parser.add_argument("--eager", action="store_true", help="without torch.compile, which takes minutes to start")
     parser.add_argument("--json", type=Path)
     args, more = parser.parse_known_args()

@@ -150,9 +150,8 @@ def test_a_row_of_float16_does_not_depend_on_its_batch(path: str, rows: int) -> 
     a = problem(100, 320, 64, (4, 2, 2), rows, torch.float16, 2)
     a["bits"] = torch.tensor([4, 6, 8, word(4, EIGHT)], dtype=torch.int32).repeat(rows // 4 + 1)[:rows]
     together = cpu.nested_linear(**a)
-    twice = nested_linears(
-        a["x"], [a["packed"]] * 2, [a["meta"]] * 2, [a["bits"]] * 2, [], [a["bias"]] * 2, a["slices"], [a["exponent"]] * 2
-    )
+    pairs = ([a[name]] * 2 for name in ("packed", "meta", "bits"))
+    twice = nested_linears(a["x"], *pairs, [], [a["bias"]] * 2, a["slices"], [a["exponent"]] * 2)
     if path == "torch":
         return
     assert cpu.many_rows(torch.float16) == (sys.maxsize if path in ("avx512", "amx") else 0)

@@ -59,9 +59,7 @@ Guess = tuple[int, torch.Tensor]  # a token, and the distribution float32 `[voca
 
 
 @torch.inference_mode()
-def sample(
-    scores: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None = None
-) -> list[int | None]:
+def sample(scores: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None = None) -> list[int | None]:
     """The next token of each sequence; those that ask for it also get the entropy of the model's distribution, or the
     logarithms of likely tokens.
 
@@ -86,9 +84,7 @@ def sample(
     return tokens
 
 
-def _choose(
-    step: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None
-) -> list[int | None]:
+def _choose(step: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None) -> list[int | None]:
     logits, best, measured = step
     asked = [i for i, s in enumerate(sequences) if s.difficult is not None or s.monitor is not None]
     if not asked:

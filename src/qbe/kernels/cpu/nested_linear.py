@@ -182,8 +182,9 @@ def rounded(rows: torch.Tensor, bits: torch.Tensor, form: Geometry) -> torch.Ten
     else:
         rows = rows.contiguous()
         found = torch.empty_like(rows)
+        dtype = ROW_DTYPES[rows.dtype]
         failed = build.loaded().qbe_round_rows(
-            rows.data_ptr(), found.data_ptr(), form.address, len(rows), ROW_DTYPES[rows.dtype], _threads(), build.number()
+            rows.data_ptr(), found.data_ptr(), form.address, len(rows), dtype, _threads(), build.number()
         )
         if failed:
             raise MemoryError("the CPU kernel found no memory for its working buffers")
