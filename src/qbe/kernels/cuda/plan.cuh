@@ -4,8 +4,9 @@
 //
 // A pair is a key head of a sequence. The pages of all pairs lie one after the other on a line, a page as long as its
 // kind takes to be read, and before those of a pair lies what its beginning and end take. The line is cut into pieces
-// of the same length, one for each block. Where each pair can be cut into equal pieces that are hardly longer, or where
-// as many pairs for each block are hardly longer, it is cut so: then no block begins more often than it must.
+// of the same length, one for each block. Where each pair can be cut into equal pieces that are longer by no more than a
+// part of what a beginning takes, or where as many pairs for each block are hardly longer, it is cut so: then no block
+// begins more often than it must.
 //
 // Of each sequence SAMPLES pages stand for those around them, a page a lane: so much is looked at, however long it is.
 
@@ -123,7 +124,7 @@ struct Plan {
 #pragma unroll 1
         for (int i = low; i < high; i++) own += length(i), longest = max(longest, length(i));
         int before = sum_before(own, all);
-        const int even = quotient(all, blocks), most = max(least, even + even / 32);
+        const int even = quotient(all, blocks), most = max(least, even + min(even / 32, start / 4));
 #pragma unroll 1
         for (int i = low; i < high; i++) own_pieces += pieces(i, most);
         const int pieces_before = sum_before(own_pieces, count);
