@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from explain_samples import blueprint, dense, digits, explanation, hybrid, linear, plain, printed, with_kv
 from qbe.blueprint import Blueprint
 from qbe.explain import html, palette, terminal
-from qbe.explain.heatmap import HeatMap, size
+from qbe.explain.heatmap import HeatMap, kv_note, size
 from qbe.sites import Role, SiteTable
 
 
@@ -119,6 +120,18 @@ SIZES = {
 @pytest.mark.parametrize(("n", "text"), SIZES.items())
 def test_sizes(n: float, text: str) -> None:
     assert size(n) == text
+
+
+@pytest.mark.parametrize(
+    ("bits", "said"),
+    [(4, "KV cache 4 bits, read at 16 where an error could exceed 0.1 of a head's output"),
+     (16, "KV cache 16 bits in any case")],
+)  # fmt: skip
+def test_a_bound_on_the_kv_caches_error_is_told(bits: int, said: str) -> None:
+    table = with_kv(hybrid(), (2, 5, 8))
+    e = explanation(table, kv_bits=[bits] * 10)
+    assert said not in kv_note(e)
+    assert said in kv_note(replace(e, blueprint=replace(e.blueprint, kv_error=0.1)))
 
 
 def test_the_kv_cache_has_a_row_of_its_own_everywhere() -> None:

@@ -93,7 +93,7 @@ class Engine(Requests):
         where = pick_device(device)
         sizes = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "kv_tokens": kv_tokens}
         for name, size in sizes.items():
-            if size is not None and not (isinstance(size, int) and 1 <= size < 2**40):
+            if size is not None and (isinstance(size, bool) or not (isinstance(size, int) and 1 <= size < 2**40)):
                 raise QBEError(f"{name} is {size}, but must be a whole number, 1 or more and below 2^40")
         if isinstance(model, nn.Module):
             if dtype != "auto":

@@ -130,6 +130,9 @@ def kv_note(e: Explanation) -> str:
     kinds = [b for of_layer in e.blueprint.kv_bits for b in (of_layer if isinstance(of_layer, tuple) else (of_layer,))]
     bits = [kv_width(k) for k in kinds]
     note = f"KV cache {span(bits)} bits"
+    if (error := e.blueprint.kv_error) is not None:
+        low = set(bits) != {FULL_BITS}
+        note += f", read at 16 where an error could exceed {error:.3g} of a head's output" if low else " in any case"
     if bits != kinds:
         return f"{note}, keys in TurboQuant's form"
     if len(set(bits)) > 1:
