@@ -55,10 +55,10 @@ def logits_of(engine: Engine, requests: list[Request], monkeypatch: pytest.Monke
     step = engine.core.runner.step
 
     def spy(work):  # type: ignore[no-untyped-def]
-        logits, best = step(work)
-        for row, sequence in zip(logits, [w.sequence for w in work if w.samples], strict=True):
+        scores = step(work)
+        for row, sequence in zip(scores.logits, [w.sequence for w in work if w.samples], strict=True):
             seen.setdefault(sequence.request_id, []).append(row.float().cpu().clone())
-        return logits, best
+        return scores
 
     with monkeypatch.context() as m:
         m.setattr(engine.core.runner, "step", spy)

@@ -90,9 +90,9 @@ def first_logits(engine: Engine, *requests: Request) -> tuple[torch.Tensor, bool
     step = engine.core.runner.step
 
     def spy(work):  # type: ignore[no-untyped-def]
-        out, best = step(work)
-        found.append((out[0].float().cpu().clone(), any(w.uniform is not None for w in weights)))
-        return out, best
+        scores = step(work)
+        found.append((scores.logits[0].float().cpu().clone(), any(w.uniform is not None for w in weights)))
+        return scores
 
     engine.core.runner.step = spy  # type: ignore[method-assign]
     engine.generate_batch(list(requests))
