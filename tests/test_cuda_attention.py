@@ -234,6 +234,7 @@ def test_blocks_end_at_the_same_time(seed: int) -> None:
 def test_equal_pairs_are_not_begun_twice() -> None:
     times, total = spent([64 * 500 + 1] * 8, [[4] * 500] * 8, 33)
     assert sorted(set(times)) == [0, total // 32 + decode_attention.START]
+    assert max(spent([64 * 500 + 1] * 8, [[16] * 500] * 8, 33)[0]) < 500 // 2 * COSTS[16] + decode_attention.START
     times, total = spent([64 * 50 + 1] * 32, [[4] * 50] * 32, 33)
     assert sorted(set(times)) == [0, 2 * (500 + decode_attention.START)]
 

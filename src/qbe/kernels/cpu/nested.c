@@ -203,7 +203,8 @@ static char *take(char **memory, size_t bytes) {
 }
 
 /* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`
-   (FLOAT16: with AVX-512, and no row at 16 bits), x contiguous. Returns 0, or -1: a row asks for 16 bits and there is no original (nothing was done); -2: out of memory
+   (FLOAT16: with AVX-512, and no row at 16 bits), x contiguous. Returns 0, or -1: a row asks for 16 bits and there is
+   no original (nothing was done); -2: out of memory
    (nothing was done). */
 int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
                           int32_t backend) {
