@@ -21,7 +21,9 @@ from qbe.budget import TIERS, Budget
 from qbe.cache.fingerprint import BITS, Fingerprint
 from qbe.cache.memory import GROUP_ENTRIES, NEAR_BITS, Entry, Memory
 from qbe.policies import kv
+from qbe.sites import SiteTable
 
+LIMITED = replace(TABLE, context=2048)
 ANY = Blueprint("any", (), (), ())
 
 
@@ -117,12 +119,19 @@ def test_a_hit_is_what_the_policy_would_have_chosen(seed, tier, bits, eight, kv_
     assert hits
 
 
-@given(context=st.integers(0, 3000), other=st.integers(0, 3000), weight_bytes=st.integers(0, 10**7))
-def test_contexts_that_the_kv_policy_does_not_tell_apart(context: int, other: int, weight_bytes: int) -> None:
+@given(
+    context=st.integers(0, 3000),
+    other=st.integers(0, 3000),
+    weight_bytes=st.integers(0, 10**7),
+    table=st.sampled_from([TABLE, LIMITED]),
+)
+def test_contexts_that_the_kv_policy_does_not_tell_apart(
+    context: int, other: int, weight_bytes: int, table: SiteTable
+) -> None:
     profile = profiles(1)[0]
-    first, last = kv.same_contexts(context, Budget(), TABLE, weight_bytes)
+    first, last = kv.same_contexts(context, Budget(), table, weight_bytes)
     assert first <= context <= last
-    one, two = (kv.average_bits(replace(profile, context=c), Budget(), TABLE, weight_bytes) for c in (context, other))
+    one, two = (kv.average_bits(replace(profile, context=c), Budget(), table, weight_bytes) for c in (context, other))
     assert one == two or not first <= other <= last
 
 

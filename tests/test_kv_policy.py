@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,40 @@ def test_short_contexts_keep_16_bits_and_long_ones_the_tiers() -> None:
     first = [tiered.blueprint(profile(context=long), Budget(bits=5.5, kv_bits=b), MEASURED) for b in (None, 4.4)]
     assert [b.kv_bits_of(0) == b.kv_bits for b in first] == [False, True]
     assert bits(long, TABLE) == 16, "nobody has run the model"
+
+
+def test_near_the_end_of_the_models_context_the_cache_does_an_eighth_of_the_damage() -> None:
+    tiered = policies.load("tiered")
+    limited = replace(MEASURED, context=8192)
+
+    def chosen(context: int, table: SiteTable = limited, **budget: object) -> Blueprint:
+        return tiered.blueprint(profile(context=context), Budget(bits=5.5, **budget), table)  # type: ignore[arg-type]
+
+    def damage(b: Blueprint) -> float:
+        return sum(s.sensitivity[b.kv_bits_at(s.layer, s.head)] for s in limited.kv)
+
+    before, after, unlimited = chosen(7168), chosen(7169), chosen(7169, MEASURED)
+    assert before == unlimited
+    at_0, at_1 = kv.TIER_DAMAGE["default"]
+    allowed = (at_0 * at_1) ** 0.5  # at a score of 0.5
+    assert allowed / 8 < damage(before) <= allowed
+    assert damage(after) <= allowed / 8
+    assert chosen(8192) == after
+    for tier in ("flex", "priority"):
+        assert chosen(7168, tier=tier).average_kv_bits(limited) < chosen(7169, tier=tier).average_kv_bits(limited)
+    assert chosen(8192, kv_bits=4.4).kv_bits == chosen(4096, kv_bits=4.4).kv_bits, "what is asked for is given"
+    weight_bytes = before.bytes_per_token(limited)
+    assert kv.same_contexts(7168, Budget(), limited, weight_bytes)[1] == 7168
+    assert kv.same_contexts(7169, Budget(), limited, weight_bytes) == (7169, sys.maxsize)
+    assert kv.same_contexts(7169, Budget(), MEASURED, weight_bytes)[0] < 7169
+
+
+def test_the_first_page_has_16_bits_where_the_others_are_nearly_exact() -> None:
+    plain = Blueprint("kv", (), (), (16,) * MEASURED.layers)
+    for bits, first in ((4.4, 8), (5.8, 8), (6.0, 16), (8.0, 16)):
+        assert kv.with_cache(plain, Budget(), MEASURED, bits).first_kv_bits == first
+    assert kv.with_cache(plain, Budget(kv_bits=8), MEASURED, 8.0).first_kv_bits is None
+    assert kv.with_cache(plain, Budget(), MEASURED, 16.0) == plain
 
 
 @settings(max_examples=10, deadline=None)

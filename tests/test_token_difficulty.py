@@ -21,6 +21,7 @@ from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
 from qbe.kernels.cpu.nested_linear import many_rows
+from qbe.kvcache.pages import entries_of
 from qbe.records import RecordStore
 from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store.nested_tensor import nest
@@ -142,12 +143,16 @@ def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int
     prompt = prompts(70)[0]
     undisturbed = core_with(threshold)
     expected = request(undisturbed, "a", prompt, low(undisturbed.table))
-    run(undisturbed, expected)
+    undisturbed.add(expected)
+    first: list[torch.Tensor] = []
+    while undisturbed.has_work():
+        first[:] = stepped(undisturbed, expected)
     core = core_with(threshold, **sizes)
     asked = request(core, "a", prompt, low(core.table))
     core.add(asked)
     snapshots, words, schedule = [], core.plan.words, core.scheduler.schedule
     work: list[Work] = []
+    again: list[torch.Tensor] = []
 
     def scheduled() -> list[Work]:
         work[:] = schedule()
@@ -158,7 +163,7 @@ def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int
         if len(asked.output_ids) in (30, 65) and asked.remaining == 1:
             snapshots.append((len(asked.token_ids), set(asked.careful)))
             core.scheduler.restart(asked)
-        core.step()
+        again[:] = stepped(core, asked)
         (own,) = work
         at = range(own.start, own.start + own.count)
         assert [w & EIGHT == 0 for w in words[0, : own.count].tolist()] == [p in asked.careful for p in at]
@@ -167,12 +172,32 @@ def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int
     assert 0 < len(asked.careful) < TOKENS
     same = next((i for i in range(TOKENS) if asked.output_ids[i] != expected.output_ids[i]), TOKENS)
     assert same >= 30  # nothing was computed again before
-    torch.testing.assert_close(asked.token_entropies[:same], expected.token_entropies[:same], rtol=1e-3, atol=1e-3)
-    # On a GPU the last bits of a row depend on how many rows are multiplied; on a CPU without AVX-512, too, where torch
-    # multiplies many.
+    # The first layer's keys and values come from the token and its precision alone, those of tokens computed once and
+    # of tokens computed three times.
+    alike = len(prompt) + next((i for i in range(same) if careful(asked, i) != careful(expected, i)), same)
+    for once, thrice in zip(first, again, strict=True):
+        assert len(once) == len(thrice) == len(prompt) + TOKENS - 1
+        torch.testing.assert_close(thrice[:alike], once[:alike], rtol=1e-5, atol=1e-5)
+    # Deeper down a number whose last bit differs may be rounded to another byte, and all tokens that see it are other
+    # ones (on an H200 one such number, in the second layer, changes entropies by 0.3 %). Last bits depend on how many
+    # rows are multiplied on a GPU, and on a CPU where torch multiplies many.
     if DEVICE == "cpu" and many_rows(torch.float32) == sys.maxsize:
+        torch.testing.assert_close(asked.token_entropies, expected.token_entropies, rtol=1e-6, atol=1e-6)
         assert asked.output_ids == expected.output_ids
         assert asked.careful == expected.careful
+
+
+def stepped(core: Core, sequence: Sequence) -> list[torch.Tensor]:
+    """Keys and values [tokens, numbers] that the first layer has of a sequence after one more step."""
+    pages = sequence.pages
+    core.step()
+    found = core.pool.read(0, torch.tensor(entries_of(pages, 0), device=DEVICE))
+    return [x.transpose(1, 2).flatten(0, 1)[: sequence.computed].flatten(1).cpu() for x in found]
+
+
+def careful(sequence: Sequence, token: int) -> bool:
+    """Whether a token of the answer is read with 16-bit activations."""
+    return len(sequence.token_ids) - len(sequence.output_ids) + token in sequence.careful
 
 
 def test_decode_steps_of_fixed_shape_and_packed_ones_agree(threshold: float) -> None:

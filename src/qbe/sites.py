@@ -156,6 +156,7 @@ class SiteTable:
 
     Attributes:
         kv: by layer and head; empty as long as nobody has run the model.
+        context: the most tokens of a sequence, None where the model names none or nobody has run it.
     """
 
     sites: tuple[Site, ...]
@@ -163,6 +164,7 @@ class SiteTable:
     layers: int = 0
     kv: tuple[KVSite, ...] = ()
     difficult_entropy: float | None = None
+    context: int | None = None
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

@@ -21,7 +21,8 @@ def version_of(table: SiteTable, policy: Policy, policy_version: str) -> str:
     """32 hex digits that change with the model, its store, what was measured on it, the policy and QBE's own code."""
     kv = [(s.layer, s.head, s.query_heads, s.numbers, sorted(s.sensitivity.items()), s.entropy) for s in table.kv]
     of_policy = (policy.name, policy_version, type(policy).__qualname__, _source_of(type(policy)))
-    facts = (FORMAT, qbe.__version__, constants(), _code(), of_policy, table.digest, table.difficult_entropy, kv)
+    facts = (FORMAT, qbe.__version__, constants(), _code(), of_policy, table.digest, table.difficult_entropy, kv,
+             table.context)  # fmt: skip
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -152,7 +152,7 @@ class Core:
         self._try()
         self.cascade = Cascade(cascade, table, self.plan) if cascade is not None and packed and paged else None
         self.runner.observe = None if self.cascade is None else self.cascade.observe
-        self.table = with_kv(table, self.runner.cache)
+        self.table = replace(with_kv(table, self.runner.cache), context=self.context)
         longest = most_pages(shapes, dtype, pages)
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:

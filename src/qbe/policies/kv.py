@@ -31,7 +31,11 @@ TIER_DAMAGE: dict[str, tuple[float, float]] = {
     "priority": (1e-3, 2e-4),
 }
 FEWEST, MOST = 4.0, 8.0  # below 4 bits damages no longer add up; 8 bits are all but exact
+
+# A text's first page has so many bits at least, and 16 where the others are nearly exact: at 8 bits on average that
+# halves SmolLM2's divergence, at 6.2 it takes 7 %, at 4.4 nothing (`docs/quality.md`).
 FIRST_PAGE_BITS = 8
+NEARLY_EXACT = 6.0
 STEP = 0.2  # of the averages in between: requests share pages at equal bits only
 SCORE_STEPS = 10
 UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear fewer
@@ -41,6 +45,13 @@ UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear few
 # once, half of it. SmolLM2 at 5.5 bits reads 98 MB a token and keeps 23 kB for each of the context: 266 tokens; an 8B
 # Llama 5.7 GB and 131 kB: 2 700. From there on 8 bits, until the cache at 8 bits would cost as much again.
 SMALL_SHARE = 1 / 16
+
+# Towards the end of its context a model finds by itself what it is asked for less surely: at 16 bits SmolLM2 finds all
+# of 100 needles up to 5 120 tokens, 16 or 15 of 20 at 8 192, some by one or two steps of a bfloat16. There the cache may
+# do an eighth of the damage: 6.6 bits, with which no needle is lost that 16 bits find however its prompt is cut, and
+# one is with 6 (`docs/quality.md`).
+NEAR_THE_END = 7 / 8  # of the model's context
+LESS_THERE = 1 / 8
 
 # Where nothing was measured: damage grows with the step of the codes squared and with the query heads that read it, and
 # the first layer is by far the most fragile (SGLang's first 4-bit cache: GPQA .623 -> .473, with that layer at 16 bits
@@ -60,24 +71,25 @@ def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight
     """
     if budget.kv_bits is not None:
         return float(budget.kv_bits)
-    small, twice = _bounds(table, weight_bytes)
+    small, twice, near_the_end = _bounds(table, weight_bytes)
     if profile.context <= small:
         return float(FULL_BITS)
     if not table.kv_measured:
         return UNMEASURED_BITS
     at_0, at_1 = TIER_DAMAGE[budget.plain_tier]
-    bits = fewest_bits(table, at_0 * (at_1 / at_0) ** (score_step(profile.score) / SCORE_STEPS))
+    damage = at_0 * (at_1 / at_0) ** (score_step(profile.score) / SCORE_STEPS)
+    bits = fewest_bits(table, damage * LESS_THERE if profile.context > near_the_end else damage)
     return max(bits, MOST) if profile.context <= twice else bits
 
 
 def with_cache(blueprint: Blueprint, budget: Budget, table: SiteTable, average: float) -> Blueprint:
     """The blueprint with a KV cache of that average.
 
-    A text's first page has 8 bits at least, unless the budget says what pages have. Its tokens are looked at from
-    everywhere (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023): at 4.4 bits on average,
-    one page of 64 did more than half of what the whole cache did to SmolLM2.
+    A text's first page has 8 bits at least, 16 where the average is high, unless the budget says what pages have. Its
+    tokens are looked at from everywhere (Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
+    2023): at 4.4 bits on average, one page of 64 did more than half of what the whole cache did to SmolLM2.
     """
-    first = FIRST_PAGE_BITS if budget.kv_bits is None else None
+    first = None if budget.kv_bits is not None else FIRST_PAGE_BITS if average < NEARLY_EXACT else FULL_BITS
     return replace(blueprint, kv_bits=allocate_kv(table, average), first_kv_bits=first)
 
 
@@ -93,13 +105,16 @@ def same_contexts(context: int, budget: Budget, table: SiteTable, weight_bytes: 
     return first, min((e for e in edges if e >= context), default=sys.maxsize)
 
 
-def _bounds(table: SiteTable, weight_bytes: int) -> tuple[int, int]:
-    """The longest contexts, in tokens, whose cache at 16 bits is a small part of what a token reads, and twice that."""
+def _bounds(table: SiteTable, weight_bytes: int) -> tuple[int, int, int]:
+    """The longest contexts, in tokens, whose cache at 16 bits is a small part of what a token reads, and twice that; the
+    longest that is not near the end of the model's own.
+    """
     if not table.kv_numbers:
-        return sys.maxsize, sys.maxsize
+        return sys.maxsize, sys.maxsize, sys.maxsize
     bytes_a_token = table.kv_numbers * FULL_BITS // 8
     small = weight_bytes * SMALL_SHARE
-    return int(small // bytes_a_token), int(2 * small // bytes_a_token)
+    near_the_end = sys.maxsize if table.context is None else int(table.context * NEAR_THE_END)
+    return int(small // bytes_a_token), int(2 * small // bytes_a_token), near_the_end
 
 
 @lru_cache(maxsize=256)
