@@ -156,12 +156,13 @@ DEFINE_WORK(avx512, TARGET_AVX512)
 #define RUN(JOBS, BACKEND, THREADS, KIND) pool_run(scalar_##KIND, JOBS, THREADS)
 #endif
 
-/* Rows of the weight in a chunk: an even share for each thread, in whole tiles, at most 64 K weights (shorter runs break
-   the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the threads worse). */
+/* Rows of the weight in a chunk: even parts of an even share for each thread, in whole tiles, at most 64 K weights (shorter
+   runs break the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the threads
+   worse). */
 static int64_t chunk_rows(int64_t rows, int64_t kp, int threads) {
-    const int64_t share = (rows / threads + 15) / 16 * 16, most = 65536 / kp / 16 * 16;
-    const int64_t chunk = share < most ? share : most;
-    return chunk < 16 ? 16 : chunk;
+    const int64_t share = (rows + threads - 1) / threads, most = 65536 / kp > 16 ? 65536 / kp / 16 * 16 : 16;
+    const int64_t parts = (share + most - 1) / most;
+    return (share + parts * 16 - 1) / (parts * 16) * 16;
 }
 
 /* Waking a thread costs about as much as this many weights. */
