@@ -34,6 +34,8 @@ from records_samples import record
         (["generate", "hi", "--seed", "-1"], "qbe: --seed is -1"),
         (["generate", "hi", "--kv-tokens", "0"], "qbe: --kv-tokens is 0"),
         (["generate", "hi", "--n", "few"], "--n"),
+        (["generate", "hi", "--n", "100000"], "--n is 100000, but must be a whole number, 1 to 1024"),
+        (["generate", "hi", "--kv-bits", "\uff14"], "qbe: --kv-bits is"),
         (["chat", "--kv-tokens", "many"], "--kv-tokens"),
         (["generate", "hi", "--policy", "nope"], "policy"),
         (["generate"], "argument"),

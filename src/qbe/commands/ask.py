@@ -71,8 +71,10 @@ def generate(
     Several answers (--n) come one after the other when all are written; with --json as a list.
     """
     text = _prompt(prompt)
-    if n < 1:
-        raise QBEError(f"--n is {n}, but must be a whole number, 1 or more")
+    from qbe.engine.sampling_params import MOST_ANSWERS
+
+    if not 1 <= n <= MOST_ANSWERS:
+        raise QBEError(f"--n is {n}, but must be a whole number, 1 to {MOST_ANSWERS}")
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, speculate
     )

@@ -90,7 +90,7 @@ def make_budget(
     from qbe.budget import Budget
 
     kv: float | str | None = kv_bits
-    if kv_bits is not None:
+    if kv_bits is not None and kv_bits.isascii():  # float() reads the digits of any script
         with suppress(ValueError):
             kv = float(kv_bits)
     return Budget(

@@ -23,7 +23,7 @@ from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import Prompt, Request, Result
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling_params import MOST_ANSWERS, SamplingParams
 from qbe.engine.stream import Stream
 from qbe.engine.tokenize import eos_ids
 from qbe.engine.tuner_host import TunerHost
@@ -200,14 +200,14 @@ class Engine(Requests):
         """Writes n answers to one prompt, which goes through the model once; they share its pages.
 
         Args:
-            n: 1 or more; those beyond `max_sequences` wait for the others.
+            n: 1 to 1 024; those beyond `max_sequences` wait for the others.
             params: with a seed s the i-th answer, counted from 0, is that of seed s + i.
 
         Raises:
             QBEError: what `generate` raises, or n out of range.
         """
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise QBEError(f"n is {n!r}, but must be a whole number, 1 or more")
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_ANSWERS:
+            raise QBEError(f"n is {n!r}, but must be a whole number, 1 to {MOST_ANSWERS}")
         params = params or SamplingParams()
         request = Request(prompt, params, budget or Budget(), policy)
         ids = [self.submit(request)]

@@ -8,6 +8,8 @@ from typing import Any
 
 from qbe.errors import QBEError
 
+MOST_ANSWERS = 1024  # to one prompt
+
 
 @dataclass(frozen=True)
 class SamplingParams:

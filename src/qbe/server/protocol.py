@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from qbe.budget import MOST_KV_ERROR
+from qbe.engine.sampling_params import MOST_ANSWERS
 from qbe.sites import FULL_BITS
 
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
@@ -76,7 +77,7 @@ class Common(Body):
     logit_bias: dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
-    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
