@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 from qbe.engine.engine import Engine
+from qbe.errors import QBEError
 from qbe.eval.haystack import read_essays
 from qbe.eval.needle import ANSWER_TOKENS, Cell, Grid, run
 from qbe.progress import bar
@@ -24,26 +26,39 @@ from qbe.sites import FULL_BITS
 def found(args: argparse.Namespace, text: str, grid: Grid, piece: int) -> list[set[Cell]]:
     """Cells found at 16 bits and by default with prompts cut after so many tokens."""
     room = 2 * (max(grid.lengths) + ANSWER_TOKENS + 64)
-    with Engine(
-        args.model, max_batch_tokens=piece, max_sequences=1, kv_tokens=room, records=False, blueprint_cache=False
-    ) as engine:
-        with bar(f"pieces of {piece}", 2 * len(grid.cells()), True) as tick:
-            outcome = run(engine, text, grid, [None], tick)
+    with (
+        Engine(args.model, max_batch_tokens=piece, max_sequences=1, kv_tokens=room, records=False) as engine,
+        bar(f"pieces of {piece}", 2 * len(grid.cells()), sys.stderr.isatty()) as tick,
+    ):
+        outcome = run(engine, text, grid, [None], tick)
     return [{cell for cell, row in outcome.of(setting).items() if row.found} for setting in (FULL_BITS, None)]
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number, 1 or more")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(map(count, text.split(",")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("QBE_DATA", "../shared/data")))
-    parser.add_argument("--lengths", default="7168,8192")
-    parser.add_argument("--pieces", default="512,1024,2048,4096,8192", help="the most tokens of a step")
-    parser.add_argument("--needles", type=int, default=4)
+    parser.add_argument("--lengths", type=counts, default="7168,8192")
+    parser.add_argument("--pieces", type=counts, default="512,1024,2048,4096,8192", help="the most tokens of a step")
+    parser.add_argument("--needles", type=count, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    text = read_essays(args.data)
-    grid = Grid(lengths=tuple(int(n) for n in args.lengths.split(",")), needles=args.needles)
-    by_piece = {piece: found(args, text, grid, piece) for piece in (int(n) for n in args.pieces.split(","))}
+    grid = Grid(lengths=args.lengths, needles=args.needles)
+    try:
+        text = read_essays(args.data)
+        by_piece = {piece: found(args, text, grid, piece) for piece in args.pieces}
+    except QBEError as error:
+        raise SystemExit(f"needle_pieces: {error}") from None
     rows = []
     for length in grid.lengths:
         cells = {c for c in grid.cells() if c.length == length}

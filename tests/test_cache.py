@@ -58,13 +58,15 @@ def test_a_fingerprint_depends_on_the_features_alone_and_the_cell_on_the_rest() 
     assert (same.cell, same.digest, same.bits) == (found.cell, found.digest, found.bits)
     for other, budget in (
         (profile, Budget(bits=5)), (profile, Budget(tier="flex")), (profile, Budget(activation_bits=8)),
-        (profile, Budget(kv_bits=4)), (profile, Budget(careful_tokens=True)), (profile, Budget(kv_error=0.1)),
+        (profile, Budget(kv_bits=4)), (profile, Budget(kv_error=0.1)),
         (replace(profile, tier=3, cluster=4), Budget()),
         (replace(profile, score=profile.score + 0.05), Budget()),
     ):  # fmt: skip
         changed = Fingerprint(other, budget)
         assert changed.cell != found.cell
         assert (changed.digest, changed.bits) == (found.digest, found.bits)
+    eight, careful = (Fingerprint(profile, Budget(activation_bits=8, careful_tokens=c)) for c in (False, True))
+    assert eight.cell != careful.cell
 
 
 def test_tier_one_has_fingerprints_too() -> None:

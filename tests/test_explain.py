@@ -78,6 +78,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
     assert set(d) == {
         "prompt_tokens",
         "context",
+        "fits_context",
         "profile",
         "policy",
         "cache",
@@ -132,6 +133,24 @@ def test_a_bound_on_the_kv_caches_error_is_told(bits: int, said: str) -> None:
     e = explanation(table, kv_bits=[bits] * 10)
     assert said not in kv_note(e)
     assert said in kv_note(replace(e, blueprint=replace(e.blueprint, kv_error=0.1)))
+
+
+def test_a_first_page_of_more_bits_is_told() -> None:
+    e = explanation(with_kv(hybrid(), (2, 5, 8)), kv_bits=[4] * 5 + [8] * 5)
+    for first, said in ((8, "8 in the first page"), (16, "16 in the first page")):
+        assert f"4 to 8 bits, 6.67 on average, {said}" in kv_note(
+            replace(e, blueprint=replace(e.blueprint, first_kv_bits=first))
+        )
+
+
+def test_a_prompt_without_room_for_an_answer_is_told() -> None:
+    said = "too long for the model's context of"
+    for context, fits in ((None, True), (56, True), (55, False)):
+        e = explanation(replace(dense(), context=context))
+        assert e.describe()["fits_context"] is fits
+        told = " ".join(printed(terminal.render(e), 120, color_system=None).split())
+        assert (f"{said} 55" in told) is not fits
+        assert (f"{said} 55" in html.render(e, prompt="p").replace("&#39;", "'")) is not fits
 
 
 def test_the_kv_cache_has_a_row_of_its_own_everywhere() -> None:

@@ -45,7 +45,8 @@ class Budget:
 
     Raises:
         QBEError: an unknown tier, bits or a range outside 1 to 16, or activation or KV bits that there are not, or
-            a KV error that is no number of at least 0 or above a million, or a refresh of bits that are fixed.
+            a KV error that is no number of at least 0 or above a million, or a refresh of bits that are fixed, or
+            careful tokens where activations have 16 bits anyway.
     """
 
     bits: float | None = None
@@ -82,6 +83,8 @@ class Budget:
         for name, value in (("careful_tokens", self.careful_tokens), ("cascade", self.cascade)):
             if not isinstance(value, bool):
                 raise QBEError(f"{name} is {_told(value)}, but must be true or false")
+        if self.careful_tokens and self.activation_bits == FULL_BITS:
+            raise QBEError("careful_tokens is for activation_bits 8, and they are 16: ask for 8, or leave it out")
         if self.within is not None:
             ends = self.within if isinstance(self.within, tuple | list) else ()
             rises = len(ends) == 2 and all(map(_is_number, ends)) and 1 <= ends[0] <= ends[1] <= FULL_BITS

@@ -17,6 +17,7 @@ from qbe.commands.options import (
     Analysis,
     Answers,
     Bits,
+    CarefulTokens,
     Cascade,
     Chat,
     Compile,
@@ -59,11 +60,11 @@ Prompt = Annotated[str, typer.Argument(help="the prompt; - reads it from standar
 
 def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto",
-    originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
-    kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0,
-    top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None,
-    n: Answers = 1, chat: Chat = False, refresh: Refresh = False, cascade: Cascade = False,
+    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, tier: Tier = "default",
+    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
+    kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, n: Answers = 1, chat: Chat = False, refresh: Refresh = False, cascade: Cascade = False,
     analysis_tier: Analysis = None, compile: Compile = False, speculate: Speculate = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text.
@@ -78,7 +79,7 @@ def generate(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
         quiet=as_json, speculate=speculate,
@@ -99,10 +100,11 @@ def generate(
 
 def chat(
     context: typer.Context, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, tier: Tier = "default", dtype: Dtype = "auto", device: Device = "auto",
-    originals: Originals = "device", greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None,
-    kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0,
-    top_p: TopP = 0.95, min_p: MinP = 0.0, repetition_penalty: Penalty = 1.0, seed: Seed = None,
+    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, tier: Tier = "default",
+    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
+    kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0, seed: Seed = None,
     refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
     speculate: Speculate = False, tune: Tune = False, as_json: Json = False,
     live: Annotated[bool, typer.Option("--live", help="draw bits per layer as they move, on a terminal")] = False,
@@ -116,7 +118,7 @@ def chat(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
         speculate=speculate,
@@ -164,7 +166,8 @@ def chat(
 
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, kv_bits: KVBits = None, kv_error: KVError = None,
+    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, kv_bits: KVBits = None,
+    kv_error: KVError = None,
     max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False, cascade: Cascade = False,
     analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
@@ -179,7 +182,7 @@ def explain(
 
         trace_picture.check(trace)
     check_writable(trace=trace, html=html)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         params = make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None)

@@ -21,6 +21,9 @@ Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file
 Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: tiered, uniform or a plug-in's name")]
 Bits = Annotated[float | None, typer.Option(help="budget: average bits over the weights of nested sites")]
 ActivationBits = Annotated[int, typer.Option(help="budget: bits of the inputs of nested sites, 8 or 16")]
+CarefulTokens = Annotated[
+    bool, typer.Option("--careful-tokens", help="budget: with 8-bit activations, 16 for tokens hard to predict")
+]
 KVBits = Annotated[str | None, typer.Option(help="budget: average bits of the KV cache, 2 to 16, or turbo2 or turbo4")]
 KVError = Annotated[
     float | None, typer.Option(help="budget: what KV bits may change of attention's outputs, as a part of their norm")
@@ -85,7 +88,7 @@ def make_engine(
 
 def make_budget(
     bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None,
-    refresh: bool = False, cascade: bool = False,
+    refresh: bool = False, cascade: bool = False, careful_tokens: bool = False,
 ) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
@@ -95,7 +98,7 @@ def make_budget(
             kv = float(kv_bits)
     return Budget(
         bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error, refresh=refresh,
-        cascade=cascade,
+        cascade=cascade, careful_tokens=careful_tokens,
     )  # fmt: skip
 
 

@@ -68,6 +68,11 @@ class Explanation:
         return self.profile.context
 
     @property
+    def fits(self) -> bool:
+        """Whether the model's context has room for the prompt and a token of an answer; else it would be refused."""
+        return self.table.context is None or self.prompt_tokens < self.table.context
+
+    @property
     def average_bits(self) -> float:
         """Mean gear over the weights of the nested sites."""
         return self.blueprint.average_weight_bits(self.table)
@@ -77,6 +82,7 @@ class Explanation:
         return {
             "prompt_tokens": self.prompt_tokens,
             "context": self.context,
+            "fits_context": self.fits,
             "profile": self.profile.describe(),
             "policy": self.blueprint.policy,
             "cache": self.cache,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
 from qbe.records.thresholds import EASY, HARD, RUN, WINDOW, moved
-from qbe.sites import FULL_BITS, KVSite, Role, Site, SiteTable, kv_width
+from qbe.sites import FULL_BITS, KVBits, KVSite, Role, Site, SiteTable, kv_width
 
 # In the order in which a token meets them.
 LABELS: dict[Role, str] = {
@@ -127,7 +127,7 @@ def bits_text(bits: float) -> str:
 
 def kv_note(e: Explanation) -> str:
     """Bits of the KV cache in a sentence: average, range, for which context, and by what they were chosen."""
-    kinds = [b for of_layer in e.blueprint.kv_bits for b in (of_layer if isinstance(of_layer, tuple) else (of_layer,))]
+    kinds = _kinds(e.blueprint.kv_bits)
     bits = [kv_width(k) for k in kinds]
     note = f"KV cache {span(bits)} bits"
     if (error := e.blueprint.kv_error) is not None:
@@ -138,10 +138,15 @@ def kv_note(e: Explanation) -> str:
     if len(set(bits)) > 1:
         note += f", {e.blueprint.average_kv_bits(e.table):.2f} on average"
     if e.blueprint.first_kv_bits is not None:
-        note += f", at least {e.blueprint.first_kv_bits} in the first page"
+        note += f", {span([kv_width(k) for k in _kinds(e.blueprint.kv_bits_of(0))])} in the first page"
     if e.context:
         note += f" for up to {e.context:,} tokens"
     return note if e.table.kv_measured or set(bits) == {FULL_BITS} else f"{note}, not measured: by plain rules"
+
+
+def _kinds(kv_bits: Sequence[KVBits]) -> list[int]:
+    """Of all layers and heads."""
+    return [b for of_layer in kv_bits for b in (of_layer if isinstance(of_layer, tuple) else (of_layer,))]
 
 
 def span(bits: Sequence[int]) -> str:

@@ -36,7 +36,7 @@ def render(explanation: Explanation) -> RenderableType:
     heat = HeatMap.of(e.blueprint, e.table)
     return _Report(
         Group(
-            _heading("Query", f"{e.prompt_tokens} tokens · {e.profile.prompt_class.replace('_', ' ')}"),
+            _heading("Query", f"{_length(e)} · {e.profile.prompt_class.replace('_', ' ')}"),
             _indent(_bars([("complexity", e.profile.score, f"{e.profile.score:.2f}")])),
             _indent(_Features(e.profile.features)),
             _indent(Text(_analysis(e), "dim")),
@@ -99,6 +99,11 @@ def _analysis(e: Explanation) -> str:
         return line
     name = default_encoder().names[e.profile.cluster]
     return f"{line}; cluster {e.profile.cluster} ({name}), cosine {e.profile.similarity:.2f}"
+
+
+def _length(e: Explanation) -> str:
+    told = f"{e.prompt_tokens} tokens"
+    return told if e.fits else f"{told}, too long for the model's context of {e.table.context}: it would be refused"
 
 
 def _saving(e: Explanation) -> str:

@@ -47,9 +47,9 @@ UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear few
 SMALL_SHARE = 1 / 16
 
 # Towards the end of its context a model finds by itself what it is asked for less surely: at 16 bits SmolLM2 finds all
-# of 100 needles up to 5 120 tokens, 16 or 15 of 20 at 8 192, some by one or two steps of a bfloat16. There the cache may
-# do an eighth of the damage: 6.6 bits, with which no needle is lost that 16 bits find however its prompt is cut, and
-# one is with 6 (`docs/quality.md`).
+# of 100 needles up to 5 120 tokens, 16 or 15 of 20 at 8 192, some by one or two steps of a bfloat16. There the cache
+# may do an eighth of the damage: by the default tier 6.6 bits, with which no needle is lost that 16 bits find however
+# its prompt is cut, and one is with 6 (`docs/quality.md`).
 NEAR_THE_END = 7 / 8  # of the model's context
 LESS_THERE = 1 / 8
 
@@ -106,8 +106,8 @@ def same_contexts(context: int, budget: Budget, table: SiteTable, weight_bytes: 
 
 
 def _bounds(table: SiteTable, weight_bytes: int) -> tuple[int, int, int]:
-    """The longest contexts, in tokens, whose cache at 16 bits is a small part of what a token reads, and twice that; the
-    longest that is not near the end of the model's own.
+    """The longest contexts, in tokens, whose cache at 16 bits is a small part of what a token reads, and twice that,
+    and the longest that is not near the end of the model's own.
     """
     if not table.kv_numbers:
         return sys.maxsize, sys.maxsize, sys.maxsize

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from qbe.budget import MOST_KV_ERROR
 from qbe.engine.sampling_params import MOST_ANSWERS
-from qbe.sites import FULL_BITS
+from qbe.sites import FULL_BITS, KV_BITS, TURBO_KINDS
 
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
 Bits = Annotated[float, Field(ge=1, le=FULL_BITS)]
+
+
+def _kv_bits(value: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and KV_BITS[0] <= value <= FULL_BITS
+    if number or value is None or (isinstance(value, str) and value in TURBO_KINDS):
+        return value
+    have = " or ".join(TURBO_KINDS)
+    raise ValueError(f"must be an average between {KV_BITS[0]} and {FULL_BITS}, or {have}")
+
+
+KVBits = Annotated[
+    Annotated[float, Field(ge=KV_BITS[0], le=FULL_BITS)] | Literal["turbo2", "turbo4"], BeforeValidator(_kv_bits)
+]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
@@ -32,6 +45,7 @@ class Contract(Body):
         kv_bits: average bits of the KV cache, or `turbo2` or `turbo4` (keys in TurboQuant's form).
         kv_error: what these may change of attention's outputs, as a part of their norm.
         activation_bits: of the inputs of linear layers, 8 or 16; left out, the tier's.
+        careful_tokens: with 8, read tokens of the answer that were hard to predict with 16.
         max_latency_ms: the answer ends by then: precision is lowered as far as that is foreseen to need, what is not
             written yet is cut (`finish_reason` `length`).
         max_cost: the most that the request may cost, in the server's currency; bounds the bits.
@@ -44,9 +58,10 @@ class Contract(Body):
     bits: Bits | None = None
     min_bits: Bits | None = None
     max_bits: Bits | None = None
-    kv_bits: Annotated[float, Field(ge=2, le=FULL_BITS)] | Literal["turbo2", "turbo4"] | None = None
+    kv_bits: KVBits | None = None
     kv_error: Annotated[float, Field(ge=0, le=MOST_KV_ERROR)] | None = None
     activation_bits: Literal[8, 16] | None = None
+    careful_tokens: StrictBool = False
     max_latency_ms: Annotated[float, Field(gt=0)] | None = None
     max_cost: Annotated[float, Field(gt=0)] | None = None
     policy: Annotated[str, Field(max_length=64)] | None = None
