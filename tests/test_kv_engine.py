@@ -241,8 +241,8 @@ def test_answers_to_one_prompt_share_its_pages_and_have_their_own_seeds() -> Non
         engine.generate(prompt, replace(params, seed=7 + i)).token_ids for i in range(5)
     ]
     assert len({r.text for r in engine.answers(prompt, 3, replace(params, seed=None))}) > 1
-    for n in (0, -1, True, 1.5):
-        with pytest.raises(QBEError, match=r"n is .*, but must be a whole number, 1 or more"):
+    for n in (0, -1, True, 1.5, 1025):
+        with pytest.raises(QBEError, match=r"n is .*, but must be a whole number, 1 to 1024"):
             engine.answers(prompt, n)
     assert not engine.core.has_work()
     engine.close()
