@@ -168,9 +168,8 @@ def chat(
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, kv_bits: KVBits = None,
-    kv_error: KVError = None,
-    max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False, cascade: Cascade = False,
-    analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
+    kv_error: KVError = None, max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False,
+    cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="answer greedily and write how bits moved: a picture (.png) or .json")

@@ -156,11 +156,11 @@ DEFINE_WORK(avx512, TARGET_AVX512)
 #define RUN(JOBS, BACKEND, THREADS, KIND) pool_run(scalar_##KIND, JOBS, THREADS)
 #endif
 
-/* Rows of the weight in a chunk: even parts of an even share for each thread, in whole tiles, at most 64 K weights (shorter
-   runs break the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the threads
-   worse). */
+/* Rows of the weight in a chunk: even parts of an even share for each thread, in whole tiles, at most 64 K weights
+   (shorter runs break the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the
+   threads worse). */
 static int64_t chunk_rows(int64_t rows, int64_t kp, int threads) {
-    const int64_t share = (rows + threads - 1) / threads, most = 65536 / kp > 16 ? 65536 / kp / 16 * 16 : 16;
+    const int64_t share = rows > threads ? (rows + threads - 1) / threads : 1, most = 65536 / kp > 16 ? 65536 / kp / 16 * 16 : 16;
     const int64_t parts = (share + most - 1) / most;
     return (share + parts * 16 - 1) / (parts * 16) * 16;
 }
