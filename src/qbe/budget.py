@@ -70,11 +70,8 @@ class Budget:
         if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
             have = " or ".join(map(str, ACTIVATION_GEARS))
             raise QBEError(f"activation_bits is {_told(self.activation_bits)}, but must be {have}")
-        kv, (least, *_) = self.kv_bits, KV_BITS
-        average = _is_number(kv) and least <= kv <= FULL_BITS  # type: ignore[operator]
-        if kv is not None and not average and not (isinstance(kv, str) and kv in TURBO_KINDS):
-            have = " or ".join(TURBO_KINDS)
-            raise QBEError(f"kv_bits is {_told(kv)}, but must be an average between {least} and {FULL_BITS}, or {have}")
+        if self.kv_bits is not None:
+            check_kv_bits(self.kv_bits)
         error = self.kv_error
         if error is not None and (not _is_number(error) or not 0 <= error <= MOST_KV_ERROR):
             raise QBEError(
@@ -84,7 +81,10 @@ class Budget:
             if not isinstance(value, bool):
                 raise QBEError(f"{name} is {_told(value)}, but must be true or false")
         if self.careful_tokens and self.activation_bits == FULL_BITS:
-            raise QBEError("careful_tokens is for activation_bits 8, and they are 16: ask for 8, or leave it out")
+            raise QBEError(
+                "careful_tokens is for activation_bits 8, and they are 16: ask for 8, or leave it out",
+                field="careful_tokens",
+            )
         if self.within is not None:
             ends = self.within if isinstance(self.within, tuple | list) else ()
             rises = len(ends) == 2 and all(map(_is_number, ends)) and 1 <= ends[0] <= ends[1] <= FULL_BITS
@@ -106,6 +106,15 @@ class Budget:
             return self.bits
         low, high = self.within or TIER_BITS[self.plain_tier]
         return low + (high - low) * min(1.0, max(0.0, score))
+
+
+def check_kv_bits(value: object) -> None:
+    """Raises QBEError for what is neither an average of the KV cache's bits nor a name of TurboQuant's form."""
+    least, *_ = KV_BITS
+    average = _is_number(value) and least <= value <= FULL_BITS  # type: ignore[operator]
+    if not average and not (isinstance(value, str) and value in TURBO_KINDS):
+        have = " or ".join(TURBO_KINDS)
+        raise QBEError(f"kv_bits is {_told(value)}, but must be an average between {least} and {FULL_BITS}, or {have}")
 
 
 def _is_number(value: object) -> bool:

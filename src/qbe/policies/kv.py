@@ -48,8 +48,8 @@ SMALL_SHARE = 1 / 16
 
 # Towards the end of its context a model finds by itself what it is asked for less surely: at 16 bits SmolLM2 finds all
 # of 100 needles up to 5 120 tokens, 16 or 15 of 20 at 8 192, some by one or two steps of a bfloat16. There the cache
-# may do an eighth of the damage: by the default tier 6.6 bits, with which no needle is lost that 16 bits find however
-# its prompt is cut, and one is with 6 (`docs/quality.md`).
+# may do an eighth of the damage: by the default tier 6.6 bits, with which no needle is lost that 16 bits find at all
+# five ways of cutting its prompt, and one is with 6 (`docs/quality.md`).
 NEAR_THE_END = 7 / 8  # of the model's context
 LESS_THERE = 1 / 8
 

@@ -115,15 +115,9 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
             f"at {least:g} bits cost {c.max_cost * least / affordable:.3g} {given.prices.currency}: "  # type: ignore[operator]
             "raise it, or lower max_tokens or the bits", param="qbe.max_cost", code="contradictory_budget",
         )  # fmt: skip
-    activation_bits = c.activation_bits or given.tier_settings.activation_bits
-    if c.careful_tokens and activation_bits == FULL_BITS:
-        raise APIError(
-            400, "qbe.careful_tokens is for qbe.activation_bits 8, and they are 16: ask for 8, or leave it out",
-            param="qbe.careful_tokens", code="contradictory_budget",
-        )  # fmt: skip
     rest: dict[str, Any] = {
-        "tier": given.tier, "activation_bits": activation_bits, "careful_tokens": c.careful_tokens,
-        "kv_bits": c.kv_bits, "kv_error": c.kv_error, "cascade": c.cascade,
+        "tier": given.tier, "activation_bits": c.activation_bits or given.tier_settings.activation_bits,
+        "careful_tokens": c.careful_tokens, "kv_bits": c.kv_bits, "kv_error": c.kv_error, "cascade": c.cascade,
     }  # fmt: skip
     if c.bits is not None:
         return Budget(bits=c.bits, **rest)

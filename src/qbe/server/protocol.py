@@ -6,20 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
-from qbe.budget import MOST_KV_ERROR
+from qbe.budget import MOST_KV_ERROR, check_kv_bits
 from qbe.engine.sampling_params import MOST_ANSWERS
-from qbe.sites import FULL_BITS, KV_BITS, TURBO_KINDS
+from qbe.errors import QBEError
+from qbe.sites import FULL_BITS, KV_BITS
 
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
 Bits = Annotated[float, Field(ge=1, le=FULL_BITS)]
 
 
 def _kv_bits(value: Any) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and KV_BITS[0] <= value <= FULL_BITS
-    if number or value is None or (isinstance(value, str) and value in TURBO_KINDS):
-        return value
-    have = " or ".join(TURBO_KINDS)
-    raise ValueError(f"must be an average between {KV_BITS[0]} and {FULL_BITS}, or {have}")
+    try:
+        check_kv_bits(value)
+    except QBEError as error:
+        raise ValueError(str(error)) from None
+    return value
 
 
 KVBits = Annotated[

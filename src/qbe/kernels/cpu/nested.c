@@ -160,7 +160,8 @@ DEFINE_WORK(avx512, TARGET_AVX512)
    (shorter runs break the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the
    threads worse). */
 static int64_t chunk_rows(int64_t rows, int64_t kp, int threads) {
-    const int64_t share = rows > threads ? (rows + threads - 1) / threads : 1, most = 65536 / kp > 16 ? 65536 / kp / 16 * 16 : 16;
+    const int64_t share = rows > threads ? (rows + threads - 1) / threads : 1;
+    const int64_t most = 65536 / kp > 16 ? 65536 / kp / 16 * 16 : 16;
     const int64_t parts = (share + most - 1) / most;
     return (share + parts * 16 - 1) / (parts * 16) * 16;
 }
@@ -205,8 +206,7 @@ static char *take(char **memory, size_t bytes) {
 
 /* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`
    (FLOAT16: with AVX-512, and no row at 16 bits), x contiguous. Returns 0, or -1: a row asks for 16 bits and there is
-   no original (nothing was done); -2: out of memory
-   (nothing was done). */
+   no original (nothing was done); -2: out of memory (nothing was done). */
 int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
                           int32_t backend) {
     const int64_t row_bytes = matrix->shape->k * (dtype == FLOAT32 ? 4 : 2);
