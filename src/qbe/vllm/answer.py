@@ -39,6 +39,7 @@ class Answer:
         self._first_token: float | None = None
         self._computed: Counter[Blueprint] = Counter()  # tokens
         self._bytes = 0
+        self._bytes_at: dict[str, int] = {}  # of a token by `linear_key`: a step asks for every answer
 
     def computed(self, start: int, tokens: int) -> None:
         """Count tokens of a step, from position `start` on; after a preemption they are counted again."""
@@ -52,7 +53,10 @@ class Answer:
             difficulty: its entropy and margin, where they are watched.
         """
         self._first_token = self._first_token or time.time()
-        self._bytes += self.course.last.bytes_per_token(self.table)
+        key = self.course.last.linear_key
+        if key not in self._bytes_at:
+            self._bytes_at[key] = self.course.last.bytes_per_token(self.table)
+        self._bytes += self._bytes_at[key]
         if difficulty is not None:
             self.entropies.append(difficulty[0])
             self.margins.append(difficulty[1])

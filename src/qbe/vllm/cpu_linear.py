@@ -2,18 +2,20 @@
 
 Sums of another order would give another token now and then. vLLM packs 16-bit weights for its product and drops the
 plain ones, so nothing is kept twice. Which rows those are is known on the host (`qbe.vllm.full_rows`): the custom op
-below asks there while a step runs, as vLLM's attention asks its forward context, under torch.compile, too.
+(`qbe.kernels.numbered_ops`) asks there while a step runs, as vLLM's attention asks its forward context, under
+torch.compile, too; where no row is at 16 bits it need not ask.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from qbe.kernels import merged_ops, ops  # noqa: F401  (they define the custom ops)
+from qbe.kernels import merged_ops, numbered_ops, ops  # noqa: F401  (they define the custom ops)
 from qbe.kernels.reference.activations import eight_bits, has_eight
 from qbe.store.plan import Plan
 from qbe.vllm.full_rows import FullRows
@@ -21,11 +23,6 @@ from qbe.vllm.linear import NestedLinearMethod
 from qbe.vllm.served import Served
 
 _one, _many = torch.ops.qbe.nested_linear.default, torch.ops.qbe.nested_linears.default
-_layers: list[tuple[CPUNestedLinearMethod, Any]] = []
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(
-    "vllm_linear(Tensor x, Tensor? bias, int outputs, int layer) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
 
 
 class CPUNestedLinearMethod(NestedLinearMethod):
@@ -43,14 +40,14 @@ class CPUNestedLinearMethod(NestedLinearMethod):
             [getattr(layer, f"qbe_{n}_{i}") for i in range(len(self.rows))] for n in ("packed", "meta")
         )
         self.words_of: tuple[int, list[torch.Tensor]] = -1, []  # a number of rows, and the words of so many
-        self.number = len(_layers)
-        _layers.append((self, layer))
+        run = functools.partial(self.run, layer)
+        self.number = numbered_ops.number(run, self.packed, self.meta, self.words(layer), self.slices, self.exponents)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.qbe.vllm_linear(x, bias, sum(self.sizes), self.number)
+        return torch.ops.qbe.numbered_linear(x, bias, sum(self.sizes), self.number)
 
     def run(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What the custom op computes."""
+        """What the custom op computes, whatever the rows' precisions."""
         every = self.full_rows.every(self.rows)
         if every:
             return layer.cpu_linear(x, layer.weight, bias)
@@ -92,16 +89,3 @@ class CPUNestedLinearMethod(NestedLinearMethod):
                 x_full = torch.where(has_eight(own[mask])[:, None], low_x, x_full)
             y[mask, at - size : at] = layer.cpu_linear(x_full, layer.weight, bias)[:, at - size : at]
         return y
-
-
-def _run(x: torch.Tensor, bias: torch.Tensor | None, _outputs: int, layer: int) -> torch.Tensor:
-    method, module = _layers[layer]
-    return method.run(module, x, bias)
-
-
-@torch.library.register_fake("qbe::vllm_linear", lib=_library)
-def _fake(x: torch.Tensor, _bias: torch.Tensor | None, outputs: int, _layer: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], outputs)
-
-
-_library.impl("vllm_linear", _run, "CPU")

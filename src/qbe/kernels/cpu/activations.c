@@ -3,16 +3,16 @@
    A row whose word asks for 8 bits is rounded as qbe/kernels/reference/activations.py rounds it, operation by operation:
    s = max|x| / 32512 of a group, q = round(x / s), and the byte (q + 128) >> 8 stands for 256 * s * byte.
 
-   For integer products (dot_vnni.c) every row becomes signed bytes: one plane of them at 8 bits; at 16 bits two planes for
-   bfloat16 and float16 and three for float32, whose value is scale * (256 * first + second) and so on. Those scales are
-   powers of two, so that most values are exact: bfloat16 down to 1/64 of its group's largest, float16 down to 1/8; float32
-   is off by 2^-23 of that at most. */
+   For integer products (dot_vnni.c) every row becomes signed bytes: one plane of them at 8 bits; at 16 bits two
+   planes, whose value is scale * (256 * first + second). Those scales are powers of two, so that most values of 16-bit
+   dtypes are exact: bfloat16 down to 1/64 of its group's largest, float16 down to 1/8. A number of float32 becomes one of
+   16 bits, off by 2^-15 of its group's largest at most. */
 
 #define FULL_BITS 16 /* a row at this width reads the 16-bit original */
 #define EIGHT 8      /* the one width of activations below 16 bits */
 #define TINY 0x08A6274Cu /* 1e-33f: no division by zero */
 #define INFINITE 0x7F800000u
-#define MAX_PLANES 3
+#define MAX_PLANES 2
 
 /* The two halves of a row's word. */
 INLINE int weight_bits(int32_t word) { return word & 255; }
@@ -96,21 +96,16 @@ TARGET_AVX512 static void fixed_point(const char *x, int dtype, int64_t k, int64
             most = _mm512_max_epu32(most, _mm512_and_si512(magnitude, _mm512_castps_si512(load_sixteen(x, dtype, k, i))));
         const uint32_t largest = _mm512_reduce_max_epu32(most);
         const int finite = largest < INFINITE;
-        /* 2^-14 or 2^-22 of the largest's power of two, of the next one where the bytes would have no room for it. */
+        /* 2^-14 of the largest's power of two, of the next one where the bytes would have no room for it. */
         const uint32_t least = 24, next = (largest + 0x20000u) >> 23;
-        const uint32_t power = (next > least ? next : least) - (planes == 2 ? 14 : 22);
+        const uint32_t power = (next > least ? next : least) - 14;
         const float unit = planes == 1 ? bits_to_float(largest) / 32512.0f : bits_to_float(power << 23);
         const float inverse = planes == 1 ? 0 : bits_to_float((254 - power) << 23);
         __m512i sum = _mm512_setzero_si512();
         for (int64_t i = g * group; i < (g + 1) * group; i += 16) {
             const __m512 v = load_sixteen(x, dtype, k, i);
             char *const to = bytes + i / BLOCK * planes * BLOCK + i % BLOCK;
-            __m512i q;
-            if (planes == 1) {
-                q = eight_of(v, unit);
-            } else {
-                q = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
-            }
+            __m512i q = planes == 1 ? eight_of(v, unit) : _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
             if (!finite) q = _mm512_setzero_si512();
             sum = _mm512_add_epi32(sum, q);
             for (int p = planes - 1; p >= 0; p--) { /* the low byte, signed, then what is left above it */
@@ -118,10 +113,8 @@ TARGET_AVX512 static void fixed_point(const char *x, int dtype, int64_t k, int64
                 q = _mm512_srai_epi32(_mm512_add_epi32(q, half), 8);
             }
         }
-        const __m512i wide = _mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(sum)),
-                                              _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(sum, 1)));
         pairs[0] = !finite ? bits_to_float(largest) : planes == 1 ? 256.0f * unit : unit;
-        pairs[1] = (float)_mm512_reduce_add_epi64(wide);
+        pairs[1] = (float)_mm512_reduce_add_epi32(sum);
     }
 }
 #endif

@@ -10,7 +10,7 @@
 typedef struct {
     int64_t spread[8], low[8], high[8];
     uint64_t mask;
-    int32_t width;
+    int32_t width, up;
 } Step;
 
 typedef struct Recipe {
@@ -35,7 +35,7 @@ static Recipe recipe_of(const Layout *l, int bits) {
     for (int p = 0; p < r.count; p++) {
         Step *s = &r.step[p];
         const int up = 8 - l->first[p] - l->width[p];
-        s->width = l->width[p];
+        s->width = l->width[p], s->up = up;
         s->mask = 0x0101010101010101u * (((1u << s->width) - 1) << up);
         for (int i = 0; i < 8; i++) {
             s->spread[i] = word_at(i, s->width);
@@ -49,15 +49,15 @@ static Recipe recipe_of(const Layout *l, int bits) {
 }
 
 /* Blocks b and b + 1 of the n-th row at part[] (b alone unless `both`; the rest is then zero): `low`, or, if HIGH, `high`.
-   ASK: for memory that lies AHEAD. */
+   Asks for memory that lies AHEAD. */
 TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int64_t n,
-                                        int64_t b, const int both, const int SHAPE, const int HIGH, const int ASK) {
+                                        int64_t b, const int both, const int SHAPE, const int HIGH) {
     __m512i codes = _mm512_setzero_si512();
     for (int p = 0; p < (SHAPE == ANY ? r->count : SHAPE); p++) {
         const Step *s = &r->step[p];
         const int width = SHAPE == ANY ? s->width : p == 0 ? 4 : 2;
         const uint8_t *from = part[p] + n * row_bytes[p] + b * 8 * width;
-        if (ASK && !HIGH) _mm_prefetch((const char *)from + AHEAD / 4 * width, _MM_HINT_T0);
+        if (!HIGH) _mm_prefetch((const char *)from + AHEAD / 4 * width, _MM_HINT_T0);
         __m512i v;
         if (SHAPE != ANY && width == 4)
             v = both ? _mm512_loadu_si512(from) : _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)from));
@@ -74,76 +74,57 @@ TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *p
     return codes;
 }
 
-/* Four outputs of two blocks (of one unless `both`) into a panel, from output 4 * q on: `low` or, if HIGH, `high`. */
-TARGET_AVX512 INLINE void unpack_four(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int last, int q,
-                                      int64_t b, const int both, const int SHAPE, const int HIGH, const int ASK, char *panel) {
-    __m512i v[4], t[4];
+/* 16 groups of a plane of scales, from `from` on: one byte of TILE outputs for each, to `to` [16, TILE]; `some` of them exist,
+   four lines are written for every four. Rows lie `groups` bytes apart; `last`: the last of them that exists. */
+TARGET_AVX512 INLINE void turn_bytes(const uint8_t *from, int64_t groups, int last, int some, char *to) {
+    const __mmask16 in = some < 16 ? (__mmask16)((1 << some) - 1) : 0xFFFF;
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i v[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        v[i] = unpack_two(r, part, row_bytes, 4 * q + i < last ? 4 * q + i : last, b, both, SHAPE, HIGH, ASK);
-    t[0] = _mm512_unpacklo_epi32(v[0], v[1]), t[1] = _mm512_unpackhi_epi32(v[0], v[1]);
-    t[2] = _mm512_unpacklo_epi32(v[2], v[3]), t[3] = _mm512_unpackhi_epi32(v[2], v[3]);
-    v[0] = _mm512_unpacklo_epi64(t[0], t[2]), v[1] = _mm512_unpackhi_epi64(t[0], t[2]);
-    v[2] = _mm512_unpacklo_epi64(t[1], t[3]), v[3] = _mm512_unpackhi_epi64(t[1], t[3]);
-    char *const to = panel + (b * 16 + 8 * HIGH) * 4 * TILE + 16 * q; /* of a block: 8 times 4 inputs */
+    for (int i = 0; i < 4; i++) { /* the outputs i, 4 + i, 8 + i, 12 + i */
+        __m128i row[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        char *const at = to + i * 4 * TILE;
-        _mm_store_si128((__m128i *)at, _mm512_castsi512_si128(v[i]));
-        _mm_store_si128((__m128i *)(at + 4 * 4 * TILE), _mm512_extracti32x4_epi32(v[i], 1));
-        if (!both) continue;
-        _mm_store_si128((__m128i *)(at + 16 * 4 * TILE), _mm512_extracti32x4_epi32(v[i], 2));
-        _mm_store_si128((__m128i *)(at + 20 * 4 * TILE), _mm512_extracti32x4_epi32(v[i], 3));
+        for (int q = 0; q < 4; q++) row[q] = _mm_maskz_loadu_epi8(in, from + (4 * q + i < last ? 4 * q + i : last) * groups);
+        v[i] = _mm512_inserti32x4(_mm512_castsi128_si512(row[0]), row[1], 1);
+        v[i] = _mm512_inserti32x4(_mm512_inserti32x4(v[i], row[2], 2), row[3], 3);
     }
+    const __m512i a = _mm512_unpacklo_epi8(v[0], v[1]), b = _mm512_unpackhi_epi8(v[0], v[1]);
+    const __m512i c = _mm512_unpacklo_epi8(v[2], v[3]), d = _mm512_unpackhi_epi8(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi16(a, c), v[1] = _mm512_unpackhi_epi16(a, c);
+    v[2] = _mm512_unpacklo_epi16(b, d), v[3] = _mm512_unpackhi_epi16(b, d);
+    for (int g = 0; g < some; g += 4) _mm512_storeu_si512(to + g * TILE, _mm512_permutexvar_epi32(order, v[g / 4]));
 }
 
-/* The codes of TILE outputs for the blocks [0, blocks): uint8 [16 * blocks, TILE, 4], input by input. */
-TARGET_AVX512 INLINE void unpack_panel(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int last,
-                                       int64_t blocks, const int SHAPE, const int ASK, char *panel) {
-    for (int q = 0; q < TILE / 4; q++) { /* four runs of memory at a time */
-        int64_t b = 0;
-        for (; b + 1 < blocks; b += 2) {
-            unpack_four(r, part, row_bytes, last, q, b, 1, SHAPE, 0, ASK, panel);
-            unpack_four(r, part, row_bytes, last, q, b, 1, SHAPE, 1, ASK, panel);
-        }
-        if (b == blocks) continue;
-        unpack_four(r, part, row_bytes, last, q, b, 0, SHAPE, 0, ASK, panel);
-        unpack_four(r, part, row_bytes, last, q, b, 0, SHAPE, 1, ASK, panel);
+/* scale8 and offset8 of TILE outputs from n on: float32 [groups, TILE] each, as `decode_meta` has them. bytes: room for
+   64 * (groups + 3). */
+TARGET_AVX512 INLINE void decode_tile(const Weight *w, int64_t n, int at, char *bytes, float *scale, float *offset) {
+    const Layout *l = w->layout;
+    const int64_t groups = w->groups, each = (groups + 3) / 4 * 4 * TILE;
+    const int last = (int)(w->n - n < TILE ? w->n - n : TILE) - 1;
+    const int shift = l->total_bits - l->precision[at], up = 8 - l->precision[at];
+    for (int p = 0; p < (shift ? 4 : 2); p++) {
+        const uint8_t *from = w->meta + ((p < 2 ? p : 2 * at + p) * w->n + n) * groups;
+        for (int64_t i = 0; i < TILE * groups; i += 64) _mm_prefetch((const char *)from + 2 * TILE * groups + i, _MM_HINT_T0);
+        for (int64_t g = 0; g < groups; g += 16)
+            turn_bytes(from + g, groups, last, (int)(groups - g < 16 ? groups - g : 16), bytes + p * each + g * TILE);
     }
-}
-
-/* scale8 and offset8 of TILE outputs from n on: float32 [groups, TILE] each. flat: room for 2 * (TILE * groups + 16). */
-TARGET_AVX512 INLINE void decode_tile(const Weight *w, int64_t n, int at, float *flat, float *scale, float *offset) {
-    const int64_t groups = w->groups, room = TILE * groups + 16, left = w->n - n < TILE ? w->n - n : TILE;
-    decode_meta(w, n, n + left, at, flat, flat + room);
-    for (int p = 0; p < 4; p++) {
-        const char *next = (const char *)w->meta + ((p < 2 ? p : 2 * at + p) * w->n + n + 2 * TILE) * groups;
-        for (int64_t i = 0; i < TILE * groups; i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
-    }
-    for (int k = 0; k < 2; k++) {
-        const float *from = flat + k * room;
-        float *to = k == 0 ? scale : offset;
-        for (int64_t g = 0; g < groups; g += 8) {
-            __m512 v[8], t[8];
-            for (int i = 0; i < 8; i++) { /* 8 groups of the outputs i and i + 8 */
-                const __m256 low = _mm256_loadu_ps(from + i * groups + g), high = _mm256_loadu_ps(from + (i + 8) * groups + g);
-                v[i] = _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
-            }
-            for (int i = 0; i < 8; i += 2) {
-                t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
-                t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
-            }
-            for (int i = 0; i < 8; i += 4)
-                for (int j = 0; j < 2; j++) {
-                    const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
-                    v[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-                    v[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-                }
-            const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-            for (int i = 0; i < 8 && g + i < groups; i++) {
-                const __m512d a = _mm512_castps_pd(v[i % 4]), b = _mm512_castps_pd(v[i % 4 + 4]);
-                _mm512_store_ps(to + (g + i) * TILE, _mm512_castpd_ps(_mm512_permutex2var_pd(a, i < 4 ? first : second, b)));
-            }
+    const float top = (float)(1 << up), per = top / (float)(1 << shift);
+    const __m512 widest = _mm512_set1_ps(1.0f / (float)(1 << (8 - l->total_bits)));
+    const __m512 middle = _mm512_set1_ps((float)((1 << shift) - 1) / 2);
+    const __m512i bias = _mm512_set1_epi32(w->exponent << 23);
+    for (int64_t g = 0; g < groups; g++, bytes += TILE) {
+        const __m512i s = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)bytes));
+        const __m512 z = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)(bytes + each))));
+        __m512 of = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(s, 19), bias));
+        __m512 zero = _mm512_mul_ps(_mm512_sub_ps(z, middle), _mm512_set1_ps(per));
+        of = _mm512_mul_ps(of, widest);
+        if (shift) {
+            const __m512 r = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(bytes + 2 * each))));
+            const __m512 o = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(bytes + 3 * each))));
+            of = _mm512_mul_ps(of, _mm512_fmadd_ps(r, _mm512_set1_ps(1.0f / 256), _mm512_set1_ps(1.0f)));
+            zero = _mm512_fmadd_ps(o, _mm512_set1_ps(top / 64), zero);
         }
+        _mm512_store_ps(scale + g * TILE, of);
+        _mm512_store_ps(offset + g * TILE, zero);
     }
 }

@@ -4,7 +4,7 @@
    A group's sums are the exact integers of dot_vnni.c and its scales act on them by the same code, so that a row comes out
    the same, bit for bit, as there (from PLAIN_ROWS rows of bfloat16 on AVX-512 takes another way: dot_bf16.c).
 
-   The registers: 0 a block of the panel, 1 a plane of the rows' numbers for it, 2 to 7 sums of two groups' planes. */
+   The registers: 0 a block of the panel, 1 a plane of the rows' numbers for it, 2 to 5 sums of two groups' planes. */
 
 #define TILED 5       /* rows that pay for tiles (benchmarks/cpu_crossover.py) */
 #define TILE_LINES 16 /* rows that a register holds at most */
@@ -49,20 +49,17 @@ TARGET_TILES static void shape_tiles(int rows) {
         _tile_loadd(1, x + (PLANE) * BLOCK, x_bytes);    \
         _tile_dpbsud(SUM, 1, 0);                         \
     } while (0)
-#define MULTIPLY_GROUP(SUM0, SUM1, SUM2)                                \
+#define MULTIPLY_GROUP(SUM0, SUM1)                                \
     do {                                                                \
         _tile_zero(SUM0);                                               \
         if (P > 1) _tile_zero(SUM1);                                    \
-        if (P > 2) _tile_zero(SUM2);                                    \
         for (int64_t b = 0; b < each; b++, panel += 1024, x += P * BLOCK) { \
             _tile_loadd(0, panel, 64);                                  \
             ADD_PLANE(SUM0, 0);                                         \
             if (P > 1) ADD_PLANE(SUM1, 1);                              \
-            if (P > 2) ADD_PLANE(SUM2, 2);                              \
         }                                                               \
         _tile_stored(SUM0, sums[0], 64);                                \
         if (P > 1) _tile_stored(SUM1, sums[1], 64);                     \
-        if (P > 2) _tile_stored(SUM2, sums[2], 64);                     \
     } while (0)
 
 /* As panel_rows, for up to TILE_LINES rows that the registers are shaped for. */
@@ -73,12 +70,10 @@ TARGET_TILES INLINE void tile_rows(const Tile *t, const char *panel, const char 
     for (int r = 0; r < rows; r++) y[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         if (first) ask_for_next(t, g);
-        if (g % 2) MULTIPLY_GROUP(2, 3, 4); /* a group need not wait for the one before */
-        else MULTIPLY_GROUP(5, 6, 7);
+        if (g % 2) MULTIPLY_GROUP(2, 3); /* a group need not wait for the one before */
+        else MULTIPLY_GROUP(4, 5);
         for (int r = 0; r < rows; r++) {
-            __m512 total = _mm512_cvtepi32_ps(sums[0][r]);
-            for (int p = 1; p < P; p++)
-                total = _mm512_fmadd_ps(total, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sums[p][r]));
+            const __m512 total = P == 1 ? _mm512_cvtepi32_ps(sums[0][r]) : of_planes(sums[0][r], sums[1][r], each);
             y[r] = add_group(y[r], total, t, g, pairs + (r * groups + g) * 2);
         }
     }
@@ -97,11 +92,8 @@ TARGET_TILES static void multiply_tiles(const Job *j, int at, int64_t n0, int64_
             const float *pairs = j->pairs + r * groups * 2;
             __m512 y[TILE_LINES];
             if (rows != shaped) shape_tiles(shaped = rows);
-            switch (j->planes[r0]) {
-            case 1: tile_rows(&t, panel, x, j->x_bytes, pairs, r == r0, y, rows, 1); break;
-            case 2: tile_rows(&t, panel, x, j->x_bytes, pairs, r == r0, y, rows, 2); break;
-            default: tile_rows(&t, panel, x, j->x_bytes, pairs, r == r0, y, rows, 3);
-            }
+            if (j->planes[r0] == 1) tile_rows(&t, panel, x, j->x_bytes, pairs, r == r0, y, rows, 1);
+            else tile_rows(&t, panel, x, j->x_bytes, pairs, r == r0, y, rows, 2);
             for (int i = 0; i < rows; i++) store_tile(j, j->row[r + i], n, y[i]);
         }
     }

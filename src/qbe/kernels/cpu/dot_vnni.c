@@ -36,6 +36,13 @@ TARGET_AVX512 INLINE __m512 add_group(__m512 total, __m512 t, const Tile *tile, 
     return _mm512_fmadd_ps(t, scale, total);
 }
 
+/* A group's sum out of those of its two planes, rounded once. blocks: of the group. 256 inputs still fit 32 bits, and whole
+   numbers are added where no product waits. */
+TARGET_AVX512 INLINE __m512 of_planes(__m512i high, __m512i low, int64_t blocks) {
+    if (blocks <= 256 / BLOCK) return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
+}
+
 /* [a, b, c, d] in each quarter: the sums of theirs. */
 TARGET_AVX512 INLINE __m512i add_up(__m512i a, __m512i b, __m512i c, __m512i d) {
     const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
@@ -63,8 +70,8 @@ TARGET_AVX512 INLINE void four_outputs(const Tile *t, const char *x, int64_t x_b
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         const int64_t n = 4 * q + i < t->last ? 4 * q + i : t->last;
-        const __m512i l = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 0, 1);
-        const __m512i h = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 1, 1);
+        const __m512i l = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 0);
+        const __m512i h = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 1);
         for (int m = 0; m < M; m++) {
             __m512i d[2];
             for (int p = 0; p < P; p++) {
@@ -142,7 +149,7 @@ TARGET_AVX512 INLINE void panel_rows(const Tile *t, const char *panel, const cha
                 __asm__("" : "+r"(one)); /* unknown here, or the compiler would keep a pointer for each row */
 #pragma GCC unroll 12
                 for (int r = 0; r < R; r++)
-#pragma GCC unroll 3
+#pragma GCC unroll 2
                     for (int p = 0; p < P; p++)
                         ADD_PRODUCTS_OF_FOUR(sum[r * P + p], codes, of[r / 3] + r % 3 * one + p * BLOCK);
 #pragma GCC unroll 4
@@ -151,9 +158,7 @@ TARGET_AVX512 INLINE void panel_rows(const Tile *t, const char *panel, const cha
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            __m512 total = _mm512_cvtepi32_ps(sum[r * P]);
-            for (int p = 1; p < P; p++)
-                total = _mm512_fmadd_ps(total, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sum[r * P + p]));
+            const __m512 total = P == 1 ? _mm512_cvtepi32_ps(sum[r]) : of_planes(sum[r * P], sum[r * P + P - 1], each);
             y[r] = add_group(y[r], total, t, g, pairs + (r * groups + g) * 2);
         }
     }
@@ -180,11 +185,11 @@ static const FewFn FEW_FNS[2][FEW][4] = {{LISTED(1, 1), LISTED(2, 1), LISTED(3, 
         panel_rows(t, panel, x, x_bytes, pairs, first, y, R, P);                                                              \
     }
 #define PANELS(P) PANEL_ROWS(1, P) PANEL_ROWS(2, P) PANEL_ROWS(4, P) PANEL_ROWS(8, P)
-PANELS(1) PANELS(2) PANELS(3) PANEL_ROWS(12, 1) PANEL_ROWS(12, 2)
+PANELS(1) PANELS(2) PANEL_ROWS(12, 1) PANEL_ROWS(12, 2)
 /* By the rows that they take; sums of a tile fill most of the registers. */
 static const struct { int rows; PanelFn planes[MAX_PLANES]; } PANEL_FNS[] = {
-    {12, {panel_12_1, panel_12_2, NULL}}, {8, {panel_8_1, panel_8_2, panel_8_3}}, {4, {panel_4_1, panel_4_2, panel_4_3}},
-    {2, {panel_2_1, panel_2_2, panel_2_3}}, {1, {panel_1_1, panel_1_2, panel_1_3}}};
+    {12, {panel_12_1, panel_12_2}}, {8, {panel_8_1, panel_8_2}}, {4, {panel_4_1, panel_4_2}}, {2, {panel_2_1, panel_2_2}},
+    {1, {panel_1_1, panel_1_2}}};
 
 /* The outputs from n on of a row. */
 TARGET_AVX512 INLINE void store_tile(const Job *j, int64_t row, int64_t n, __m512 y) {
@@ -206,7 +211,7 @@ TARGET_AVX512 static void make_panel(const Tile *t, char *panel, int ask) {
 }
 
 /* Floats of scratch that a tile needs: panel or sums, scales and offsets, and these as they are decoded. */
-static int64_t tile_floats(const Weight *w) { return TILE * w->kp / 4 + 256 + 2 * TILE * w->groups + 2 * (TILE * w->groups + 16); }
+static int64_t tile_floats(const Weight *w) { return TILE * w->kp / 4 + 256 + 2 * TILE * w->groups + TILE * (w->groups + 3); }
 
 /* The tile with its scales decoded, behind the panel in scratch. */
 TARGET_AVX512 INLINE Tile tile_of(const Job *j, int at, int64_t n, float *scratch) {
@@ -216,7 +221,7 @@ TARGET_AVX512 INLINE Tile tile_of(const Job *j, int at, int64_t n, float *scratc
               .scale = scale, .offset = offset};
     for (int p = 0; p < t.recipe->count; p++)
         t.part[p] = part_row(w, p, n), t.row_bytes[p] = w->kp / 8 * w->layout->width[p];
-    decode_tile(w, n, at, offset + TILE * w->groups, scale, offset);
+    decode_tile(w, n, at, (char *)(offset + TILE * w->groups), scale, offset);
     return t;
 }
 
@@ -225,7 +230,7 @@ TARGET_AVX512 static void multiply_integers(const Job *j, int at, int64_t n0, in
                                             float *scratch) {
     const int64_t groups = j->w.groups;
     const int planes = j->planes[r0], shape = j->recipe[at].shape;
-    const int few = r1 - r0 <= FEW && (planes == 1 || (planes == 2 && j->w.kp / groups <= 256));
+    const int few = r1 - r0 <= FEW && (planes == 1 || j->w.kp / groups <= 256);
     for (int64_t n = n0; n < n1; n += TILE) {
         const Tile t = tile_of(j, at, n, scratch);
         if (!few) make_panel(&t, (char *)scratch, 0);
@@ -238,7 +243,7 @@ TARGET_AVX512 static void multiply_integers(const Job *j, int at, int64_t n0, in
                 many = r1 - r0;
                 FEW_FNS[planes - 1][many - 1][shape](&t, x, j->x_bytes, pairs, (__m512i *)scratch, y);
             } else {
-                while (PANEL_FNS[kind].rows > r1 - r || !PANEL_FNS[kind].planes[planes - 1]) kind++;
+                while (PANEL_FNS[kind].rows > r1 - r) kind++;
                 many = PANEL_FNS[kind].rows;
                 PANEL_FNS[kind].planes[planes - 1](&t, (const char *)scratch, x, j->x_bytes, pairs, r == r0, y);
             }

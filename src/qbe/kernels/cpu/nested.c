@@ -29,6 +29,8 @@
 #ifdef X86
 #include "codes_avx512.c"
 
+#include "panel_avx512.c"
+
 #include "dot_vnni.c"
 
 #include "dot_tiles.c"
@@ -220,7 +222,7 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
     if (weights == 0 || rows == 0) return 0;
     threads = useful_threads(threads, weights);
 
-    const int64_t per = backend < AVX512 ? 4 : dtype == FLOAT32 ? 3 : 2; /* bytes of x for an input */
+    const int64_t per = backend < AVX512 ? 4 : 2; /* bytes of x for an input */
     for (const Matrix *m = matrix; m < matrix + count; m++) {
         const Shape *s = m->shape;
         int64_t floats = 2 * chunk_rows(s->n, s->kp, threads) * s->groups, eight = 0;

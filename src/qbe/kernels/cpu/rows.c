@@ -11,7 +11,7 @@ static void sort_rows(Job *j, int64_t rows) {
                 const int above = i + 1 < l->precisions && bits >= l->precision[i + 1];
                 const int below = i > 0 && i < l->precisions && bits < l->precision[i];
                 if (has_eight(j->words[r]) != eight || full != (i == l->precisions) || (!full && (above || below))) continue;
-                j->row[at] = (int32_t)r, j->precision[at] = i, j->planes[at] = eight ? 1 : j->dtype == FLOAT32 ? 3 : 2, at++;
+                j->row[at] = (int32_t)r, j->precision[at] = i, j->planes[at] = eight ? 1 : 2, at++;
                 j->full += full, j->full_eight += full && eight;
             }
     j->rows = rows - j->full;

@@ -70,7 +70,7 @@ Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes) {
     return Tensor(out);
 }
 
-// geometry.py and `check` of nested_linear.py; false: Python says what is wrong
+// geometry.py and `check` of nested_linear.py; false: Python says what is wrong. bits: of the rows, or of more.
 bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &packed, const Tensor &meta, const Tensor &bits,
           const Tensor *original, const Tensor *bias, const Integers &slices, int64_t exponent) {
     if (packed.dim() != 2 || meta.dim() != 3 || slices.empty() || slices.size() > 8 || exponent < 1 || exponent > 254)
@@ -94,7 +94,7 @@ bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &pack
     if (!fits || packed.scalar_type() != ScalarType::Byte || meta.scalar_type() != ScalarType::Byte ||
         !packed.is_contiguous() || !meta.is_contiguous())
         return false;
-    if (bits.scalar_type() != ScalarType::Int || bits.dim() != 1 || bits.size(0) != rows || !bits.is_contiguous())
+    if (bits.scalar_type() != ScalarType::Int || bits.dim() != 1 || bits.size(0) < rows || !bits.is_contiguous())
         return false;
     if (original && (original->dim() != 2 || original->size(0) != s.n || original->size(1) != k)) return false;
     if (bias && (bias->dim() != 1 || bias->size(0) != s.n || !bias->is_contiguous())) return false;
@@ -145,8 +145,9 @@ Tensor nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, std::opt
     const int64_t rows = rows_of(x);
     Matrix m;
     Shape s;
-    if (rows && fill(m, s, x, rows, packed, meta, bits, original ? &*original : nullptr,
-                     bias ? &*bias : nullptr, slices, exponent))
+    if (rows && bits.dim() == 1 && bits.size(0) == rows &&
+        fill(m, s, x, rows, packed, meta, bits, original ? &*original : nullptr,
+             bias ? &*bias : nullptr, slices, exponent))
         return run(x, &m, 1, rows);
     return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent);
 }
@@ -161,10 +162,49 @@ Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tens
     bool fits = rows && count && meta.size() == count && bits.size() == count && exponents.size() == count &&
                 (originals.empty() || originals.size() == count) && (biases.empty() || biases.size() == count);
     for (size_t i = 0; fits && i < count; i++)
-        fits = fill(m[i], s[i], x, rows, packed[i], meta[i], bits[i],
+        fits = bits[i].dim() == 1 && bits[i].size(0) == rows &&
+               fill(m[i], s[i], x, rows, packed[i], meta[i], bits[i],
                     originals.empty() ? nullptr : &originals[i], biases.empty() ? nullptr : &biases[i], slices, exponents[i]);
     if (fits) return run(x, m, (int64_t)count, rows);
     return python("qbe::nested_linears_python", x, packed, meta, bits, originals, biases, slices, exponents);
+}
+
+// What numbered_ops.py has told of its layers.
+struct Kept {
+    Tensors packed, meta, words;
+    Integers slices, exponents;
+};
+std::vector<Kept> kept;
+
+void keep_linear(int64_t layer, Tensors packed, Tensors meta, Tensors words, Integers slices, Integers exponents) {
+    if ((size_t)layer >= kept.size()) kept.resize((size_t)layer + 1);
+    kept[(size_t)layer] = Kept{packed, meta, words, slices, exponents};
+}
+
+// The product of rows none of which is at 16 bits.
+Tensor numbered_linear(Tensor x, std::optional<Tensor> bias, int64_t outputs, int64_t layer) {
+    constexpr size_t MOST = 16;
+    Matrix m[MOST];
+    Shape s[MOST];
+    const int64_t rows = layer >= 0 && (size_t)layer < kept.size() ? rows_of(x) : 0;
+    if (rows) {
+        const Kept &k = kept[(size_t)layer];
+        const size_t count = k.packed.size();
+        const int bias_dtype = bias ? row_dtype_of(*bias) : 0;
+        bool fits = count && count <= MOST && (!bias || (bias_dtype == row_dtype_of(x) && bias->is_contiguous()));
+        int64_t n = 0;
+        for (size_t i = 0; fits && i < count; i++) {
+            fits = fill(m[i], s[i], x, rows, k.packed[i], k.meta[i], k.words[i], nullptr, nullptr, k.slices, k.exponents[i]);
+            if (!fits) break;
+            if (bias) {
+                m[i].bias = (const char *)bias->data_ptr() + n * (bias_dtype == 0 ? 4 : 2), m[i].bias_dtype = bias_dtype;
+                fits = n + s[i].n <= bias->numel();
+            }
+            n += s[i].n;
+        }
+        if (fits && n == outputs) return run(x, m, (int64_t)count, rows);
+    }
+    return python("qbe::numbered_linear_python", x, bias, outputs, layer);
 }
 
 Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Tensor blocks, Tensor slots, Tensor tables,
@@ -298,4 +338,6 @@ STABLE_TORCH_LIBRARY_IMPL(qbe, CPU, m) {
     m.impl("nested_linears", TORCH_BOX(&nested_linears));
     m.impl("paged_attention", TORCH_BOX(&paged_attention));
     m.impl("route", TORCH_BOX(&route));
+    m.impl("numbered_linear", TORCH_BOX(&numbered_linear));
+    m.impl("keep_linear", TORCH_BOX(&keep_linear));
 }
