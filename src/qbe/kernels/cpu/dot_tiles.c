@@ -49,7 +49,7 @@ TARGET_TILES static void shape_tiles(int rows) {
         _tile_loadd(1, x + (PLANE) * BLOCK, x_bytes);    \
         _tile_dpbsud(SUM, 1, 0);                         \
     } while (0)
-#define MULTIPLY_GROUP(SUM0, SUM1)                                \
+#define MULTIPLY_GROUP(SUM0, SUM1)                                      \
     do {                                                                \
         _tile_zero(SUM0);                                               \
         if (P > 1) _tile_zero(SUM1);                                    \
