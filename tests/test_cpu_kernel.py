@@ -261,7 +261,7 @@ def test_threads_of_openmp_do_not_change_the_result() -> None:
         torch.ones(1 << 20).sum()  # starts torch's
         started = threads()
         shared = cpu.nested_linear(**a)
-        assert threads() == started
+        assert threads() <= started  # of those that other tests left some may have ended
     finally:
         torch.set_num_threads(before)
         assert not build.use_openmp(False)
