@@ -3,10 +3,10 @@
    A row whose word asks for 8 bits is rounded as qbe/kernels/reference/activations.py rounds it, operation by operation:
    s = max|x| / 32512 of a group, q = round(x / s), and the byte (q + 128) >> 8 stands for 256 * s * byte.
 
-   For integer products (dot_vnni.c) every row becomes signed bytes: one plane of them at 8 bits; at 16 bits two
-   planes, whose value is scale * (256 * first + second). Those scales are powers of two, so that most values of 16-bit
-   dtypes are exact: bfloat16 down to 1/64 of its group's largest, float16 down to 1/8. A number of float32 becomes one of
-   16 bits, off by 2^-15 of its group's largest at most. */
+   For integer products (dot_vnni.c) every row becomes signed bytes: one plane of them at 8 bits; at 16 bits two planes,
+   whose value is scale * (256 * first + second), or int16 of the same value (dot_winograd.c). Those scales are powers of
+   two, so that most values of 16-bit dtypes are exact: bfloat16 down to 1/64 of its group's largest, float16 down to 1/8. A
+   number of float32 becomes one of 16 bits, off by 2^-15 of its group's largest at most. */
 
 #define FULL_BITS 16 /* a row at this width reads the 16-bit original */
 #define EIGHT 8      /* the one width of activations below 16 bits */
@@ -84,17 +84,21 @@ TARGET_AVX512 static void round_row_avx512(const char *x, int dtype, int64_t k, 
     }
 }
 
-/* One row of x in `planes` planes: bytes int8 [kp / 64, planes, 64]; pairs float32 [groups, 2], the value of the last
-   plane's unit and the sum of the group in it. A group with an infinity or a NaN has zeros and that as its unit. */
+/* One row of x, the only one or one of `rows` that lie beside each other in of_group [groups, rows]. In `planes` planes: int8
+   [kp / 64, planes, 64]; as INT16: int16 [kp], of every four inputs the first, the third, the second, the fourth. A group with
+   an infinity or a NaN has zeros and that as its unit. */
 TARGET_AVX512 static void fixed_point(const char *x, int dtype, int64_t k, int64_t kp, int64_t groups, int planes,
-                                      char *bytes, float *pairs) {
+                                      char *bytes, OfGroup *of_group, int64_t rows) {
     const int64_t group = kp / groups;
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), half = _mm512_set1_epi32(128);
-    for (int64_t g = 0; g < groups; g++, pairs += 2) {
+    for (int64_t g = 0; g < groups; g++) { /* of all groups first, so that nothing below waits for it */
         __m512i most = _mm512_set1_epi32((int)TINY);
         for (int64_t i = g * group; i < (g + 1) * group; i += 16)
             most = _mm512_max_epu32(most, _mm512_and_si512(magnitude, _mm512_castps_si512(load_sixteen(x, dtype, k, i))));
-        const uint32_t largest = _mm512_reduce_max_epu32(most);
+        of_group[g * rows].taken = (int32_t)_mm512_reduce_max_epu32(most);
+    }
+    for (int64_t g = 0; g < groups; g++, of_group += rows) {
+        const uint32_t largest = (uint32_t)of_group->taken;
         const int finite = largest < INFINITE;
         /* 2^-14 of the largest's power of two, of the next one where the bytes would have no room for it. */
         const uint32_t least = 24, next = (largest + 0x20000u) >> 23;
@@ -102,19 +106,26 @@ TARGET_AVX512 static void fixed_point(const char *x, int dtype, int64_t k, int64
         const float unit = planes == 1 ? bits_to_float(largest) / 32512.0f : bits_to_float(power << 23);
         const float inverse = planes == 1 ? 0 : bits_to_float((254 - power) << 23);
         __m512i sum = _mm512_setzero_si512();
+        __m256i taken = _mm256_setzero_si256();
         for (int64_t i = g * group; i < (g + 1) * group; i += 16) {
             const __m512 v = load_sixteen(x, dtype, k, i);
             char *const to = bytes + i / BLOCK * planes * BLOCK + i % BLOCK;
             __m512i q = planes == 1 ? eight_of(v, unit) : _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
             if (!finite) q = _mm512_setzero_si512();
             sum = _mm512_add_epi32(sum, q);
+            if (planes == INT16) {
+                const __m256i words = _mm512_cvtepi32_epi16(_mm512_shuffle_epi32(q, _MM_PERM_DBCA));
+                _mm256_storeu_si256((__m256i *)(bytes + 2 * i), words);
+                taken = _mm256_sub_epi32(taken, _mm256_madd_epi16(words, _mm256_srli_epi64(words, 32)));
+            }
             for (int p = planes - 1; p >= 0; p--) { /* the low byte, signed, then what is left above it */
                 _mm_storeu_si128((__m128i *)(to + p * BLOCK), _mm512_cvtepi32_epi8(q));
                 q = _mm512_srai_epi32(_mm512_add_epi32(q, half), 8);
             }
         }
-        pairs[0] = !finite ? bits_to_float(largest) : planes == 1 ? 256.0f * unit : unit;
-        pairs[1] = (float)_mm512_reduce_add_epi32(sum);
+        of_group->unit = !finite ? bits_to_float(largest) : planes == 1 ? 256.0f * unit : unit;
+        of_group->sum = (float)_mm512_reduce_add_epi32(sum);
+        of_group->taken = _mm512_reduce_add_epi32(_mm512_zextsi256_si512(taken));
     }
 }
 #endif

@@ -74,25 +74,35 @@ TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *p
     return codes;
 }
 
+/* Where the rows of TILE outputs begin, `bytes` apart; the last of them, number left - 1, stands for those behind it. */
+INLINE void rows_of(int64_t *row, int64_t left, int64_t bytes) {
+    int64_t at = 0;
+    for (int i = 0; i < TILE; i++) {
+        row[i] = at;
+        if (i + 1 < left) at += bytes;
+        __asm__("" : "+r"(at)); /* unknown here, or the compiler would fill the table by a hundred permutations */
+    }
+}
+
 /* 16 groups of a plane of scales, from `from` on: one byte of TILE outputs for each, to `to` [16, TILE]; `some` of them exist,
-   four lines are written for every four. Rows lie `groups` bytes apart; `last`: the last of them that exists. */
-TARGET_AVX512 INLINE void turn_bytes(const uint8_t *from, int64_t groups, int last, int some, char *to) {
+   four lines are written for every four. row: where each output's begin, in bytes from `from`. */
+TARGET_AVX512 INLINE void turn_bytes(const uint8_t *from, const int64_t *row, int some, char *to) {
     const __mmask16 in = some < 16 ? (__mmask16)((1 << some) - 1) : 0xFFFF;
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i v[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) { /* the outputs i, 4 + i, 8 + i, 12 + i */
-        __m128i row[4];
-#pragma GCC unroll 4
-        for (int q = 0; q < 4; q++) row[q] = _mm_maskz_loadu_epi8(in, from + (4 * q + i < last ? 4 * q + i : last) * groups);
-        v[i] = _mm512_inserti32x4(_mm512_castsi128_si512(row[0]), row[1], 1);
-        v[i] = _mm512_inserti32x4(_mm512_inserti32x4(v[i], row[2], 2), row[3], 3);
+        v[i] = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(in, from + row[i]));
+        v[i] = _mm512_inserti32x4(v[i], _mm_maskz_loadu_epi8(in, from + row[4 + i]), 1);
+        v[i] = _mm512_inserti32x4(v[i], _mm_maskz_loadu_epi8(in, from + row[8 + i]), 2);
+        v[i] = _mm512_inserti32x4(v[i], _mm_maskz_loadu_epi8(in, from + row[12 + i]), 3);
     }
     const __m512i a = _mm512_unpacklo_epi8(v[0], v[1]), b = _mm512_unpackhi_epi8(v[0], v[1]);
     const __m512i c = _mm512_unpacklo_epi8(v[2], v[3]), d = _mm512_unpackhi_epi8(v[2], v[3]);
-    v[0] = _mm512_unpacklo_epi16(a, c), v[1] = _mm512_unpackhi_epi16(a, c);
-    v[2] = _mm512_unpacklo_epi16(b, d), v[3] = _mm512_unpackhi_epi16(b, d);
-    for (int g = 0; g < some; g += 4) _mm512_storeu_si512(to + g * TILE, _mm512_permutexvar_epi32(order, v[g / 4]));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, _mm512_unpacklo_epi16(a, c)));
+    if (some > 4) _mm512_storeu_si512(to + 4 * TILE, _mm512_permutexvar_epi32(order, _mm512_unpackhi_epi16(a, c)));
+    if (some > 8) _mm512_storeu_si512(to + 8 * TILE, _mm512_permutexvar_epi32(order, _mm512_unpacklo_epi16(b, d)));
+    if (some > 12) _mm512_storeu_si512(to + 12 * TILE, _mm512_permutexvar_epi32(order, _mm512_unpackhi_epi16(b, d)));
 }
 
 /* scale8 and offset8 of TILE outputs from n on: float32 [groups, TILE] each, as `decode_meta` has them. bytes: room for
@@ -100,13 +110,14 @@ TARGET_AVX512 INLINE void turn_bytes(const uint8_t *from, int64_t groups, int la
 TARGET_AVX512 INLINE void decode_tile(const Weight *w, int64_t n, int at, char *bytes, float *scale, float *offset) {
     const Layout *l = w->layout;
     const int64_t groups = w->groups, each = (groups + 3) / 4 * 4 * TILE;
-    const int last = (int)(w->n - n < TILE ? w->n - n : TILE) - 1;
+    int64_t row[TILE];
+    rows_of(row, w->n - n, groups);
     const int shift = l->total_bits - l->precision[at], up = 8 - l->precision[at];
     for (int p = 0; p < (shift ? 4 : 2); p++) {
         const uint8_t *from = w->meta + ((p < 2 ? p : 2 * at + p) * w->n + n) * groups;
         for (int64_t i = 0; i < TILE * groups; i += 64) _mm_prefetch((const char *)from + 2 * TILE * groups + i, _MM_HINT_T0);
         for (int64_t g = 0; g < groups; g += 16)
-            turn_bytes(from + g, groups, last, (int)(groups - g < 16 ? groups - g : 16), bytes + p * each + g * TILE);
+            turn_bytes(from + g, row, (int)(groups - g < 16 ? groups - g : 16), bytes + p * each + g * TILE);
     }
     const float top = (float)(1 << up), per = top / (float)(1 << shift);
     const __m512 widest = _mm512_set1_ps(1.0f / (float)(1 << (8 - l->total_bits)));

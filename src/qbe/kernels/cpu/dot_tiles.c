@@ -1,8 +1,8 @@
 /* Integer dot products by tiles (AMX). Included by nested.c.
 
-   A block of a panel (codes_avx512.c) is what the instruction takes as it is: 4 inputs of TILE outputs in each of 16 lines.
+   A block of a panel (panel_avx512.c) is what the instruction takes as it is: 4 inputs of TILE outputs in each of 16 lines.
    A group's sums are the exact integers of dot_vnni.c and its scales act on them by the same code, so that a row comes out
-   the same, bit for bit, as there (from PLAIN_ROWS rows of bfloat16 on AVX-512 takes another way: dot_bf16.c).
+   the same, bit for bit, as there.
 
    The registers: 0 a block of the panel, 1 a plane of the rows' numbers for it, 2 to 5 sums of two groups' planes. */
 
@@ -62,38 +62,38 @@ TARGET_TILES static void shape_tiles(int rows) {
         if (P > 1) _tile_stored(SUM1, sums[1], 64);                     \
     } while (0)
 
-/* As panel_rows, for up to TILE_LINES rows that the registers are shaped for. */
-TARGET_TILES INLINE void tile_rows(const Tile *t, const char *panel, const char *x, int64_t x_bytes, const float *pairs,
-                                   int first, __m512 *y, int rows, const int P) {
+/* As panel_rows, for a count of up to TILE_LINES rows that the registers are shaped for. */
+TARGET_TILES INLINE void tile_rows(const Tile *t, const char *panel, const char *x, int64_t x_bytes, const OfGroup *of_group,
+                                   int64_t rows, int first, __m512 *y, int count, const int P) {
     const int64_t groups = t->w->groups, each = t->w->kp / groups / BLOCK;
     __m512i sums[MAX_PLANES][TILE_LINES];
-    for (int r = 0; r < rows; r++) y[r] = _mm512_setzero_ps();
+    for (int r = 0; r < count; r++) y[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         if (first) ask_for_next(t, g);
         if (g % 2) MULTIPLY_GROUP(2, 3); /* a group need not wait for the one before */
         else MULTIPLY_GROUP(4, 5);
-        for (int r = 0; r < rows; r++) {
+        const __m512 offset = _mm512_load_ps(t->offset + g * TILE), scale = _mm512_load_ps(t->scale + g * TILE);
+        for (int r = 0; r < count; r++) {
             const __m512 total = P == 1 ? _mm512_cvtepi32_ps(sums[0][r]) : of_planes(sums[0][r], sums[1][r], each);
-            y[r] = add_group(y[r], total, t, g, pairs + (r * groups + g) * 2);
+            y[r] = add_group(y[r], total, offset, scale, of_group + g * rows + r);
         }
     }
 }
 
 /* The same as multiply_integers, for TILED rows and more. */
 TARGET_TILES static void multiply_tiles(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
-    const int64_t groups = j->w.groups;
     int shaped = 0;
     for (int64_t n = n0; n < n1; n += TILE) {
         const Tile t = tile_of(j, at, n, scratch);
-        make_panel(&t, (char *)scratch, 0);
+        make_panel(&t, (char *)scratch);
         for (int64_t r = r0; r < r1; r += TILE_LINES) {
             const int rows = r1 - r < TILE_LINES ? (int)(r1 - r) : TILE_LINES;
             const char *x = j->x + r * j->x_bytes, *panel = (const char *)scratch;
-            const float *pairs = j->pairs + r * groups * 2;
+            const OfGroup *of_group = j->of_group + r;
             __m512 y[TILE_LINES];
             if (rows != shaped) shape_tiles(shaped = rows);
-            if (j->planes[r0] == 1) tile_rows(&t, panel, x, j->x_bytes, pairs, r == r0, y, rows, 1);
-            else tile_rows(&t, panel, x, j->x_bytes, pairs, r == r0, y, rows, 2);
+            if (j->planes[r0] == 1) tile_rows(&t, panel, x, j->x_bytes, of_group, j->rows, r == r0, y, rows, 1);
+            else tile_rows(&t, panel, x, j->x_bytes, of_group, j->rows, r == r0, y, rows, 2);
             for (int i = 0; i < rows; i++) store_tile(j, j->row[r + i], n, y[i]);
         }
     }

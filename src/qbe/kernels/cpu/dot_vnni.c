@@ -9,6 +9,7 @@
    codes stay as they are unpacked, 16 sums are added up across lanes at once. More rows: the codes of the tile are
    transposed into a panel, and every instruction multiplies 4 inputs of all outputs with those of one row. */
 
+#define CHUNK_TILES (CHUNK / BLOCK / TILE)
 #define FEW 4 /* rows that do not pay for a panel (benchmarks/cpu_crossover.py) */
 
 /* sum += bytes of `codes`, unsigned, times those of x, signed, four in each lane; x: a vector, or 4 bytes for all lanes.
@@ -29,10 +30,9 @@ typedef struct {
     const float *scale, *offset; /* [groups, TILE] */
 } Tile;
 
-/* `pair` of activations.c; t: the group's sum. */
-TARGET_AVX512 INLINE __m512 add_group(__m512 total, __m512 t, const Tile *tile, int64_t g, const float *pair) {
-    const __m512 offset = _mm512_load_ps(tile->offset + g * TILE), scale = _mm512_load_ps(tile->scale + g * TILE);
-    t = _mm512_mul_ps(_mm512_fnmadd_ps(offset, _mm512_set1_ps(pair[1]), t), _mm512_set1_ps(pair[0]));
+/* A group's sum t, scaled, and the total of those before it. */
+TARGET_AVX512 INLINE __m512 add_group(__m512 total, __m512 t, __m512 offset, __m512 scale, const OfGroup *of) {
+    t = _mm512_mul_ps(_mm512_fnmadd_ps(offset, _mm512_set1_ps(of->sum), t), _mm512_set1_ps(of->unit));
     return _mm512_fmadd_ps(t, scale, total);
 }
 
@@ -87,15 +87,15 @@ TARGET_AVX512 INLINE void four_outputs(const Tile *t, const char *x, int64_t x_b
 
 /* y[m] for M rows of x in P planes. Sums are 32 bits wide: no group above 256 inputs at P = 2. work: FEW * 4 registers for
    every two blocks. */
-TARGET_AVX512 INLINE void few_rows(const Tile *t, const char *x, int64_t x_bytes, const float *pairs, __m512i *work, __m512 *y,
-                                   const int M, const int P, const int SHAPE) {
+TARGET_AVX512 INLINE void few_rows(const Tile *t, const char *x, int64_t x_bytes, const OfGroup *of_group, int64_t rows,
+                                   __m512i *work, __m512 *y, const int M, const int P, const int SHAPE) {
     const int64_t groups = t->w->groups, blocks = t->w->kp / BLOCK, each = blocks / groups, stride = (blocks + 1) / 2 * 4;
     for (int q = 0; q < 4; q++) { /* four runs of memory at a time */
         for (int64_t b = 0; b + 1 < blocks; b += 2)
             four_outputs(t, x, x_bytes, b, q, work + b * 2 + q, stride, 1, M, P, SHAPE);
         if (blocks % 2) four_outputs(t, x, x_bytes, blocks - 1, q, work + (blocks - 1) * 2 + q, stride, 0, M, P, SHAPE);
     }
-    for (int m = 0; m < M; m++, work += stride, pairs += 2 * groups) {
+    for (int m = 0; m < M; m++, work += stride, of_group++) {
         __m512i group = _mm512_setzero_si512();
         __m512 total = _mm512_setzero_ps();
         int64_t g = 0, left = each;
@@ -108,7 +108,8 @@ TARGET_AVX512 INLINE void few_rows(const Tile *t, const char *x, int64_t x_bytes
             for (int i = 0; i < 2 && b + i < blocks; i++) {
                 group = _mm512_add_epi32(group, _mm512_shuffle_i32x4(sum[0], sum[1], i ? 0xDD : 0x88));
                 if (--left) continue;
-                total = add_group(total, _mm512_cvtepi32_ps(group), t, g, pairs + g * 2);
+                const __m512 offset = _mm512_load_ps(t->offset + g * TILE), scale = _mm512_load_ps(t->scale + g * TILE);
+                total = add_group(total, _mm512_cvtepi32_ps(group), offset, scale, of_group + g * rows);
                 group = _mm512_setzero_si512();
                 g++, left = each;
             }
@@ -128,8 +129,8 @@ TARGET_AVX512 INLINE void ask_for_next(const Tile *t, int64_t g) {
 }
 
 /* The same for R rows, of any P, through the panel. `first`: nobody has asked for the next tile yet. */
-TARGET_AVX512 INLINE void panel_rows(const Tile *t, const char *panel, const char *x, int64_t x_bytes, const float *pairs,
-                                     int first, __m512 *y, const int R, const int P) {
+TARGET_AVX512 INLINE void panel_rows(const Tile *t, const char *panel, const char *x, int64_t x_bytes, const OfGroup *of_group,
+                                     int64_t rows, int first, __m512 *y, const int R, const int P) {
     const int64_t groups = t->w->groups, each = t->w->kp / groups / BLOCK;
     __m512 zero = _mm512_setzero_ps();
     for (int r = 0; r < R; r++) {
@@ -156,21 +157,23 @@ TARGET_AVX512 INLINE void panel_rows(const Tile *t, const char *panel, const cha
                 for (int r = 0; r < R; r += 3) of[r / 3] += 4;
             }
         }
+        const __m512 offset = _mm512_load_ps(t->offset + g * TILE), scale = _mm512_load_ps(t->scale + g * TILE);
+        __asm__("" ::: "memory"); /* y stays there: sums fill the registers */
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const __m512 total = P == 1 ? _mm512_cvtepi32_ps(sum[r]) : of_planes(sum[r * P], sum[r * P + P - 1], each);
-            y[r] = add_group(y[r], total, t, g, pairs + (r * groups + g) * 2);
+            y[r] = add_group(y[r], total, offset, scale, of_group + g * rows + r);
         }
     }
 }
 
-typedef void (*FewFn)(const Tile *, const char *, int64_t, const float *, __m512i *, __m512 *);
-typedef void (*PanelFn)(const Tile *, const char *, const char *, int64_t, const float *, int, __m512 *);
+typedef void (*FewFn)(const Tile *, const char *, int64_t, const OfGroup *, int64_t, __m512i *, __m512 *);
+typedef void (*PanelFn)(const Tile *, const char *, const char *, int64_t, const OfGroup *, int64_t, int, __m512 *);
 
 #define FEW_ROWS(M, P, SHAPE)                                                                                          \
-    TARGET_AVX512 static void few_##M##_##P##_##SHAPE(const Tile *t, const char *x, int64_t x_bytes, const float *pairs, \
-                                                      __m512i *work, __m512 *y) {                                      \
-        few_rows(t, x, x_bytes, pairs, work, y, M, P, SHAPE);                                                          \
+    TARGET_AVX512 static void few_##M##_##P##_##SHAPE(const Tile *t, const char *x, int64_t x_bytes,                   \
+                                                      const OfGroup *of_group, int64_t rows, __m512i *work, __m512 *y) { \
+        few_rows(t, x, x_bytes, of_group, rows, work, y, M, P, SHAPE);                                                 \
     }
 #define FEW_SHAPES(M, P) FEW_ROWS(M, P, ANY) FEW_ROWS(M, P, W4) FEW_ROWS(M, P, W42) FEW_ROWS(M, P, W422)
 #define LISTED(M, P) {few_##M##_##P##_ANY, few_##M##_##P##_W4, few_##M##_##P##_W42, few_##M##_##P##_W422}
@@ -181,8 +184,8 @@ static const FewFn FEW_FNS[2][FEW][4] = {{LISTED(1, 1), LISTED(2, 1), LISTED(3, 
 
 #define PANEL_ROWS(R, P)                                                                                               \
     TARGET_AVX512 static void panel_##R##_##P(const Tile *t, const char *panel, const char *x, int64_t x_bytes,        \
-                                              const float *pairs, int first, __m512 *y) {                              \
-        panel_rows(t, panel, x, x_bytes, pairs, first, y, R, P);                                                              \
+                                              const OfGroup *of_group, int64_t rows, int first, __m512 *y) {           \
+        panel_rows(t, panel, x, x_bytes, of_group, rows, first, y, R, P);                                              \
     }
 #define PANELS(P) PANEL_ROWS(1, P) PANEL_ROWS(2, P) PANEL_ROWS(4, P) PANEL_ROWS(8, P)
 PANELS(1) PANELS(2) PANEL_ROWS(12, 1) PANEL_ROWS(12, 2)
@@ -198,15 +201,13 @@ TARGET_AVX512 INLINE void store_tile(const Job *j, int64_t row, int64_t n, __m51
     store_sixteen((char *)j->y + (row * j->y_stride + n) * (j->dtype == FLOAT32 ? 4 : 2), j->dtype, in, y);
 }
 
-/* ask: for memory ahead, unless somebody else does. */
-TARGET_AVX512 static void make_panel(const Tile *t, char *panel, int ask) {
-#define MAKE(SHAPE, ASK) unpack_panel(t->recipe, t->part, t->row_bytes, t->last, t->w->kp / BLOCK, SHAPE, ASK, panel)
-#define MAKE_SHAPE(SHAPE) ask ? MAKE(SHAPE, 1) : MAKE(SHAPE, 0)
+TARGET_AVX512 static void make_panel(const Tile *t, char *panel) {
+#define MAKE(SHAPE) unpack_panel(t->recipe, t->part, t->row_bytes, t->last, t->w->kp / BLOCK, SHAPE, panel)
     switch (t->recipe->shape) {
-    case W4: MAKE_SHAPE(W4); break;
-    case W42: MAKE_SHAPE(W42); break;
-    case W422: MAKE_SHAPE(W422); break;
-    default: MAKE_SHAPE(ANY);
+    case W4: MAKE(W4); break;
+    case W42: MAKE(W42); break;
+    case W422: MAKE(W422); break;
+    default: MAKE(ANY);
     }
 }
 
@@ -233,19 +234,19 @@ TARGET_AVX512 static void multiply_integers(const Job *j, int at, int64_t n0, in
     const int few = r1 - r0 <= FEW && (planes == 1 || j->w.kp / groups <= 256);
     for (int64_t n = n0; n < n1; n += TILE) {
         const Tile t = tile_of(j, at, n, scratch);
-        if (!few) make_panel(&t, (char *)scratch, 0);
+        if (!few) make_panel(&t, (char *)scratch);
         __m512 y[12];
         int kind = 0;
         for (int64_t r = r0, many; r < r1; r += many) {
             const char *x = j->x + r * j->x_bytes;
-            const float *pairs = j->pairs + r * groups * 2;
+            const OfGroup *of_group = j->of_group + r;
             if (few) {
                 many = r1 - r0;
-                FEW_FNS[planes - 1][many - 1][shape](&t, x, j->x_bytes, pairs, (__m512i *)scratch, y);
+                FEW_FNS[planes - 1][many - 1][shape](&t, x, j->x_bytes, of_group, j->rows, (__m512i *)scratch, y);
             } else {
                 while (PANEL_FNS[kind].rows > r1 - r) kind++;
                 many = PANEL_FNS[kind].rows;
-                PANEL_FNS[kind].planes[planes - 1](&t, (const char *)scratch, x, j->x_bytes, pairs, r == r0, y);
+                PANEL_FNS[kind].planes[planes - 1](&t, (const char *)scratch, x, j->x_bytes, of_group, j->rows, r == r0, y);
             }
             for (int64_t i = 0; i < many; i++) store_tile(j, j->row[r + i], n, y[i]);
         }

@@ -2,6 +2,16 @@
 
 #include <stdatomic.h>
 
+#define CHUNK 65536 /* weights that a thread takes at a time, at most */
+
+#define INT16 0 /* in the place of a number of planes: all 16 bits in one number */
+
+/* What products need to know of a row of x and a group (activations.c). */
+typedef struct {
+    float unit, sum; /* the value of the last plane's unit; the sum of the group in it */
+    int32_t taken;   /* with INT16: -(x1 x2 + x3 x4 + ...), modulo 2^32 (dot_winograd.c) */
+} OfGroup;
+
 /* One weight to multiply with or to dequantise; its rows are taken in chunks from the counter `next`. */
 typedef struct {
     Weight w;
@@ -15,10 +25,10 @@ typedef struct {
     /* multiply: the rows of x in the order of their precisions, those of 8-bit activations behind the others */
     const int32_t *words;    /* of all rows, in their own order */
     int32_t *row, *precision; /* number in x and y, index of the precision */
-    int32_t *planes;         /* of activations.c; 0: bfloat16 as it is (AVX-512) */
+    int32_t *planes;         /* of activations.c, or INT16 */
     char *x;                 /* one row every x_bytes, as the backend's load function leaves it */
     int64_t x_bytes;
-    float *pairs;            /* of activations.c (AVX-512) */
+    OfGroup *of_group;       /* [groups, rows] (AVX-512) */
     int shares;              /* x is another job's */
     int tiles;               /* use AMX */
     const char *given;       /* x itself, [rows, k] of `dtype` */

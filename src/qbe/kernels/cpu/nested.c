@@ -3,8 +3,8 @@
 
    Layout and semantics: qbe/store/layout.py, qbe/store/scales.py, qbe/kernels/reference/nested_linear.py.
 
-   Every row of x goes through the same operations in the same order whatever rows it shares the call with: a row's
-   result does not depend on its batch, but for PLAIN_ROWS rows of bfloat16 and more without tiles (dot_bf16.c). */
+   Every row of x goes through the same operations in the same order, or through others that end in the same integers, whatever
+   rows it shares the call with: a row's result does not depend on its batch. */
 
 #define _GNU_SOURCE /* pthread_sigmask under -std=c11 */
 #include <stdatomic.h>
@@ -35,7 +35,7 @@
 
 #include "dot_tiles.c"
 
-#include "dot_bf16.c"
+#include "dot_winograd.c"
 #endif
 
 #include "rows.c"
@@ -136,13 +136,11 @@ static void load_avx2(Job *j, int64_t r) {
 static void load_avx512(Job *j, int64_t r) {
     const int32_t row = j->row[r];
     const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
-    if (j->planes[r] == 0) load_plain(from, j->k, j->w.kp, j->x + r * j->x_bytes);
-    else fixed_point(from, j->dtype, j->k, j->w.kp, j->w.groups, j->planes[r], j->x + r * j->x_bytes,
-                     j->pairs + r * j->w.groups * 2);
+    fixed_point(from, j->dtype, j->k, j->w.kp, j->w.groups, j->planes[r], j->x + r * j->x_bytes, j->of_group + r, j->rows);
 }
 
 TARGET_AVX512 INLINE void multiply_avx512(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
-    if (j->planes[r0] == 0) multiply_plain(j, at, n0, n1, r0, r1, scratch);
+    if (j->planes[r0] == INT16) multiply_int16(j, at, n0, n1, r0, r1, scratch);
     else if (j->tiles && r1 - r0 >= TILED) multiply_tiles(j, at, n0, n1, r0, r1, scratch);
     else multiply_integers(j, at, n0, n1, r0, r1, scratch);
 }
@@ -158,12 +156,12 @@ DEFINE_WORK(avx512, TARGET_AVX512)
 #define RUN(JOBS, BACKEND, THREADS, KIND) pool_run(scalar_##KIND, JOBS, THREADS)
 #endif
 
-/* Rows of the weight in a chunk: even parts of an even share for each thread, in whole tiles, at most 64 K weights
+/* Rows of the weight in a chunk: even parts of an even share for each thread, in whole tiles, at most CHUNK weights
    (shorter runs break the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the
    threads worse). */
 static int64_t chunk_rows(int64_t rows, int64_t kp, int threads) {
     const int64_t share = rows > threads ? (rows + threads - 1) / threads : 1;
-    const int64_t most = 65536 / kp > 16 ? 65536 / kp / 16 * 16 : 16;
+    const int64_t most = CHUNK / kp > 16 ? CHUNK / kp / 16 * 16 : 16;
     const int64_t parts = (share + most - 1) / most;
     return (share + parts * 16 - 1) / (parts * 16) * 16;
 }
@@ -228,11 +226,11 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         int64_t floats = 2 * chunk_rows(s->n, s->kp, threads) * s->groups, eight = 0;
 #ifdef X86
         const Weight w = weight_of(m->packed, m->meta, s);
-        if (backend >= AVX512) floats = tile_floats(&w) + chunk_rows(s->n, s->kp, threads) * s->kp / 2;
+        if (backend >= AVX512) floats = int16_floats(&w) * int16_tiles(chunk_rows(s->n, s->kp, threads), rows);
 #endif
         for (int64_t r = 0; r < rows; r++) eight += weight_bits(m->bits[r]) >= FULL_BITS && has_eight(m->bits[r]);
-        size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * 8) + 3 * aligned((size_t)rows * 4)
-                + aligned((size_t)(eight * s->kp) * 4);
+        size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * sizeof(OfGroup))
+                + 3 * aligned((size_t)rows * 4) + aligned((size_t)(eight * s->kp) * 4);
         scratch = scratch > floats ? scratch : floats;
     }
     scratch = (int64_t)aligned((size_t)scratch * 4) / 4;
@@ -252,7 +250,7 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         j.planes = (int32_t *)take(&left, (size_t)rows * 4);
         sort_rows(&j, rows);
 #ifdef X86
-        if (backend == AVX512 && dtype == BFLOAT16) choose_plain(&j);
+        if (backend == AVX512) choose_int16(&j);
         if (backend >= AVX512) j.recipe = recipes(&s->layout), j.tiles = backend == TILES;
 #endif
         const Job *same = jobs.job; /* one that has x laid out alike */
@@ -260,10 +258,10 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
                                                 || memcmp(same->words, j.words, (size_t)rows * 4)))
             same++;
         if (same < jobs.job + jobs.count) {
-            j.x = same->x, j.pairs = same->pairs, j.x_eight = same->x_eight, j.shares = 1;
+            j.x = same->x, j.of_group = same->of_group, j.x_eight = same->x_eight, j.shares = 1;
         } else {
             j.x = take(&left, (size_t)(j.rows * j.x_bytes));
-            j.pairs = (float *)take(&left, (size_t)(j.rows * s->groups) * 8);
+            j.of_group = (OfGroup *)take(&left, (size_t)(j.rows * s->groups) * sizeof(OfGroup));
             j.x_eight = (float *)take(&left, (size_t)(j.full_eight * s->kp) * 4);
             for (int64_t r = 0; r < j.full_eight; r++)
                 round_to_eight((const char *)x + j.row_full[j.full - j.full_eight + r] * row_bytes, dtype, s->k, s->kp, s->groups,

@@ -52,41 +52,43 @@ TARGET_AVX512 INLINE __m512i field_of(const __m512i *t, int s, const int width, 
     return (__m512i)(left > 0 ? v << left : v >> -left); /* not the intrinsics: they want to know by how much */
 }
 
+/* The p-th part's bits of the codes of a block's TILE outputs, beside those in `panel` of the parts before it. */
+TARGET_AVX512 static void add_bits(const Step *step, const __m512i *t, int width, int p, char *panel) {
+    const __m512i mask = _mm512_set1_epi64((int64_t)step->mask);
+    for (int s = 0; s < 16; s++) {
+        const __m512i bits = _mm512_and_si512(mask, field_of(t, s, width, step->up));
+        void *const to = panel + s * 64;
+        _mm512_store_si512(to, p == 0 ? bits : _mm512_or_si512(bits, _mm512_load_si512(to)));
+    }
+}
+
 /* The codes of TILE outputs for `blocks` blocks: uint8 [16 * blocks, TILE, 4], input by input. part: of the first output;
-   `last`: the last of them that exists. ASK: for the memory of the next tile. */
+   `last`: the last of them that exists. */
 TARGET_AVX512 INLINE void unpack_panel(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int last,
-                                       int64_t blocks, const int SHAPE, const int ASK, char *panel) {
+                                       int64_t blocks, const int SHAPE, char *panel) {
     const int parts = SHAPE == ANY ? r->count : SHAPE;
     int64_t row[8][TILE];
-    for (int p = 0; p < parts; p++) {
-        int64_t at = 0;
-        for (int i = 0; i < TILE; i++) {
-            row[p][i] = at;
-            if (i < last) at += row_bytes[p];
-            __asm__("" : "+r"(at)); /* unknown here, or the compiler would fill the table by a hundred permutations */
-        }
-    }
+    for (int p = 0; p < parts; p++) rows_of(row[p], last + 1, row_bytes[p]);
     for (int64_t b = 0; b < blocks; b++, panel += 16 * 64) {
-        __m512i t[8];
+        __m512i t[3][8];
 #pragma GCC unroll 3
         for (int p = 0; p < parts; p++) {
-            const Step *step = &r->step[p];
-            const int width = SHAPE == ANY ? step->width : p == 0 ? 4 : 2, up = SHAPE == ANY ? step->up : 4 - 2 * p;
+            const int width = SHAPE == ANY ? r->step[p].width : p == 0 ? 4 : 2;
             const uint8_t *from = part[p] + b * 8 * width;
-            if (ASK)
-                for (int i = 0; i < TILE * 8 * width; i += 64)
-                    _mm_prefetch((const char *)part[p] + TILE * (row_bytes[p] + b * 8 * width) + i, _MM_HINT_T0);
-            if (width == 4) turn_block(from, row[p], 4, t);
-            else if (width == 2) turn_block(from, row[p], 2, t);
-            else turn_block(from, row[p], 1, t);
-            const __m512i mask = _mm512_set1_epi64((int64_t)step->mask);
+            __m512i *to = t[SHAPE == ANY ? 0 : p];
+            if (width == 4) turn_block(from, row[p], 4, to);
+            else if (width == 2) turn_block(from, row[p], 2, to);
+            else turn_block(from, row[p], 1, to);
+            if (SHAPE == ANY) add_bits(&r->step[p], to, width, p, panel);
+        }
+        if (SHAPE != ANY)
 #pragma GCC unroll 16
             for (int s = 0; s < 16; s++) {
-                const __m512i bits = width == 4 ? field_of(t, s, 4, up) : width == 2 ? field_of(t, s, 2, up) : field_of(t, s, 1, up);
-                void *const to = panel + s * 64;
-                _mm512_store_si512(to, p == 0 ? _mm512_and_si512(mask, bits)
-                                              : _mm512_ternarylogic_epi64(mask, bits, _mm512_load_si512(to), 0xEA)); /* (mask & bits) | codes */
+                const __m512i f = field_of(t[0], s, 4, 4), of2 = _mm512_set1_epi8(0x0C), of3 = _mm512_set1_epi8(0x03);
+                __m512i codes = _mm512_and_si512(_mm512_set1_epi8((char)0xF0), f);
+                if (SHAPE > W4) codes = _mm512_ternarylogic_epi64(of2, field_of(t[1], s, 2, 2), codes, 0xEA); /* of2 & .. | codes */
+                if (SHAPE > W42) codes = _mm512_ternarylogic_epi64(of3, field_of(t[2], s, 2, 0), codes, 0xEA);
+                _mm512_store_si512(panel + s * 64, codes);
             }
-        }
     }
 }

@@ -19,22 +19,23 @@ static void sort_rows(Job *j, int64_t rows) {
 }
 
 #ifdef X86
-/* Rows of bfloat16 enough to pay for a rounded weight stay as they are. */
-static void choose_plain(Job *j) {
+/* Rows of two planes that pay for it become int16. */
+static void choose_int16(Job *j) {
+    if (j->w.kp / j->w.groups > INT16_GROUP) return;
     for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {
         for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == j->precision[r0] && j->planes[r1] == j->planes[r0];) r1++;
-        if (j->planes[r0] == 2 && r1 - r0 >= PLAIN_ROWS) memset(j->planes + r0, 0, (size_t)(r1 - r0) * sizeof *j->planes);
+        for (int64_t r = r0; r < r1 && r1 - r0 >= INT16_ROWS && j->planes[r] == 2; r++) j->planes[r] = INT16;
     }
 }
 #endif
 
-/* Of x in a run of integer products, at most: so many bytes stay in a core's second cache while tiles pass by. */
+/* Of x in a run of planes, at most: so many bytes stay in a core's second cache while tiles pass by. */
 #define RUN_BYTES (256 * 1024)
 
 /* The end of the run of rows from r0 on that are multiplied together. */
 static int64_t end_of_run(const Job *j, int64_t r0) {
     const int64_t most = RUN_BYTES / j->x_bytes, room = most > 24 ? most / 24 * 24 : 24;
-    const int64_t end = j->rows - r0 < room || j->planes[r0] == 0 ? j->rows : r0 + room;
+    const int64_t end = j->rows - r0 < room || j->planes[r0] == INT16 ? j->rows : r0 + room;
     int64_t r1 = r0 + 1;
     while (r1 < end && j->precision[r1] == j->precision[r0] && j->planes[r1] == j->planes[r0]) r1++;
     return r1;
