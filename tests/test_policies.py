@@ -146,6 +146,8 @@ def test_bad_budgets_and_policies() -> None:
     bare = SiteTable(tuple(Site(s.name, s.role, s.layer, s.shape, True, s.gears) for s in TABLE), "bare", 30)
     with pytest.raises(QBEError, match="no sensitivity table"):
         policies.load("tiered").blueprint(profile(0.5), Budget(), bare)
+    with pytest.raises(QBEError, match=r"^unknown policy 'a\\nb{62}: choose one of"):  # one line, no more of it
+        policies.load("a\n" + "b" * 999)
     with pytest.raises(QBEError, match="unknown policy 'nope'"):
         policies.load("nope")
     with pytest.raises(QBEError, match="unknown tier"):

@@ -66,7 +66,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
-            raise QBEError(f"unknown tier '{self.tier}': choose one of {', '.join(TIERS)}")
+            raise QBEError(f"unknown tier {self.tier!r:.66}: choose one of {', '.join(TIERS)}")
         if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
             have = " or ".join(map(str, ACTIVATION_GEARS))
             raise QBEError(f"activation_bits is {_told(self.activation_bits)}, but must be {have}")

@@ -65,12 +65,15 @@ def test_what_a_request_asks_for() -> None:
     [
         {"qbe_bit": 4}, {"qbe_bits": "four"}, {"qbe_bits": 40}, {"service_tier": "gold"}, {"qbe_refresh": 2},
         {"qbe_policy": 4}, {"qbe_activation_bits": 4}, {"qbe_bits": 5, "qbe_refresh": 1}, {"qbe_text": "a\ud800"},
+        {"qbe_bits": [4]}, {"qbe_a\nb" + "x" * 999: 1}, {"service_tier": "a\n" + "b" * 999},
+        {"qbe_policy": ["x\n" * 999]},
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(args: dict[str, Any]) -> None:
     with pytest.raises(QBEError) as found:
         Asked.of(args)
     assert "\n" not in str(found.value)
+    assert len(str(found.value)) < 300
 
 
 def test_a_ticket_is_plain_data_and_belongs_to_one_model() -> None:

@@ -84,7 +84,7 @@ def load(name: str) -> Policy:
     elif (found := next((e for e in entry_points(group=GROUP) if e.name == name), None)) is not None:
         entry = found
     else:
-        raise QBEError(f"unknown policy '{name}': choose one of {', '.join(available())}")
+        raise QBEError(f"unknown policy {name!r:.66}: choose one of {', '.join(available())}")
     if colon and not (seed.isascii() and seed.isdigit()):
         raise QBEError(f"the seed '{seed}' of policy '{name}' is no whole number; give '{name}:1' for example")
     try:

@@ -41,13 +41,14 @@ class Asked:
         args = args or {}
         unknown = [k for k in args if k.startswith(PREFIX) and k not in KNOWN]
         if unknown:
-            raise QBEError(f"unknown argument {unknown[0]}: QBE takes {', '.join(KNOWN)}")
+            raise QBEError(f"unknown argument {unknown[0]!r:.66}: QBE takes {', '.join(KNOWN)}")
         refresh = args.get("qbe_refresh", 0)
         if refresh not in (0, 1):  # JSON's true and false are among them
-            raise QBEError(f"qbe_refresh is {refresh!r}, but must be 0 or 1")
+            raise QBEError(f"qbe_refresh is {refresh!r:.66}, but must be 0 or 1")
         for name in ("qbe_bits", "qbe_activation_bits"):
-            if isinstance(args.get(name), bool):
-                raise QBEError(f"{name} is {args[name]!r}, but must be a number")
+            given = args.get(name, 0)
+            if given is not None and (isinstance(given, bool) or not isinstance(given, (int, float))):
+                raise QBEError(f"{name} is {given!r:.66}, but must be a number")
         budget = Budget(
             bits=args.get("qbe_bits"),
             tier="default" if args.get("service_tier") is None else args["service_tier"],
@@ -56,7 +57,7 @@ class Asked:
         )
         for name in ("qbe_policy", "qbe_text"):
             if not isinstance(args.get(name, ""), str):
-                raise QBEError(f"{name} is {args[name]!r}, but must be text")
+                raise QBEError(f"{name} is {args[name]!r:.66}, but must be text")
         if any("\ud800" <= c <= "\udfff" for c in args.get("qbe_text", "")):
             raise QBEError("qbe_text has half a surrogate pair, which is no character")
         return cls(budget, args.get("qbe_policy"), args.get("qbe_text"))

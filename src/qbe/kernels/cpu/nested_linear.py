@@ -64,8 +64,8 @@ def nested_linear(
     `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others) and multiplies the exact weight with x, which
     AVX-512 reads as 16-bit fixed point with a scale for each group, in float32, too; sums are float32. With AMX
     `TILED_ROWS` of bfloat16 at one precision are multiplied by torch, with the weight rounded to bfloat16, where the
-    inputs are a multiple of 32. Elsewhere with more rows the weight is first rounded to x's dtype (bfloat16 or float32),
-    as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
+    inputs are a multiple of 32. Elsewhere with more rows the weight is first rounded to x's dtype (bfloat16 or
+    float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
