@@ -9,7 +9,6 @@
    codes stay as they are unpacked, 16 sums are added up across lanes at once. More rows: the codes of the tile are
    transposed into a panel, and every instruction multiplies 4 inputs of all outputs with those of one row. */
 
-#define CHUNK_TILES (CHUNK / BLOCK / TILE)
 #define FEW 4 /* rows that do not pay for a panel (benchmarks/cpu_crossover.py) */
 
 /* sum += bytes of `codes`, unsigned, times those of x, signed, four in each lane; x: a vector, or 4 bytes for all lanes.

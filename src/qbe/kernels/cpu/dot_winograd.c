@@ -15,6 +15,7 @@
 #define INT16_ROWS 3    /* that pay for it (benchmarks/cpu_crossover.py) */
 #define INT16_GROUP 256 /* inputs whose sum fits 32 bits */
 #define INT16_MOST 24   /* rows whose sums fit the registers */
+#define CHUNK_TILES (CHUNK / BLOCK / TILE) /* in a chunk at most */
 
 /* sum += (x1 + w2) (x2 + w1) + (x3 + w4) (x4 + w3) in each lane. odd: w1, w3; even: w2, w4; x: x1, x3, x2, x4, for all lanes. */
 #define ADD_PRODUCTS_OF_SUMS(SUM, ODD, EVEN, X)                                                            \
