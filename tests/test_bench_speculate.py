@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import qbe  # noqa: F401  (before torch: it sets how torch's threads wait)
 
-import functools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from bench_samples import CPU, LIMITS, THIN, described
+from engine_models import request
 from qbe.bench import speculate
 
 
@@ -37,11 +37,31 @@ def test_speculate(folder: Path, device: torch.device) -> None:
     rows = described(speculate.run(device, LIMITS, random), device)
     assert [r["shape"].split(", ")[-1] for r in rows] == [speculate.CHOSEN, "drafts at 4 bits", "drafts at 6 bits"]
     assert [r["note"].split()[1] for r in rows if "drafts" in r["shape"]] == ["100.0%", "0.0%"]
-    assert all("replayed: drawn with 100% at 4 bits, 0% at 6 bits" in r["note"] for r in rows)
+    assert all("replayed: of drafts drawn with 100% at 4 bits, 0% at 6 bits" in r["note"] for r in rows)
+
+
+def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_with_them(
+    folder: Path, device: torch.device
+) -> None:
+    """The same guesses are read, and as many of them are right, as where the answers come from."""
+    own = speculate.Sizes(folder, speculate.PROMPTS[:3], 40, targets=(8,), compile=False)
+    replayed = replace(own, model={**THIN, "vocab_size": 512}, rates={8: {4: 0.0, 6: 0.0}}, recorded=folder)
+    scripts = speculate._recorded(device, replayed, progress=False)
+    told = []
+    for sizes, script in ((own, {}), (replayed, scripts[8])):
+        core, _ = speculate._core(device, sizes, progress=False)
+        assert core.speculator is not None
+        core.speculator.costs, core.speculator.rows, core.speculator.drafters = speculate.Free(8), 4, {speculate.TEXT}
+        prompts = speculate._core(device, own, progress=False)[1]
+        told.append(speculate.Told())
+        case = speculate.Case(core, prompts, sizes, 1, 8, script)
+        speculate.answer(case, True, told[-1], random.Random(0))
+    assert told[0].answers == told[1].answers == list(scripts[8].values())
+    assert told[0].drafted == told[1].drafted > told[0].accepted == told[1].accepted > 0
 
 
 def test_replayed_guesses_are_right_at_the_recorded_rate_whatever_the_model_writes() -> None:
-    replayed = speculate.Replayed({4: 0.8, 6: 0.0}, random.Random(0))
+    replayed = speculate.Replayed({4: 0.8, 6: 0.0}, random.Random(0), request("r", [1], None))
     replayed.guesses, replayed.source = [5, 6], 4
     outcomes = [replayed.right(i % 2, token=99) for i in range(4000)]
     assert sum(outcomes) / len(outcomes) == pytest.approx(0.8, abs=0.02)
@@ -59,19 +79,19 @@ def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) 
     core.speculator.drafters, core.speculator.costs = {4}, speculate.Free(8)
     core.speculator.rows = batch * (sizes.guesses + 1)
     told, run, rows = speculate.Told(), core.runner.step, list[tuple[int, bool]]()
+    case = speculate.Case(core, prompts[:batch], sizes, batch, 8, {})
 
     def step(work):
         rows.append((len(work), work[0].draft is not None))
         return run(work)
 
     core.runner.step = step  # type: ignore[method-assign]
-    always = functools.partial(speculate.Replayed, sizes.rates[8], random.Random(0))
-    speculate._answer(core, prompts[:batch], 8, batch, sizes.tokens, True, told, always)
+    speculate.answer(case, True, told, random.Random(0))
     drafts, check = [(batch, True)] * 3, (4 * batch, False)
     assert rows[1:9] == [*drafts, check, *drafts, check]
     assert [len(a) for a in told.answers] == [sizes.tokens] * batch
     assert told.accepted == told.drafted > 0
     # Left to itself the random model would not have written what it guessed.
     own = speculate.Told()
-    speculate._answer(core, prompts[:batch], 8, batch, sizes.tokens, True, own)
+    speculate.answer(replace(case, sizes=replace(sizes, rates={})), True, own, random.Random(0))
     assert own.accepted < own.drafted

@@ -14,9 +14,10 @@ import qbe
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import build, prompts, request, run
 from qbe.blueprint import Blueprint
+from qbe.engine import guesses as kept
 from qbe.engine.core import Core
 from qbe.engine.decode import DecodeStep
-from qbe.engine.guesses import HOPE, LEAST, REST, TEXT, Costs, Outcomes, Speculation, progress
+from qbe.engine.guesses import HOPE, LEAST, REST, Costs, Outcomes, Speculation, progress
 from qbe.engine.sampler import accept
 from qbe.engine.scoring import Scored, score
 from qbe.engine.sequence import Sequence
@@ -69,19 +70,21 @@ def test_greedy_answers_are_those_without(costs: Fixed, kv: int, device: torch.d
     """Two of them of few different tokens, so that their text is worth reading."""
     bias = [None, dict.fromkeys((5, 9, 11), 40.0), dict.fromkeys((7, 8), 40.0)]
 
+    fared: list[set[int]] = []
+
     def answers(speculate: bool) -> list[Sequence]:
         made = core_of(costs, device)
+        assert made.speculator is not None
         asked = [request(str(i), p, at(made, kv=kv), max_tokens=TOKENS, speculate=speculate, logit_bias=b)
                  for i, (p, b) in enumerate(zip(prompts(20, 61, 7), bias, strict=True))]  # fmt: skip
         run(made, *asked)
+        fared.append({gear for (gear, _), o in made.speculator.fared.items() if o.rate != HOPE})
         return asked
 
     plain, made = answers(False), answers(True)
     assert [s.output_ids for s in made] == [s.output_ids for s in plain]
-    for s in made:
-        own = told(s)
-        assert own.drafted >= own.accepted
-        assert ({d for d, o in own.outcomes.items() if o.rate != HOPE} == {TEXT}) == (costs is READ)
+    assert all(told(s).drafted >= told(s).accepted for s in made)
+    assert bool(fared[-1]) == (costs is OWN)
     assert sum(told(s).accepted for s in made) > 60
 
 
@@ -241,6 +244,7 @@ def test_a_drafter_that_loses_rests_and_is_tried_again(monkeypatch: pytest.Monke
     o.add(1, True)
     assert o.rate == pytest.approx(31 / 32)
 
+    monkeypatch.setattr(kept, "REST", 128)
     guess = Speculator.guess
 
     def wrong(self: Speculator, sequences: list[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
@@ -260,14 +264,6 @@ def test_a_drafter_that_loses_rests_and_is_tried_again(monkeypatch: pytest.Monke
     assert told(s).accepted == 0
     early = max(drafted[:70])
     assert LEAST <= early == max(drafted[:120]) < max(drafted)  # both drafters, then none for a while
-
-
-def test_the_text_is_read_for_what_followed() -> None:
-    own = Speculation()
-    assert own.look_up([1, 2, 3, 4], 5) == []
-    assert own.look_up([1, 2, 3, 4, 9, 1, 2, 3], 5) == [4, 9, 1, 2, 3]
-    assert own.look_up([1, 2, 3, 4, 9, 1, 2, 3, 7, 5, 2, 3], 2) == [7, 5]  # the last place where it stood
-    assert own.look_up([1, 2, 3, 4, 9, 1, 2, 3, 7, 5, 2, 3], 0) == []
 
 
 def test_a_request_says_what_was_guessed_and_stops_where_it_would(tmp_path) -> None:

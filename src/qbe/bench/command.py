@@ -121,10 +121,22 @@ for _name, _does in (
     ("prefill", "Reading a prompt of 2 048 tokens at several bits against 16 bits and llama.cpp."),
     ("switch", "The time that a change of blueprint between two steps adds."),
     ("batch", "A batch of mixed precisions against all rows at the highest, and a launch per precision."),
-    ("speculate", "Answers with speculation against without: speed, acceptance of each drafter, same tokens."),
     ("kv", "Attention over KV pages of 16, 8, 4, 2 and mixed bits, sealing them, and their memory."),
 ):
     _command(_name, _does)
+
+
+@app.command("speculate")
+def speculate(
+    data: Annotated[Path | None, typer.Option(help="ask prompts of this folder's data sets, too, 56 in all")] = None,
+    device: Device = "auto", json: Json = None, plot: Plot = None,
+) -> None:  # fmt: skip
+    """Answers with speculation against without: speed, acceptance of each drafter, same tokens."""
+    from qbe.bench.speculate import sizes_for, with_traffic
+    from qbe.engine.devices import pick_device
+
+    sizes = sizes_for(pick_device(device))
+    _told("speculate", device, json, plot, sizes if data is None else with_traffic(sizes, data))
 
 
 @app.command("serve")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +15,27 @@ from qbe.bench.decode import LLAMA_8B, random_llama
 from qbe.bench.engines import random_prompt
 from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Sample, take_turns
+from qbe.bench.questions import PROMPTS, questions
+from qbe.bench.replayed import Recorded, Replayed
 from qbe.bench.report import Row, rows_beside
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.guesses import TEXT, Costs, Speculation
+from qbe.engine.guesses import TEXT, Costs
+from qbe.engine.reader import Reader
 from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.sequence import Sequence as Running
-from qbe.engine.speculation import ROWS, Speculator
+from qbe.engine.speculation import ROWS
 from qbe.engine.tokenize import encode
 from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.nesting import nest_model
 from qbe.store.placement import place
-from qbe.store.prepare import prepare
+from qbe.store.prepare import PreparedModel, prepare
 
 WITHOUT = "without"
 CHOSEN = "as it chooses"
 READ = "the text"
 TOKEN = "token"
-PROMPTS = (
-    "Write a short story about a dog who learns to fly.",
-    "Explain how photosynthesis works.",
-    "Write a Python function that returns the n-th Fibonacci number, and explain each line.",
-    "Repeat this text and correct its spelling: The quik brown fox jumpd over the lazy dog, wich was sleeping in the "
-    "sun. The dog woke up and lookd at the fox. The fox ran away into the forrest, were it met a bear.",
-    "Summarise in three sentences: The water cycle describes how water evaporates from the surface of the earth, rises "
-    "into the atmosphere, cools and condenses into rain or snow in clouds, and falls again to the surface.",
-    "List ten countries of Europe with their capitals, one a line.",
-    "What is the difference between a virus and a bacterium?",
-    "Translate into French: Good morning, where is the railway station?",
-)
 
 
 @dataclass(frozen=True)
@@ -60,8 +49,10 @@ class Sizes:
         targets: bits of the weights.
         batches: answers at once.
         rates: of a random model, whose own guesses would tell nothing: target -> bits of a draft -> part of its guesses
-            that are right, as measured with the default model; of every gear below the target. Nobody reads the text
-            then.
+            that are right, as measured with the default model; of every gear below the target.
+        recorded: a checkpoint whose answers a random model writes in place of its own; without it nobody reads what a
+            random model writes.
+        traffic: the prompts are many: only what the engine chooses is measured.
         guesses: checked at once where a drafter is given.
         compile: compile the steps of one sequence.
         rounds: samples.
@@ -73,6 +64,8 @@ class Sizes:
     targets: tuple[int, ...] = (8, 16)
     batches: tuple[int, ...] = (1,)
     rates: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    recorded: str | Path | None = None
+    traffic: bool = False
     guesses: int = 3
     compile: bool = True
     rounds: int = 3
@@ -84,8 +77,17 @@ RATES = {8: {4: 0.80, 6: 0.92}}
 
 def sizes_for(device: torch.device) -> Sizes:
     if device.type == "cuda":
-        return Sizes(LLAMA_8B, PROMPTS[:4], 128, targets=(8,), batches=(1, 4), rates=RATES, compile=False, rounds=5)
+        return Sizes(LLAMA_8B, PROMPTS[:4], 128, (8,), (1, 4), RATES, DEFAULT_MODEL, compile=False, rounds=5)
     return Sizes()
+
+
+def with_traffic(sizes: Sizes, data: Path) -> Sizes:
+    """The same with prompts of data sets, too, and 128 tokens of each answer.
+
+    Raises:
+        QBEError: a file of the data sets is missing, or not what its name says.
+    """
+    return replace(sizes, prompts=tuple(questions(data, 16)), tokens=128, traffic=True, rounds=3)
 
 
 class Free(Costs):
@@ -97,24 +99,6 @@ class Free(Costs):
 
     def of(self, rows: int, bits: float) -> float:
         return 1.0 if round(bits) == self._target else 1e-3
-
-
-class Replayed(Speculation):
-    """Guesses are made and checked as always; whether one is right is drawn, as often as was measured elsewhere.
-
-    The tokens are the model's own. After a guess that counts as right the cache holds the guess, whose row has run.
-
-    Args:
-        rates: bits of a draft -> part of its guesses that are right.
-        draws: what decides.
-    """
-
-    def __init__(self, rates: Mapping[int, float], draws: random.Random) -> None:
-        super().__init__()
-        self._rates, self._draws = rates, draws
-
-    def right(self, at: int, token: int | None) -> bool:
-        return at < len(self.guesses) and self._draws.random() < self._rates[self.source]
 
 
 @dataclass
@@ -130,7 +114,7 @@ class Told:
         part = f"{self.accepted / self.drafted:.1%} of {self.drafted}" if self.drafted else "no"
         if replayed is not None:
             rates = ", ".join(f"{rate:.0%} at {bits} bits" for bits, rate in replayed.items())
-            return f"accepted {part} guesses, replayed: drawn with {rates}, whatever the model writes"
+            return f"accepted {part} guesses, replayed: of drafts drawn with {rates}, whatever the model writes"
         same = sum(a == b for a, b in zip(self.answers, plain, strict=True))
         return f"accepted {part} guesses; {same} of {len(plain)} answers the same"
 
@@ -141,72 +125,91 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     Raises:
         QBEError: whatever is wrong with the model.
     """
+    scripts = _recorded(device, sizes, progress)
     core, prompts = _core(device, sizes, progress)
-    speculator = core.speculator
-    if speculator is None:
+    if core.speculator is None:
         raise RuntimeError("this engine has no steps of several rows")
     name = "Llama, random, replayed" if isinstance(sizes.model, dict) else str(sizes.model)
     found: list[Row] = []
     for batch in sizes.batches:
         for target in sizes.targets:
+            case = Case(core, prompts, sizes, batch, target, scripts.get(target, {}))
             told: dict[str, Told] = {}
             with bar(f"speculate, batch {batch}, {target} bits", sizes.rounds + 1, progress) as tick:
-                samples = _samples(core, speculator, prompts, sizes, batch, target, told)
+                samples = _samples(case, told)
                 peer = samples.pop(WITHOUT)
                 mine, theirs = take_turns(samples, {WITHOUT: peer}, sizes.rounds, tick)
             plain = told[WITHOUT].answers
             rates = {n: o if isinstance(o, Failed) else {TOKEN: o[TOKEN].rate(1)} for n, o in theirs.items()}
-            for case, parts in mine.items():
-                note = told[case].note(plain, sizes.rates.get(target))
+            for way, parts in mine.items():
+                note = told[way].note(plain, sizes.rates.get(target))
                 found += rows_beside(
-                    rates, TOKEN, 1.0, what="speculate", size=name, case=f"batch {batch}, {case}", bits=target,
+                    rates, TOKEN, 1.0, what="speculate", size=name, case=f"batch {batch}, {way}", bits=target,
                     ours=parts[TOKEN].rate(1), unit="tokens/s", limit=None,
                     notes={WITHOUT: note},
                 )  # fmt: skip
     return found
 
 
-def _samples(
-    core: Core, speculator: Speculator, prompts: Sequence[list[int]], sizes: Sizes, batch: int, target: int,
-    told: dict[str, Told],
-) -> dict[str, Sample]:  # fmt: skip
+@dataclass(frozen=True)
+class Case:
+    """What is answered, and how.
+
+    scripts: prompt's number -> what a random model writes in place of its own answer.
+    """
+
+    core: Core
+    prompts: Sequence[list[int]]
+    sizes: Sizes
+    batch: int
+    target: int
+    scripts: Mapping[int, list[int]]
+
+
+def _samples(case: Case, told: dict[str, Told]) -> dict[str, Sample]:
     """All ways of answering, each by name; `told` gets what the last answers were."""
-    drafters = {f"drafts at {g} bits": g for g in core.table.gears() if g < target} | (
-        {} if sizes.rates else {READ: TEXT}
-    )
-    everyone = {*core.table.gears()} | (set() if sizes.rates else {TEXT})
-    draws = random.Random(0)
+    sizes, core, speculator = case.sizes, case.core, case.core.speculator
+    assert speculator is not None
+    drafters = {f"drafts at {g} bits": g for g in core.table.gears() if g < case.target}
+    everyone = {*core.table.gears()}
+    if not sizes.rates or case.scripts:  # there is something to read
+        drafters[READ] = TEXT
+        everyone.add(TEXT)
     ways: dict[str, tuple[Costs, int, set[int]]] = {CHOSEN: (Costs(), ROWS[core.device.type], everyone)}
-    ways |= {name: (Free(target), batch * (sizes.guesses + 1), {g}) for name, g in drafters.items()}
+    if not sizes.traffic:
+        rows = case.batch * (sizes.guesses + 1)
+        ways |= {name: (Free(case.target), rows, {g}) for name, g in drafters.items()}
+    draws = random.Random(0)
 
     def sample(name: str) -> Mapping[str, float]:
         if name in ways:
             speculator.costs, speculator.rows, speculator.drafters = ways[name]
-        replayed = functools.partial(Replayed, sizes.rates[target], draws) if sizes.rates and name in ways else None
-        own = told.setdefault(name, Told())
-        return _answer(core, prompts, target, batch, sizes.tokens, name in ways, own, replayed)
+            speculator.reader = Reader()  # no sample knows the answers of the one before it
+            speculator.fared.clear()
+        return answer(case, name in ways, told.setdefault(name, Told()), draws)
 
     return {name: (lambda n=name: sample(n)) for name in (*ways, WITHOUT)}  # type: ignore[misc]
 
 
-def _answer(
-    core: Core, prompts: Sequence[list[int]], target: int, batch: int, tokens: int, speculate: bool, told: Told,
-    guesses: Callable[[], Speculation] | None = None,
-) -> Mapping[str, float]:  # fmt: skip
-    """Seconds of a token after the first ones of each batch; the last sample's answers are kept in `told`.
+def answer(case: Case, speculate: bool, told: Told, draws: random.Random) -> Mapping[str, float]:
+    """Seconds of a token after the first ones of each batch; the answers are kept in `told`.
 
-    `guesses` makes what is kept of a sequence's guesses in place of the core's own.
+    `draws`: what decides whether the guesses of a random model are right.
     """
-    blueprint = Blueprint.of("bench", core.table, (target,) * len(core.table.nested))
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, speculate=speculate)
+    core, sizes = case.core, case.sizes
+    blueprint = Blueprint.of("bench", core.table, (case.target,) * len(core.table.nested))
+    params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, speculate=speculate)
     told.answers, told.drafted, told.accepted = [], 0, 0
     seconds, written = 0.0, 0
-    for at in range(0, len(prompts), batch):
-        asked = [Running(str(i), p, params, blueprint) for i, p in enumerate(prompts[at : at + batch])]
+    for at in range(0, len(case.prompts), case.batch):
+        asked = [
+            Recorded(str(i), p, params, blueprint, script=case.scripts.get(at + i, []))
+            for i, p in enumerate(case.prompts[at : at + case.batch])
+        ]
         for s in asked:
             core.add(s)
-            if guesses is not None:
-                s.speculation = guesses()
+            if speculate and sizes.rates:
+                s.speculation = Replayed(sizes.rates[case.target], draws, s)
         while not all(s.output_ids for s in asked):
             core.step()
         before, begin = sum(len(s.output_ids) for s in asked), time.perf_counter()
@@ -227,19 +230,41 @@ def _answer(
 
 
 def _core(device: torch.device, sizes: Sizes, progress: bool) -> tuple[Core, list[list[int]]]:
-    """The core and the token ids of the prompts."""
+    """The core, and the token ids of the prompts."""
     most = max(sizes.batches)
-    room: dict[str, Any] = {
-        "kv_tokens": most * (sizes.tokens + 512), "max_sequences": most, "device": device, "compile": sizes.compile,
-        "speculate": True, "progress": progress,
-    }  # fmt: skip
-    if not isinstance(sizes.model, dict):
+    if isinstance(sizes.model, dict):
+        model = random_llama(sizes.model, device).requires_grad_(False)
+        table = nest_model(model, "random", NestedWeightConfig(), progress=progress)
+        place(model, device, "device")
+        prompts = [[i + 1, *random_prompt(32, sizes.model["vocab_size"])] for i in range(len(sizes.prompts))]
+    else:
         prepared = prepare(sizes.model, device=device, need_sensitivity=False, progress=progress)
-        chats = [[{"role": "user", "content": text}] for text in sizes.prompts]
-        ids = [encode(chat, prepared.tokenizer, prepared.name)[2] for chat in chats]
-        return Core(prepared.model, prepared.table, **room), ids
-    model = random_llama(sizes.model, device).requires_grad_(False)
-    table = nest_model(model, "random", NestedWeightConfig(), progress=progress)
-    place(model, device, "device")
-    core = Core(model, table, **room)
-    return core, [[i + 1, *random_prompt(32, core.vocabulary)] for i in range(len(sizes.prompts))]
+        model, table, prompts = prepared.model, prepared.table, _encoded(prepared, sizes)
+    room = _room(device, sizes, prompts, most)
+    return Core(model, table, compile=sizes.compile, speculate=True, progress=progress, **room), prompts
+
+
+def _room(device: torch.device, sizes: Sizes, prompts: list[list[int]], most: int) -> dict[str, Any]:
+    """For so many sequences."""
+    return {"kv_tokens": most * (max(map(len, prompts)) + sizes.tokens + 128), "max_sequences": most, "device": device}
+
+
+def _encoded(prepared: PreparedModel, sizes: Sizes) -> list[list[int]]:
+    chats = [[{"role": "user", "content": text}] for text in sizes.prompts]
+    return [encode(chat, prepared.tokenizer, prepared.name)[2] for chat in chats]
+
+
+def _recorded(device: torch.device, sizes: Sizes, progress: bool) -> dict[int, dict[int, list[int]]]:
+    """target -> prompt's number -> the answer of `sizes.recorded`, if there is one."""
+    if sizes.recorded is None:
+        return {}
+    prepared = prepare(sizes.recorded, device=device, need_sensitivity=False, progress=progress)
+    prompts = _encoded(prepared, sizes)
+    batch = min(16, len(prompts))
+    core = Core(prepared.model, prepared.table, **_room(device, sizes, prompts, batch))
+    found = {}
+    for target in sizes.targets:
+        told = Told()
+        answer(Case(core, prompts, replace(sizes, rates={}), batch, target, {}), False, told, random.Random(0))
+        found[target] = dict(enumerate(told.answers))
+    return found

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import torch
 
+from qbe.engine.reader import Followers, Foreseen
+
 WINDOW = 32  # outcomes that an acceptance rate is the mean of
 LEAST = 16  # outcomes before it counts alone
 HOPE = 0.9  # acceptance rate before that: high, so that a drafter is tried where it could pay
-REST = 128  # steps after which a drafter that did not pay is tried again
-GRAMS = (3, 2)  # tokens that must have been written before, in the same order, for the text to be a guess
-TEXT = 0  # the drafter that reads the text; others are known by their bits
+REST = 1024  # tokens after which a drafter that did not pay is tried again
+TEXT = 0  # the drafter that reads what was written (`qbe.engine.reader`); others are known by their bits
 
 
 class Outcomes:
-    """How guesses of one drafter fared: accepted or not, the last ones.
-
-    Attributes:
-        drafted, accepted: all guesses of it that were checked, and how many of them were right.
-    """
+    """How guesses of one drafter fared: accepted or not, the last ones."""
 
     def __init__(self) -> None:
-        self.drafted = self.accepted = 0
         self._last: deque[bool] = deque(maxlen=WINDOW)
         self._idle = 0
 
-    def add(self, accepted: int, refused: bool, drafted: int = 0) -> None:
-        """So many guesses were right, and the one after them was not; `drafted` were checked."""
-        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+    def add(self, accepted: int, refused: bool) -> None:
+        """So many guesses were right, and the one after them was not."""
         self._last.extend([True] * accepted + [False] * refused)
         self._idle = 0
 
@@ -64,31 +58,23 @@ class Speculation:
         proposals: per guess the distribution float32 `[vocabulary]` that it was drawn from, where it was drawn and
             rejection sampling decides; else empty.
         generator: what guesses are drawn with.
-        outcomes: per drafter.
+        outcomes: of the drafter where it is the model itself, those of all sequences; else None.
+        drafted, accepted: guesses that were checked, and how many of them were right.
         draft_bytes: bytes of weights and scales that draft rows read, at batch 1.
+        text: what followed where in this sequence.
+        foreseen: what was last read for it, checked or not.
     """
 
     guesses: list[int] = field(default_factory=list)
     source: int = TEXT
     proposals: list[torch.Tensor] = field(default_factory=list)
     generator: torch.Generator | None = None
-    outcomes: dict[int, Outcomes] = field(default_factory=dict)
+    outcomes: Outcomes | None = None
+    drafted: int = 0
+    accepted: int = 0
     draft_bytes: int = 0
-    _places: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
-    _indexed: int = 0
-
-    def of(self, drafter: int) -> Outcomes:
-        return self.outcomes.setdefault(drafter, Outcomes())
-
-    @property
-    def drafted(self) -> int:
-        """Guesses that were checked."""
-        return sum(o.drafted for o in self.outcomes.values())
-
-    @property
-    def accepted(self) -> int:
-        """Those of them that were right."""
-        return sum(o.accepted for o in self.outcomes.values())
+    text: Followers = field(default_factory=Followers, repr=False)
+    foreseen: Foreseen | None = field(default=None, repr=False)
 
     def drop(self) -> None:
         """Forget the guesses."""
@@ -101,21 +87,10 @@ class Speculation:
 
     def checked(self, accepted: int, refused: bool) -> None:
         """The first `accepted` guesses were right; `refused`: the next one was not."""
-        self.of(self.source).add(accepted, refused, len(self.guesses))
+        self.drafted, self.accepted = self.drafted + len(self.guesses), self.accepted + accepted
+        if self.outcomes is not None:
+            self.outcomes.add(accepted, refused)
         self.drop()
-
-    def look_up(self, tokens: Many[int], most: int) -> list[int]:
-        """Prompt lookup (Saxena 2023): what followed where the last tokens stood before, at most `most` tokens."""
-        for end in range(self._indexed, len(tokens)):  # the last one has no follower yet
-            for n in GRAMS:
-                if end >= n:
-                    self._places[tuple(tokens[end - n : end])] = end
-        self._indexed = max(self._indexed, len(tokens))
-        for n in GRAMS:
-            place = self._places.get(tuple(tokens[-n:]))
-            if place is not None:
-                return list(tokens[place : place + most])
-        return []
 
 
 class Costs:

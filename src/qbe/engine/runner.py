@@ -181,8 +181,9 @@ class Runner:
             self.compile_decode(progress, several > 0)
 
     def compile_decode(self, progress: bool, several: bool = False) -> None:
-        """Compile the steps of one sequence, with `several` those of four rows, too, if steps run at fixed shapes."""
-        sizes = (1, 4) if several else (1,)  # more rows pay seldom, and a compilation takes half a minute
+        """Compile the steps of one sequence, with `several` those of two and four rows, too, if steps run at fixed
+        shapes."""
+        sizes = (1, 2, 4) if several else (1,)  # more rows pay seldom, and a compilation takes half a minute
         if self.decode is not None:
             with spinner("compiling the decode step: tens of seconds, fewer once it is cached", progress):
                 for size in sizes:

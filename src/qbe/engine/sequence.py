@@ -196,11 +196,13 @@ class Sequence:
         self.blueprint = blueprint
 
     def rewind(self, count: int) -> None:
-        """Forget all tokens of the answer but the first `count`: a stop string ended it among those of one step."""
+        """Forget all tokens of the answer but the first `count`: a stop string ended it among those of one step.
+
+        The last one counts as not computed, as in an answer without guesses."""
         for each in (self.token_entropies, self.token_margins, self.logprobs, self.moves):
             del each[count:]
         del self.token_ids[len(self.prompt_ids) + count :]
-        self.computed = min(self.computed, len(self.token_ids))
+        self.computed = min(self.computed, len(self.prompt_ids) + max(0, count - 1))
 
     def blueprint_at(self, position: int) -> Blueprint:
         """What the token at this position goes through the model with."""

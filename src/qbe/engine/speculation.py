@@ -1,4 +1,4 @@
-"""Speculative decoding (Leviathan et al. 2023) by the model itself: guesses come from fewer bits, or from the text.
+"""Speculative decoding (Leviathan et al. 2023) by the model itself: guesses come from fewer bits, or are read.
 
 Drafted tokens are rows of a decode step like any other. A draft row runs at a lower blueprint and gives a guess; the
 rows that check guesses run at the sequence's own, all of them in one step, and each says what follows the token before
@@ -18,7 +18,8 @@ from dataclasses import replace
 import torch
 
 from qbe.blueprint import Blueprint
-from qbe.engine.guesses import TEXT, Costs, Speculation, progress
+from qbe.engine.guesses import TEXT, Costs, Outcomes, Speculation, progress
+from qbe.engine.reader import Reader
 from qbe.engine.sampler import Guess, draw, filtered
 from qbe.engine.scheduler import Work
 from qbe.engine.sequence import Sequence
@@ -39,11 +40,14 @@ class Speculator:
 
     Attributes:
         drafters: who may guess: `TEXT`, and bits below those of a sequence.
+        reader: what `TEXT` reads.
+        fared: how own drafts did, by their bits and those of what checks them.
     """
 
     def __init__(self, table: SiteTable, rows: int, size_of: Callable[[int], int]) -> None:
         self.table, self.rows, self._size_of = table, rows, size_of
-        self.costs, self.drafters = Costs(), {TEXT, *table.gears()}
+        self.costs, self.drafters, self.reader = Costs(), {TEXT, *table.gears()}, Reader()
+        self.fared: dict[tuple[int, int], Outcomes] = {}
         self._gear = TEXT  # of the draft steps that run now
         self._done = self._left = 0  # of them
         self._lower: dict[tuple[str, int], tuple[Blueprint, int]] = {}  # with the bytes that it reads
@@ -117,37 +121,49 @@ class Speculator:
             return self.costs.of(self._size_of(rows), at) or usual * min(1.0, at / bits)
 
         fastest, source, count = n / usual, None, 0
-        reads = TEXT in self.drafters
-        found = {w: _of(w).look_up(w.sequence.token_ids, _room(w) if reads else 0) for w in able}
-        for k in range(1, MOST + 1):
-            counts = {w: min(k, len(g)) for w, g in found.items()}
-            rows = n + sum(counts.values())
-            if rows > self.rows or k > max(map(len, found.values())):
-                break
-            written = n - len(able) + sum(progress(_of(w).of(TEXT).rate, c) for w, c in counts.items())
-            if written / seconds(rows, bits) > fastest:
-                fastest, source, count = written / seconds(rows, bits), TEXT, k
+        gains = self._read(able) if TEXT in self.drafters else []
+        written = float(n)
+        for k, (gain, _) in enumerate(gains[: max(0, self.rows - n)], 1):
+            written += gain
+            if written / seconds(n + k, bits) > fastest:
+                fastest, source, count = written / seconds(n + k, bits), TEXT, k
         most = min(self.rows // n - 1, *map(_room, work)) if len(able) == n else 0
         for gear in (g for g in self.drafters if TEXT < g < bits):
             low = max(self._average(self._lowered(w.blueprint, gear)[0]) for w in work)
             for k in range(1, min(MOST, most) + 1 if low < bits else 1):
-                written = sum(progress(_of(w).of(gear).rate, k) for w in work)
+                written = n * progress(self._outcomes(gear, bits).rate, k)
                 rate = written / (k * seconds(n, low) + seconds(n * (k + 1), bits))
                 if rate > fastest:
                     fastest, source, count = rate, gear, k
+        for (gear, of), outcomes in self.fared.items():
+            if of == round(bits) and gear != source:
+                outcomes.pass_by(n)
         for w in able:
             own = _of(w)
-            for drafter, outcomes in own.outcomes.items():
-                if drafter != source:
-                    outcomes.pass_by(1)
             if source is not None:
-                own.source = source
-            if source == TEXT:
-                own.guesses = found[w][:count]
+                own.source, own.outcomes = source, self._outcomes(source, bits) if source else None
+            if source == TEXT and own.foreseen is not None:
+                checked = sum(of is own for _, of in gains[:count])
+                own.guesses = [token for token, _ in own.foreseen.guesses[:checked]]
             elif source is not None and w.sequence.params.seed is not None:
                 own.generator = torch.Generator()
                 own.generator.set_state(w.sequence.generator.get_state())
         self._gear, self._done, self._left = source or TEXT, 0, count if source else 0
+
+    def _read(self, able: Many[Work]) -> list[tuple[float, Speculation]]:
+        """Read for these sequences. Returns the tokens that each guess adds to what a step writes, the most first, and
+        whose it is; those of one sequence in their order."""
+        gains = list[tuple[float, Speculation]]()
+        for w in able:
+            own, tokens = _of(w), w.sequence.token_ids
+            if own.foreseen is not None:
+                self.reader.learn(own.foreseen, tokens)
+            own.foreseen, likely = self.reader.foresee(own.text, tokens, min(MOST, _room(w)))
+            gains += [(probability, own) for probability in likely]
+        return sorted(gains, key=lambda gain: -gain[0])
+
+    def _outcomes(self, drafter: int, bits: float) -> Outcomes:
+        return self.fared.setdefault((drafter, round(bits)), Outcomes())
 
     def _draft(self, w: Work) -> Work:
         own = _of(w)

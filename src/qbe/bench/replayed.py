@@ -1,0 +1,45 @@
+"""A model with random weights at the speed that speculation would have with the answers of a real one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qbe.engine.guesses import TEXT, Speculation
+from qbe.engine.sequence import Sequence as Running
+
+
+@dataclass(eq=False)
+class Recorded(Running):
+    """Writes an answer that another model has given, whatever its own gives.
+
+    script: the answer's tokens; empty: it writes its own.
+    """
+
+    script: list[int] = field(default_factory=list)
+
+    def append(self, token: int) -> None:
+        super().append(self.script[len(self.output_ids)] if self.script else token)
+
+
+class Replayed(Speculation):
+    """Guesses are made and checked as always, and all the work of real steps is done for them. Whether a draft is right
+    is drawn, as often as was measured elsewhere; what was read is compared with the recorded answer.
+
+    After a guess that counts as right the cache holds the guess, whose row has run.
+
+    Args:
+        rates: bits of a draft -> part of its guesses that are right.
+        draws: what decides.
+        sequence: whose guesses they are.
+    """
+
+    def __init__(self, rates: Mapping[int, float], draws: random.Random, sequence: Running) -> None:
+        super().__init__()
+        self._rates, self._draws, self._sequence = rates, draws, sequence
+
+    def right(self, at: int, token: int | None) -> bool:
+        if self.source == TEXT:
+            return super().right(at, self._sequence.token_ids[-1])
+        return at < len(self.guesses) and self._draws.random() < self._rates[self.source]
