@@ -3,8 +3,9 @@
 # ruff: noqa: I001
 from __future__ import annotations
 
-import qbe  # noqa: F401  (before torch: it sets how torch's threads wait)
+import qbe  # before torch: it sets how torch's threads wait
 
+import gzip
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -95,3 +96,23 @@ def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) 
     own = speculate.Told()
     speculate.answer(replace(case, sizes=replace(sizes, rates={})), True, own, random.Random(0))
     assert own.accepted < own.drafted
+
+
+def test_questions_of_data_sets_are_mixed_with_these_and_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(qbe.QBEError, match=r"there is no gsm8k in .*; give --data the folder that holds '[^']+'$"):
+        speculate.with_traffic(speculate.Sizes(), tmp_path)
+    (tmp_path / "gsm8k_test500.jsonl").write_text('{"question": "1 + 1?", "answer": "2 #### 2"}\n')
+    (tmp_path / "gsm8k_train4000.jsonl").write_text('{"question": "1 + 2?", "answer": "3 #### 3"}\n')
+    (tmp_path / "wikitext2_valid.txt").write_text("some words " * 400)
+    (tmp_path / "alpaca_seed_tasks.jsonl").write_text(
+        '{"id": "a", "instruction": "Name a colour.", "instances": [{"input": "", "output": "Red."}]}\n'
+    )
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(
+            '{"prompt": "def f():", "canonical_solution": " pass", "test": "", "entry_point": "f", "task_id": "h"}\n'
+        )
+    asked = speculate.with_traffic(speculate.Sizes(), tmp_path).prompts
+    assert len(asked) == len(speculate.PROMPTS) + 3
+    assert set(speculate.PROMPTS) < set(asked)
+    assert asked[: len(speculate.PROMPTS)] != speculate.PROMPTS
+    assert any("1 + 1?" in text for text in asked)

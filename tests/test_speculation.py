@@ -162,9 +162,11 @@ def test_rejection_sampling_keeps_a_distribution() -> None:
     assert same == 500
 
 
-def test_sampled_answers_have_the_models_distribution() -> None:
-    """Three tokens of three choices each, drafted at 4 bits and taken at 8: a chi-square test on the 27 answers."""
-    made = core_of(OWN)
+@pytest.mark.parametrize("costs", [OWN, READ])
+def test_sampled_answers_have_the_models_distribution(costs: Fixed) -> None:
+    """Three tokens of three choices each, drafted at 4 bits or read in the answers before, and taken at 8: a chi-square
+    test on the 27 answers."""
+    made = core_of(costs)
     (prompt,) = prompts(9)
     params = dict(temperature=1.5, top_k=3, max_tokens=4)
 

@@ -56,18 +56,19 @@ class Item:
     max_tokens: int = 0
 
 
-def read(datasets: tuple[str, ...], data: Path | None, limit: int) -> list[Item]:
+def read(datasets: tuple[str, ...], data: Path | None, limit: int, hint: str = ", or --datasets others") -> list[Item]:
     """`limit` items of each of these data sets at most, spread over its file.
 
     Args:
         datasets: of `DATASETS`.
         data: the folder that holds the files; None takes $QBE_DATA, else ../shared/data.
+        hint: what else may be done where one is missing.
 
     Raises:
         QBEError: a file is missing, or not what its name says.
     """
     folder = data or Path(os.environ.get("QBE_DATA") or DATA)
-    return [item for name in datasets for item in _some(name, folder, limit)]
+    return [item for name in datasets for item in _some(name, folder, limit, DATASETS, hint)]
 
 
 def read_training(data: Path | None, limit: int) -> list[Item]:
@@ -77,11 +78,11 @@ def read_training(data: Path | None, limit: int) -> list[Item]:
         QBEError: a file is missing, or not what its name says.
     """
     folder = data or Path(os.environ.get("QBE_DATA") or DATA)
-    return [replace(item, right=None) for name in TRAINING for item in _some(name, folder, limit, TRAINING)]
+    return [replace(item, right=None) for name in TRAINING for item in _some(name, folder, limit, TRAINING, "")]
 
 
-def _some(dataset: str, folder: Path, limit: int, of: Datasets | None = None) -> list[Item]:
-    file, parse = (DATASETS if of is None else of)[dataset]
+def _some(dataset: str, folder: Path, limit: int, of: Datasets, hint: str) -> list[Item]:
+    file, parse = of[dataset]
     try:
         items = parse(folder / file)
     except FileNotFoundError:
@@ -89,8 +90,7 @@ def _some(dataset: str, folder: Path, limit: int, of: Datasets | None = None) ->
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise QBEError(f"'{folder / file}' cannot be read as {dataset} ({_said(error)}); give --data another") from None
     if not items:
-        others = "" if of is TRAINING else ", or --datasets others"
-        raise QBEError(f"there is no {dataset} in '{folder}'; give --data the folder that holds '{file}'{others}")
+        raise QBEError(f"there is no {dataset} in '{folder}'; give --data the folder that holds '{file}'{hint}")
     return items if limit >= len(items) else [items[i * len(items) // limit] for i in range(limit)]
 
 
