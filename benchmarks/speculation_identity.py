@@ -34,6 +34,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.devices import pick_device
 from qbe.engine.guesses import TEXT, Costs
+from qbe.engine.reader import Reader
 from qbe.engine.sampling_params import SamplingParams
 from qbe.engine.scoring import Scored, score
 from qbe.engine.sequence import Sequence
@@ -73,10 +74,11 @@ def guesses(asked: list[Sequence]) -> dict[str, tuple[int, int]]:
     """By drafter: how many were checked, and how many of them were right."""
     drafted, accepted = Counter[str](), Counter[str]()
     for sequence in asked:
-        for drafter, outcomes in ({} if sequence.speculation is None else sequence.speculation.outcomes).items():
+        own = sequence.speculation
+        for drafter, count in ({} if own is None else own.drafted_by).items():
             name = "the text" if drafter == TEXT else f"{drafter} bits"
-            drafted[name] += outcomes.drafted
-            accepted[name] += outcomes.accepted
+            drafted[name] += count
+            accepted[name] += own.accepted_by[drafter]
     return {name: (count, accepted[name]) for name, count in sorted(drafted.items()) if count}
 
 
@@ -110,6 +112,7 @@ def main() -> None:
     def answers(numbers: range, batch: int, way: str) -> list[Sequence]:
         if ways[way] is not None:
             speculator.costs, speculator.drafters = ways[way]
+            speculator.reader = Reader()  # which does not know the answers yet
         while core.scheduler.allocator.drop_idle():
             pass  # what others left
         core.scheduler.max_sequences = batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import torch
@@ -59,7 +59,7 @@ class Speculation:
             rejection sampling decides; else empty.
         generator: what guesses are drawn with.
         outcomes: of the drafter where it is the model itself, those of all sequences; else None.
-        drafted, accepted: guesses that were checked, and how many of them were right.
+        drafted_by, accepted_by: per drafter the guesses that were checked, and how many of them were right.
         draft_bytes: bytes of weights and scales that draft rows read, at batch 1.
         text: what followed where in this sequence.
         foreseen: what was last read for it, checked or not.
@@ -70,11 +70,21 @@ class Speculation:
     proposals: list[torch.Tensor] = field(default_factory=list)
     generator: torch.Generator | None = None
     outcomes: Outcomes | None = None
-    drafted: int = 0
-    accepted: int = 0
+    drafted_by: Counter[int] = field(default_factory=Counter)
+    accepted_by: Counter[int] = field(default_factory=Counter)
     draft_bytes: int = 0
     text: Followers = field(default_factory=Followers, repr=False)
     foreseen: Foreseen | None = field(default=None, repr=False)
+
+    @property
+    def drafted(self) -> int:
+        """Guesses that were checked."""
+        return self.drafted_by.total()
+
+    @property
+    def accepted(self) -> int:
+        """Those of them that were right."""
+        return self.accepted_by.total()
 
     def drop(self) -> None:
         """Forget the guesses."""
@@ -87,7 +97,8 @@ class Speculation:
 
     def checked(self, accepted: int, refused: bool) -> None:
         """The first `accepted` guesses were right; `refused`: the next one was not."""
-        self.drafted, self.accepted = self.drafted + len(self.guesses), self.accepted + accepted
+        self.drafted_by[self.source] += len(self.guesses)
+        self.accepted_by[self.source] += accepted
         if self.outcomes is not None:
             self.outcomes.add(accepted, refused)
         self.drop()
