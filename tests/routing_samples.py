@@ -21,7 +21,7 @@ from qbe.store.nesting import nest_model
 def random_routers(table: SiteTable, seed: int = 0, inputs: int = 128) -> Routers:
     """Whose tokens and sites differ, with thresholds from what few slices reach to what most do."""
     rng = np.random.default_rng(seed)
-    blocks, slices = blocks_of(table), len(widths_of(table)) - 1
+    blocks, slices = blocks_of(table, head=True), len(widths_of(table)) - 1
 
     def matrix(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
@@ -96,7 +96,8 @@ class Reference:
             written.append(int(self.logits(ids + written, blueprint)[-1].argmax()))
         return written
 
-    def average(self) -> float:
-        """Bits over the weights and tokens of the last text."""
-        sizes = np.array([s.parameters for s in self.table.nested])
-        return float((np.array(self.gears) * sizes[:, None]).mean(1).sum() / sizes.sum())
+    def average(self, first: int = 0) -> float:
+        """Bits over the weights and tokens of the last text; of the output head, over tokens from the first one on."""
+        sizes, heads = [s.parameters for s in self.table.nested], {b.sites[0] for b in self.routers.blocks if b.head}
+        means = [np.mean(gears[first if site in heads else 0 :]) for site, gears in enumerate(self.gears)]
+        return float(np.dot(means, sizes) / sum(sizes))

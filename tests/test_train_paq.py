@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,9 +126,12 @@ def test_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     task = {"id": "t", "instruction": "Add.", "instances": [{"input": "1, 2", "output": "3"}] * 2}
     (tmp_path / "alpaca_seed_tasks.jsonl").write_text(json.dumps(task) + "\n")
     found = read_training(tmp_path, 2)
-    assert [i.dataset for i in found] == ["text"] * 2 + ["gsm8k"] * 2 + ["alpaca"] * 2
+    assert [i.dataset for i in found] == ["text"] * 2 + ["gsm8k"] * 2 + ["alpaca"] * 2 + ["code"] * 2
     assert all(i.right is None for i in found)
-    assert found[-1].chat == Form("Add.\n1, 2", "3")
+    assert found[5].chat == Form("Add.\n1, 2", "3")
+    for item in found[6:]:
+        assert ast.get_docstring(ast.parse(item.plain.prompt + item.plain.reference).body[0])  # type: ignore[arg-type]
+        assert item.plain.reference.strip()
     for args, says in ((["--limit", "0"], "--limit is 0"), (["--data", "nowhere"], "there is no text in 'nowhere'")):
         for policy in ("paq", "predicted"):
             with pytest.raises(SystemExit) as ended:

@@ -64,6 +64,7 @@ def trained(folder: Path) -> dict[str, Learned]:
         prepared, ticks = loaded(folder), list[int]()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(distil, "RATE", 0.3)
+            patch.setattr(tokenwise, "RATE", 0.3)
             found[name] = train(prepared, items(16), 6, 0, lambda ticks=ticks: ticks.append(1))
         assert len(ticks) == 6
         assert all("forward" not in vars(module) for _, module, _ in nested_linears(prepared.model))
@@ -158,8 +159,8 @@ def test_a_per_token_policy_is_served_as_it_was_trained(folder: Path, trained: d
         with pytest.raises(QBEError, match="more than that allows"):
             engine.explain(PROMPT, budget=Budget(bits=12))
     prepared = loaded(folder)
-    with sliced(prepared) as student, torch.no_grad():
-        routers = _of(trained[policy], prepared.table)
+    with sliced(prepared, head=policy == "tokenwise") as student, torch.no_grad():
+        routers = _of(trained[policy], len(student.blocks))
         tokens = Gates(prepared.table, student, routers)
         tokens.hard, tokens.threshold = (
             True,
@@ -172,14 +173,14 @@ def test_a_per_token_policy_is_served_as_it_was_trained(folder: Path, trained: d
         bits = 4 + float(((tokens.seen() > tokens.threshold).float() @ tokens.share).mean())
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     assert read is not None
-    sizes = [s.parameters for s in table.nested]
-    rest = sum(n * b for n, b in zip(sizes[14:], blueprint.weight_bits[14:], strict=True))
-    assert read.average(table) == pytest.approx((bits * sum(sizes[:14]) + rest) / sum(sizes), abs=1e-4)
+    sizes, routed = [s.parameters for s in table.nested], 15 if policy == "tokenwise" else 14
+    assert {s for b in student.blocks for s in b.sites} == set(range(routed))
+    rest = sum(n * b for n, b in zip(sizes[routed:], blueprint.weight_bits[routed:], strict=True))
+    assert read.average(table) == pytest.approx((bits * sum(sizes[:routed]) + rest) / sum(sizes), abs=1e-4)
 
 
-def _of(found: Learned, table: SiteTable) -> Routers:
-    """The file's routers as they were trained."""
-    count = len(blocks_of(table))
+def _of(found: Learned, count: int) -> Routers:
+    """The file's routers of so many blocks as they were trained."""
     shapes = [found.tensors[f"{i}.inner"].shape[0] for i in range(count)]
     routers = Routers(shapes, [found.tensors[f"{i}.outer_bias"] for i in range(count)], seed=0)
     with torch.no_grad():
@@ -315,7 +316,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         main(["train", "tokenwise", *args, "--json"])
     about = json.loads(capsys.readouterr().out)
     assert Path(about["file"]).is_file()
-    assert about["texts"] == 12
+    assert about["texts"] == 16
     assert [e["asked"] for e in about["after"]] == list(distil.HELD_AT)
     with pytest.raises(SystemExit, match="0"):
         main(["train", "qaq", *args])

@@ -244,7 +244,7 @@ class Core:
             routers = None if steering is None else self._routers.get(steering.routers)
             if routers is None:
                 raise QBEError("this engine has no such routers: start it with the policy that the blueprint is of")
-            sequence.routed = torch.zeros(len(routers.widths), dtype=torch.int64, device=self.device)
+            sequence.routed = torch.zeros(2, len(routers.widths), dtype=torch.int64, device=self.device)
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
         if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
             sequence.difficult = None

@@ -4,6 +4,7 @@ A hook before each block's module runs the block's router on what the module rea
 (`qbe.kernels.routing_ops`), at fixed shapes and without a host wait, so it lies inside CUDA graphs and compiled steps.
 A token's bits follow from its own hidden states and its request's threshold. So a page of keys and values is the same
 whoever computes it again, and requests share pages as far as blueprints say (`Blueprint.computed_key`).
+The output head may be a block, too; it sees the rows whose logits are wanted, which a prompt has fewer of than tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Routing:
     Attributes:
         digest: of the routers.
         spent: int64 [blocks, widths, rows], of the last step: weights of the block that each row read at each width; 0
-            everywhere for a row that nobody routed.
+            everywhere for a row that nobody routed. An output head comes last, and its rows are those that it saw.
 
     Raises:
         QBEError: a model whose forwards have one column for all tokens.
@@ -46,27 +47,26 @@ class Routing:
 
     def __init__(self, model: nn.Module, plan: Plan, routers: Routers) -> None:
         check_columns(plan)
-        self.digest, self.widths, self._plan, device = routers.digest, routers.widths, plan, plan.device
+        self.digest, self.widths, device = routers.digest, routers.widths, plan.device
         self.spent = torch.zeros(
             len(routers.blocks), len(routers.widths), plan.max_rows, dtype=torch.int64, device=device
         )
         thresholds = torch.from_numpy(routers.thresholds).to(device, torch.float32)
         gears = torch.tensor(routers.widths, dtype=torch.int32, device=device)
-        self._hooks = []
+        self._hooks, self._layers = [], sum(not b.head for b in routers.blocks)
         for i, (block, network) in enumerate(zip(routers.blocks, routers.networks, strict=True)):
             tensors = [torch.from_numpy(t).to(device, torch.float64) for t in vars(network).values()]
             words = plan.words[block.sites[0] : block.sites[-1] + 1]
             sizes = torch.tensor([plan.table.nested[s].parameters for s in block.sites], device=device)
-            hook = self._hook(tensors, thresholds, gears, sizes, words, self.spent[i])
+            steering = plan.head_steering if block.head else plan.steering
+            hook = self._hook(tensors, thresholds, gears, sizes, steering, words, self.spent[i])
             module = model.get_submodule(block.name)
             self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _hook(
         self, network: list[torch.Tensor], thresholds: torch.Tensor, gears: torch.Tensor, sizes: torch.Tensor,
-        words: torch.Tensor, spent: torch.Tensor,
+        steering: torch.Tensor, words: torch.Tensor, spent: torch.Tensor,
     ) -> _Hook:  # fmt: skip
-        steering = self._plan.steering
-
         def hook(
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -80,19 +80,26 @@ class Routing:
         for hook in self._hooks:
             hook.remove()
 
-    def count(self, work: Sequence[Work]) -> None:
+    def count(self, work: Sequence[Work], head_sees_all: bool) -> None:
         """Add what the step's rows have read to `Sequence.routed`; they are in the order of the work.
 
-        Of a text that is scored, the tokens whose logits are wanted.
+        Of a text that is scored, the tokens whose logits are wanted; of an output head, these alone.
+
+        Args:
+            head_sees_all: whether it saw every token of the step.
         """
         if all(w.sequence.routed is None for w in work):
             return
-        counts = [w.count for w in work]
-        parts = self.spent[:, :, : sum(counts)].sum(0).split(counts, 1)
-        for w, part in zip(work, parts, strict=True):
+        of_layers, of_head = self.spent[: self._layers].sum(0), self.spent[self._layers :].sum(0)
+        at = seen = 0
+        for w in work:
+            kept = range(at + w.kept.start - w.start, at + w.kept.stop - w.start)
+            tokens = range(at, at + w.count) if w.sequence.scoring is None else kept
+            rows = kept if head_sees_all else range(seen, seen + len(kept))
             if w.sequence.routed is not None:
-                first = 0 if w.sequence.scoring is None else max(0, w.kept.start - w.start)
-                w.sequence.routed += part[:, first:].sum(1)
+                w.sequence.routed[0] += of_layers[:, tokens.start : tokens.stop].sum(1)
+                w.sequence.routed[1] += of_head[:, rows.start : rows.stop].sum(1)
+            at, seen = at + w.count, seen + len(kept)
 
 
 def check_columns(plan: Plan) -> None:
@@ -128,17 +135,24 @@ class Read:
         """From `Sequence.routed` and the blueprint, which says what sites without a router have; None without tokens.
         It waits for the device.
         """
-        counts = dict(zip(widths_of(table), routed.tolist(), strict=True))
-        total, sites = sum(counts.values()), {s for block in blocks_of(table) for s in block.sites}
-        if not total:
+        if not routed.any():
             return None
-        size, nbytes = sum(table.nested[s].parameters for s in sites), 0.0
         weights: dict[int, float] = {}
-        for i, (site, gear) in enumerate(zip(table.nested, blueprint.weight_bits, strict=True)):
-            if i not in sites:
-                weights[gear] = weights.get(gear, 0.0) + site.parameters
-        for gear, count in counts.items():
-            weights[gear] = weights.get(gear, 0.0) + size * count / total
-            bits = tuple(gear if i in sites else b for i, b in enumerate(blueprint.weight_bits))
-            nbytes += replace(blueprint, weight_bits=bits).bytes_per_token(table) * count / total
-        return cls(weights, round(nbytes))
+        for site, gear in zip(table.nested, blueprint.weight_bits, strict=True):
+            weights[gear] = weights.get(gear, 0.0) + site.parameters
+        usual = blueprint.bytes_per_token(table)
+        nbytes = float(usual)
+        # The layers' blocks, and the head: each has an average of its own, since a prompt's tokens have no logits.
+        for head, counts in zip((False, True), routed.tolist(), strict=True):
+            sites = {s for block in blocks_of(table, head=True) if block.head == head for s in block.sites}
+            total = sum(counts)
+            for i in sites if total else ():
+                weights[blueprint.weight_bits[i]] -= table.nested[i].parameters
+            size = sum(table.nested[s].parameters for s in sites)
+            for gear, count in zip(widths_of(table), counts, strict=True):
+                if not count:
+                    continue
+                weights[gear] = weights.get(gear, 0.0) + size * count / total
+                bits = tuple(gear if i in sites else b for i, b in enumerate(blueprint.weight_bits))
+                nbytes += (replace(blueprint, weight_bits=bits).bytes_per_token(table) - usual) * count / total
+        return cls({g: n for g, n in weights.items() if n}, round(nbytes))

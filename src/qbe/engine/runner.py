@@ -116,9 +116,10 @@ class Runner:
         Returns:
             On the model's device, a row for every work that samples, in order; valid until the next step.
         """
-        if self.decode is not None and self.decode.serves(work):
-            scores = self.decode.run(work)
-            entropy.note(work, self.decode.entropy, self.cache)
+        fixed = self.decode if self.decode is not None and self.decode.serves(work) else None
+        if fixed is not None:
+            scores = fixed.run(work)
+            entropy.note(work, fixed.entropy, self.cache)
         else:
             logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
             if any(w.sequence.scoring for w in work):
@@ -128,7 +129,7 @@ class Runner:
                 if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
                     w.sequence.moments.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
         if self.routing is not None:
-            self.routing.count(work)
+            self.routing.count(work, head_sees_all=fixed is not None or not self._takes_keep)
         for w in work:
             if w.certain:
                 w.sequence.computed = w.start + w.count

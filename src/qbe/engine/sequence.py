@@ -106,8 +106,9 @@ class Sequence:
         scoring: whose logits are handed out, if any are.
         logprobs: of the answer's tokens, when `params.logprobs` asks.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, when asked for.
-        routed: int64 [widths] on the device: weights that its tokens have read at each width where routers chose it
-            (`qbe.engine.routing`), those of tokens computed again counted again; None where none do.
+        routed: int64 [2, widths] on the device: weights that its tokens have read at each width where routers chose it
+            (`qbe.engine.routing`), of the layers and of the output head, those of tokens computed again counted again;
+            None where none do.
         constraint: what the answer may be; None allows everything.
         place: where it stands in line.
         before: requests that were in the engine when its turn came and other routers than its own steered; else None.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import os
 import re
+import sysconfig
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -74,11 +77,15 @@ def read(datasets: tuple[str, ...], data: Path | None, limit: int, hint: str = "
 def read_training(data: Path | None, limit: int) -> list[Item]:
     """The same of data that no comparison asks: what policies are trained on. No answers are asked for.
 
+    Code is that of Python's standard library, left out where Python comes without its source.
+
     Raises:
         QBEError: a file is missing, or not what its name says.
     """
     folder = data or Path(os.environ.get("QBE_DATA") or DATA)
-    return [replace(item, right=None) for name in TRAINING for item in _some(name, folder, limit, TRAINING, "")]
+    code = _spread(_library(Path(sysconfig.get_paths()["stdlib"])), limit)
+    files = (item for name in TRAINING for item in _some(name, folder, limit, TRAINING, ""))
+    return [replace(item, right=None) for item in chain(files, code)]
 
 
 def _some(dataset: str, folder: Path, limit: int, of: Datasets, hint: str) -> list[Item]:
@@ -91,6 +98,10 @@ def _some(dataset: str, folder: Path, limit: int, of: Datasets, hint: str) -> li
         raise QBEError(f"'{folder / file}' cannot be read as {dataset} ({_said(error)}); give --data another") from None
     if not items:
         raise QBEError(f"there is no {dataset} in '{folder}'; give --data the folder that holds '{file}'{hint}")
+    return _spread(items, limit)
+
+
+def _spread(items: list[Item], limit: int) -> list[Item]:
     return items if limit >= len(items) else [items[i * len(items) // limit] for i in range(limit)]
 
 
@@ -145,14 +156,41 @@ def _humaneval(path: Path) -> list[Item]:
     items = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
-            prompt, solution = row["prompt"], row["canonical_solution"]
-            message = f"Complete this Python function. Give the whole function in a code block.\n```python\n{prompt}```"
-            items.append(Item(
-                "humaneval", row["task_id"],
-                Form(prompt, solution, ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n@")),
-                Form(message, f"```python\n{prompt}{solution}```"),
-                partial(answers.passes, prompt, row["test"], row["entry_point"]), 256,
-            ))  # fmt: skip
+            prompt = row["prompt"]
+            plain, chat = _function(prompt, row["canonical_solution"])
+            right = partial(answers.passes, prompt, row["test"], row["entry_point"])
+            items.append(Item("humaneval", row["task_id"], plain, chat, right, 256))
+    return items
+
+
+def _function(head: str, body: str) -> tuple[Form, Form]:
+    """Asks for the body of a Python function of which signature and docstring are given."""
+    message = f"Complete this Python function. Give the whole function in a code block.\n```python\n{head}```"
+    return (
+        Form(head, body, ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n@")),
+        Form(message, f"```python\n{head}{body}```"),
+    )
+
+
+@cache
+def _library(folder: Path) -> list[Item]:
+    """Functions with a docstring in the modules of a folder."""
+    items = []
+    for path in sorted(folder.glob("*.py")):
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (OSError, ValueError, SyntaxError):
+            continue
+        lines = source.splitlines()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef) or not ast.get_docstring(node) or len(node.body) < 2:
+                continue
+            whole = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
+            parts = whole.splitlines(keepends=True)
+            at = node.body[1].lineno - node.lineno
+            plain, chat = _function("".join(parts[:at]), "".join(parts[at:]))
+            items.append(Item("code", f"{path.stem}.{node.name}", plain, chat))
     return items
 
 

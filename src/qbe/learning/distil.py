@@ -24,8 +24,8 @@ from qbe.policies.routers import Block, Network, Numbers, blocks_of, static_gear
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
-PROMPT, ANSWER = 64, 64  # tokens: the last ones of a prompt, the first ones of its answer
-TOGETHER = 4  # texts of a step
+PROMPT, ANSWER = 128, 128  # tokens: the last ones of a prompt, the first ones of its answer
+TOGETHER = 8  # texts of a step
 HELD_OUT = 0.25
 HELD_AT = (4.5, 5.0, 6.0)  # bits over the blocks at which held-out texts are measured
 HELD = 12  # steps' worth of them at most
@@ -88,6 +88,7 @@ class Student:
     """A model inside `sliced`.
 
     Attributes:
+        blocks: whose sites have gates.
         gates: for each nested site [texts, tokens or 1, slices after the first]; None reads its `base` gear.
         on_block: called with a block's number and the input of its module [texts, tokens, inputs] before that runs.
         full: whether all sites multiply their original weights instead, as the teacher.
@@ -95,6 +96,7 @@ class Student:
 
     model: nn.Module
     table: SiteTable
+    blocks: Sequence[Block]
     gates: list[torch.Tensor | None]
     on_block: Callable[[int, torch.Tensor], None] | None = None
     full: bool = True
@@ -122,16 +124,19 @@ class Student:
 
 
 @contextmanager
-def sliced(prepared: PreparedModel) -> Iterator[Student]:
+def sliced(prepared: PreparedModel, head: bool = False) -> Iterator[Student]:
     """Inside, the nested sites and blocks of a model, not yet served, are those of the student.
+
+    Args:
+        head: whether its output head is a block, too.
 
     Raises:
         QBEError: a nested site lost its 16-bit original, or no layer is nested.
     """
     model, table = prepared.model, prepared.table
-    blocks, widths, base = blocks_of(table), widths_of(table), static_gears(table, BASE)
+    blocks, widths, base = blocks_of(table, head), widths_of(table), static_gears(table, BASE)
     routed = {s for block in blocks for s in block.sites}
-    student = Student(model, table, [None] * len(table.nested))
+    student = Student(model, table, blocks, [None] * len(table.nested))
     changed: list[nn.Module] = []
 
     def replace(at: int, module: Any) -> None:

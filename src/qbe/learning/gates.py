@@ -22,7 +22,7 @@ from qbe.learning import distil
 from qbe.learning.distil import Batch, Routers, Student, batches, sliced, solve, split, worth
 from qbe.policies.learned import Learned
 from qbe.policies.per_token import LEVELS
-from qbe.policies.routers import Numbers, blocks_of, named, widths_of
+from qbe.policies.routers import Numbers, named, widths_of
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
@@ -34,13 +34,14 @@ Fit = Callable[["PreparedModel", "Gates", Sequence[Batch], int, int, Callable[[]
 
 
 def train_routers(
-    fit: Fit, prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0,
+    fit: Fit, head: bool, prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0,
     tick: Callable[[], None] = lambda: None,
 ) -> Learned:  # fmt: skip
     """Routers of all blocks, which begin with what the measured sensitivities say, the same for every token.
 
     Args:
         fit: trains the routers of the gates on the batches; what it returns is reported, too.
+        head: whether the output head has a router, too.
         prepared: not yet served by an engine; on its device everything runs.
         items: three quarters are trained on; what is reported is of the others.
         tick: called after each of `steps` steps.
@@ -52,14 +53,14 @@ def train_routers(
         raise QBEError("the tokens of this model cannot have bits of their own (its layers keep a state): train qaq")
     table, device = prepared.table, next(prepared.model.parameters()).device
     kept, held = (batches(some, prepared.tokenizer, device) for some in split(items, seed))
-    blocks = blocks_of(table)
-    with sliced(prepared) as student:
+    with sliced(prepared, head) as student:
+        blocks = student.blocks
         inputs = _inputs(student, kept[0], len(blocks))
         routers = Routers(inputs, [_begin(table, b.sites) for b in blocks], seed).to(device)
         gates = Gates(table, student, routers)
         before = _held_out(gates, held, kept)
     found = fit(prepared, gates, kept, steps, seed, tick)
-    with sliced(prepared) as gates.student:
+    with sliced(prepared, head) as gates.student:
         thresholds = gates.thresholds(kept)
         after = _held_out(gates, held, kept)
     tensors: dict[str, npt.NDArray[Any]] = {
@@ -97,12 +98,14 @@ class Gates:
     Attributes:
         threshold: what slices must be worth more than, float32 [].
         temperature: of the gates. hard: make them 0 or 1.
-        share: float32 [slices of all sites], bits that each adds to the average over the blocks' weights.
+        head: whether the output head has some.
+        share: float32 [slices of all sites], bits that each adds to the average over all blocks' weights.
     """
 
     def __init__(self, table: SiteTable, student: Student, routers: Routers) -> None:
         self.student, self.routers, self.table = student, routers, table
-        self.blocks, self.widths = blocks_of(table), widths_of(table)
+        self.blocks, self.widths = student.blocks, widths_of(table)
+        self.head = any(b.head for b in self.blocks)
         self.threshold, self.temperature, self.hard = torch.tensor(0.0), 1.0, False
         device = next(routers.parameters()).device
         steps = np.diff(self.widths)

@@ -1,4 +1,5 @@
 """Trains MoBiQuant's routers: per-token gates of slices, distilled from 16 bits at averages drawn anew in each step.
+`tokenwise` ends with the same.
 
 A gate's temperature falls from step to step. The threshold of a step is the one at which lately seen tokens had the
 average that was drawn, so one set of routers learns all averages. Divergence is counted for prompts, too: else routers
@@ -26,14 +27,31 @@ SEEN = 8  # steps whose tokens say where the threshold lies
 def _distil(
     prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
 ) -> dict[str, float | None]:
-    with sliced(prepared) as gates.student:
-        return {"price_of_a_bit": _descended(gates, kept, steps, seed, tick)}
+    return {"price_of_a_bit": distilled(prepared, gates, kept, steps, seed, tick, distil.RATE, TEMPERATURES)}
 
 
-def _descended(gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]) -> float | None:
-    """Returns what a bit was worth in the last steps, nats."""
+def distilled(
+    prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None],
+    rate: float, temperatures: tuple[float, float],
+) -> float | None:  # fmt: skip
+    """Trains the gates' routers by the divergence from 16 bits that all gates together cause.
+
+    Args:
+        rate: of Adam, at first. temperatures: of the gates, in the first and in the last step.
+
+    Returns:
+        What a bit was worth in the last steps, nats; None without steps.
+    """
+    with sliced(prepared, gates.head) as gates.student:
+        return _descended(gates, kept, steps, seed, tick, rate, temperatures)
+
+
+def _descended(
+    gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None], rate: float,
+    temperatures: tuple[float, float],
+) -> float | None:  # fmt: skip
     rng, widths, device = np.random.default_rng(seed), gates.widths, gates.share.device
-    optimiser = torch.optim.Adam(gates.routers.parameters(), lr=distil.RATE)
+    optimiser = torch.optim.Adam(gates.routers.parameters(), lr=rate)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
     seen: deque[torch.Tensor] = deque([gates.worths(kept[0])], maxlen=SEEN)
     prices = []
@@ -41,7 +59,7 @@ def _descended(gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick:
         batch = kept[int(rng.integers(len(kept)))]
         bits = widths[0] + (widths[-1] - widths[0]) * float(rng.uniform(*distil.RANGE))
         done = step / max(1, steps - 1)
-        gates.temperature = TEMPERATURES[0] * (TEMPERATURES[1] / TEMPERATURES[0]) ** done
+        gates.temperature = temperatures[0] * (temperatures[1] / temperatures[0]) ** done
         at = gates.price(torch.cat(tuple(seen)), bits)
         gates.threshold = torch.tensor(at, device=device, requires_grad=True)
         teacher = gates.student.teacher(batch.tokens, batch.predicted)
@@ -53,4 +71,4 @@ def _descended(gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick:
     return float(np.mean(prices[-SEEN:])) if prices else None
 
 
-train = partial(train_routers, _distil)
+train = partial(train_routers, _distil, False)

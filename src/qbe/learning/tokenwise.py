@@ -1,11 +1,16 @@
 """Trains routers to expect what each token's reading a weight at fewer bits does: the per-token policy `tokenwise`.
 
-Gradients of the 16-bit model estimate that damage for every token, site and width of a text at once
-(`qbe.learning.sensitivities`). Damages of many sites and tokens add up, nearly, so the best bits under an average are
-those that weigh each slice's expected damage against one price, and its expectation is all that a router has to learn:
-a regression, where `mobi` learns by what all gates together do to the answer, whose gradients at a token are mostly the
-others' noise. A damage is the square of a sum of many small errors and so spreads like a chi-square about its mean; the
-likelihood of such numbers is what is fitted, which gives the mean, not the mean of logarithms.
+First by what each site does alone. Gradients of the 16-bit model estimate that damage for every token, site and width
+of a text at once (`qbe.learning.sensitivities`). Damages of many sites and tokens add up, nearly, so the best bits
+under an average are those that weigh each slice's expected damage against one price, and its expectation is all that a
+router has to learn: a regression, where `mobi` learns by what all gates together do to the answer, whose gradients at a
+token are mostly the others' noise. A damage is the square of a sum of many small errors and so spreads like a
+chi-square about its mean; the likelihood of such numbers is what is fitted, which gives the mean, not the mean of
+logarithms.
+
+Then as `mobi`, from where the regression ended and in smaller steps, by what all sites together do, since the sums are
+only nearly true (docs/quality.md). The output head has a router, too: it is much of a small model, and what fewer bits
+of it do to a token is mostly a matter of how sure the model is there.
 """
 
 from __future__ import annotations
@@ -21,16 +26,28 @@ from qbe.kernels.routing_ops import worths_of
 from qbe.learning import distil
 from qbe.learning.distil import Batch, watched
 from qbe.learning.gates import Gates, train_routers
+from qbe.learning.mobi import distilled
 from qbe.learning.sensitivities import lowered
 from qbe.store.prepare import PreparedModel
 
 LARGEST = 3e3  # a damage over its expectation counts as at most this: one such number says little, but moves much
 LEAST = 1e-20  # nats
+REGRESSED = 0.5  # of the steps
+RATE, TEMPERATURES = 1e-3, (0.5, 0.25)  # of the steps after these
+
+
+def _fit(
+    prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
+) -> dict[str, float | None]:
+    first = round(steps * REGRESSED)
+    loss = _regress(prepared, gates, kept, first, seed, tick)
+    price = distilled(prepared, gates, kept, steps - first, seed, tick, RATE, TEMPERATURES)
+    return {"loss": loss, "price_of_a_bit": price}
 
 
 def _regress(
     prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
-) -> dict[str, float | None]:
+) -> float | None:
     """Returns the mean loss of the last tenth of the steps: of a damage over its expectation, less the logarithm."""
     rng, device = np.random.default_rng(seed), gates.share.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -51,8 +68,8 @@ def _regress(
             run(batch.tokens, batch.predicted, 1, generator, lambda at, _, product: damage.update({at: product}))
             of_blocks = [
                 _loss(
-                    torch.stack([damage[s][batch.real].square() / 2 for s in block.sites], 1),
-                    expected(number, inputs[number][batch.real]),
+                    torch.stack([damage[s][batch.predicted].square() / 2 for s in block.sites], 1),
+                    expected(number, inputs[number][batch.predicted]),
                 )
                 for number, block in enumerate(gates.blocks)
             ]
@@ -64,7 +81,7 @@ def _regress(
             rates.step()
             losses.append(float(loss.detach()))
             tick()
-    return {"loss": float(np.mean(losses[-max(1, steps // 10) :])) if losses else None}
+    return float(np.mean(losses[-max(1, steps // 10) :])) if losses else None
 
 
 class Expected(nn.Module):
@@ -96,4 +113,4 @@ def _loss(damage: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (ratio.exp() - ratio).mean()
 
 
-train = partial(train_routers, _regress)
+train = partial(train_routers, _fit, True)

@@ -49,18 +49,19 @@ class PerTokenPolicy:
     """
 
     name: str
+    head = False  # whether the output head has a router, too
     needs_sensitivity = True
 
     def prepare(self, table: SiteTable) -> None:
         """Raises QBEError where no routers were trained for this model."""
-        _routers(self.name, table)
+        self.routers(table)
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without trained routers, or for a budget below the store's lowest average."""
-        routers = _routers(self.name, table)
+        routers = self.routers(table)
         bits, widths = budget.bits_for(0.5), widths_of(table)
         gears = static_gears(table, bits)
-        share = (bits_left(table, gears, bits) - widths[0]) / (widths[-1] - widths[0])
+        share = (bits_left(table, routers.blocks, gears, bits) - widths[0]) / (widths[-1] - widths[0])
         if budget.bits is not None and share > 1.01:
             raise QBEError(
                 f"'{self.name}' moves bits between {widths[0]} and {widths[-1]}: {budget.bits:g} on average is more "
@@ -75,7 +76,7 @@ class PerTokenPolicy:
 
     def routers(self, table: SiteTable) -> Routers:
         """What the engine runs. Raises QBEError where none were trained for this model."""
-        return _routers(self.name, table)
+        return _routers(self.name, table, self.head)
 
 
 class MobiPolicy(PerTokenPolicy):
@@ -85,14 +86,16 @@ class MobiPolicy(PerTokenPolicy):
 
 
 class TokenwisePolicy(PerTokenPolicy):
-    """QBE's own: routers that expect what fewer bits would do to the answer (`qbe train tokenwise`)."""
+    """QBE's own: routers that learned first what fewer bits of each site alone would do to the answer, then what all
+    together do; the output head has one, too (`qbe train tokenwise`).
+    """
 
-    name = "tokenwise"
+    name, head = "tokenwise", True
 
 
 @lru_cache(maxsize=8)
-def _routers(name: str, table: SiteTable) -> Routers:
-    found, blocks = learned.read(name, table), blocks_of(table)
+def _routers(name: str, table: SiteTable, head: bool) -> Routers:
+    found, blocks = learned.read(name, table), blocks_of(table, head)
     return Routers(
         blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),
         found.tensors["thresholds"], found.checksum,

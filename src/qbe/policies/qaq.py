@@ -79,7 +79,7 @@ class Router:
         """
         parts = zip(self._networks, means, self._centres, self._scales, strict=True)
         scores = np.stack([n.scores((m - centre) / scale) for n, m, centre, scale in parts])
-        price = self._prices(bits_left(self.table, base, bits))
+        price = self._prices(bits_left(self.table, self.blocks, base, bits))
         chosen = self._chosen(scores, price)
         found = list(base)
         for block, at in zip(self.blocks, chosen, strict=True):

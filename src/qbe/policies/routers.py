@@ -1,8 +1,8 @@
-"""Routers of blocks, which `qaq` and `mobi` have in common: a small network for each attention and feed-forward block.
+"""Routers of blocks, which `qaq`, `mobi` and `tokenwise` have in common: a small network for each block of a model.
 
-A block's sites are those of one module of a decoder layer. The network reads that module's input: one hidden layer of
-rectified units. Sites outside the layers, like an output head, have no router; they keep the best static assignment's
-bits, and the routers share what that leaves of an average.
+A block's sites are those of one module of a decoder layer, attention or feed-forward; `tokenwise` takes the output head
+for a block, too. The network reads that module's input: one hidden layer of rectified units. Sites without a router
+keep the best static assignment's bits, and the routers share what that leaves of an average.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from qbe.errors import QBEError
 from qbe.policies.allocate import allocate
 from qbe.policies.learned import Array
-from qbe.sites import FULL_BITS, SiteTable
+from qbe.sites import FULL_BITS, Role, SiteTable
 
 Numbers = npt.NDArray[np.float64]
 
@@ -25,11 +25,12 @@ Numbers = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class Block:
     """name: of its module, such as `model.layers.3.mlp`. sites: their places among the nested ones, which follow each
-    other.
+    other. head: whether it is the output head, which sees only the rows whose logits are wanted.
     """
 
     name: str
     sites: tuple[int, ...]
+    head: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Network:
 
 
 @lru_cache(maxsize=8)
-def blocks_of(table: SiteTable) -> tuple[Block, ...]:
-    """The blocks of a model in the order of its layers.
+def blocks_of(table: SiteTable, head: bool = False) -> tuple[Block, ...]:
+    """The blocks of a model in the order of its layers, and with `head` its output head, if that is nested.
 
     Raises:
         QBEError: a model that has none.
@@ -64,7 +65,11 @@ def blocks_of(table: SiteTable) -> tuple[Block, ...]:
         found[-1][1].append(at)
     if not found:
         raise QBEError(f"{table.model_name or 'this model'} has no nested layers that a router could choose bits for")
-    return tuple(Block(name, tuple(sites)) for name, sites in found)
+    heads = [(s.name, at) for at, s in enumerate(table.nested) if head and s.role is Role.OUTPUT_HEAD]
+    return (
+        *(Block(name, tuple(sites)) for name, sites in found),
+        *(Block(name, (at,), head=True) for name, at in heads),
+    )
 
 
 def widths_of(table: SiteTable) -> tuple[int, ...]:
@@ -78,9 +83,9 @@ def static_gears(table: SiteTable, bits: float) -> tuple[int, ...]:
     return allocate(table, bits, {})
 
 
-def bits_left(table: SiteTable, gears: Sequence[int], bits: float) -> float:
-    """The average over the sites with a router that gives all sites `bits`, where the others have these gears."""
-    routed = {s for block in blocks_of(table) for s in block.sites}
+def bits_left(table: SiteTable, blocks: Sequence[Block], gears: Sequence[int], bits: float) -> float:
+    """The average over the sites of these blocks that gives all sites `bits`, where the others have these gears."""
+    routed = {s for block in blocks for s in block.sites}
     taken = sum(s.parameters * gears[i] for i, s in enumerate(table.nested) if i not in routed)
     return (bits * table.nested_parameters - taken) / sum(table.nested[i].parameters for i in routed)
 

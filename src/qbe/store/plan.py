@@ -28,6 +28,7 @@ class Plan:
             (`qbe.kernels.reference.activations`).
         steering: int32 `[max_rows]`: who may move a row's words while a step runs (`Blueprint.Steering.word`); 0:
             nobody. An op that does so writes to `words`, whose next step begins with the blueprint's bits again.
+        head_steering: likewise, of the rows that the output head sees.
 
     The plan's `kv_bits` belong to the pages and are in `qbe.kvcache.pages.PagePool`.
 
@@ -42,13 +43,14 @@ class Plan:
     def __init__(self, table: SiteTable, max_rows: int, device: torch.device, head_sees_kept: bool = True) -> None:
         self.table, self.max_rows, self.device = table, max_rows, device
         sites = len(table.nested)
-        self._rows = torch.zeros(sites + 1, max_rows, dtype=torch.int32, device=device)
-        self.words, self.steering = self._rows[:sites], self._rows[sites]
+        self._rows = torch.zeros(sites + 2, max_rows, dtype=torch.int32, device=device)
+        self.words, self.steering, self.head_steering = self._rows[:sites], self._rows[sites], self._rows[sites + 1]
         lowest = torch.tensor([s.gears[0] for s in table.nested], dtype=torch.int32)
         self.words.copy_(lowest[:, None])  # valid from the start: whoever runs the model before a write reads the least
-        self._heads = [i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD] if head_sees_kept else []
+        heads = [i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD] if head_sees_kept else []
+        self._of_kept = [*heads, sites + 1] if heads else []
         capacity = max(_CACHED_BLUEPRINTS, max_rows)
-        self._columns = torch.zeros(capacity, sites + 1, dtype=torch.int32, device=device)
+        self._columns = torch.zeros(capacity, sites + 2, dtype=torch.int32, device=device)
         self._column_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._weights: list[NestedTensor] = []
         self._told = False  # whether any weight holds a `uniform`
@@ -96,8 +98,8 @@ class Plan:
         self._rows[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
         if kept_owners:
             columns = self._columns.index_select(0, index[len(owners) :])
-            for site in self._heads:
-                self.words[site, : len(kept_owners)] = columns[:, site]
+            for row in self._of_kept:
+                self._rows[row, : len(kept_owners)] = columns[:, row]
         steered = any(b.steering is not None for b, _ in tokens)
         self._written = None if steered else (owners, kept_owners)  # what is steered does not stay as written
 
@@ -147,6 +149,6 @@ class Plan:
 
 
 def _words(blueprint: Blueprint) -> list[int]:
-    """The blueprint's column: a word for each site, and its steering."""
+    """The blueprint's column: a word for each site, and its steering, for the layers and for the output head."""
     steering = 0 if blueprint.steering is None else blueprint.steering.word
-    return [*map(_word, blueprint.weight_bits, blueprint.activation_bits), steering]
+    return [*map(_word, blueprint.weight_bits, blueprint.activation_bits), steering, steering]
