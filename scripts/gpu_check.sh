@@ -10,7 +10,8 @@
 #   agreement   SmolLM2 inside vLLM beside the embedded engine, float32 and bfloat16 (PYTHON has vLLM; MODEL)
 #   throughput  vLLM's server with and without QBE (PYTHON has vLLM; MODEL)
 #   cascade     what monitor and cascade cost in a step (MODEL may be set)
-#   linears, batch, decode, prefill, switch, kv, speculate   `qbe bench`
+#   linears, batch, decode, prefill, switch, kv, speculate   `qbe bench`; speculate needs the default model in the cache
+#               (`qbe pull`), whose answers it plays again
 # PYTHON (python3) has QBE installed, or src in PYTHONPATH. LIMIT (600) is the most seconds of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
