@@ -47,6 +47,16 @@ def test_nothing_stale_is_read() -> None:
         learned.read("predicted", TABLE)
 
 
+def test_a_file_of_an_earlier_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(learned, "FORMAT", {})
+        learned.write("tokenwise", TABLE, FOUND)
+        learned.write("paq", TABLE, FOUND)
+    with pytest.raises(QBEError, match="trained for another store or version of qbe than like has now: run 'qbe train"):
+        learned.read("tokenwise", TABLE)
+    assert learned.read("paq", TABLE).about == {"n": 3}, "whose format is still the first"
+
+
 @pytest.mark.parametrize("at", [0, 4, 40, 100, 150, -30, -1])
 def test_no_damaged_file_is_read(at: int) -> None:
     path = learned.write("paq", TABLE, FOUND)

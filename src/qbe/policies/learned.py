@@ -22,7 +22,7 @@ from qbe.errors import QBEError
 from qbe.files import make_folder, write_bytes
 from qbe.sites import FULL_BITS, SiteTable
 
-FORMAT = 1
+FORMAT = {"tokenwise": 2}  # of a policy's tensors, where it is not the first
 # Code and trained data of the analysis that learned policies read the results of.
 _ANALYSIS = ("classifier.json", "encoder.safetensors", "encoder.py", "features.py", "thresholds.py")
 
@@ -59,7 +59,7 @@ def version_of(policy: str, table: SiteTable) -> str:
     They do not with the dtype that the model is loaded in.
     """
     stored = tuple(replace(s, bytes_at={g: n for g, n in s.bytes_at.items() if g != FULL_BITS}) for s in table)
-    facts = (FORMAT, policy, replace(table, sites=stored).digest, _analysis())
+    facts = (FORMAT.get(policy, 1), policy, replace(table, sites=stored).digest, _analysis())
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
