@@ -28,7 +28,7 @@ def questions(data: Path, each: int) -> list[str]:
     from qbe.eval.items import read, read_training
 
     items = read(("gsm8k", "humaneval"), data, each, hint="")
-    items += [item for item in read_training(data, each) if item.dataset == "alpaca"]
+    items += read_training(data, each, ("alpaca",))
     found = [*PROMPTS, *(item.chat.prompt for item in items if item.chat is not None)]
     random.Random(0).shuffle(found)
     return found

@@ -21,6 +21,7 @@ from qbe.eval import answers
 from qbe.eval.haystack import DATA
 
 TEXT, GSM8K, BBH, HUMANEVAL = "wikitext2_test.txt", "gsm8k_test500.jsonl", "bbh", "HumanEval.jsonl.gz"
+CODE = "code"  # what functions of Python's library are called as a data set
 PASSAGE, OPENING = 1024, 256  # characters of a passage of text, and of its opening, which is its query
 
 
@@ -74,18 +75,25 @@ def read(datasets: tuple[str, ...], data: Path | None, limit: int, hint: str = "
     return [item for name in datasets for item in _some(name, folder, limit, DATASETS, hint)]
 
 
-def read_training(data: Path | None, limit: int) -> list[Item]:
+def read_training(data: Path | None, limit: int, datasets: tuple[str, ...] | None = None) -> list[Item]:
     """The same of data that no comparison asks: what policies are trained on. No answers are asked for.
 
     Code is that of Python's standard library, left out where Python comes without its source.
+
+    Args:
+        datasets: of `TRAINING` and "code"; None takes all.
 
     Raises:
         QBEError: a file is missing, or not what its name says.
     """
     folder = data or Path(os.environ.get("QBE_DATA") or DATA)
-    code = _spread(_library(Path(sysconfig.get_paths()["stdlib"])), limit)
-    files = (item for name in TRAINING for item in _some(name, folder, limit, TRAINING, ""))
-    return [replace(item, right=None) for item in chain(files, code)]
+    items: list[Item] = []
+    for name in datasets or (*TRAINING, CODE):
+        if name == CODE:
+            items += _spread(_library(Path(sysconfig.get_paths()["stdlib"])), limit)
+        else:
+            items += _some(name, folder, limit, TRAINING, "")
+    return [replace(item, right=None) for item in items]
 
 
 def _some(dataset: str, folder: Path, limit: int, of: Datasets, hint: str) -> list[Item]:
@@ -190,7 +198,7 @@ def _library(folder: Path) -> list[Item]:
             parts = whole.splitlines(keepends=True)
             at = node.body[1].lineno - node.lineno
             plain, chat = _function("".join(parts[:at]), "".join(parts[at:]))
-            items.append(Item("code", f"{path.stem}.{node.name}", plain, chat))
+            items.append(Item(CODE, f"{path.stem}.{node.name}", plain, chat))
     return items
 
 
