@@ -232,7 +232,8 @@ def test_the_compiled_op_is_the_one_in_torch(
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    network = [drawn(inputs, hidden), drawn(hidden), drawn(hidden, sites * slices), drawn(sites * slices)]
+    shapes = ((inputs, hidden), (hidden,), (hidden, sites * slices), (sites * slices,))
+    network = [drawn(*shape).float() for shape in shapes]
     thresholds = drawn(256).float() * 30
     gears = torch.arange(3, 4 + slices, dtype=torch.int32)
     sizes = torch.randint(1, 100, (sites,), generator=generator)

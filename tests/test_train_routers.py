@@ -64,7 +64,6 @@ def trained(folder: Path) -> dict[str, Learned]:
         prepared, ticks = loaded(folder), list[int]()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(distil, "RATE", 0.3)
-            patch.setattr(tokenwise, "RATE", 0.3)
             found[name] = train(prepared, items(16), 6, 0, lambda ticks=ticks: ticks.append(1))
         assert len(ticks) == 6
         assert all("forward" not in vars(module) for _, module, _ in nested_linears(prepared.model))
@@ -94,7 +93,7 @@ def test_a_student_with_gates_of_0_and_1_is_the_nested_model(folder: Path) -> No
 
 def test_a_step_goes_nowhere_by_bits_alone() -> None:
     """Worth that rises for every slice alike would only raise the threshold: no such step is made."""
-    routers = Routers([4], [np.array([0.3, -0.2, 0.5])], seed=0)
+    routers = Routers([4], [np.array([0.3, -0.2, 0.5])], 32, seed=0)
     x, threshold = torch.randn(50, 4, generator=torch.Generator().manual_seed(1)), torch.tensor(0.1, requires_grad=True)
     share = torch.tensor([1.0, 2.0, 0.5])
     gates = (routers.scores(0, x) - threshold).sigmoid()
@@ -181,8 +180,9 @@ def test_a_per_token_policy_is_served_as_it_was_trained(folder: Path, trained: d
 
 def _of(found: Learned, count: int) -> Routers:
     """The file's routers of so many blocks as they were trained."""
-    shapes = [found.tensors[f"{i}.inner"].shape[0] for i in range(count)]
-    routers = Routers(shapes, [found.tensors[f"{i}.outer_bias"] for i in range(count)], seed=0)
+    shapes = [found.tensors[f"{i}.inner"].shape for i in range(count)]
+    begin = [found.tensors[f"{i}.outer_bias"] for i in range(count)]
+    routers = Routers([inputs for inputs, _ in shapes], begin, shapes[0][1], seed=0)
     with torch.no_grad():
         for i in range(count):
             for name in ("inner", "inner_bias", "outer", "outer_bias"):

@@ -87,7 +87,7 @@ def test_expected_damages_add_up_what_slices_are_worth(prepared: PreparedModel) 
     generator = torch.Generator().manual_seed(1)
     begin = [torch.randn(len(b.sites) * (len(widths) - 1), generator=generator).double().numpy() for b in blocks]
     with sliced(prepared) as student:
-        gates = Gates(table, student, Routers([8] * len(blocks), begin, seed=0))
+        gates = Gates(table, student, Routers([8] * len(blocks), begin, 64, seed=0))
     expected = Expected(gates)
     for number, block in enumerate(blocks):
         got = expected(number, torch.randn(5, 8, generator=generator)).detach().exp()
@@ -113,7 +113,7 @@ def test_the_loss_is_least_at_the_mean_not_at_the_mean_of_logarithms() -> None:
 def test_routers_learn_whose_damage_is_large() -> None:
     """Damages of a known mean, that differs between tokens by what they read: routers come to know it."""
     generator = torch.Generator().manual_seed(3)
-    routers = Routers([6], [np.array([0.0])], seed=0)
+    routers = Routers([6], [np.array([0.0])], 64, seed=0)
     truth = torch.randn(6, generator=generator)
     optimiser = torch.optim.Adam(routers.parameters(), lr=distil.RATE * 3)
     for _ in range(400):

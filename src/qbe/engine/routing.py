@@ -53,9 +53,11 @@ class Routing:
         )
         thresholds = torch.from_numpy(routers.thresholds).to(device, torch.float32)
         gears = torch.tensor(routers.widths, dtype=torch.int32, device=device)
+        # A CPU waits for the bytes, a GPU for the launches that would make float64 of them.
+        numbers = torch.float32 if device.type == "cpu" else torch.float64
         self._hooks, self._layers = [], sum(not b.head for b in routers.blocks)
         for i, (block, network) in enumerate(zip(routers.blocks, routers.networks, strict=True)):
-            tensors = [torch.from_numpy(t).to(device, torch.float64) for t in vars(network).values()]
+            tensors = [torch.from_numpy(t).to(device, numbers) for t in vars(network).values()]
             words = plan.words[block.sites[0] : block.sites[-1] + 1]
             sizes = torch.tensor([plan.table.nested[s].parameters for s in block.sites], device=device)
             steering = plan.head_steering if block.head else plan.steering

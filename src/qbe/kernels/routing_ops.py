@@ -34,8 +34,9 @@ def route(
 
     Args:
         x: [..., K], what the block reads; R rows.
-        network: inner float64 [K, hidden], inner_bias [hidden], outer [hidden, sites * slices], outer_bias: see
-            `qbe.policies.per_token.Routers`. In float64, so that a token's scores do not depend on the number of rows.
+        network: inner float32 or float64 [K, hidden], inner_bias [hidden], outer [hidden, sites * slices], outer_bias:
+            see `qbe.policies.per_token.Routers`. Sums are in float64, so that a token's scores do not depend on the
+            number of rows.
         thresholds: float32 [levels].
         gears: int32 [slices + 1], the bits with one slice, with two and so on.
         sizes: int64 [sites], weights of each.
@@ -62,8 +63,8 @@ def _route(
 ) -> torch.Tensor:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     count, sites = len(rows), len(sizes)
-    hidden = torch.addmm(inner_bias, rows.double(), inner).relu_()
-    scores = torch.addmm(outer_bias, hidden, outer).view(count, sites, -1)
+    hidden = torch.addmm(inner_bias.double(), rows.double(), inner.double()).relu_()
+    scores = torch.addmm(outer_bias.double(), hidden, outer.double()).view(count, sites, -1)
     steering, words, spent = steering[:count], words[:, :count], spent[:, :count]
     ours = (steering >> 8) == who
     worth = worths_of(scores).float()

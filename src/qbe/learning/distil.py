@@ -30,7 +30,6 @@ HELD_OUT = 0.25
 HELD_AT = (4.5, 5.0, 6.0)  # bits over the blocks at which held-out texts are measured
 HELD = 12  # steps' worth of them at most
 RATE = 3e-3
-HIDDEN = 32  # units of a router
 RANGE = (0.08, 0.7)  # of the way from the lowest width to the highest: averages that training asks for
 BASE = 5.0  # bits of the static assignment that gives sites without a router theirs while routers are trained
 
@@ -199,16 +198,17 @@ class Routers(nn.Module):
 
     Args:
         inputs: of each block. begin: for each block the scores float [scores] that it begins with.
+        hidden: units of each network.
     """
 
-    def __init__(self, inputs: Sequence[int], begin: Sequence[Numbers], seed: int) -> None:
+    def __init__(self, inputs: Sequence[int], begin: Sequence[Numbers], hidden: int, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         for i, (width, scores) in enumerate(zip(inputs, begin, strict=True)):
-            inner = torch.randn(width, HIDDEN, generator=generator) / width**0.5
+            inner = torch.randn(width, hidden, generator=generator) / width**0.5
             self.register_parameter(f"inner{i}", nn.Parameter(inner))
-            self.register_parameter(f"inner_bias{i}", nn.Parameter(torch.zeros(HIDDEN)))
-            self.register_parameter(f"outer{i}", nn.Parameter(torch.zeros(HIDDEN, len(scores))))
+            self.register_parameter(f"inner_bias{i}", nn.Parameter(torch.zeros(hidden)))
+            self.register_parameter(f"outer{i}", nn.Parameter(torch.zeros(hidden, len(scores))))
             self.register_parameter(f"outer_bias{i}", nn.Parameter(torch.tensor(scores, dtype=torch.float32)))
 
     def scores(self, block: int, x: torch.Tensor) -> torch.Tensor:

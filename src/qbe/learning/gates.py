@@ -34,14 +34,14 @@ Fit = Callable[["PreparedModel", "Gates", Sequence[Batch], int, int, Callable[[]
 
 
 def train_routers(
-    fit: Fit, head: bool, prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0,
+    fit: Fit, head: bool, hidden: int, prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0,
     tick: Callable[[], None] = lambda: None,
 ) -> Learned:  # fmt: skip
     """Routers of all blocks, which begin with what the measured sensitivities say, the same for every token.
 
     Args:
         fit: trains the routers of the gates on the batches; what it returns is reported, too.
-        head: whether the output head has a router, too.
+        head: whether the output head has a router, too. hidden: units of a router.
         prepared: not yet served by an engine; on its device everything runs.
         items: three quarters are trained on; what is reported is of the others.
         tick: called after each of `steps` steps.
@@ -56,7 +56,7 @@ def train_routers(
     with sliced(prepared, head) as student:
         blocks = student.blocks
         inputs = _inputs(student, kept[0], len(blocks))
-        routers = Routers(inputs, [_begin(table, b.sites) for b in blocks], seed).to(device)
+        routers = Routers(inputs, [_begin(table, b.sites) for b in blocks], hidden, seed).to(device)
         gates = Gates(table, student, routers)
         before = _held_out(gates, held, kept)
     found = fit(prepared, gates, kept, steps, seed, tick)

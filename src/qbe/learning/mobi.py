@@ -20,6 +20,7 @@ from qbe.learning.distil import Batch, descend, sliced
 from qbe.learning.gates import Gates, train_routers
 from qbe.store.prepare import PreparedModel
 
+HIDDEN = 32  # units of a router
 TEMPERATURES = (1.0, 0.25)  # of the gates, in the first and in the last step
 SEEN = 8  # steps whose tokens say where the threshold lies
 
@@ -27,31 +28,26 @@ SEEN = 8  # steps whose tokens say where the threshold lies
 def _distil(
     prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
 ) -> dict[str, float | None]:
-    return {"price_of_a_bit": distilled(prepared, gates, kept, steps, seed, tick, distil.RATE, TEMPERATURES)}
+    return {"price_of_a_bit": distilled(prepared, gates, kept, steps, seed, tick)}
 
 
 def distilled(
-    prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None],
-    rate: float, temperatures: tuple[float, float],
+    prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
 ) -> float | None:  # fmt: skip
     """Trains the gates' routers by the divergence from 16 bits that all gates together cause.
-
-    Args:
-        rate: of Adam, at first. temperatures: of the gates, in the first and in the last step.
 
     Returns:
         What a bit was worth in the last steps, nats; None without steps.
     """
     with sliced(prepared, gates.head) as gates.student:
-        return _descended(gates, kept, steps, seed, tick, rate, temperatures)
+        return _descended(gates, kept, steps, seed, tick)
 
 
 def _descended(
-    gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None], rate: float,
-    temperatures: tuple[float, float],
+    gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
 ) -> float | None:  # fmt: skip
     rng, widths, device = np.random.default_rng(seed), gates.widths, gates.share.device
-    optimiser = torch.optim.Adam(gates.routers.parameters(), lr=rate)
+    optimiser = torch.optim.Adam(gates.routers.parameters(), lr=distil.RATE)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
     seen: deque[torch.Tensor] = deque([gates.worths(kept[0])], maxlen=SEEN)
     prices = []
@@ -59,7 +55,7 @@ def _descended(
         batch = kept[int(rng.integers(len(kept)))]
         bits = widths[0] + (widths[-1] - widths[0]) * float(rng.uniform(*distil.RANGE))
         done = step / max(1, steps - 1)
-        gates.temperature = temperatures[0] * (temperatures[1] / temperatures[0]) ** done
+        gates.temperature = TEMPERATURES[0] * (TEMPERATURES[1] / TEMPERATURES[0]) ** done
         at = gates.price(torch.cat(tuple(seen)), bits)
         gates.threshold = torch.tensor(at, device=device, requires_grad=True)
         teacher = gates.student.teacher(batch.tokens, batch.predicted)
@@ -71,4 +67,4 @@ def _descended(
     return float(np.mean(prices[-SEEN:])) if prices else None
 
 
-train = partial(train_routers, _distil, False)
+train = partial(train_routers, _distil, False, HIDDEN)

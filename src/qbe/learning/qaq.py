@@ -24,6 +24,7 @@ from qbe.policies.routers import Numbers, blocks_of, named, widths_of
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
+HIDDEN = 32  # units of a router
 SHARPNESS = (0.5, 4.0)  # of the softmax, in the first and in the last step
 TEMPERATURE = 2.0  # of both models' distributions
 DECAY = 0.1  # of weights: there are a few hundred queries
@@ -103,7 +104,9 @@ class _Queries:
         of_all = [torch.cat(parts) for parts in zip(*self._known.values(), strict=True)]
         self.centres = [x.mean(0) for x in of_all]
         self.scales = [x.std(0).clamp(min=1e-3) for x in of_all]
-        self.routers = Routers([x.shape[1] for x in of_all], [_begin(table, b.sites) for b in self.blocks], seed)
+        self.routers = Routers(
+            [x.shape[1] for x in of_all], [_begin(table, b.sites) for b in self.blocks], HIDDEN, seed
+        )
         self.routers.to(device)
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ token are mostly the others' noise. A damage is the square of a sum of many smal
 chi-square about its mean; the likelihood of such numbers is what is fitted, which gives the mean, not the mean of
 logarithms.
 
-Then as `mobi`, from where the regression ended and in smaller steps, by what all sites together do, since the sums are
-only nearly true (docs/quality.md). The output head has a router, too: it is much of a small model, and what fewer bits
+Then as `mobi`, from where the regression ended, by what all sites together do, since the sums are only nearly true
+(docs/quality.md). The output head has a router, too: it is much of a small model, and what fewer bits
 of it do to a token is mostly a matter of how sure the model is there.
 """
 
@@ -32,8 +32,8 @@ from qbe.store.prepare import PreparedModel
 
 LARGEST = 3e3  # a damage over its expectation counts as at most this: one such number says little, but moves much
 LEAST = 1e-20  # nats
-REGRESSED = 0.5  # of the steps
-RATE, TEMPERATURES = 1e-3, (0.5, 0.25)  # of the steps after these
+REGRESSED = 0.25  # of the steps
+HIDDEN = 64  # units of a router
 
 
 def _fit(
@@ -41,7 +41,7 @@ def _fit(
 ) -> dict[str, float | None]:
     first = round(steps * REGRESSED)
     loss = _regress(prepared, gates, kept, first, seed, tick)
-    price = distilled(prepared, gates, kept, steps - first, seed, tick, RATE, TEMPERATURES)
+    price = distilled(prepared, gates, kept, steps - first, seed, tick)
     return {"loss": loss, "price_of_a_bit": price}
 
 
@@ -113,4 +113,4 @@ def _loss(damage: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (ratio.exp() - ratio).mean()
 
 
-train = partial(train_routers, _fit, True)
+train = partial(train_routers, _fit, True, HIDDEN)

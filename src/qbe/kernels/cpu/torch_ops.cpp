@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -259,12 +260,12 @@ double number(const void *x, int64_t at, int dtype) {
 #endif
 
 // unit[h] += sum over i of x[i] * inner[i][h], for a multiple of 8 of them
-CLONES void add_units(double *unit, const double *x, int64_t k, const double *inner, int64_t hidden) {
+CLONES void add_units(double *unit, const double *x, int64_t k, const float *inner, int64_t hidden) {
     for (int64_t h = 0; h < hidden; h += 8) {
         double sum[8];
         for (int j = 0; j < 8; j++) sum[j] = unit[h + j];
         for (int64_t i = 0; i < k; i++)
-            for (int j = 0; j < 8; j++) sum[j] += x[i] * inner[i * hidden + h + j];
+            for (int j = 0; j < 8; j++) sum[j] += x[i] * (double)inner[i * hidden + h + j];
         for (int j = 0; j < 8; j++) unit[h + j] = sum[j];
     }
 }
@@ -283,7 +284,7 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
                 spent.dim() == 2 && spent.size(0) == slices + 1 && spent.size(1) >= rows && words.stride(1) == 1 &&
                 spent.stride(1) == 1 && thresholds.scalar_type() == ScalarType::Float;
     for (const Tensor *t : {&inner, &inner_bias, &outer, &outer_bias})
-        fits = fits && t->scalar_type() == ScalarType::Double && t->is_contiguous();
+        fits = fits && t->scalar_type() == ScalarType::Float && t->is_contiguous();
     for (const Tensor *t : {&gears, &steering, &words}) fits = fits && t->scalar_type() == ScalarType::Int;
     for (const Tensor *t : {&sizes, &spent}) fits = fits && t->scalar_type() == ScalarType::Long;
     for (const Tensor *t : {&thresholds, &gears, &sizes, &steering}) fits = fits && t->is_contiguous();
@@ -294,7 +295,8 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
     for (int64_t d = 0; d < x.dim(); d++) shape[d] = x.size(d);
     Tensor out = empty_like(x, (int)x.dim(), shape);
     memcpy(out.data_ptr(), x.data_ptr(), (size_t)x.numel() * (dtype == 0 ? 4 : 2));
-    const double *in = (const double *)inner.data_ptr(), *on = (const double *)outer.data_ptr();
+    const float *in = (const float *)inner.data_ptr(), *on = (const float *)outer.data_ptr();
+    const float *first = (const float *)inner_bias.data_ptr(), *last = (const float *)outer_bias.data_ptr();
     int64_t *total = (int64_t *)spent.data_ptr();
     std::vector<double> row((size_t)k);
     for (int64_t r = 0; r < rows; r++) {
@@ -303,12 +305,12 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
         if (steered >> 8 != who) continue;
         const float threshold = ((const float *)thresholds.data_ptr())[steered & 255];
         double unit[UNITS], score[UNITS];
-        memcpy(unit, inner_bias.data_ptr(), (size_t)hidden * sizeof *unit);
+        std::copy(first, first + hidden, unit);
         for (int64_t i = 0; i < k; i++) row[(size_t)i] = number(x.data_ptr(), r * k + i, dtype);
         add_units(unit, row.data(), k, in, hidden);
-        memcpy(score, outer_bias.data_ptr(), (size_t)(sites * slices) * sizeof *score);
+        std::copy(last, last + sites * slices, score);
         for (int64_t h = 0; h < hidden; h++)
-            for (int64_t o = 0; unit[h] > 0 && o < sites * slices; o++) score[o] += unit[h] * on[h * sites * slices + o];
+            for (int64_t o = 0; unit[h] > 0 && o < sites * slices; o++) score[o] += unit[h] * (double)on[h * sites * slices + o];
         for (int64_t s = 0; s < sites; s++) {
             double worth = score[s * slices];
             int64_t chosen = 0;
