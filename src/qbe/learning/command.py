@@ -150,7 +150,7 @@ def proxy(
     )  # fmt: skip
 
 
-Steps = Annotated[int, typer.Option(help="of training, each of four texts")]
+Steps = Annotated[int, typer.Option(help="of training, each of eight texts")]
 Seed = Annotated[int, typer.Option(help="of the split in training and held-out texts, and of the training")]
 
 
