@@ -177,7 +177,7 @@ def activations(e: Explanation) -> str:
     return f"{text}, long prompts {e.prompt_format} at {len(native)} sites, {share:.0%} of the weights"
 
 
-def refresh_note(e: Explanation) -> str | None:
+def _refresh_note(e: Explanation) -> str | None:
     """When another blueprint would be chosen while the answer is written; None where nobody asked."""
     if not e.budget.refresh:
         return None
@@ -190,6 +190,18 @@ def refresh_note(e: Explanation) -> str | None:
         f"{t.hard_margin:.1f} to {up:.2f} bits, below {t.easy_entropy:.2f} nats and above {t.easy_margin:.1f} to "
         f"{down:.2f}"
     )
+
+
+def notes(e: Explanation) -> list[str]:
+    """What moves the bits that are drawn, if anything does."""
+    return [note for note in (_routed_note(e), _refresh_note(e)) if note]
+
+
+def _routed_note(e: Explanation) -> str | None:
+    """That tokens choose for themselves; None where the blueprint does."""
+    if e.blueprint.steering is None or e.blueprint.steering.by != "routers":
+        return None
+    return "every token chooses bits of its own as it is read: drawn is the best fixed assignment at their average"
 
 
 def size(n: float) -> str:

@@ -17,8 +17,8 @@ from qbe.explain.heatmap import (
     bits_text,
     kv_note,
     label,
+    notes,
     number,
-    refresh_note,
     size,
 )
 from qbe.explain.palette import colour, ink
@@ -40,7 +40,7 @@ def render(explanation: Explanation, prompt: str | None = None) -> str:
         sites=list(zip(e.table.nested, e.blueprint.weight_bits, e.blueprint.activation_bits, strict=True)),
         activations=activations(e),
         kv=kv_note(e),
-        refresh=refresh_note(e),
+        notes=notes(e),
     )
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from qbe.analysis.encoder import default_encoder
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, KVCell, activations, bits_text, kv_note, number, refresh_note, size
+from qbe.explain.heatmap import Cell, HeatMap, KVCell, activations, bits_text, kv_note, notes, number, size
 from qbe.explain.palette import colour, ink
 from qbe.sites import SiteTable
 
@@ -115,8 +115,7 @@ def _rest(e: Explanation, heat: HeatMap) -> str:
     if heat.fixed:
         kept = ", ".join(f"{n} {role.replace('_', ' ')}" for role, n in heat.fixed.items())
         line += f"; always at 16 bits: {kept}"
-    note = refresh_note(e)
-    return line if note is None else f"{line}\n{note}"
+    return "\n".join([line, *notes(e)])
 
 
 def _bars(rows: Sequence[tuple[str, float, str]]) -> Table:

@@ -1,5 +1,5 @@
 """Trains MoBiQuant's routers: per-token gates of slices, distilled from 16 bits at averages drawn anew in each step.
-`tokenwise` ends with the same.
+`tokenwise` ends with the same, its routers being wider.
 
 A gate's temperature falls from step to step. The threshold of a step is the one at which lately seen tokens had the
 average that was drawn, so one set of routers learns all averages. Divergence is counted for prompts, too: else routers

@@ -45,10 +45,12 @@ class Learned:
 
 
 def path_of(policy: str, table: SiteTable) -> Path:
-    """The file of a policy for a model, by the name that the model is called by."""
+    """The file of a policy for a model, by its hub id or where it lies."""
     from qbe.models import cache_dir
 
     name = table.model_name
+    if (local := Path(name).expanduser()).exists():  # a folder has many names
+        name = str(local.resolve())
     called = f"{Path(name).name}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
     return cache_dir() / "learned" / f"{policy}-{called}.safetensors"
 
