@@ -12,7 +12,7 @@ from rich.console import Console
 from explain_samples import blueprint, dense, digits, explanation, hybrid, plain, printed
 from qbe.analysis.encoder import default_encoder
 from qbe.analysis.profile import QueryProfile
-from qbe.blueprint import Blueprint
+from qbe.blueprint import Blueprint, Steering
 from qbe.budget import Budget
 from qbe.explain import Explanation, html, palette, terminal
 from qbe.explain.heatmap import HeatMap, size
@@ -87,6 +87,18 @@ def test_where_long_prompts_take_the_devices_format_is_told() -> None:
     for other in (dataclasses.replace(e, prompt_format=None), dataclasses.replace(e, blueprint=low.careful)):
         assert "long prompts" not in plain(printed(terminal.render(other)))
         assert other.describe()["long_prompts"]["sites"] == []
+
+
+def test_that_tokens_choose_is_told() -> None:
+    e = explanation(dense())
+    routed = dataclasses.replace(e, blueprint=dataclasses.replace(e.blueprint, steering=Steering("routers", 9)))
+    for shown, says in ((routed, True), (e, False)):
+        assert ("every token chooses bits" in " ".join(plain(printed(terminal.render(shown))).split())) == says
+        assert ("Every token chooses bits" in html.render(shown)) == says
+
+
+def test_what_tokens_chose_adds_up() -> None:
+    assert plain(printed(terminal.shares({8: 10.0, 4: 70.0, 6: 20.0}))).strip() == "tokens chose 4  70% 6  20% 8  10%"
 
 
 def test_a_longer_bar_means_more() -> None:

@@ -33,6 +33,16 @@ def test_what_was_learned_comes_back() -> None:
     assert learned.path_of("paq", replace(TABLE, model_name="other/like")) != path
 
 
+def test_a_folder_is_known_by_all_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models/one").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("models/one")
+    monkeypatch.chdir(tmp_path / "models")
+    names = [str(tmp_path / "models/one"), f"{tmp_path}/models/one/", "one", "./one", str(tmp_path / "link")]
+    paths = {learned.path_of("paq", replace(TABLE, model_name=name)) for name in names}
+    assert len(paths) == 1
+    assert learned.path_of("paq", replace(TABLE, model_name=str(tmp_path / "models"))) not in paths
+
+
 def test_nothing_stale_is_read() -> None:
     path = learned.write("paq", TABLE, FOUND)
     other_store = replace(TABLE, sites=(replace(TABLE.sites[0], bytes_at={4: 7}), *TABLE.sites[1:]))

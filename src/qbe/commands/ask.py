@@ -244,9 +244,9 @@ def _stream(engine: Engine, prompt: Any, params: SamplingParams, budget: Budget,
 
 
 def _summary(result: Result) -> None:
-    from qbe.explain.terminal import strip
+    from qbe.explain.terminal import shares, strip
 
-    line = strip(result.blueprint, result.table)
+    line = shares(result.routed) if result.routed else strip(result.blueprint, result.table)
     eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
     eight += f" ({result.careful_tokens} tokens 16)" if result.careful_tokens else ""
     kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""

@@ -6,7 +6,7 @@ the same with NO_COLOR or in a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -69,6 +69,15 @@ def strip(blueprint: Blueprint, table: SiteTable) -> Text:
     for cell in heat.outside.values():
         text.append(" ")
         text.append(*_block(cell))
+    return text
+
+
+def shares(routed: Mapping[int, float]) -> Text:
+    """What part of the weights was read at which gear, where every token chose: gear -> weights."""
+    text = Text("tokens chose", "dim", no_wrap=True)
+    for gear, weights in sorted(routed.items()):
+        text.append(f" {gear} ", Style(color=ink(gear), bgcolor=colour(gear)))
+        text.append(f" {weights / sum(routed.values()):.0%}", "dim")
     return text
 
 
