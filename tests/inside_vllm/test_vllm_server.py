@@ -28,6 +28,8 @@ from vllm_serving import (
     split_model,
 )  # fmt: skip
 
+from qbe.records import Record
+
 LONG = 440  # tokens of the answer that is preempted
 PLAIN = (4, 8, 16)  # bits of those beside it
 
