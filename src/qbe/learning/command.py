@@ -197,7 +197,7 @@ def _routers(
     """Trains routers of blocks, keeps them and says what they reach."""
     from qbe.engine.devices import pick_device
     from qbe.eval.items import read_training
-    from qbe.learning.distil import split
+    from qbe.learning.distil import check_enough
     from qbe.models.load import quiet
     from qbe.policies import learned
     from qbe.progress import bar
@@ -209,7 +209,7 @@ def _routers(
         raise QBEError(f"--seed is {seed}, but must be 0 or more")
     learned.ready()
     items = read_training(data, limit)
-    split(items, seed)  # too few are told of before the model is nested
+    check_enough(items)  # before the model is nested
     with quiet():
         prepared = prepare(model, dtype=dtype, device=pick_device(device), progress=err.is_terminal)
         with bar("steps", steps, err.is_terminal) as tick:

@@ -73,10 +73,15 @@ def _batch(texts: Sequence[tuple[list[int], list[int]]], device: torch.device) -
     return Batch(*(t.to(device) for t in (tokens, real, prompt, predicted, answer)))
 
 
-def split(items: Sequence[Item], seed: int) -> tuple[list[Item], list[Item]]:
-    """Items to train on and those held out. Raises QBEError for too few."""
+def check_enough(items: Sequence[Item]) -> None:
+    """Raises QBEError for too few items to train on."""
     if len(items) < 8:
         raise QBEError(f"{len(items)} texts are too few to train on; give a higher --limit")
+
+
+def split(items: Sequence[Item], seed: int) -> tuple[list[Item], list[Item]]:
+    """Items to train on and those held out. Raises QBEError for too few."""
+    check_enough(items)
     order = np.random.default_rng(seed).permutation(len(items))
     held = round(len(items) * HELD_OUT)
     return [items[i] for i in order[held:]], [items[i] for i in order[:held]]

@@ -9,8 +9,8 @@ chi-square about its mean; the likelihood of such numbers is what is fitted, whi
 logarithms.
 
 Then as `mobi`, from where the regression ended, by what all sites together do, since the sums are only nearly true
-(docs/quality.md). The output head has a router, too: it is much of a small model, and what fewer bits
-of it do to a token is mostly a matter of how sure the model is there.
+(docs/quality.md). The output head has a router, too: it is much of a small model, and what fewer bits of it do to a
+token is mostly a matter of how sure the model is there.
 """
 
 from __future__ import annotations

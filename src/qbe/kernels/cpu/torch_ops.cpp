@@ -310,7 +310,8 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
         add_units(unit, row.data(), k, in, hidden);
         std::copy(last, last + sites * slices, score);
         for (int64_t h = 0; h < hidden; h++)
-            for (int64_t o = 0; unit[h] > 0 && o < sites * slices; o++) score[o] += unit[h] * (double)on[h * sites * slices + o];
+            for (int64_t o = 0; unit[h] > 0 && o < sites * slices; o++)
+                score[o] += unit[h] * (double)on[h * sites * slices + o];
         for (int64_t s = 0; s < sites; s++) {
             double worth = score[s * slices];
             int64_t chosen = 0;
