@@ -38,30 +38,48 @@ def weights_of(model: nn.Module) -> dict[str, NestedTensor]:
     return {name: weight for name, _, weight in nested_linears(model)}
 
 
-def test_second_moments_are_those_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_moments_are_those_of_the_inputs_by_what_the_answer_feels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 40)  # of 64 and 96 columns
+    monkeypatch.setattr(module, "detect", lambda _: SimpleNamespace(formats=()))  # no bfloat16
     model = tiny_model(tie=False)
-    seen: dict[str, list[torch.Tensor]] = {
-        "model.layers.1.mlp.up_proj": [],
-        "model.layers.0.mlp.down_proj": [],
-        "lm_head": [],
-    }
-    hooks = [
-        model.get_submodule(n).register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].flatten(0, -2)))
-        for n, rows in seen.items()
-    ]
-    with torch.inference_mode():
-        for row in TOKENS:
-            model(input_ids=row[None])
-    for hook in hooks:
-        hook.remove()
+    wanted = {n: 0.0 for n in ("model.layers.1.mlp.up_proj", "model.layers.0.mlp.down_proj", "lm_head")}
+    drawn = torch.Generator().manual_seed(0)
+    for row in TOKENS:
+        inputs: dict[str, torch.Tensor] = {}
+        off: dict[str, torch.Tensor] = {}
+
+        def add_nothing(name: str, args: Any, out: torch.Tensor, inputs: Any = inputs, off: Any = off) -> torch.Tensor:
+            inputs[name], off[name] = args[0].detach()[0], torch.zeros_like(out, requires_grad=True)
+            return out + off[name]
+
+        hooks = [
+            model.get_submodule(n).register_forward_hook(lambda _, args, out, n=n: add_nothing(n, args, out))
+            for n in wanted
+        ]
+        logits = model(input_ids=row[None]).logits[0]
+        p = logits.detach().softmax(-1)
+        root = p.sqrt() * torch.randn(p.shape, generator=drawn)
+        logits.backward(root - p * root.sum(-1, keepdim=True))
+        for hook in hooks:
+            hook.remove()
+        for name, x in inputs.items():
+            gradient = off[name].grad
+            assert gradient is not None
+            size = gradient[0].square().mean(-1).sqrt()
+            wanted[name] += (x * (size / size.mean())[:, None]).T @ x / TOKENS.numel()
+    model.zero_grad()
     moments = second_moments(model, names_of(model), TOKENS)
-    for name, rows in seen.items():
-        x = torch.cat(rows)
-        assert len(x) == TOKENS.numel()
-        torch.testing.assert_close(moments[name], x.T @ x / len(x))
-    assert moments["model.layers.1.mlp.gate_proj"] is moments["model.layers.1.mlp.up_proj"]
+    for name, moment in wanted.items():
+        torch.testing.assert_close(moments[name], moment, rtol=1e-4, atol=1e-6)
     assert set(moments) == set(names_of(model))
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_the_noise_at_the_logits_has_the_covariance_of_a_drawn_token() -> None:
+    p = torch.tensor([0.9, 0.06, 0.03, 0.01])
+    noise = module._curved(p.expand(400_000, -1), torch.Generator().manual_seed(0))
+    wanted = torch.diag(p) - p[:, None] * p
+    torch.testing.assert_close(noise.T @ noise / len(noise), wanted, rtol=0.02, atol=2e-4)
 
 
 @torch.no_grad()

@@ -39,12 +39,47 @@ def test_c_equals_the_reference(slices: tuple[int, ...], n: int, k: int, group: 
     layout = SliceLayout(slices)
     weight, hessian = problem(n, n, k)
     start = quantise(weight, layout, group)
-    slow = reference.descend(weight, hessian, *start, layout, descent.importance(layout), 2)
-    fast = descent.descend(weight, hessian, *start, layout, 2)
+    slow = reference.descend(weight, hessian, *start, layout, descent.importance(layout), (1, 2))
+    fast = descent.descend(weight, hessian, *start, layout, (1, 2))
     assert torch.equal(fast[0], slow[0])
     assert torch.equal(fast[1], slow[1])
     if len(slices) > 1:
         assert not torch.equal(fast[0], start[0])
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 70])
+def test_later_columns_make_up_for_earlier_ones_as_far_as_real_numbers_could(k: int) -> None:
+    _, hessian = problem(k, 1, k)
+    hessian = hessian.double()
+    found = reference.succession(hessian)
+    assert found is not None
+    order, factor = found
+    assert (hessian.diagonal()[order].diff() <= 0).all()
+    sorted_ = hessian[order][:, order]
+    off = torch.randn(k, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+    for at in range(1, k):  # the best real numbers from this column on, those before being off as they are
+        best = torch.linalg.solve(sorted_[at:, at:], -sorted_[at:, :at] @ off[:at])
+        torch.testing.assert_close(-(off[:at] @ factor[:at, at]), best[0])
+
+
+def test_without_a_positive_definite_hessian_plain_rounding_is_where_it_begins() -> None:
+    weight, hessian = problem(3, 2, 70, rank=5)
+    hessian[:, 9] = hessian[9] = 0
+    assert reference.succession(hessian) is None
+    codes, meta, exponent = quantise(weight, SliceLayout((4, 2, 2)), 64)
+    found, _ = descent.descend(weight, hessian, codes, meta, exponent, SliceLayout((4, 2, 2)))
+    assert torch.equal(found[:, 9], codes[:, 9])
+
+
+def test_codes_in_succession_are_the_better_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = SliceLayout((3, 1, 1, 1, 2))
+    weight, hessian = problem(5, 64, 192)
+    start = quantise(weight, layout, 64)
+    ways = [descent.descend(weight, hessian, *start, layout)]
+    monkeypatch.setattr(reference, "succession", lambda _: None)
+    ways.append(descent.descend(weight, hessian, *start, layout))
+    new, plain = (reference.objective(weight, hessian, *way, start[2], layout).sum(-1) for way in ways)
+    assert (new[2:4] < 0.99 * plain[2:4]).all()  # 5 and 6 bits, which have least freedom
 
 
 @settings(max_examples=40, deadline=None)
@@ -77,7 +112,7 @@ def test_refitted_scales_make_no_precision_worse(slices: tuple[int, ...], n: int
     weight, hessian = problem(seed, n, k)
     codes, meta, exponent = quantise(weight, layout, 64)
     before = reference.objective(weight, hessian, codes, meta, exponent, layout)
-    same, meta = descent.descend(weight, hessian, codes, meta, exponent, layout, sweeps=0)
+    same, meta = descent.descend(weight, hessian, codes, meta, exponent, layout, (0,))
     after = reference.objective(weight, hessian, codes, meta, exponent, layout)
     assert torch.equal(same, codes)
     assert (after <= before * (1 + 1e-4) + 1e-6 * weight.square().sum(-1) * hessian.diagonal().amax()).all()
@@ -98,6 +133,6 @@ def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch
     weight, hessian = problem(2, 3, 70)
     start = quantise(weight, layout, 64)
     monkeypatch.setattr(descent, "library", lambda: None)
-    slow = descent.descend(weight, hessian, *start, layout, 1)
-    wanted = reference.descend(weight, hessian, *start, layout, descent.importance(layout), 1)
+    slow = descent.descend(weight, hessian, *start, layout, (1,))
+    wanted = reference.descend(weight, hessian, *start, layout, descent.importance(layout), (1,))
     assert all(torch.equal(a, b) for a, b in zip(slow, wanted, strict=True))

@@ -1,9 +1,10 @@
 """Codes chosen by what they do to the outputs of a text: every nestable site of a model nested, one after the other.
 
-The text gives the second moments of each site's inputs (its Hessian, as GPTQ has it), in as many passes as their
-memory needs; `qbe.store.descent` then betters the codes of plain rounding, and `qbe.store.tuning` the scales of each
-precision on the answers of the whole model. Results of single sites, and of every step of the tuning, are kept in a
-folder as soon as they are there, so that an interrupted calibration goes on where it was.
+The text gives the second moments of each site's inputs (its Hessian, as GPTQ has it, but for tokens that count by what
+the answer feels of them), in as many passes as their memory needs; `qbe.store.descent` then chooses codes by them, and
+`qbe.store.tuning` betters the scales of each precision on the answers of the whole model. Results of single sites, and
+of every step of the tuning, are kept in a folder as soon as they are there, so that an interrupted calibration goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.files import reason
+from qbe.hardware import Format, detect
 from qbe.progress import bar
 from qbe.sites import FULL_BITS
 from qbe.store import descent, kept
@@ -33,7 +36,7 @@ TOKENS = 32768  # of the text that are used, at most
 FEWEST = 1024
 WINDOW = 1024  # tokens of a forward pass
 CHARACTERS = 16  # read for each token: no tokenizer needs as many
-DAMPING = 0.01  # of the mean of the diagonal, added to it: what the text did not show is not known to be harmless
+DAMPING = 0.05  # of the mean of the diagonal, added to it: what the text did not show is not known to be harmless
 MOMENTS_BYTES = 2 << 30  # of Hessians that are kept at a time
 BLOCK = 192  # columns of a Hessian that are added to at once
 
@@ -126,48 +129,82 @@ def damped(hessian: torch.Tensor | None) -> torch.Tensor | None:
     return hessian
 
 
-@torch.inference_mode()
 def second_moments(
     model: nn.Module, names: list[str], tokens: torch.Tensor, *, progress: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Mean outer product of the inputs of linears on a text, float32 [K, K] on the CPU.
+    """Mean outer product of the inputs of linears on a text, float32 [K, K] on the CPU; not of those never called.
 
-    Those that read the same tensor share one; those that are never called are missing.
+    A token counts by how much the answer feels what a site's output is off by there: by the root mean square of what
+    comes back to the output of noise at the logits that has the covariance of a drawn next token. Its mean square is
+    the Fisher information, the curvature of the answer's divergence, but for the noise; of the curvature itself a few
+    tokens would have most.
     """
     sums: dict[str, torch.Tensor] = {}
-    leaders: dict[str, str] = {}
-    last: list[tuple[torch.Tensor, str]] = []
+    seen: list[_Call] = []
 
-    def hook(name: str) -> Callable[..., None]:
-        def add(_module: nn.Module, args: Any) -> None:
-            if last and last[0][0] is args[0]:
-                leaders[name] = last[0][1]
-                return
-            last[:] = [(args[0], name)]
-            leaders[name] = name
-            x = args[0].flatten(0, -2).float()
-            if name not in sums:
-                sums[name] = x.new_zeros(x.shape[1], x.shape[1])
-            for a in range(0, x.shape[1], BLOCK):  # one half of what is symmetric
-                sums[name][a : a + BLOCK, a:].addmm_(x[:, a : a + BLOCK].T, x[:, a:])
+    def hook(name: str) -> Callable[..., torch.Tensor]:
+        def watch(_module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+            if not out.requires_grad:
+                out = out.requires_grad_().clone()  # which others may write to
+            seen.append(_Call(name, args[0].detach().flatten(0, -2)))
+            out.register_hook(seen[-1].observe)
+            return out
 
-        return add
+        return watch
 
-    hooks = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(head, nn.Module):  # after the hooks: of the logits, which nobody reads, one token's are enough
-        hooks.append(head.register_forward_pre_hook(lambda _, args: args[0][..., -1:, :]))
     device = next(model.parameters()).device
+    fast = Format.BF16 in detect(device).formats  # gradients are noisy anyway
+    noise = torch.Generator(device).manual_seed(0)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    hooks = [model.get_submodule(n).register_forward_hook(hook(n)) for n in names]
     try:
+        for p in learning:
+            p.requires_grad_(False)
         with bar("reading the calibration text", len(tokens), progress) as step:
             for row in tokens:
-                model(input_ids=row[None].to(device), use_cache=False)
+                with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=fast):
+                    logits = model(input_ids=row[None].to(device), use_cache=False).logits[0]
+                    answer = logits.detach().float().softmax(-1)
+                    if torch.isfinite(answer).all():  # else all tokens count alike
+                        logits.backward(_curved(answer, noise).to(logits.dtype))
+                for call in seen:
+                    x = call.weighed()
+                    if call.name not in sums:
+                        sums[call.name] = x.new_zeros(x.shape[1], x.shape[1])
+                    for a in range(0, x.shape[1], BLOCK):  # one half of what is symmetric
+                        sums[call.name][a : a + BLOCK, a:].addmm_(x[:, a : a + BLOCK].T, x[:, a:])
+                seen.clear()
                 step()
     finally:
         for h in hooks:
             h.remove()
-    means = {name: ((total.triu() + total.triu(1).T) / tokens.numel()).cpu() for name, total in sums.items()}
-    return {name: means[leader] for name, leader in leaders.items()}
+        for p in learning:
+            p.requires_grad_()
+    return {name: ((total.triu() + total.triu(1).T) / tokens.numel()).cpu() for name, total in sums.items()}
+
+
+def _curved(answer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Noise with the covariance diag(p) - p p' of each token's probabilities p, float32 [T, V], the seed's own."""
+    noise = torch.randn(answer.shape, generator=generator, device=answer.device).mul_(answer.sqrt())
+    return noise.addcmul_(answer, noise.sum(-1, keepdim=True), value=-1)
+
+
+@dataclass
+class _Call:
+    """What a site was called with: its name, inputs [T, K] and, once known, how much the answer feels each [T]."""
+
+    name: str
+    x: torch.Tensor
+    felt: torch.Tensor | None = None
+
+    def observe(self, gradient: torch.Tensor) -> None:
+        self.felt = gradient.flatten(0, -2).float().square().mean(-1).sqrt()
+
+    def weighed(self) -> torch.Tensor:
+        """The inputs, float32 [T, K], so that their outer products have the tokens' weights, 1 on average."""
+        x = self.x.float()
+        share = None if self.felt is None else self.felt / self.felt.mean()
+        return x if share is None or not torch.isfinite(share).all() else x * share.sqrt()[:, None]
 
 
 def _batches(inputs: dict[str, int]) -> Iterator[list[str]]:

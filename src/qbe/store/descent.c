@@ -1,6 +1,7 @@
 /* Coordinate descent over the codes and scales of rows of a nested weight. Semantics, names and units are those of
    qbe/kernels/reference/descent.py. A shared object of its own, called through ctypes (descent.py beside it). */
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,7 +33,9 @@ typedef struct {
     int precisions, total, slice[MOST], width[MOST];
     float importance[MOST];
     const float *hessian; /* [k, k] */
-    float *block;         /* [group, group] of it, or [group, tile] */
+    const float *factor;  /* [k, k], see `begin_codes`; NULL: the codes are begun with as they are */
+    const int32_t *order; /* [k] */
+    float *block;         /* a part of one of these: [group, group] or [group, tile] */
     TakeTile take_tile;
 } Problem;
 
@@ -93,20 +96,24 @@ static void take(const Problem *p, const Change *c, const float *rows, float *ou
         for (int64_t b = j; b < n; b++) out[b] -= c->by[s] * rows[c->at[s] * n + b];
 }
 
-/* Copies columns from..from+n of group g's rows of the Hessian: side by side they stay in the nearest cache. */
-static void copy_block(const Problem *p, int64_t g, int64_t from, int64_t n, float *block) {
-    for (int64_t a = 0; a < width_of(p, g); a++)
-        memcpy(block + a * n, p->hessian + (g * p->group + a) * p->k + from, (size_t)n * sizeof *block);
+/* Copies columns at..at+n of rows from..from+count of a matrix [k, k]: side by side they stay in the nearest cache. */
+static void copy_block(const Problem *p, const float *matrix, int64_t from, int64_t count, int64_t at, int64_t n) {
+    for (int64_t a = 0; a < count; a++)
+        memcpy(p->block + a * n, matrix + (from + a) * p->k + at, (size_t)n * sizeof *p->block);
 }
 
-/* What changes within group g mean for the pulls of all columns, or of those outside of the group. A tile of columns
-   at a time serves all rows and precisions. */
-static void spread(const Problem *p, Row *rows, int64_t n, const Change *changes, int64_t g, int outside) {
-    const int64_t from = g * p->group, to = from + width_of(p, g);
-    for (int64_t j = 0; j < p->k; j += TILE) {
-        if (outside && j >= from && j < to) continue;
+static void copy_group(const Problem *p, int64_t g) {
+    copy_block(p, p->hessian, g * p->group, width_of(p, g), g * p->group, width_of(p, g));
+}
+
+/* What changes within columns from..from+count mean for the pulls of all columns from `first` on, or of those of them
+   that are outside of these. A tile of columns at a time serves all rows and precisions. */
+static void spread(const Problem *p, const float *matrix, Row *rows, int64_t n, const Change *changes, int64_t from,
+                   int64_t count, int64_t first, int outside) {
+    for (int64_t j = first; j < p->k; j += TILE) {
+        if (outside && j >= from && j < from + count) continue;
         const int64_t width = j + TILE < p->k ? TILE : p->k - j;
-        copy_block(p, g, j, width, p->block);
+        copy_block(p, matrix, from, count, j, width);
         for (int64_t row = 0; row < n; row++)
             for (int i = 0; i < p->precisions; i++)
                 take(p, changes + row * p->precisions + i, p->block, rows[row].pull + i * p->k + j, width);
@@ -218,21 +225,65 @@ static void refit(const Problem *p, Row *rows, int64_t n, const float *ones, Cha
     const int last = p->precisions - 1; /* its scales stay */
     for (int64_t row = 0; row < n; row++) changes[row * p->precisions + last].count = 0;
     for (int64_t g = 0; g < p->groups && last; g++) {
-        copy_block(p, g, g * p->group, width_of(p, g), p->block);
+        copy_group(p, g);
         for (int64_t lane = 0; lane < n * last; lane++) {
             const int64_t row = lane / last, i = lane % last;
             refit_group(p, rows + row, (int)i, g, ones[g], changes + row * p->precisions + i);
         }
-        spread(p, rows, n, changes, g, 0);
+        spread(p, p->hessian, rows, n, changes, g * p->group, width_of(p, g), 0, 0);
     }
 }
 
 static void sweep(const Problem *p, Row *rows, int64_t n, Change *changes) {
     for (int64_t g = 0; g < p->groups; g++) {
-        copy_block(p, g, g * p->group, width_of(p, g), p->block);
+        copy_group(p, g);
         for (int64_t row = 0; row < n; row++) choose_codes(p, rows + row, g, changes + row * p->precisions);
-        spread(p, rows, n, changes, g, 1);
+        spread(p, p->hessian, rows, n, changes, g * p->group, width_of(p, g), 0, 1);
     }
+}
+
+/* Chooses the codes of a block of columns, one after the other in their order, each nearest to what the columns before
+   it want it to be. `pull` is that, for each precision, in this order. */
+FAST static void choose_first_codes(const Problem *p, Row *r, const float *weight, int64_t from, int64_t n,
+                                    Change *changes) {
+    for (int i = 0; i < p->precisions; i++) changes[i].count = 0;
+    for (int64_t a = 0; a < n; a++) {
+        const int64_t j = p->order[from + a], g = j / p->group;
+        const float *row = p->block + a * n;
+        Search s = {.slice = p->slice, .precisions = p->precisions, .cost = INFINITY};
+        float scale[MOST], offset[MOST];
+        for (int i = 0; i < p->precisions; i++) {
+            decode(p, r, i, g, scale + i, offset + i);
+            s.target[i] = r->pull[i * p->k + from + a] / scale[i] + offset[i];
+            s.weight[i] = p->importance[i] * scale[i] * scale[i];
+        }
+        descend_tree(&s, 0, 0, 0.0f);
+        r->codes[j] = (uint8_t)s.code;
+        for (int i = 0; i < p->precisions; i++) {
+            const int code = s.code >> (p->total - p->width[i]);
+            const float by = scale[i] * ((float)code - offset[i]) - weight[j];
+            float *pull = r->pull + i * p->k + from;
+            for (int64_t b = a + 1; b < n; b++) pull[b] -= by * row[b];
+            changes[i].at[changes[i].count] = (int32_t)a, changes[i].by[changes[i].count++] = by;
+        }
+    }
+}
+
+/* Codes to begin with. A column is to make up for what those before it, in `order`, are off by, as far as those after
+   it will not do that better: row j of `factor` says by how much a change of column order[j] moves what the later ones
+   should be. */
+static void begin_codes(const Problem *p, Row *rows, int64_t n, const float *weight, Change *changes) {
+    for (int64_t row = 0; row < n; row++)
+        for (int i = 0; i < p->precisions; i++)
+            for (int64_t j = 0; j < p->k; j++) rows[row].pull[i * p->k + j] = weight[row * p->k + p->order[j]];
+    for (int64_t from = 0; from < p->k; from += TILE) {
+        const int64_t count = from + TILE < p->k ? TILE : p->k - from;
+        copy_block(p, p->factor, from, count, from, count);
+        for (int64_t row = 0; row < n; row++)
+            choose_first_codes(p, rows + row, weight + row * p->k, from, count, changes + row * p->precisions);
+        spread(p, p->factor, rows, n, changes, from, count, from + count, 0);
+    }
+    for (int64_t row = 0; row < n; row++) memset(rows[row].pull, 0, (size_t)(p->precisions * p->k) * sizeof(float));
 }
 
 /* The pulls of rows, from their weights [n, k] and codes. */
@@ -251,7 +302,7 @@ static void begin(const Problem *p, Row *rows, int64_t n, const float *weight, C
                     c->by[c->count++] = scale * ((float)code - offset) - weight[row * p->k + from + a];
                 }
             }
-        spread(p, rows, n, changes, g, 0);
+        spread(p, p->hessian, rows, n, changes, from, width_of(p, g), 0, 0);
     }
 }
 
@@ -267,11 +318,11 @@ static void copy_scales(const Problem *p, Row *r, uint8_t *meta, int64_t plane, 
 
 /* Rows [n, k] of weight, codes uint8 [n, kp], scale float [n, groups], meta uint8 [2P, rows of the matrix, groups] of
    which the first n rows from the given pointer on are theirs. Returns 0; -2: out of memory. */
-int64_t qbe_descend(const float *weight, const float *hessian, uint8_t *codes, const float *scale, uint8_t *meta,
-                    const int32_t *slices, const float *importance, int32_t precisions, int64_t n, int64_t k,
-                    int64_t group, int64_t plane, int32_t sweeps) {
+int64_t qbe_descend(const float *weight, const float *hessian, const float *factor, const int32_t *order,
+                    uint8_t *codes, const float *scale, uint8_t *meta, const int32_t *slices, const float *importance,
+                    int32_t precisions, int64_t n, int64_t k, int64_t group, int64_t plane, int32_t sweeps) {
     Problem p = {.k = k, .groups = (k + group - 1) / group, .group = group, .precisions = precisions, .hessian = hessian,
-                 .take_tile = best_take()};
+                 .factor = factor, .order = order, .take_tile = best_take()};
     for (int i = 0; i < precisions; i++) {
         p.slice[i] = slices[i], p.total += slices[i], p.width[i] = p.total, p.importance[i] = importance[i];
     }
@@ -295,6 +346,7 @@ int64_t qbe_descend(const float *weight, const float *hessian, uint8_t *codes, c
         for (int64_t j = 0; j < k; j++)
             for (int64_t a = j / group * group; a < k && a < (j / group + 1) * group; a++)
                 ones[j / group] += hessian[j * k + a];
+        if (factor && sweeps) begin_codes(&p, rows, n, weight, changes);
         begin(&p, rows, n, weight, changes);
         for (int s = 0; s < sweeps; s++) refit(&p, rows, n, ones, changes), sweep(&p, rows, n, changes);
         refit(&p, rows, n, ones, changes);

@@ -32,7 +32,7 @@ from qbe.store.sensitivity import divergence
 
 Nested = tuple[torch.Tensor, torch.Tensor, int]  # codes, meta and scale exponent of a site
 
-STEPS = 16  # of a window each; half as many at twice the rate gain less (docs/quality.md)
+STEPS = 20  # of a window each; half as many at twice the rate gain less (docs/quality.md)
 HELD_OUT = 2  # windows, of a longer text than one of a few
 WIDEST = 5  # at 6 bits plain Adam gained 1 %, and it would take as long as any other precision
 RATE = 0.01  # how far a group's largest code and its offset go in the first steps, in steps of the precision

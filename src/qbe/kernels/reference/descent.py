@@ -6,9 +6,15 @@ What is lowered, for every row w of the weight on its own, is
 
 with q_b what is read at b bits and H the second moments of the inputs: the squared error of the layer's outputs on the
 calibration text. One code serves all precisions, so each code is chosen for all of them at once: of all codes the one
-that makes the sum least while the others stay. Errors that others make are thus compensated, as in GPTQ, but in both
-directions, and the sum never grows. Before each sweep over the codes, and after the last one, scale and offset of each
-group and lower precision are fitted in the same sense and kept where they help as they are stored.
+that makes the sum least while the others stay. Errors that others make are thus compensated in both directions, and
+the sum never grows. Before each sweep over the codes, and after the last one, scale and offset of each group and lower
+precision are fitted in the same sense and kept where they help as they are stored.
+
+Where it ends depends on where it begins: with codes chosen as GPTQ does (arXiv 2210.17323), one column after the other,
+largest second moment first, each given what the columns before it are off by and that those after it will make up for
+what they can. Here every precision has targets of its own, and one code is chosen for all of them. This is Babai's
+nearest plane (arXiv 2507.18553), for which a Cholesky factor of H is enough. Every round of sweeps begins so, with
+the scales that the round before has fitted.
 """
 
 from __future__ import annotations
@@ -31,27 +37,47 @@ def descend(
     exponent: int,
     layout: SliceLayout,
     importance: Sequence[float],
-    sweeps: int,
+    rounds: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Better codes and meta of a weight.
 
     Args:
         weight: float [N, K].
         hessian: float [K, K], symmetric; columns whose diagonal is 0 keep their codes.
-        codes: uint8 [N, Kp], where to begin.
-        meta: uint8 [2P, N, G], likewise; the widest precision's scale and zero point stay.
+        codes: uint8 [N, Kp], where to begin if H is not positive definite or a round has no sweeps.
+        meta: uint8 [2P, N, G], where to begin; the widest precision's scale and zero point stay.
         importance: of each precision's error, counted in steps of that precision.
-        sweeps: over all codes.
+        rounds: sweeps over all codes in each of them.
 
     Returns:
         codes uint8 [N, Kp] and meta uint8 [2P, N, G].
     """
     state = _State(weight.double(), hessian.double(), codes.clone(), meta.clone(), exponent, layout)
-    for _ in range(sweeps):
+    first = succession(state.hessian)
+    for sweeps in rounds:
+        if sweeps and first:
+            state.begin(importance, *first)
+        for _ in range(sweeps):
+            state.refit()
+            state.choose_codes(importance)
         state.refit()
-        state.choose_codes(importance)
-    state.refit()
     return state.codes, state.meta
+
+
+def succession(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The order in which columns are given their first codes, and what each means for those after it.
+
+    Returns:
+        int64 [K], columns by falling second moment, and float64 [K, K]: if the i-th of them is off by 1, the j-th
+        after it should be less by [i, j], given that all after that one are then the best real numbers. None where H
+        is not positive definite.
+    """
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    back = order.flip(0)
+    lower, failed = torch.linalg.cholesky_ex(hessian.double()[back][:, back])
+    if failed:
+        return None
+    return order, (lower / lower.diagonal()).flip(0, 1).contiguous()
 
 
 def objective(
@@ -91,25 +117,44 @@ class _State:
         scale, offset = (t.double().repeat_interleave(self.group, 1)[:, :k] for t in pair)
         return scale, offset
 
+    def begin(self, importance: Sequence[float], order: torch.Tensor, factor: torch.Tensor) -> None:
+        """Codes for all columns, one after the other (`succession`)."""
+        pairs = [self.scales(b) for b in self.widths]
+        wanted = [self.weight[:, order] for _ in self.widths]
+        for at, j in enumerate(order.tolist()):
+            cost = self.cost(j, pairs, [w[:, at] for w in wanted], importance)
+            self.codes[:, j] = cost.argmin(1).to(torch.uint8)
+            for target, bits, (scale, offset) in zip(wanted, self.widths, pairs, strict=True):
+                read = scale[:, j] * ((self.codes[:, j] >> (self.layout.total_bits - bits)) - offset[:, j])
+                target[:, at + 1 :] -= (read - self.weight[:, j])[:, None] * factor[at, at + 1 :]
+
     def choose_codes(self, importance: Sequence[float]) -> None:
-        every = torch.arange(2**self.layout.total_bits)
         pairs = [self.scales(b) for b in self.widths]
         read = [self.read(b) for b in self.widths]
         for j in range(self.weight.shape[1]):
             curvature = self.hessian[j, j]
             if not curvature > 0:
                 continue
-            cost = torch.zeros(len(self.weight), len(every), dtype=torch.float64)
-            for b, v, q, (scale, offset) in zip(self.widths, importance, read, pairs, strict=True):
-                # Where this precision would like to have the weight, all others given.
-                wanted = q[:, j] + (self.weight - q) @ self.hessian[:, j] / curvature
-                reached = scale[:, j, None] * ((every >> (self.layout.total_bits - b)) - offset[:, j, None])
-                cost += v * 4.0 ** (b - self.layout.total_bits) * (reached - wanted[:, None]).square()
+            # Where each precision would like to have the weight, all others given.
+            wanted = [q[:, j] + (self.weight - q) @ self.hessian[:, j] / curvature for q in read]
+            cost = self.cost(j, pairs, wanted, importance)
             old = self.codes[:, j].long()[:, None]
             chosen = torch.where(cost.gather(1, old)[:, 0] > cost.amin(1), cost.argmin(1), old[:, 0])
             self.codes[:, j] = chosen.to(torch.uint8)
             for b, q, (scale, offset) in zip(self.widths, read, pairs, strict=True):
                 q[:, j] = scale[:, j] * ((chosen >> (self.layout.total_bits - b)) - offset[:, j])
+
+    def cost(
+        self, j: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wanted: Sequence[torch.Tensor],
+        importance: Sequence[float],
+    ) -> torch.Tensor:  # fmt: skip
+        """What each code of column j costs if each precision would like to have `wanted` [N] there, [N, codes]."""
+        every = torch.arange(2**self.layout.total_bits)
+        cost = torch.zeros(len(self.weight), len(every), dtype=torch.float64)
+        for b, v, w, (scale, offset) in zip(self.widths, importance, wanted, pairs, strict=True):
+            reached = scale[:, j, None] * ((every >> (self.layout.total_bits - b)) - offset[:, j, None])
+            cost += v * 4.0 ** (b - self.layout.total_bits) * (reached - w[:, None]).square()
+        return cost
 
     def refit(self) -> None:
         k = self.weight.shape[1]
