@@ -306,6 +306,22 @@ static void begin(const Problem *p, Row *rows, int64_t n, const float *weight, C
     }
 }
 
+/* What the descent lowers, of a row whose pull is known. */
+static double error_of(const Problem *p, const Row *r, const float *weight) {
+    double total = 0.0;
+    for (int i = 0; i < p->precisions; i++)
+        for (int64_t g = 0; g < p->groups; g++) {
+            float scale, offset, sum = 0.0f;
+            decode(p, r, i, g, &scale, &offset);
+            for (int64_t j = g * p->group; j < g * p->group + width_of(p, g); j++) {
+                const int code = r->codes[j] >> (p->total - p->width[i]);
+                sum += (weight[j] - scale * ((float)code - offset)) * r->pull[i * p->k + j];
+            }
+            total += (double)p->importance[i] * sum;
+        }
+    return total;
+}
+
 /* Ratios and offsets of a row from its meta, uint8 [2P, plane], or back into it. */
 static void copy_scales(const Problem *p, Row *r, uint8_t *meta, int64_t plane, int back) {
     for (int i = 0; i < p->precisions - 1; i++)
@@ -317,7 +333,8 @@ static void copy_scales(const Problem *p, Row *r, uint8_t *meta, int64_t plane, 
 }
 
 /* Rows [n, k] of weight, codes uint8 [n, kp], scale float [n, groups], meta uint8 [2P, rows of the matrix, groups] of
-   which the first n rows from the given pointer on are theirs. Returns 0; -2: out of memory. */
+   which the first n rows from the given pointer on are theirs. A row that a new beginning does not better stays as it is.
+   Returns 0; -2: out of memory. */
 int64_t qbe_descend(const float *weight, const float *hessian, const float *factor, const int32_t *order,
                     uint8_t *codes, const float *scale, uint8_t *meta, const int32_t *slices, const float *importance,
                     int32_t precisions, int64_t n, int64_t k, int64_t group, int64_t plane, int32_t sweeps) {
@@ -334,7 +351,10 @@ int64_t qbe_descend(const float *weight, const float *hessian, const float *fact
     p.block = malloc((size_t)(group * (group > TILE ? group : TILE)) * sizeof *p.block);
     int32_t *at = malloc((size_t)(n * precisions * group) * sizeof *at);
     float *by = malloc((size_t)(n * precisions * group) * sizeof *by);
-    const int enough = rows && changes && pulls && ones && shared && p.block && at && by;
+    double *before = malloc((size_t)n * sizeof *before);
+    uint8_t *old_codes = malloc((size_t)(n * p.groups * group));
+    int8_t *old_shared = malloc(2 * (size_t)(n * bytes) + 1);
+    const int enough = before && old_codes && old_shared && rows && changes && pulls && ones && shared && p.block && at && by;
     if (enough) {
         for (int64_t row = 0; row < n; row++) {
             rows[row] = (Row){.codes = codes + row * p.groups * group, .ratio = shared + 2 * row * bytes,
@@ -346,12 +366,25 @@ int64_t qbe_descend(const float *weight, const float *hessian, const float *fact
         for (int64_t j = 0; j < k; j++)
             for (int64_t a = j / group * group; a < k && a < (j / group + 1) * group; a++)
                 ones[j / group] += hessian[j * k + a];
-        if (factor && sweeps) begin_codes(&p, rows, n, weight, changes);
         begin(&p, rows, n, weight, changes);
+        const int anew = factor && sweeps;
+        if (anew) {
+            for (int64_t row = 0; row < n; row++) before[row] = error_of(&p, rows + row, weight + row * k);
+            memcpy(old_codes, codes, (size_t)(n * p.groups * group));
+            memcpy(old_shared, shared, 2 * (size_t)(n * bytes));
+            begin_codes(&p, rows, n, weight, changes);
+            begin(&p, rows, n, weight, changes);
+        }
         for (int s = 0; s < sweeps; s++) refit(&p, rows, n, ones, changes), sweep(&p, rows, n, changes);
         refit(&p, rows, n, ones, changes);
+        for (int64_t row = 0; anew && row < n; row++)
+            if (error_of(&p, rows + row, weight + row * k) > before[row]) {
+                memcpy(rows[row].codes, old_codes + row * p.groups * group, (size_t)(p.groups * group));
+                memcpy(shared + 2 * row * bytes, old_shared + 2 * row * bytes, 2 * (size_t)bytes);
+            }
         for (int64_t row = 0; row < n; row++) copy_scales(&p, rows + row, meta + row * p.groups, plane, 1);
     }
     free(rows), free(changes), free(pulls), free(ones), free(shared), free(p.block), free(at), free(by);
+    free(before), free(old_codes), free(old_shared);
     return enough ? 0 : -2;
 }

@@ -14,7 +14,7 @@ Where it ends depends on where it begins: with codes chosen as GPTQ does (arXiv 
 largest second moment first, each given what the columns before it are off by and that those after it will make up for
 what they can. Here every precision has targets of its own, and one code is chosen for all of them. This is Babai's
 nearest plane (arXiv 2507.18553), for which a Cholesky factor of H is enough. Every round of sweeps begins so, with
-the scales that the round before has fitted.
+the scales that the round before has fitted; a row that is no better at its end stays as it was.
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ def descend(
     state = _State(weight.double(), hessian.double(), codes.clone(), meta.clone(), exponent, layout)
     first = succession(state.hessian)
     for sweeps in rounds:
+        before, codes, meta = state.error(importance), state.codes.clone(), state.meta.clone()
         if sweeps and first:
             state.begin(importance, *first)
         for _ in range(sweeps):
             state.refit()
             state.choose_codes(importance)
         state.refit()
+        worse = state.error(importance) > before
+        state.codes[worse], state.meta[:, worse] = codes[worse], meta[:, worse]
     return state.codes, state.meta
 
 
@@ -116,6 +119,14 @@ class _State:
         k = self.weight.shape[1]
         scale, offset = (t.double().repeat_interleave(self.group, 1)[:, :k] for t in pair)
         return scale, offset
+
+    def error(self, importance: Sequence[float]) -> torch.Tensor:
+        """What is lowered, float64 [N]."""
+        total = torch.zeros(len(self.weight), dtype=torch.float64)
+        for b, v in zip(self.widths, importance, strict=True):
+            off = self.weight - self.read(b)
+            total += v * 4.0 ** (b - self.layout.total_bits) * (off * (off @ self.hessian)).sum(-1)
+        return total
 
     def begin(self, importance: Sequence[float], order: torch.Tensor, factor: torch.Tensor) -> None:
         """Codes for all columns, one after the other (`succession`)."""
