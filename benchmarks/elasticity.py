@@ -14,17 +14,23 @@ because the peer leaves it alone. Results of single sites stay in `--keep`, so t
     nested       one store, plainly rounded, scales refitted: what a store without calibration reads
     smoothed     the same after smoothing, as `qbe quantize` makes it without a text
     calibrated   smoothed, codes and scales chosen on the text: `qbe quantize --calibrate`
+
+Where the peer was measured at a width, what comes after it is held against it: its excess perplexity over the peer's,
+its divergence over the peer's, and the 95 % interval (bootstrap over windows) of the difference of the logarithms of
+the perplexities.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from perplexity import measure, rounded
 from safetensors.torch import load_file
@@ -56,19 +62,42 @@ def main() -> None:
     args = parser.parse_args()
     config = NestedWeightConfig(slices=tuple(map(int, args.slices.split(","))))
     widths = [sum(config.slices[: i + 1]) for i in range(len(config.slices))]
-    path, reference, rows, only = pull(args.model), [], [], args.only.split(",")
+    path, references, rows, only = pull(args.model), [], [], args.only.split(",")
+    by_window: dict[tuple[str, int], np.ndarray] = {}
 
     def text(tokenizer, split: str, windows: int) -> torch.Tensor:
         ids = tokenizer((args.data / f"wikitext2_{split}.txt").read_text()[: 8 * WINDOW * windows])["input_ids"]
         return torch.tensor(ids[: WINDOW * windows]).view(-1, WINDOW)
 
     def report(what: str, bits: int, model: torch.nn.Module) -> None:
-        value, divergence = measure(model, test, reference)
-        excess = value / rows[0]["perplexity"] - 1 if rows else 0.0
-        rows.append({"what": what, "bits": bits, "perplexity": value, "excess": excess, "kl": divergence})
-        print(f"{what:10s} {bits:2d} bits {value:9.3f} {excess:+8.2%}  KL {divergence:.5f}", flush=True)
+        losses, divergence = [], 0.0
+        for i, window in enumerate(test):
+            if i == len(references):
+                references.append([])
+            value, kl = measure(model, window[None], references[i])
+            losses.append(math.log(value))
+            divergence += kl / len(test)
+        by_window[what, bits] = np.array(losses)
+        row = {"what": what, "bits": bits, "perplexity": math.exp(np.mean(losses)), "kl": divergence,
+               "excess": excess(what, bits)}  # fmt: skip
+        peer = next((r for r in rows if (r["what"], r["bits"]) == ("gptq", bits)), None)
+        if peer is not None:
+            apart = by_window[what, bits] - by_window["gptq", bits]
+            drawn = np.random.default_rng(0).integers(0, len(apart), (4000, len(apart)))
+            row["over_gptq"] = {
+                "excess": row["excess"] / peer["excess"],
+                "kl": divergence / peer["kl"],
+                "difference": np.percentile(apart[drawn].mean(1), (2.5, 97.5)).tolist(),
+            }
+        rows.append(row)
+        beside = "   over GPTQ's: excess {excess:.2f} ({difference[0]:+.2%} to {difference[1]:+.2%}), KL {kl:.3f}"
+        print(f"{what:10s} {bits:2d} bits {row['perplexity']:9.3f} {row['excess']:+8.2%}  KL {divergence:.5f}"
+              + (beside.format(**row["over_gptq"]) if peer else ""), flush=True)  # fmt: skip
         if args.json:
             args.json.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+
+    def excess(what: str, bits: int) -> float:
+        return math.expm1(np.mean(by_window[what, bits] - by_window["16 bits", 16]))
 
     def with_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         for name in names:
