@@ -246,3 +246,4 @@ def test_a_site_that_nothing_calls_has_no_moments() -> None:
             return SimpleNamespace(logits=self.used(torch.nn.functional.one_hot(input_ids % 8, 8).float()))
 
     assert set(second_moments(Lazy(), ["used", "unused"], TOKENS)) == {"used"}
+    assert second_moments(Lazy(), ["unused"], TOKENS) == {}

@@ -165,7 +165,7 @@ def second_moments(
                 with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=fast):
                     logits = model(input_ids=row[None].to(device), use_cache=False).logits[0]
                     answer = logits.detach().float().softmax(-1)
-                    if torch.isfinite(answer).all():  # else all tokens count alike
+                    if logits.requires_grad and torch.isfinite(answer).all():  # else all tokens count alike
                         logits.backward(_curved(answer, noise).to(logits.dtype))
                 for call in seen:
                     x = call.weighed()

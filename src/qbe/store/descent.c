@@ -333,8 +333,8 @@ static void copy_scales(const Problem *p, Row *r, uint8_t *meta, int64_t plane, 
 }
 
 /* Rows [n, k] of weight, codes uint8 [n, kp], scale float [n, groups], meta uint8 [2P, rows of the matrix, groups] of
-   which the first n rows from the given pointer on are theirs. A row that a new beginning does not better stays as it is.
-   Returns 0; -2: out of memory. */
+   which the first n rows from the given pointer on are theirs. A row that a new beginning does not better stays as it
+   is. Returns 0; -2: out of memory. */
 int64_t qbe_descend(const float *weight, const float *hessian, const float *factor, const int32_t *order,
                     uint8_t *codes, const float *scale, uint8_t *meta, const int32_t *slices, const float *importance,
                     int32_t precisions, int64_t n, int64_t k, int64_t group, int64_t plane, int32_t sweeps) {
@@ -354,7 +354,8 @@ int64_t qbe_descend(const float *weight, const float *hessian, const float *fact
     double *before = malloc((size_t)n * sizeof *before);
     uint8_t *old_codes = malloc((size_t)(n * p.groups * group));
     int8_t *old_shared = malloc(2 * (size_t)(n * bytes) + 1);
-    const int enough = before && old_codes && old_shared && rows && changes && pulls && ones && shared && p.block && at && by;
+    const int enough = rows && changes && pulls && ones && shared && p.block && at && by && before && old_codes &&
+                       old_shared;
     if (enough) {
         for (int64_t row = 0; row < n; row++) {
             rows[row] = (Row){.codes = codes + row * p.groups * group, .ratio = shared + 2 * row * bytes,

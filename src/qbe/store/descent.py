@@ -63,7 +63,8 @@ def descend(
     weighed = [v * 4.0 ** (b - layout.total_bits) for v, b in zip(importance(layout), layout.precisions, strict=True)]
     weights = torch.tensor(weighed, dtype=torch.float32)
 
-    def some(row: int) -> int:
+    def some(row: int) -> bool:
+        """Whether these rows found no memory."""
         arguments = (
             weight[row:].data_ptr(), hessian.data_ptr(), _pointer(factor), _pointer(order), codes[row:].data_ptr(),
             scale[row:].data_ptr(), meta[:, row:].data_ptr(), slices.data_ptr(), weights.data_ptr(), len(slices),
