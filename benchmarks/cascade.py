@@ -12,7 +12,8 @@ kl: the model writes answers at 16 bits, drawn with a seed. The same tokens then
 cascade, with refresh, and with both, whose bits are noted token by token. Every way is then measured by the same
 replay: its own bits, the same moves at the answer's tokens in random order, and the best fixed blueprint at the same
 average. Intervals are over answers. The cascade's table is the user's or the package's (`qbe train cascade`); refresh's
-thresholds are the quartiles of the answers themselves.
+thresholds are the quartiles of the answers themselves. A way that is the name of a policy of tokens (tokenwise, mobi:
+`qbe train`) lets every token of prompt and answer choose its own bits; fixed has the average of the answer's then.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.cascade import Cascade
 from qbe.engine.sequence import Scoring, Sequence, Status
+from qbe.eval.fidelity import Teacher
 from qbe.eval.intervals import interval
 from qbe.eval.items import encode, read_training
 from qbe.kernels.cascade_ops import POINTS
@@ -198,6 +200,7 @@ def kl(
     table, rows = engine.table, list[dict[str, Any]]()
     full = engine.explain(prompts[0], budget=Budget(bits=FULL_BITS), policy="uniform").blueprint
     within = (bits - 0.7, bits + 0.7)
+    policies = [way for way in ways if way in ("tokenwise", "mobi")]
     for seed in range(seeds):
         params = qbe.SamplingParams(max_tokens=tokens, temperature=0.8, seed=seed, ignore_eos=True)
         asked = [qbe.Request(p, params, Budget(bits=FULL_BITS), "uniform") for p in prompts]
@@ -206,7 +209,8 @@ def kl(
         engine._chooser.thresholds = thresholds._of(seen)
         forced, size = qbe.SamplingParams(max_tokens=tokens, ignore_eos=True), engine.core.vocabulary
         budgets = {
-            way: Budget(within=within, refresh="refresh" in way, cascade="cascade" in way) for way in ways
+            way: Budget(within=within, refresh="refresh" in way, cascade="cascade" in way)
+            for way in ways if way not in policies
         }  # fmt: skip
         told = {
             name: run(engine, [
@@ -228,6 +232,9 @@ def kl(
                 # The prompt runs as it did; what is compared is the answer.
                 read[f"{name}, fixed"] = own[: len(answer.prompt_ids)] + [fixed] * len(answer.output_ids)
             found = divergence(engine, answer, read, full)
+            for name in policies:
+                for way, (nats, average) in routed(engine, answer, name, bits, full).items():
+                    found[way], averages[way] = nats, average
             rows.append({
                 "seed": seed, "answer": i, "kl": found, "bits": averages,
                 "moved": {name: sum(m != 0 for m in own[i].moves) for name, own in told.items()},
@@ -238,15 +245,36 @@ def kl(
     return {"rows": rows, "summary": {name: summary(rows, name) for name in ways}}
 
 
+def routed(
+    engine: qbe.Engine, answer: Sequence, policy: str, bits: float, full: Blueprint
+) -> dict[str, tuple[float, float]]:
+    """Divergence and average bits of an answer whose tokens choose their bits, and of the best fixed ones as many."""
+    teacher, found = Teacher(engine.core, full, answer.prompt_ids, answer.output_ids, engine.table), {}
+    engine.make_ready(policy)
+    for name, by in ((policy, policy), (f"{policy}, fixed", "static")):
+        budget = Budget(bits=bits, kv_bits=FULL_BITS)
+        blueprint = engine.explain(answer.prompt_ids, budget=budget, policy=by).blueprint
+        of = teacher.compare(blueprint)
+        bits = blueprint.average_weight_bits(engine.table) if of.bits is None else of.bits
+        found[name] = of.kl / of.tokens, bits
+    return found
+
+
 def summary(rows: Many[dict[str, Any]], name: str) -> dict[str, Any]:
     """Divergence over that of the fixed blueprint of the same average, and over that of shuffled moves."""
-    own, fixed, other = (np.array([r["kl"][k] for r in rows]) for k in (name, f"{name}, fixed", f"{name}, shuffled"))
-    return {
+    own, fixed = (np.array([r["kl"][k] for r in rows]) for k in (name, f"{name}, fixed"))
+    told = {
         "bits": float(np.mean([r["bits"][name] for r in rows])),
         "bits_fixed": float(np.mean([r["bits"][f"{name}, fixed"] for r in rows])),
-        "kl": float(own.mean()), "kl_fixed": float(fixed.mean()), "kl_shuffled": float(other.mean()),
+        "kl": float(own.mean()), "kl_fixed": float(fixed.mean()),
         "over_fixed": float(own.sum() / fixed.sum()), "interval": interval(own, fixed),
-        "shuffled_over_fixed": float(other.sum() / fixed.sum()), "interval_shuffled": interval(other, fixed),
+    }  # fmt: skip
+    if f"{name}, shuffled" not in rows[0]["kl"]:  # routers decide within the pass: there are no moves to give to others
+        return told
+    other = np.array([r["kl"][f"{name}, shuffled"] for r in rows])
+    return {
+        **told, "kl_shuffled": float(other.mean()), "shuffled_over_fixed": float(other.sum() / fixed.sum()),
+        "interval_shuffled": interval(other, fixed),
     }  # fmt: skip
 
 

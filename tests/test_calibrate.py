@@ -201,13 +201,13 @@ def test_texts_that_do_not_do_are_refused(tmp_path: Path) -> None:
     assert tokens.shape == (256, 128)
 
 
-def test_quantize_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(prepare_module, "cache_dir", lambda: tmp_path / "cache")
     model = write_folder(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("he said a thing or two, and then another one. " * 200)
     config = NestedWeightConfig(slices=(3, 1, 1, 1, 2))
-    out = quantise_to(str(model), tmp_path / "out", config, CPU, text=text, measure=False, progress=False)
+    out = quantise_to(str(model), tmp_path / "out", config, device, text=text, measure=False, progress=False)
     checkpoint.verify(out)
     assert not list((tmp_path / "cache" / "calibration").iterdir())  # nothing to go on with is left
     plain = quantise_to(str(model), tmp_path / "plain", config, CPU, measure=False, progress=False)

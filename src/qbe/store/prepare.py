@@ -197,6 +197,7 @@ def quantise_to(
     Args:
         text: a text file to choose the codes on (`qbe.store.calibrate`); without it weights are rounded. What is done
             of it stays in the cache until the folder is complete, so that the same call goes on after an interruption.
+        device: where sensitivities are measured, and where the model reads the text.
 
     Raises:
         QBEError: bad input, a target that exists, or a disk that refuses; nothing is left at the target then.
@@ -217,7 +218,13 @@ def quantise_to(
             keep = cache_dir() / "calibration" / f"{fingerprint(path, config)}-{digest}"
         known_as = known.find(loaded.model, config)
         folds = smooth_model(loaded.model, loaded.tokenizer, config, known_as=known_as, progress=progress)
-        nest_model(loaded.model, name, config, text=tokens, keep=keep, progress=progress)
+        try:
+            if tokens is not None:  # for its passes forward and back; the codes are chosen on the CPU
+                nn.Module.to(loaded.model, device)
+            nest_model(loaded.model, name, config, text=tokens, keep=keep, progress=progress)
+        except torch.OutOfMemoryError as error:
+            raise QBEError(f"{device} has too little memory to calibrate {name}; give --device cpu, which goes on "
+                           "from what is done") from error  # fmt: skip
         known_as = known_as if tokens is None else None  # codes chosen on a text are others
         checkpoint.write_nested(partial, loaded.model, name, folds=folds, known_as=known_as)
         del loaded
