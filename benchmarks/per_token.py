@@ -104,7 +104,7 @@ def main() -> None:
                     rows[-1][baseline] = {
                         "bits": round(had, 3),
                         "kl": float(other.sum() / tokens.sum()), "ratio": float(kl.sum() / other.sum()),
-                        "ratio_interval": found, "verdict": verdict(found, 1.0, less_is_better=True),
+                        "ratio_interval": found, "verdict": verdict(found, 1.0, True, len(kl)),
                     }  # fmt: skip
                     print(json.dumps(rows[-1]), flush=True)
     if args.json is not None:

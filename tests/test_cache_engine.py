@@ -87,19 +87,21 @@ def test_lines_of_a_log(tmp_path: Path) -> None:
         '"a text"', "", '{"prompt": "p", "max_tokens": 7, "tier": "flex"}',
         '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "service_tier": "auto"}',
         '{"prompt": "p", "bits": 5.5, "activation_bits": 8, "kv_bits": 4}',
+        '{"messages": [{"content": [{"type": "text", "text": "a b"}, {"type": "image_url", "image_url": {}}]}],'
+        ' "max_tokens": null}',
     ]  # fmt: skip
     log, trace = tmp_path / "log.jsonl", tmp_path / "trace.csv"
-    log.write_text("\n".join(lines))
+    log.write_text("\n".join(lines), encoding="utf-8")
     asked = read_traffic(log)
-    assert [a.text for a in asked] == ["a text", "p", "u", "p"]
-    assert [a.max_tokens for a in asked] == [128, 7, 128, 128]
+    assert [a.text for a in asked] == ["a text", "p", "u", "p", "a\u2028b"]
+    assert [a.max_tokens for a in asked] == [128, 7, 128, 128, 128]
     assert asked[1].budget == Budget(tier="flex")
     assert asked[2].budget == Budget(tier="auto")
     assert asked[3].budget == Budget(5.5, "default", 8, 4)
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,10,3\nx,20,4\n")
     assert read_lengths(trace) == [(10, 3), (20, 4)]
     assert [(a.text, a.context, a.max_tokens) for a in read_traffic(log, trace)] == [
-        ("a text", 13, 3), ("p", 24, 4), ("u", 13, 3), ("p", 24, 4)
+        ("a text", 13, 3), ("p", 24, 4), ("u", 13, 3), ("p", 24, 4), ("a\u2028b", 13, 3)
     ]  # fmt: skip
 
 
@@ -153,7 +155,16 @@ def test_the_command(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.Monk
     assert (warmed["requests"], warmed["misses"], warmed["exact"]) == (3, 2, 1)
     (version,) = asked("info")["versions"]
     assert (version["policy"], version["entries"]) == ("uniform", 2)
-    assert asked("clear")["deleted"] == 2
+    for arguments, said in (
+        (["--policy", "random"], "keeps nothing of what the policy 'random' chooses"),
+        (["--policy", "tiered"], "request 2: "),
+    ):
+        log.write_text('"x"\n{"prompt": "x", "bits": 3}\n')
+        with pytest.raises(SystemExit) as ended:
+            main(["cache", "warm", str(log), "--model", str(tiny_folder), *arguments])
+        assert ended.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert asked("clear")["deleted"] == 3
     assert asked("info")["versions"] == []
     monkeypatch.setenv("QBE_BLUEPRINTS", "off")
     for command in (["info"], ["clear"], ["warm", str(log), "--model", str(tiny_folder), "--policy", "uniform"]):

@@ -257,6 +257,11 @@ def test_processes_that_make_the_same_store_at_once_all_succeed(tiny_folder: Pat
     assert len(list((tmp_path / "cache" / "nested").iterdir())) == 1
 
 
+def test_a_group_wider_than_the_inputs_is_told(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="sites have fewer inputs than a group of 1024"):
+        quantise_to(str(tiny_folder), tmp_path / "out", NestedWeightConfig(1024), CPU, measure=False, progress=False)
+
+
 def test_models_without_linears_are_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

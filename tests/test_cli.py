@@ -160,20 +160,22 @@ def test_the_size_of_the_kv_cache_is_an_option(nested: str, home: Path) -> None:
     assert "free on cpu hold at most" in refused("generate", "hi", *at, "--kv-tokens", str(10**11), home=home)
 
 
-def test_a_termination_within_an_op_of_torch_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_within_an_op_of_torch_ends_the_command(monkeypatch: pytest.MonkeyPatch, sent: int, code: int) -> None:
     """torch makes another error of an exit in Python code that C++ has called."""
 
     def end(*_: object, **__: object) -> None:
         try:
-            signal.raise_signal(signal.SIGTERM)
-        except SystemExit as error:
-            raise RuntimeError("API call failed") from error
+            signal.raise_signal(sent)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError("torch_call_dispatcher(...) API call failed at ops.cpp, line 140") from error
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a defect")
 
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(cli, "_told_to_end", threading.Event())
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    for name in ("_told_to_end", "_was_interrupted"):
+        monkeypatch.setattr(cli, name, threading.Event())
     try:
         monkeypatch.setattr(cli, "app", fail)
         with pytest.raises(RuntimeError, match="a defect"):
@@ -181,6 +183,7 @@ def test_a_termination_within_an_op_of_torch_is_one(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(cli, "app", end)
         with pytest.raises(SystemExit) as ended:
             cli.main([])
-        assert ended.value.code == 143
+        assert ended.value.code == code
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for s, handler in before.items():
+            signal.signal(s, handler)

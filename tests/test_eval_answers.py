@@ -6,6 +6,7 @@ import gzip
 import json
 import tempfile
 import threading
+import zlib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -99,6 +100,19 @@ def test_models_with_a_template_are_asked_by_message(data: Path) -> None:
 def test_bad_files_are_one_line(file: str, content: str | None, says: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / file).write_text(content)
+    _refused_in_one_line(file, says, tmp_path)
+
+
+def test_a_damaged_archive_is_one_line(tmp_path: Path) -> None:
+    whole = bytearray(gzip.compress(bytes(range(256)) * 200))
+    whole[20:60] = bytes(40)
+    (tmp_path / HUMANEVAL).write_bytes(whole)
+    with pytest.raises(zlib.error):
+        gzip.decompress(whole)
+    _refused_in_one_line(HUMANEVAL, "cannot be read as humaneval", tmp_path)
+
+
+def _refused_in_one_line(file: str, says: str, tmp_path: Path) -> None:
     name = {GSM8K: "gsm8k", TEXT: "text", HUMANEVAL: "humaneval", BBH: "bbh"}[file]
     with pytest.raises(QBEError, match=says) as raised:
         read((name,), tmp_path, 5)

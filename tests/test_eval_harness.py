@@ -125,6 +125,14 @@ def test_a_task_of_the_harness_in_a_process(tiny_folder: Path, tmp_path: Path) -
     assert 0 <= json.loads(found.read_text())["results"]["which"]["acc,none"] <= 1
 
 
+def test_the_command_of_a_missing_harness_ends_in_one_line(tmp_path: Path) -> None:
+    code = "import sys, runpy; sys.modules['lm_eval'] = None; runpy.run_module('qbe.eval.harness', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'qbe[lm-eval]'" in done.stderr
+
+
 def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)

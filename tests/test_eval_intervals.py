@@ -32,7 +32,7 @@ def test_settings_that_differ_by_a_factor_differ_for_sure(pairs: list[tuple[floa
     found = interval(values * factor, values)
     assert found == pytest.approx((factor, factor)), "the spread of the queries cancels where they are paired"
     if abs(factor - 1) > 1e-6:
-        assert verdict(found, 1.0, less_is_better=True) == ("better" if factor < 1 else "worse")
+        assert verdict(found, 1.0, True, 40) == ("better" if factor < 1 else "worse")
 
 
 def test_about_one_in_twenty_intervals_misses() -> None:
@@ -54,7 +54,7 @@ def test_equal_settings_are_mostly_a_tie_and_different_ones_are_not() -> None:
         for _ in range(50):
             base = rng.gamma(4.0, 0.25, 40)
             now, before = (base * rng.gamma(20.0, 0.05, 40) for _ in range(2))
-            verdicts.append(verdict(interval(shift * now, before), 1.0, less_is_better=True))
+            verdicts.append(verdict(interval(shift * now, before), 1.0, True, len(now)))
     assert verdicts[:50].count("tie") >= 40
     assert verdicts[50:].count("better") >= 48
 
@@ -66,8 +66,9 @@ def test_degenerate_cases() -> None:
     assert interval(zeros, np.ones(5)) == (0, 0)
     assert interval(np.ones(5), np.asarray([1.0, 0, 0, 0, 0])) is None, "most resamples have nothing below"
     assert difference(np.ones(5), zeros) == (1, 1)
-    assert verdict(None, 1.0, True) == "tie"
-    assert verdict((0.1, 0.2), 0.0, less_is_better=False) == "better"
-    assert verdict((-0.2, -0.1), 0.0, less_is_better=False) == "worse"
-    assert verdict((-0.1, 0.0), 0.0, less_is_better=False) == "tie"
+    assert verdict(None, 1.0, True, 6) == "tie"
+    assert verdict((0.1, 0.2), 0.0, False, 6) == "better"
+    assert verdict((0.1, 0.2), 0.0, False, 5) == "too few queries"
+    assert verdict((-0.2, -0.1), 0.0, False, 6) == "worse"
+    assert verdict((-0.1, 0.0), 0.0, False, 6) == "tie"
     np.testing.assert_array_equal(ratio(np.ones((2, 3)), np.asarray([[1.0, 1, 1], [2, 2, 2]])), [1, 0.5])

@@ -24,7 +24,7 @@ from qbe import Engine, QBEError
 from qbe.eval.compare import FULL, Comparison, Outcome, Setting, settings_of
 from qbe.eval.items import Item, read
 from qbe.eval.results import Results
-from qbe.eval.summary import describe, render
+from qbe.eval.summary import _fair, describe, render
 from test_eval_answers import write_data
 
 ALL = ("text", "gsm8k", "bbh", "humaneval")
@@ -47,6 +47,25 @@ def outcome(engine: Engine, data: Path, tmp_path_factory: pytest.TempPathFactory
     settings = settings_of(("uniform", "static", "random", "tiered"), (5, 6), 2)
     results = Results(["tiny"], tmp_path_factory.mktemp("results"))
     return Comparison(engine, _short(read(ALL, data, 3)), settings, results).run()
+
+
+def test_a_seed_in_a_name_is_the_seed() -> None:
+    assert settings_of(("random:2", "random", "static"), (5,), 2) == [
+        Setting("random", 5, 2), Setting("random", 5, 0), Setting("random", 5, 1), Setting("static", 5)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "bits", "fair"),
+    [
+        ("better", (5.04, 5.0), "better"), ("better", (5.06, 5.0), "not at equal bits"),
+        ("better", (4.0, 5.0), "better"), ("worse", (4.96, 5.0), "worse"),
+        ("worse", (4.9, 5.0), "not at equal bits"), ("worse", (6.0, 5.0), "worse"),
+        ("tie", (6.0, 5.0), "tie"), ("too few queries", (6.0, 5.0), "too few queries"),
+    ],
+)  # fmt: skip
+def test_who_had_more_bits_is_not_better(said: str, bits: tuple[float, float], fair: str) -> None:
+    assert _fair(said, bits) == fair
 
 
 def _short(items: list[Item]) -> list[Item]:
@@ -131,7 +150,9 @@ def test_rows_comparisons_and_flips(outcome: Outcome) -> None:
                      ("tiered", "random"), ("tiered", "uniform")}  # fmt: skip
     for c in described["comparisons"]:
         low, high = c["kl_ratio_interval"] or (c["kl_ratio"], c["kl_ratio"])
-        assert (c["kl_verdict"] == "tie") == (c["kl_ratio_interval"] is None or low <= 1 <= high)
+        assert (c["kl_verdict"] == "too few queries") == (c["n"] < 6)
+        if c["n"] >= 6:
+            assert (c["kl_verdict"] == "tie") == (c["kl_ratio_interval"] is None or low <= 1 <= high)
     flips = {(f["item"], f["policy"], f["bits"], f["seed"]) for f in described["flips"]}
     for query in outcome.queries:
         for s in outcome.settings if query.item.right else []:

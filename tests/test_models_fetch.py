@@ -33,6 +33,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QBE_CACHE", str(tmp_path / "own"))
     assert qbe.models.cache_dir() == tmp_path / "own"
+    (tmp_path / "own").write_text("")
+    with pytest.raises(QBEError, match="which is no folder"):
+        qbe.models.cache_dir()
     monkeypatch.delenv("QBE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert qbe.models.cache_dir() == tmp_path / "xdg" / "qbe"

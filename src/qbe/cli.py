@@ -64,6 +64,8 @@ def main(argv: list[str] | None = None) -> None:
     warnings.simplefilter("ignore", SyntaxWarning)  # of a library that is compiled on its first import
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminated)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where they are ignored (nohup)
+            signal.signal(signal.SIGINT, _interrupted)
     try:
         if sys.stdout is None:
             raise QBEError("standard output is closed; redirect it to a file, or to /dev/null to discard it")
@@ -82,10 +84,12 @@ def main(argv: list[str] | None = None) -> None:
         for stream in (1, 2):
             os.dup2(nowhere, stream)
         sys.exit(128 + signal.SIGPIPE)
-    except RuntimeError:  # an exit within an op that torch calls through C++ comes out as one
-        if not _told_to_end.is_set():
+    except RuntimeError as error:  # an exit within an op that torch calls through C++ comes out as one
+        if _told_to_end.is_set():
+            sys.exit(128 + signal.SIGTERM)
+        if not _was_interrupted.is_set() or "API call failed" not in str(error):
             raise
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(130)
     except OSError as error:
         if error.filename is not None:  # not a stream of ours: a defect that should be seen whole
             raise
@@ -99,12 +103,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 _told_to_end = threading.Event()
+_was_interrupted = threading.Event()
 
 
 def _terminated(*_: object) -> None:
     """SIGTERM (a scheduler, `timeout`, `docker stop`) takes the way of an exit: nothing half-written stays behind."""
     _told_to_end.set()
     sys.exit(128 + signal.SIGTERM)
+
+
+def _interrupted(*_: object) -> None:
+    """SIGINT, which is Ctrl-C."""
+    _was_interrupted.set()
+    raise KeyboardInterrupt
 
 
 def _reader_left(error: BaseException | None) -> bool:

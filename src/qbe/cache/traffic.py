@@ -56,7 +56,7 @@ def read_traffic(path: Path, lengths: Path | None = None) -> list[Asked]:
         QBEError: a file that cannot be read, or a line that is none of these, by its number.
     """
     asked = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):  # JSON may hold what other functions take for ends
         if not line.strip():
             continue
         try:
@@ -107,14 +107,17 @@ def _line(said: Any) -> Asked:
         return _record(said)
     text = said["messages"][-1]["content"] if "messages" in said else said["prompt"]
     tier = said.get("service_tier") or said.get("tier") or "default"
-    budget = Budget(said.get("bits"), tier, said.get("activation_bits", FULL_BITS), said.get("kv_bits"))
-    most = said.get("max_tokens", MAX_TOKENS)
+    budget = Budget(said.get("bits"), tier, said.get("activation_bits") or FULL_BITS, said.get("kv_bits"))
+    most = said.get("max_tokens")
+    most = MAX_TOKENS if most is None else most  # some clients write null for what they leave out
     if not isinstance(most, int) or most < 1:
         raise QBEError(f"max_tokens is {most!r}, but must be a whole number, 1 or more")
     return Asked(_worded(text), None, most, budget)
 
 
 def _worded(text: Any) -> str:
+    if isinstance(text, list):  # OpenAI's parts of a message
+        text = "".join(part["text"] for part in text if part["type"] == "text")
     if not isinstance(text, str) or not text.strip():
         raise QBEError("the prompt is empty, or no text")
     text.encode("utf-8")  # a ValueError for lone surrogates

@@ -126,6 +126,11 @@ class Chooser(BlueprintChooser):
         """Those that the policy of this name has, or the engine's. Raises QBEError for an unknown one."""
         return routers_of(self.policy(policy), self._table)
 
+    def check_kept(self) -> None:
+        """Raises QBEError where the cache keeps nothing of what the default policy chooses."""
+        if getattr(self._default, "cache_version", None) is None:
+            raise QBEError(f"the blueprint cache keeps nothing of what the policy '{self._default.name}' chooses")
+
     def remember(self, asked: Asked) -> None:
         """Puts the blueprint of a past request into the cache.
 

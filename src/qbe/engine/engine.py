@@ -252,19 +252,22 @@ class Engine(Requests):
         """What `generate` would run this prompt at, and why; nothing is generated."""
         return self.choose(Request(prompt, params or SamplingParams(), budget or Budget(), policy))[1]
 
-    def warm(
-        self, traffic: Iterable[Asked], tick: Callable[[], None] = lambda: None, policy: str | None = None
-    ) -> None:
+    def warm(self, traffic: Iterable[Asked], tick: Callable[[], None] = lambda: None) -> None:
         """Puts the blueprints of past requests (`qbe.cache.traffic.read_traffic`) into the blueprint cache.
 
         Raises:
-            QBEError: a prompt without tokens, or a budget that cannot be met.
+            QBEError: a prompt without tokens, a budget that cannot be met (it says which request's), or a policy whose
+                blueprints the cache cannot keep.
         """
         cache = self._chooser.cache
         if cache is not None:
+            self._chooser.check_kept()
             with cache.batch():
-                for asked in traffic:
-                    self._chooser.remember(asked)
+                for number, asked in enumerate(traffic, 1):
+                    try:
+                        self._chooser.remember(asked)
+                    except QBEError as error:
+                        raise QBEError(f"request {number}: {error}") from None
                     tick()
 
     @locked

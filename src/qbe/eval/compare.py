@@ -52,7 +52,7 @@ FULL = Setting("uniform", FULL_BITS)
 
 
 def settings_of(names: Sequence[str], bits: Sequence[float], seeds: int) -> list[Setting]:
-    """Each of these policies at each budget, with as many seeds if it draws.
+    """Each of these policies at each budget, with as many seeds if it draws, or with the one that `random:1` names.
 
     Raises:
         QBEError: an unknown policy.
@@ -60,8 +60,9 @@ def settings_of(names: Sequence[str], bits: Sequence[float], seeds: int) -> list
     found = []
     for b in bits:
         for name in names:
-            draws = hasattr(policies.load(name), "seed")
-            found += [Setting(name, b, seed) for seed in range(seeds)] if draws else [Setting(name, b)]
+            drawing, (plain, _, given) = hasattr(policies.load(name), "seed"), name.partition(":")
+            drawn = [int(given)] if given else range(seeds)
+            found += [Setting(plain, b, seed) for seed in drawn] if drawing else [Setting(name, b)]
     return list(dict.fromkeys(found))
 
 

@@ -8,9 +8,11 @@ blueprint that the policy chooses for its context; the KV cache has 16 bits unle
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from qbe.budget import Budget
+from qbe.commands.console import say
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
 from qbe.engine.sampling_params import SamplingParams
@@ -23,7 +25,11 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise QBEError(f"lm-evaluation-harness is not installed ({error}): pip install 'qbe[lm-eval]'") from None
+    missing = f"lm-evaluation-harness is not installed ({error}): pip install 'qbe[lm-eval]'"
+    if __name__ == "__main__":
+        say(missing, "red")
+        sys.exit(2)
+    raise QBEError(missing) from None
 
 TOGETHER = 64  # requests that are handed over at once; the core runs as many of them together as it can
 
@@ -141,10 +147,14 @@ class QBEModel(TemplateLM):
 
 
 def main() -> None:
-    """`lm_eval`, with this model in its list."""
+    """`lm_eval`, with this model in its list. Exit code 2 and one line for bad input to the model."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except QBEError as error:
+        say(str(error), "red")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from scipy.stats import DegenerateDataWarning, bootstrap
 Numbers = npt.NDArray[np.float64]
 RESAMPLES = 5000
 LEVEL = 0.95
+FEWEST = 6  # queries of a verdict: that so many differ in one direction happens by chance in 3 % of cases, five in 6
+TOO_FEW = "too few queries"
 
 
 def ratio(over: Any, under: Any, axis: int = -1) -> Any:
@@ -50,8 +52,13 @@ def difference(now: Numbers, before: Numbers) -> tuple[float, float] | None:
     return interval(now - before, np.ones(len(now)))
 
 
-def verdict(found: tuple[float, float] | None, equal: float, less_is_better: bool) -> str:
-    """`better`, `worse`, or `tie` where the interval holds the number that says both are equal, or there is none."""
+def verdict(found: tuple[float, float] | None, equal: float, less_is_better: bool, queries: int) -> str:
+    """`better`, `worse`, or `tie` where the interval holds the number that says both are equal, or there is none.
+
+    Of fewer than `FEWEST` queries an interval says little, however narrow: `TOO_FEW`.
+    """
+    if queries < FEWEST:
+        return TOO_FEW
     if found is None or found[0] <= equal <= found[1]:
         return "tie"
     return "better" if (found[1] < equal) is less_is_better else "worse"

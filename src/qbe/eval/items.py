@@ -9,6 +9,7 @@ import os
 import re
 import sysconfig
 import textwrap
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -102,7 +103,7 @@ def _some(dataset: str, folder: Path, limit: int, of: Datasets, hint: str) -> li
         items = parse(folder / file)
     except FileNotFoundError:
         items = []
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QBEError(f"'{folder / file}' cannot be read as {dataset} ({_said(error)}); give --data another") from None
     if not items:
         raise QBEError(f"there is no {dataset} in '{folder}'; give --data the folder that holds '{file}'{hint}")
@@ -130,9 +131,14 @@ def _text(path: Path) -> list[Item]:
     return items
 
 
+def _lines(path: Path) -> list[str]:
+    """Of JSON, which may hold what `str.splitlines` takes for ends of lines."""
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+
+
 def _gsm8k(path: Path) -> list[Item]:
     items = []
-    for i, row in enumerate(map(json.loads, path.read_text(encoding="utf-8").splitlines())):
+    for i, row in enumerate(map(json.loads, _lines(path))):
         question, answer = row["question"], re.sub(r"<<.*?>>", "", row["answer"])
         target = answer.rpartition("####")[2].strip()
         items.append(Item(
@@ -204,7 +210,7 @@ def _library(folder: Path) -> list[Item]:
 
 def _alpaca(path: Path) -> list[Item]:
     items = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in _lines(path):
         task = json.loads(line)
         for i, case in enumerate(task["instances"]):
             asked = f"{task['instruction']}\n{case['input']}".strip()

@@ -15,6 +15,8 @@ from qbe.eval.compare import FULL, Measured, Outcome, Query, Setting
 from qbe.eval.intervals import Numbers, difference, interval, verdict
 
 BASELINES = ("static", "fixed", "random", "uniform")
+SLACK = 0.05  # bits by which averages may differ that are held against each other
+UNEQUAL = "not at equal bits"
 
 
 def describe(outcome: Outcome) -> dict[str, Any]:
@@ -85,21 +87,27 @@ def comparisons(dataset: str, queries: Sequence[Query], settings: Sequence[Setti
                 continue
             a, b = ([_kl([q.measured[s] for q in queries]) for s in group] for group in (ours, theirs))
             a_kl, b_kl = np.mean(a, 0), np.mean(b, 0)
-            kl = interval(a_kl, b_kl)
+            kl, bits_of = interval(a_kl, b_kl), [_mean_bits(queries, group) for group in (ours, theirs)]
             entry: dict[str, Any] = {
                 "dataset": dataset, "bits": bits, "policy": policy, "baseline": baseline, "n": len(queries),
-                "average_bits": [_mean_bits(queries, ours), _mean_bits(queries, theirs)],
+                "average_bits": bits_of,
                 "kl_ratio": float(a_kl.sum() / b_kl.sum()) if b_kl.sum() else None, "kl_ratio_interval": kl,
-                "kl_verdict": verdict(kl, 1.0, less_is_better=True),
+                "kl_verdict": _fair(verdict(kl, 1.0, True, len(queries)), bits_of),
             }  # fmt: skip
             if all(q.measured[s].answer for q in queries for s in (*ours, *theirs)):
                 a_right, b_right = _right(queries, ours), _right(queries, theirs)
                 wider = difference(a_right, b_right)
                 entry["accuracy_difference"] = float((a_right - b_right).mean())
                 entry["accuracy_difference_interval"] = wider
-                entry["accuracy_verdict"] = verdict(wider, 0.0, less_is_better=False)
+                entry["accuracy_verdict"] = _fair(verdict(wider, 0.0, False, len(queries)), bits_of)
             found.append(entry)
     return found
+
+
+def _fair(said: str, average_bits: Sequence[float]) -> str:
+    """A verdict, unless the bits that the policy had more, or fewer, than the baseline may be what is behind it."""
+    more = average_bits[0] - average_bits[1]
+    return UNEQUAL if (said == "better" and more > SLACK) or (said == "worse" and more < -SLACK) else said
 
 
 def flips(queries: Sequence[Query], setting: Setting) -> list[dict[str, Any]]:
@@ -149,18 +157,24 @@ def render(described: dict[str, Any], model: str) -> RenderableType:
 
 
 def _says(c: dict[str, Any]) -> str:
-    line = f"{c['policy']} and {c['baseline']} at {c['bits']:g} bits: KL "
+    ours, theirs = c["average_bits"]
+    had = f" ({ours:.2f} and {theirs:.2f})" if abs(ours - theirs) >= 0.005 else ""
+    line = f"{c['policy']} and {c['baseline']} at {c['bits']:g} bits{had}: KL "
     if c["kl_ratio"] is None:
         return line + "none at all in either"
-    line += f"{c['kl_ratio']:.3f} times ({_span(c['kl_ratio_interval'], '.3f')}), {c['kl_verdict']}"
+    line += f"{c['kl_ratio']:.3f} times{_brackets(c['kl_ratio_interval'], '.3f')}, {c['kl_verdict']}"
     if "accuracy_verdict" in c:
-        line += f"; right {c['accuracy_difference']:+.1%} ({_span(c['accuracy_difference_interval'], '+.1%')}), "
+        line += f"; right {c['accuracy_difference']:+.1%}{_brackets(c['accuracy_difference_interval'], '+.1%')}, "
         line += c["accuracy_verdict"]
     return line
 
 
 def _span(found: Sequence[float] | None, form: str) -> str:
     return "" if found is None else f"{found[0]:{form}} to {found[1]:{form}}"
+
+
+def _brackets(found: Sequence[float] | None, form: str) -> str:
+    return "" if found is None else f" ({_span(found, form)})"
 
 
 def _numbers(values: Sequence[float]) -> Numbers:

@@ -47,7 +47,7 @@ class Pair:
 def read_records(path: Path) -> list[Record]:
     """Records that `qbe records --export` wrote as JSON lines. Raises QBEError for a line that is none."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise QBEError(f"'{path}' cannot be read: {reason(error)}") from None
     except ValueError:

@@ -16,9 +16,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def cache_dir() -> Path:
-    """Where QBE keeps what it fetched: `$QBE_CACHE`, else `$XDG_CACHE_HOME/qbe`, else `~/.cache/qbe`."""
+    """Where QBE keeps what it fetched: `$QBE_CACHE`, else `$XDG_CACHE_HOME/qbe`, else `~/.cache/qbe`.
+
+    Raises:
+        QBEError: QBE_CACHE names something that is no folder.
+    """
     if own := os.environ.get("QBE_CACHE"):
-        return Path(own).expanduser()
+        path = Path(own).expanduser()
+        if path.exists() and not path.is_dir():
+            raise QBEError(f"QBE_CACHE is '{own}', which is no folder; set it to one")
+        return path
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "qbe"
 

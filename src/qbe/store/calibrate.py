@@ -26,7 +26,6 @@ from qbe.progress import bar
 from qbe.sites import FULL_BITS
 from qbe.store import descent, kept
 from qbe.store.codes import quantise
-from qbe.store.descent import SETTINGS
 from qbe.store.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
 from qbe.store.packing import pack
@@ -39,6 +38,22 @@ CHARACTERS = 16  # read for each token: no tokenizer needs as many
 DAMPING = 0.05  # of the mean of the diagonal, added to it: what the text did not show is not known to be harmless
 MOMENTS_BYTES = 2 << 30  # of Hessians that are kept at a time
 BLOCK = 192  # columns of a Hessian that are added to at once
+SETTINGS = repr((descent.SETTINGS, DAMPING, "tokens by noise at the logits"))  # results that are kept belong to them
+
+
+def beginning(path: Path) -> str:
+    """As much of a text file as a calibration needs at most.
+
+    Raises:
+        QBEError: no such file, or not UTF-8.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(TOKENS * CHARACTERS)
+    except OSError as error:
+        raise QBEError(f"the calibration text {path} cannot be read: {reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise QBEError(f"the calibration text {path} is not valid UTF-8 (byte {error.start}); convert it") from None
 
 
 def read_tokens(path: Path, tokenizer: Any, context: int) -> torch.Tensor:
@@ -48,19 +63,11 @@ def read_tokens(path: Path, tokenizer: Any, context: int) -> torch.Tensor:
         context: longest input of the model.
 
     Raises:
-        QBEError: no such file, not UTF-8, or fewer than 1024 tokens.
+        QBEError: what `beginning` raises, or fewer than 1024 tokens.
     """
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(TOKENS * CHARACTERS)
-    except OSError as error:
-        raise QBEError(f"the calibration text {path} cannot be read: {reason(error)}") from error
-    except UnicodeDecodeError as error:
-        raise QBEError(f"the calibration text {path} is not valid UTF-8 (byte {error.start}); convert it") from None
-    # Paragraph groups, so that the tokenizer does not warn of a sequence beyond the model's context.
-    ids: list[int] = []
-    for start in range(0, len(text), 4 * WINDOW):
-        ids += tokenizer(text[start : start + 4 * WINDOW], add_special_tokens=False)["input_ids"]
+    text, ids = beginning(path), list[int]()
+    for start in range(0, len(text), 4 * WINDOW):  # not `verbose`: it warns of sequences beyond the model's context
+        ids += tokenizer(text[start : start + 4 * WINDOW], add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < FEWEST:
         raise QBEError(
             f"the calibration text {path} has {len(ids)} tokens; give some tens of thousands, at least {FEWEST}"

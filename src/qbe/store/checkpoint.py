@@ -7,20 +7,15 @@
     sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity_table`)
     kv_sensitivity.json                                 the same per key head and bits (`qbe.store.kv_table`)
 
-A folder is written under a temporary name beside its target and renamed when complete. Loading maps the files. The
-16-bit weights are the checkpoint's own; folds (`qbe.store.folding`) are applied when they have been loaded.
+A folder is written under a temporary name beside its target (`qbe.store.draft`). Loading maps the files. The 16-bit
+weights are the checkpoint's own; folds (`qbe.store.folding`) are applied when they have been loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +26,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from qbe.errors import QBEError
-from qbe.files import reason
 from qbe.sites import FULL_BITS
 from qbe.store.folding import AGAIN, Fold, apply, load_folds, save_folds
 from qbe.store.layout import SliceLayout, check_group_size, padded
@@ -70,37 +64,6 @@ class Manifest:
 def is_checkpoint(path: Path) -> bool:
     """Whether the folder holds a nested store."""
     return (path / MANIFEST).is_file()
-
-
-@contextmanager
-def writing(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name when the block ends well, and vanishes otherwise.
-
-    Raises:
-        QBEError: the target exists, or the disk refuses (full, read-only, no permission).
-    """
-    partial: Path | None = None
-    try:
-        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-            raise QBEError(f"{target} already exists and is not empty; choose another folder or remove it")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-        yield partial
-        os.chmod(partial, 0o755)
-        os.replace(partial, target)
-    except (OSError, SafetensorError) as error:
-        raise QBEError(f"{target} cannot be written: {_reason(error)}") from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _reason(error: Exception) -> str:
-    """Also for what the safetensors library wraps: the system's number is in its text."""
-    if isinstance(error, OSError):
-        return reason(error)
-    number = re.search(r"os error (\d+)", str(error))
-    return reason(OSError(int(number[1]), "")) if number else " ".join(str(error).split())
 
 
 def write_nested(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,8 @@ from safetensors.torch import save_file
 
 from qbe.errors import QBEError
 from qbe.files import reason
+
+FORGOTTEN = 30 * 24 * 3600.0  # seconds
 
 
 def keep(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> None:
@@ -32,6 +36,16 @@ def keep(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, st
     finally:
         with suppress(OSError):  # there only where something went wrong, which matters more
             draft.unlink(missing_ok=True)
+
+
+def forget(folder: Path) -> None:
+    """Removes what nobody has gone on with for 30 days from a folder of such computations. Never raises: it costs disk
+    space only."""
+    with suppress(OSError):
+        for one in folder.iterdir():
+            last = max((f.stat().st_mtime for f in (one, *one.iterdir())), default=0.0)
+            if time.time() - last > FORGOTTEN:
+                shutil.rmtree(one, ignore_errors=True)
 
 
 def kept(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:

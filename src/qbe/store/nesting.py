@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
 from qbe.store import known, sensitivity, smoothing
 from qbe.store.calibrate import calibrate
 from qbe.store.folding import Fold, apply_exact, edges
-from qbe.store.layout import SliceLayout
+from qbe.store.layout import BLOCK, SliceLayout
 from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, set_weight
 from qbe.tagger import tag
@@ -105,6 +106,11 @@ def nest_model(
         raise QBEError(
             f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision"
         )
+    linears = ((n, model.get_submodule(n)) for n in names if config.group_size > BLOCK)
+    wide = [n for n, module in linears if isinstance(module, nn.Linear) and module.in_features < config.group_size]
+    if wide:
+        warnings.warn(f"{len(wide)} sites have fewer inputs than a group of {config.group_size}, {wide[0]} for "
+                      "example: each row takes the bytes of a whole group", stacklevel=2)  # fmt: skip
     if text is not None:
         calibrate(model, names, text, config, keep, progress=progress)
         return with_store(table, model)

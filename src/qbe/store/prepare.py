@@ -19,12 +19,14 @@ from transformers import PreTrainedConfig
 
 import qbe
 from qbe.errors import QBEError
+from qbe.files import make_folder
 from qbe.models import cache_dir, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
 from qbe.sites import SiteTable
-from qbe.store import checkpoint, known, kv_table, sensitivity_table, superseded
-from qbe.store.calibrate import WINDOW, read_tokens
+from qbe.store import checkpoint, kept, known, kv_table, sensitivity_table, superseded
+from qbe.store.calibrate import WINDOW, beginning, read_tokens
+from qbe.store.draft import writing
 from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured, with_stored
 from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
@@ -163,7 +165,7 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
         folds = smooth_model(loaded.model, loaded.tokenizer, config, known_as=known_as, progress=progress)
         nest_model(loaded.model, name, config, progress=progress)
         try:
-            with checkpoint.writing(folder) as partial:
+            with writing(folder) as partial:
                 checkpoint.write_nested(partial, loaded.model, name, superseded.source_of(path), folds, known_as)
         except QBEError:
             if not checkpoint.is_checkpoint(folder):  # else another process finished the same store first
@@ -205,7 +207,11 @@ def quantise_to(
     path = pull(name, progress=progress)
     if checkpoint.is_checkpoint(path):
         raise QBEError(f"{path} is already a QBE checkpoint; give the 16-bit model it was made from")
-    with checkpoint.writing(out) as partial:
+    if text is not None:  # told before minutes of work
+        beginning(text)
+        make_folder(cache_dir() / "calibration")
+        kept.forget(cache_dir() / "calibration")
+    with writing(out) as partial:
         loaded = load_model(path, progress=progress)
         with quiet():
             loaded.model.save_pretrained(partial)
