@@ -1,6 +1,7 @@
-"""QBE as a model of lm-evaluation-harness (`pip install 'qbe[lm-eval]'`).
+r"""QBE as a model of lm-evaluation-harness (`pip install 'qbe[lm-eval]'`).
 
-    python -m qbe.eval.harness run --model qbe --model_args model=MODEL,policy=static,bits=5 --tasks gsm8k --limit 50
+    python -m qbe.eval.harness run --model qbe --model_args model=MODEL,policy=static,bits=5 --device auto \
+        --tasks gsm8k --limit 50
 
 is `lm_eval` with the model `qbe` registered; a program registers it by importing this module. Every request runs at the
 blueprint that the policy chooses for its context; the KV cache has 16 bits unless `kv_bits` says otherwise.
