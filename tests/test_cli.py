@@ -174,6 +174,7 @@ def test_a_signal_within_an_op_of_torch_ends_the_command(monkeypatch: pytest.Mon
         raise RuntimeError("a defect")
 
     before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores them
     for name in ("_told_to_end", "_was_interrupted"):
         monkeypatch.setattr(cli, name, threading.Event())
     try:

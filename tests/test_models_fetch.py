@@ -34,8 +34,8 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("QBE_CACHE", str(tmp_path / "own"))
     assert qbe.models.cache_dir() == tmp_path / "own"
     (tmp_path / "own").write_text("")
-    with pytest.raises(QBEError, match="which is no folder"):
-        qbe.models.cache_dir()
+    with pytest.raises(QBEError, match="own' is no folder; set QBE_CACHE"):
+        qbe.models.pull(str(tmp_path))
     monkeypatch.delenv("QBE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert qbe.models.cache_dir() == tmp_path / "xdg" / "qbe"

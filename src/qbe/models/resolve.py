@@ -16,16 +16,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def cache_dir() -> Path:
-    """Where QBE keeps what it fetched: `$QBE_CACHE`, else `$XDG_CACHE_HOME/qbe`, else `~/.cache/qbe`.
-
-    Raises:
-        QBEError: QBE_CACHE names something that is no folder.
-    """
+    """Where QBE keeps what it fetched: `$QBE_CACHE`, else `$XDG_CACHE_HOME/qbe`, else `~/.cache/qbe`."""
     if own := os.environ.get("QBE_CACHE"):
-        path = Path(own).expanduser()
-        if path.exists() and not path.is_dir():
-            raise QBEError(f"QBE_CACHE is '{own}', which is no folder; set it to one")
-        return path
+        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "qbe"
 
@@ -43,9 +36,11 @@ def pull(name: str = DEFAULT_MODEL, *, progress: bool = True) -> Path:
         A transformers folder (it has a `config.json`) or a `.gguf` file. What was fetched once is not fetched again.
 
     Raises:
-        QBEError: the name is none of these, the download failed, or a checksum does not match.
+        QBEError: the name is none of these, the download failed, a checksum does not match, or the cache is no folder.
     """
-    name = str(name)
+    name, cache = str(name), cache_dir()
+    if cache.exists() and not cache.is_dir():  # else what is read from there first takes the blame
+        raise QBEError(f"the cache '{cache}' is no folder; set QBE_CACHE to one")
     if name == DEFAULT_MODEL:
         return _pull_default(progress)
     if not name.strip():
