@@ -226,7 +226,7 @@ def quantise_to(
         folds = smooth_model(loaded.model, loaded.tokenizer, config, known_as=known_as, progress=progress)
         try:
             if tokens is not None:  # for its passes forward and back; the codes are chosen on the CPU
-                nn.Module.to(loaded.model, device)
+                loaded.model.to(device)  # type: ignore[arg-type]
             nest_model(loaded.model, name, config, text=tokens, keep=keep, progress=progress)
         except torch.OutOfMemoryError as error:
             raise QBEError(f"{device} has too little memory to calibrate {name}; give --device cpu, which goes on "
