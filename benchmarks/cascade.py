@@ -4,14 +4,14 @@
     python benchmarks/cascade.py kl [--model MODEL] [--data DIR] [--prompts 4] [--tokens 256] [--seeds 3] [--ways ...]
 
 cost: requests of 20 steps take turns: nothing, the monitor of refresh, monitor and cascade. Medians and quartiles; on a
-CPU of the process's time (set OMP_NUM_THREADS=1 to have that of one thread). With --layers every token asks the cascade
-at each of its points, which writes the bits that are there already: all of its work is done, and steps read as much as
-without it. `points_asked` (of a token, on average) and `sites_moved` (after a request's last step) tell whether so.
+CPU of the process's time (set OMP_NUM_THREADS=1 to have that of one thread). The cascade is the one that was trained,
+or with --untrained one of the same size that gives every token the bits of `static`: all of its work is done, and steps
+read as much as without it. `sites_moved` says how many sites of a token had other bits than its blueprint.
 
 kl: the model writes answers at 16 bits, drawn with a seed. The same tokens then go through decode steps with the
 cascade, with refresh, and with both, whose bits are noted token by token. Every way is then measured by the same
-replay: its own bits, the same moves at the answer's tokens in random order, and the best fixed blueprint at the same
-average. Intervals are over answers. The cascade's table is the user's or the package's (`qbe train cascade`); refresh's
+replay: its own bits, the same bits at the answer's tokens in random order, and the best fixed blueprint at the same
+average. Intervals are over answers. The cascade is what `qbe train cascade` found; refresh's
 thresholds are the quartiles of the answers themselves. A way that is the name of a policy of tokens (tokenwise, mobi:
 `qbe train`) lets every token of prompt and answer choose its own bits; fixed has the average of the answer's then.
 """
@@ -40,11 +40,15 @@ from qbe.engine.sequence import Scoring, Sequence, Status
 from qbe.eval.fidelity import Teacher
 from qbe.eval.intervals import interval
 from qbe.eval.items import encode, read_training
-from qbe.kernels.cascade_ops import POINTS
+from qbe.learning.cascade import HIDDEN
+from qbe.learning.distil import worth
+from qbe.learning.gates import begin
+from qbe.policies.cascade import blocks_of
+from qbe.policies.per_token import LEVELS, Routers
+from qbe.policies.routers import Network, widths_of
 from qbe.records import thresholds
 from qbe.records.refresh import Monitor
 from qbe.sites import FULL_BITS
-from qbe.store.cascade_table import CascadeTable, Point
 from qbe.store.sensitivity import divergence_of_rows
 
 PROMPT = "Explain how photosynthesis works."
@@ -59,7 +63,7 @@ def cost(engine: qbe.Engine, steps: int) -> dict[str, Any]:
         "monitor and cascade": Budget(within=(5.0, 5.0), refresh=True, cascade=True),
     }  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    asked, moved = list[int](), 0
+    moved = list[int]()
     params = qbe.SamplingParams(max_tokens=24, ignore_eos=True)
     for _ in range(-(-steps // 20)):
         for name, budget in ways.items():
@@ -73,29 +77,34 @@ def cost(engine: qbe.Engine, steps: int) -> dict[str, Any]:
                 if i >= 2:
                     seconds[name].append(clock() - began)
             if budget.cascade:
-                asked += [sum(m >> 2 * p & 3 != 0 for p in range(POINTS)) for m in running.moves]
-                bits = (engine.core.plan.words[:, 0] & 255).tolist()
-                moved = max(moved, sum(a != b for a, b in zip(bits, running.blueprint.weight_bits, strict=True)))
+                own = running.blueprint.weight_bits
+                moved += [sum(a != b for a, b in zip(m.bits, own, strict=True)) for m in running.moves]
             engine.cancel(key)
             engine.take_result(key)
     quartiles = {name: [q * 1e6 for q in statistics.quantiles(s, n=4)] for name, s in seconds.items()}
     medians = {name: q[1] for name, q in quartiles.items()}
     return {
         "steps": {name: len(s) for name, s in seconds.items()}, "median_us": medians, "quartiles_us": quartiles,
-        "points_asked": statistics.fmean(asked), "sites_moved": moved,
+        "points": 0 if engine.core.cascade is None else len(engine.core.cascade.routers.blocks),
+        "sites_moved": statistics.fmean(moved),
         "share": medians["monitor and cascade"] / medians["nothing"] - 1,
         "share_of_cascade": (medians["monitor and cascade"] - medians["monitor"]) / medians["nothing"],
     }  # fmt: skip
 
 
-def still(engine: qbe.Engine, layers: Many[int]) -> None:
-    """Gives the engine a cascade behind these layers that every token asks, and that leaves all bits as they are."""
-    points = tuple(Point(layer, 1, (2.0, 3.0)) for layer in layers)  # entropies are 1 at most: all are below
-    made = CascadeTable(points, 1.0, len(points))
-    # Of such sites no blueprint's bits are a gear: the next one, up or down, is the one that they have.
-    sites = tuple(replace(s, gears=(1, FULL_BITS)) if s.nested else s for s in engine.table)
-    core = engine.core
-    core.cascade = Cascade(made, replace(engine.table, sites=sites), core.plan)
+def untrained(engine: qbe.Engine) -> None:
+    """Gives the engine a cascade that does all of its work for every token, and gives each what `static` would."""
+    table, core, heads = engine.table, engine.core, engine.model.config.num_attention_heads
+    blocks, rng = blocks_of(table), np.random.default_rng(0)
+    networks = []
+    for point, block in enumerate(blocks):
+        bias = begin(table, block.sites).astype(np.float32)
+        inner = rng.standard_normal(((point + 1) * heads, HIDDEN)).astype(np.float32)
+        networks.append(Network(inner, np.zeros(HIDDEN, np.float32), np.zeros((HIDDEN, len(bias)), np.float32), bias))
+    worths = np.sort(np.concatenate([worth(table, [s]) for b in blocks for s in b.sites]))[::-1]
+    thresholds = np.interp(np.linspace(0, 1, LEVELS), np.linspace(0, 1, len(worths)), worths).astype(np.float32)
+    made = Routers(blocks, tuple(networks), widths_of(table), thresholds, "untrained")
+    core.cascade = Cascade(made, table, core.plan)
     engine._chooser.cascade = made
     for part in (core.runner, core.runner.decode):
         if part is not None:
@@ -237,7 +246,7 @@ def kl(
                     found[way], averages[way] = nats, average
             rows.append({
                 "seed": seed, "answer": i, "kl": found, "bits": averages,
-                "moved": {name: sum(m != 0 for m in own[i].moves) for name, own in told.items()},
+                "raised": {name: sum(m.shift > 0 for m in own[i].moves) for name, own in told.items()},
                 "blueprints": {name: len({b.weight_bits for _, b in own[i].past} | {own[i].blueprint.weight_bits})
                           for name, own in told.items()},
             })  # fmt: skip
@@ -285,7 +294,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--layers", type=int, nargs="+", help="cost: points behind these layers, in place of a table")
+    parser.add_argument("--untrained", action="store_true", help="cost: a cascade that gives every token the same")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--data", type=Path, default=None)
     parser.add_argument("--prompts", type=int, default=4)
@@ -300,8 +309,8 @@ def main() -> None:
         dtype=arguments.dtype, compile=arguments.compile, records=False, max_sequences=16,
     ) as engine:  # fmt: skip
         if arguments.what == "cost":
-            if arguments.layers:
-                still(engine, arguments.layers)
+            if arguments.untrained:
+                untrained(engine)
             found = cost(engine, arguments.steps)
         else:
             # Not those that the table was learned from: items in between.

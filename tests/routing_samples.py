@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ from torch.nn.functional import linear
 
 from conftest import tiny_llama
 from qbe.blueprint import Blueprint, Steering
+from qbe.policies import cascade
+from qbe.policies.learned import Learned, write
 from qbe.policies.per_token import LEVELS, Routers
-from qbe.policies.routers import Network, blocks_of, widths_of
+from qbe.policies.routers import Network, blocks_of, named, widths_of
 from qbe.sites import SiteTable
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.nesting import nest_model
@@ -32,6 +35,30 @@ def random_routers(table: SiteTable, seed: int = 0, inputs: int = 128) -> Router
         networks.append(Network(matrix(inputs, 8) / 10, matrix(8), matrix(8, scores), matrix(scores)))
     thresholds = np.linspace(6, -6, LEVELS, dtype=np.float32)
     return Routers(blocks, tuple(networks), widths_of(table), thresholds, f"random {seed}")
+
+
+def random_cascade(table: SiteTable, seed: int = 0, heads: int = 4) -> Routers:
+    """The same of what attention shows, at every point."""
+    rng = np.random.default_rng(seed)
+    blocks, slices = cascade.blocks_of(table), len(widths_of(table)) - 1
+
+    def matrix(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    networks = []
+    for point, block in enumerate(blocks):
+        scores = len(block.sites) * slices
+        inner = matrix((point + 1) * heads, 8) * 3
+        networks.append(Network(inner, -inner.sum(0) / 2, matrix(8, scores) * 3, matrix(scores)))
+    thresholds = np.linspace(6, -6, LEVELS, dtype=np.float32)
+    return Routers(blocks, tuple(networks), widths_of(table), thresholds, f"random cascade {seed}")
+
+
+def keep_cascade(table: SiteTable, seed: int = 0) -> Path:
+    """Puts such a cascade where an engine of this table's model finds it."""
+    made = random_cascade(table, seed)
+    tensors = {**named(made.networks), "widths": np.array(made.widths), "thresholds": made.thresholds}
+    return write("cascade", table, Learned(tensors, {}))
 
 
 def steered(table: SiteTable, level: int | None, gear: int = 6, seed: int = 0) -> Blueprint:

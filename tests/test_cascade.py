@@ -14,32 +14,34 @@ from qbe.blueprint import Blueprint, Steering
 from qbe.compile.backend import register
 from qbe.engine.captured import Kind
 from qbe.engine.core import Core
-from qbe.engine.sequence import Sequence
+from qbe.engine.sequence import Move, Sequence
 from qbe.errors import QBEError
-from qbe.kernels.cascade_ops import DOWN, UP
 from qbe.kvcache.attention import step as step_of
-from qbe.sites import NESTABLE_ROLES, Role
-from qbe.store.cascade_table import TOP, CascadeTable, Point, balanced, load, path_of, save, step
+from qbe.policies.cascade import POINTS, blocks_of, level_of, load, points_of, steering
+from qbe.policies.learned import path_of
+from qbe.policies.per_token import LEVELS, Routers
+from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
 from qbe.store.nested_tensor import nest
 from qbe.store.nesting import with_store
 from qbe.tagger import tag
+from routing_samples import keep_cascade, random_cascade
 
 TOKENS = 120
-QUANTILES = tuple(0.43 + i / 32 * 0.25 for i in range(33))  # of most tokens of the tiny model
-TABLE = CascadeTable((Point(0, 1, QUANTILES), Point(1, -1, QUANTILES), Point(2, 1, QUANTILES)), share=0.7, most=2)
 
 
-def core_of(device: torch.device | str = "cpu", table: CascadeTable | None = TABLE, **sizes: Any) -> Core:
+def core_of(device: torch.device | str = "cpu", seed: int | None = 0, **sizes: Any) -> Core:
     model = build("llama").to(device)
     sites = tag(model)
     nest(model, [s.name for s in sites if s.is_linear and s.role in NESTABLE_ROLES])
-    return Core(model, with_store(sites, model), cascade=table,
+    table = with_store(sites, model)
+    cascade = None if seed is None else random_cascade(table, seed)
+    return Core(model, table, cascade=cascade,
                 **{"max_sequences": 4, "kv_tokens": 2048, "speculate": True, **sizes})  # fmt: skip
 
 
 def at(core: Core, bits: int = 6, kv: int = 16, steered: bool = True) -> Blueprint:
     plain = Blueprint.of("b", core.table, (bits,) * len(core.table.nested), kv_bits=(kv,) * core.table.layers)
-    return replace(plain, steering=Steering("cascade")) if steered else plain
+    return replace(plain, steering=Steering("cascade", 128)) if steered else plain
 
 
 def asked(core: Core, name: str, prompt: list[int], tokens: int = TOKENS, kv: int = 16, **params: Any) -> Sequence:
@@ -76,7 +78,7 @@ def test_rows_are_moved_within_the_pass_and_the_next_one_begins_anew(device: tor
 def test_nobody_else_changes_what_is_moved(device: torch.device) -> None:
     """Company, preemption, speculation and pages of fewer bits leave an answer and its moves as they are."""
 
-    def answers(core: Core, *which: int, **params: Any) -> list[tuple[list[int], list[int]]]:
+    def answers(core: Core, *which: int, **params: Any) -> list[tuple[list[int], list[Move]]]:
         every = [asked(core, str(i), p, kv=8, **params) for i, p in enumerate(prompts(30, 33, 7))]
         others = [request("plain", prompts(40)[0], at(core, 4, steered=False), max_tokens=TOKENS)] * (len(which) > 1)
         run(core, *(every[i] for i in which), *others)
@@ -94,7 +96,6 @@ def test_nobody_else_changes_what_is_moved(device: torch.device) -> None:
     assert answers(few, 0, 1, 2) == together
     assert few.scheduler.preempted > 0
     assert answers(core_of(), 0, 1, 2, speculate=True, logit_bias=None) == together
-    assert answers(core_of(table=replace(TABLE, most=0)), 0)[0][1] == [0] * (TOKENS - 1)
 
 
 def test_a_compiled_step_moves_as_one_that_is_not(device: torch.device) -> None:
@@ -114,7 +115,7 @@ def test_a_compiled_step_moves_as_one_that_is_not(device: torch.device) -> None:
         return s
 
     plain, compiled = answer(False), answer(True)
-    assert any(compiled.moves)
+    assert len({m.bits for m in compiled.moves}) > 4
     assert compiled.output_ids == plain.output_ids
     assert compiled.moves == plain.moves
 
@@ -131,10 +132,10 @@ def test_each_kind_of_step_is_compiled_for_itself() -> None:
     for kind in (Kind(1), Kind(1, steered=True), Kind(1, several=True), Kind(1)):
         compiled = decode._compiled_forward()
         assert core.cascade is not None
-        core.cascade._moves.fill_(-1)
+        core.cascade._seen.fill_(-1)
         with torch.inference_mode(), step_of(decode._layout(kind)):
             compiled(1)
-        assert (int(core.cascade._moves[0]) != -1) is kind.steered
+        assert (float(core.cascade._seen[0, 0]) != -1) is kind.steered
 
 
 def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:
@@ -160,13 +161,15 @@ def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:
 def test_a_refresh_and_a_bound_keep_the_steering() -> None:
     core = core_of()
     s = asked(core, "s", prompts(20)[0], kv=8)
+    bits = tuple(4 + 4 * (i % 2) for i in range(len(core.table.nested)))
+    other = replace(at(core, 6, 8, steered=False), weight_bits=bits)
     s.blueprint = replace(s.blueprint, kv_error=0.05)
     core.add(s)
     while s.finish_reason is None:
         core.step()
         if len(s.output_ids) == 50:
-            assert core.refresh(s, at(core, 8, 8, steered=False))
-            assert not core.refresh(s, at(core, 8, 8, steered=False))
+            assert core.refresh(s, other)
+            assert not core.refresh(s, other)
     assert s.error is None
     assert len(s.moves) == TOKENS - 1
     assert s.pages_read > 0
@@ -175,58 +178,89 @@ def test_a_refresh_and_a_bound_keep_the_steering() -> None:
     spans = s.spans(s.cached, s.computed)
     assert sum(n for _, n in spans) == s.computed
     assert all(b.steering is None for b, _ in spans)
-    own = [8 if p >= 69 else 6 for p in range(20, 20 + len(s.moves))]
-    bits = [s.blueprint_at(p).average_weight_bits(core.table) for p in range(20, 20 + len(s.moves))]
-    assert s.excess == pytest.approx(sum(bits) - sum(own))
+    average = other.average_weight_bits(core.table)
+    own = [average if p >= 69 else 6 for p in range(20, 20 + len(s.moves))]
+    had = [s.blueprint_at(p).average_weight_bits(core.table) for p in range(20, 20 + len(s.moves))]
+    assert s.excess == pytest.approx(sum(had) - sum(own))
+
+
+def test_a_refresh_beyond_what_routers_can_give_is_not_steered_until_the_next_one() -> None:
+    core = core_of()
+    s = asked(core, "s", prompts(20)[0])
+    core.add(s)
+    while s.finish_reason is None:
+        core.step()
+        for tokens, bits in ((30, 16), (80, 6)):
+            if len(s.output_ids) == tokens:
+                assert core.refresh(s, at(core, bits, steered=False))
+                assert (s.blueprint.steering is None) == (bits == 16)
+    assert len(s.moves) == TOKENS - 1
+    assert all(set(m.bits) == {16} and m.shift == 0 for m in s.moves[30:78])
+    assert len({m.bits for m in s.moves[80:]}) > 2
 
 
 def test_the_average_stays_where_it_was() -> None:
-    """Levels follow what a page had too much: an answer that always looks hard comes back to its average."""
-    high = tuple(0.01 * i for i in range(33))  # thresholds that this model's attention always exceeds
-    core = core_of(table=CascadeTable((Point(1, 1, high),), share=0.5, most=1))
+    """Levels follow what a page had too much: an answer whose tokens all look hard comes back to its average."""
+    core = core_of()
+    assert core.cascade is not None
+    for *_, outer_bias in core.cascade._networks:
+        outer_bias[::2] += 6.0  # what the second slice of each site is worth
     s = asked(core, "s", prompts(12)[0], 230)
     run(core, s)
-    by_page = [[s.moves[p - 12] for p in range(max(12, i), min(i + 64, 12 + len(s.moves)))] for i in range(0, 242, 64)]
-    assert set(by_page[0]) == {UP}
-    assert DOWN not in by_page[0]
-    assert set(by_page[1]) == {0}  # the lowest level lets nobody up
+    page = [sum(s.moves[p - 12].shift for p in range(max(12, i), min(i + 64, 241))) / 64 for i in range(0, 241, 64)]
+    assert page[0] > 0.3
+    assert page == sorted(page, reverse=True)
+    assert abs(page[-1]) < page[0] / 4
     levels = [b.steering.level for b in (*(b for _, b in s.past), s.blueprint) if b.steering is not None]
-    assert levels[0] > 0 == min(levels)
+    assert levels[0] > min(levels)
+    assert s.excess == pytest.approx(sum(m.shift for m in s.moves))
 
 
-def test_levels_balance_what_a_row_gains_and_loses() -> None:
+def test_points_and_the_sites_behind_them() -> None:
     core = core_of()
-    sites = core.table
-    table = CascadeTable(TABLE.points, share=0.4, most=3)
+    table, cascade = core.table, core.cascade
+    assert cascade is not None
+    assert points_of(table) == (0, 1, 2)
+    for point, block in zip(points_of(table), blocks_of(table), strict=True):
+        assert [table.nested[s].layer for s in block.sites] == [point + 1] * 7
+        assert block.name == f"model.layers.{point + 1}.self_attn"
+    head = next(i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD)
+    assert all(head not in b.sites for b in blocks_of(table))
+    deep = SiteTable(tuple(
+        Site(f"layers.{i}.{name}.{role.value}", role, i, (8, 8), True, (4, 6, 8, 16))
+        for i in range(35) for name, role in (("attn", Role.ATTENTION_QKV), ("mlp", Role.FFN_DOWN))
+    ), layers=35)  # fmt: skip
+    assert points_of(deep) == tuple(range(0, 34, 4))
+    assert len(points_of(deep)) <= POINTS
+    assert [len(b.sites) for b in blocks_of(deep)] == [8] * 8 + [4]
+    assert points_of(SiteTable(())) == ()
+    assert blocks_of(SiteTable(())) == ()
+
+
+def test_a_level_is_an_average() -> None:
+    """Of all sites: those without a router have what the blueprint says."""
+    core = core_of()
+    sites, routers = core.table, random_cascade(core.table)
+    routed = {s for b in routers.blocks for s in b.sites}
     for bits in (4, 6, 8, 16):
-        up, down = balanced(table, sites, (bits,) * len(sites.nested))
-        level = table.level(up, down, 0.0, 64)
-        (_, high), (low, _) = table.thresholds(table.points[0], level), table.thresholds(table.points[0], level)
-        if bits == 4:
-            assert (down, level) == (0, 0)  # nothing can be lowered, so nothing is raised
-            assert high == float("inf")
-        elif bits == 8:
-            assert (up, level) == (0, TOP)  # the next gear would be another copy of the weights
-            assert low == -float("inf")
-        elif bits == 16:
-            assert up == down == 0
-        else:
-            part = level / TOP
-            assert up * part == pytest.approx(down * (1 - part), rel=0.05)
-    up, down = balanced(table, sites, (6,) * len(sites.nested))
-    levels = [table.level(up, down, excess, 64) for excess in (-99.0, -1.0, 0.0, 1.0, 99.0)]
+        found = steering(routers, sites, (bits,) * len(sites.nested))
+        assert (found is None) == (bits != 6)
+    mixed = tuple(6 if i in routed else 8 for i in range(len(sites.nested)))
+    average = Blueprint.of("b", sites, mixed).average_weight_bits(sites)
+    assert level_of(routers, sites, mixed, average) == pytest.approx((LEVELS - 1) / 2)
+    found = [steering(routers, sites, mixed, excess, 64) for excess in (-999.0, -9.0, 0.0, 9.0, 999.0)]
+    levels = [f.level for f in found if f is not None]
     assert levels == sorted(levels, reverse=True)
-    assert (levels[0], levels[-1]) == (TOP, 0)
-    head = next(s for s in sites.nested if s.role is Role.OUTPUT_HEAD)
-    assert [step(head, b, True) for b in (4, 6, 8, 16)] == [6, 8, 8, 16]
-    assert [step(head, b, False) for b in (4, 6, 8, 16)] == [4, 4, 6, 16]
+    assert len(set(levels)) == 5
+    assert (levels[0], levels[-1]) == (LEVELS - 1, 0)
 
 
 def test_models_that_run_one_sequence_a_pass_do_without() -> None:
     model = build("jamba")
     sites = tag(model)
     nest(model, [s.name for s in sites if s.is_linear and s.role in NESTABLE_ROLES])
-    core = Core(model, with_store(sites, model), cascade=TABLE)
+    table = with_store(sites, model)
+    core = Core(model, table, cascade=random_cascade(table))
     s = asked(core, "s", prompts(9)[0], 5)
     run(core, s)
     assert core.cascade is None
@@ -234,17 +268,19 @@ def test_models_that_run_one_sequence_a_pass_do_without() -> None:
     assert s.moves == []
 
 
-def test_tables_are_kept_for_the_store_that_they_were_learned_on(
+def test_routers_are_kept_for_the_store_that_they_were_learned_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QBE_CACHE", str(tmp_path))
-    sites = replace(core_of(table=None).table, model_name="org/tiny")
+    sites = replace(core_of(seed=None).table, model_name="org/tiny")
     assert load(sites) is None
-    path = save(replace(TABLE, about={"answers": 3}), sites)
-    assert path == path_of(sites)
-    assert load(sites) == replace(TABLE, about={"answers": 3})
-    measured = sites.with_sensitivity({sites.nested[0].name: {4: 0.5}})
-    assert load(measured) is None  # measured anew: what a step of its layers is worth may be another
+    made, path = random_cascade(sites), keep_cascade(sites)
+    assert path == path_of("cascade", sites)
+    found = load(sites)
+    assert isinstance(found, Routers)
+    assert (found.blocks, found.widths) == (made.blocks, made.widths)
+    with pytest.raises(QBEError, match=r"another store.*qbe train cascade"):
+        load(sites.with_sensitivity({sites.nested[0].name: {4: 0.5}}))
     path.write_text("{")
-    with pytest.raises(QBEError, match="qbe train cascade"):
+    with pytest.raises(QBEError, match=r"damaged.*qbe train cascade"):
         load(sites)

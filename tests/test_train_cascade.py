@@ -1,166 +1,187 @@
-"""`qbe train cascade`: what is learned of attention, and that it is learned from what the engine really does."""
+"""`qbe train cascade`: that it learns from what the engine's attention really shows, and what a request finds of it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
 
 import qbe
+from cli_process import qbe as command
 from conftest import byte_tokenizer, tiny_llama
 from qbe.budget import Budget
+from qbe.engine.result import Request
+from qbe.engine.sampling_params import SamplingParams
 from qbe.eval.items import Form, Item
+from qbe.kernels.reference.cascade import cascade as reference
 from qbe.learning import cascade as learning
-from qbe.learning.cascade import Answer, behind, divergences, fit, moved, train, write
-from qbe.store.cascade_table import CascadeTable, Point, load, path_of, save
+from qbe.learning import distil
+from qbe.learning.cascade import attention_of, entropies, train
+from qbe.policies import learned
+from qbe.policies.cascade import load, points_of
+from qbe.store.prepare import PreparedModel, prepare
 
-TEXTS = ("one two three", "a b c d e f", "zero", "what is it?", "lorem ipsum dolor sit amet", "42 43 44 45")
+CPU = torch.device("cpu")
+
+
+def items(n: int) -> list[Item]:
+    return [Item("text", str(i), Form(f"prompt number {i}", f"and what follows {i * i}")) for i in range(n)]
+
+
+def loaded(folder: Path) -> PreparedModel:
+    return prepare(folder, dtype="float32", device=CPU, progress=False)
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("QBE_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_training_sees_what_the_engine_shows(home: Path) -> None:
+    """The entropies of every step of an answer, as the cascade's op hears of them, and those of the text at once."""
+    heard: dict[tuple[int, int], torch.Tensor] = {}
+    model = tiny_llama(num_hidden_layers=4)
+    with qbe.Engine(tiny_llama(num_hidden_layers=4), tokenizer=byte_tokenizer(), policy="uniform", device="cpu",
+                    records=False) as engine:  # fmt: skip
+        points, modules = points_of(engine.table), attention_of(engine.table, points_of(engine.table))
+        assert modules == [f"model.layers.{p}.self_attn" for p in points]
+
+        def observe(layer: int, attended: Any, entropy: Any, lengths: Any, _rows: Any) -> Any:
+            for of_heads, length in zip(entropy.clone(), lengths.tolist(), strict=True):
+                heard[layer, length] = of_heads
+            return attended
+
+        engine.core.runner.observe, engine.core.runner.decode = observe, None
+        key = engine.submit(Request("a b c d e", SamplingParams(max_tokens=40, ignore_eos=True), Budget(bits=16)))
+        text = engine.sequence(key)
+        while not engine.finished(key):
+            engine.step()
+        ids = text.token_ids
+    with entropies(model, modules) as seen, torch.no_grad():
+        model(input_ids=torch.tensor([ids]))
+        for number, layer in enumerate(points):
+            for length in (len(text.prompt_ids) + 1, 30, len(ids) - 1):
+                share = seen[number][0, length - 1]
+                assert torch.allclose(share * np.log(length), heard[layer, length], atol=2e-3)
+    assert model.config._attn_implementation != "eager"
+    assert not any(m._forward_hooks for m in model.modules())
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory):
+def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Where what was learned lies, and the model."""
+    where = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QBE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with qbe.Engine(tiny_llama(num_hidden_layers=4), tokenizer=byte_tokenizer(), policy="static", device="cpu",
-                        records=False, max_sequences=4) as made:  # fmt: skip
-            yield made
+        patch.setenv("QBE_CACHE", str(where))
+        patch.setattr(distil, "RATE", 0.1)
+        prepared, ticks = loaded(tiny_folder), list[int]()
+        found = train(prepared, items(16), 6, 0, lambda: ticks.append(1))
+        assert len(ticks) == 6
+        assert {"before", "after", "loss", "parameters"} <= found.about.keys()
+        learned.write("cascade", prepared.table, found)
+    return where, tiny_folder
 
 
-def test_entropies_are_those_of_the_steps_that_wrote_the_answer(engine: qbe.Engine) -> None:
-    """Against the weights of transformers' own attention."""
-    prompts = [engine.tokenizer(t)["input_ids"] for t in TEXTS[:2]]
-    plain = tiny_llama(num_hidden_layers=4)
-    plain.set_attn_implementation("eager")
-    for prompt, (answer, entropy) in zip(prompts, write(engine, prompts), strict=True):
-        assert entropy.shape == (len(answer) - 1, 4)
-        with torch.inference_mode():
-            weights = plain(torch.tensor([prompt + answer]), output_attentions=True).attentions
-        for layer, w in enumerate(weights):
-            for i in (0, 5, len(answer) - 2):
-                at = len(prompt) + i
-                expected = -torch.special.xlogy(w[0, :, at], w[0, :, at]).sum(-1).mean() / np.log(at + 1)
-                assert entropy[i, layer] == pytest.approx(float(expected), abs=2e-3)
-    assert engine.core.runner.decode is not None
+def test_networks_read_entropies_as_they_are(trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is served of a text in the training's own arithmetic, and what the op makes of the same entropies."""
+    monkeypatch.setenv("QBE_CACHE", str(trained[0]))
+    prepared = loaded(trained[1])
+    table, routers = prepared.table, load(prepared.table)
+    assert routers is not None
+    points, ids = points_of(table), prepared.tokenizer("some other text")["input_ids"]
+    with entropies(prepared.model, attention_of(table, points)) as seen, torch.no_grad():
+        prepared.model(input_ids=torch.tensor([ids]))
+    n, heads = len(ids), seen[0].shape[-1]
+    assert [len(x.inner) for x in routers.networks] == [heads * (p + 1) for p in range(len(points))]
+    words, kept = torch.zeros(len(table.nested), n, dtype=torch.int32), torch.zeros(n, len(points) * heads)
+    lengths = torch.arange(1, n + 1)
+    steering = torch.full((n,), 1 << 8 | 128, dtype=torch.int32)
+    for point, (block, network) in enumerate(zip(routers.blocks, routers.networks, strict=True)):
+        reference(
+            torch.zeros(n, 1, 1), seen[point][0] * lengths.clamp(min=2).log()[:, None], lengths, None, kept,
+            *map(torch.from_numpy, vars(network).values()), torch.from_numpy(routers.thresholds),
+            torch.tensor(routers.widths, dtype=torch.int32), steering, words[block.sites[0] : block.sites[-1] + 1],
+            point,
+        )  # fmt: skip
+        x = torch.cat([s[0] for s in seen[: point + 1]], -1)
+        assert torch.allclose(kept[:, : (point + 1) * heads], x, atol=1e-5)
+        scores = network.scores(x.numpy()).reshape(n, len(block.sites), -1)
+        worth = np.concatenate([scores[..., :1], scores[..., :1] - np.logaddexp(0, scores[..., 1:]).cumsum(-1)], -1)
+        bits = np.array(routers.widths)[(worth > routers.thresholds[128]).sum(-1)]
+        assert (words[list(block.sites)].numpy() == bits.T).mean() > 0.99
 
 
-def test_divergences_are_zero_at_16_bits_and_fall_with_bits(engine: qbe.Engine) -> None:
-    prompt = engine.tokenizer(TEXTS[0])["input_ids"]
-    at = [engine.explain(prompt, budget=Budget(bits=b), policy="uniform").blueprint for b in (4, 8, 16)]
-    kl = divergences(engine.core, prompt, list(range(60, 100)), at)
-    assert kl.shape == (3, 40)
-    assert kl[2].max() < 1e-5
-    assert kl[0].mean() > 4 * kl[1].mean() > 0
-
-
-def test_what_entropy_tells_is_found_and_what_it_does_not_tell_gains_nothing(engine: qbe.Engine) -> None:
-    base = engine.explain(TEXTS[0], budget=Budget(bits=6), policy="uniform").blueprint
-    rng, layers, tokens = np.random.default_rng(0), 4, 300
-
-    def answers(told: bool) -> list[Answer]:
-        """Tokens with low entropy at layer 1 are sensitive; layer 0 and 2 tell nothing."""
-        found = []
-        for _ in range(8):
-            entropy = rng.uniform(0.2, 0.9, (tokens, layers))
-            worth = np.exp(-8 * entropy[:, 1]) if told else np.exp(-8 * rng.uniform(0.2, 0.9, tokens))
-            rows = [worth, *(worth * f for _ in range(3) for f in (0.1, 4.0))]
-            found.append(Answer(entropy, np.array(rows)))
-        return found
-
-    table = fit(answers(True), [0, 1, 2], base, engine)
-    assert 1 in [p.layer for p in table.points]
-    assert next(p for p in table.points if p.layer == 1).sign == -1
-    held = table.about["held_out"]
-    assert held["ratio"] < 0.9 < held["at_random"]
-    assert held["interval"][1] < 1
-    assert held["bits"] == pytest.approx(6, abs=0.1)
-    noise = fit(answers(False), [0, 1, 2], base, engine).about
-    assert noise["held_out"]["ratio"] == pytest.approx(noise["held_out"]["at_random"], rel=0.15)
-    assert all(abs(v) < 0.15 for v in noise["correlations"].values())
-
-
-def test_the_whole_of_it(engine: qbe.Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(learning, "TOKENS", 48)
-    ticks: list[int] = []
-    items = [Item("text", t, Form(t, t)) for t in TEXTS]
-    table = train(engine, items, lambda: ticks.append(1))
-    assert len(ticks) == len(items) == table.about["answers"]
-    assert table.about["bits"] == pytest.approx(5, abs=0.05)
-    assert [p.layer for p in table.points] == sorted({p.layer for p in table.points})
-    path = save(table, engine.table, tmp_path / "cascade.json")
-    assert path.is_file()
-    assert load(engine.table) is None  # it was put elsewhere
-    base = engine.explain(TEXTS[0], budget=Budget(bits=5)).blueprint
-    up, down = (behind(base, engine.table, 1, u).average_weight_bits(engine.table) for u in (True, False))
-    assert down < 5 < up
-    with pytest.raises(qbe.QBEError, match="too few"):
-        train(engine, items[:1])
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"share": "x"}, {"share": 0}, {"most": None}, {"points": []}, {"points": [{"layer": 0, "sign": 1}]},
-        {"points": [{"layer": 99, "sign": 1, "quantiles": [0, 1]}]},
-        {"points": [{"layer": 0, "sign": 1, "quantiles": []}]},
-        {"points": [{"layer": 0, "sign": 1, "quantiles": ["a", "b"]}]},
-        {"points": [{"layer": 0, "sign": 7, "quantiles": [0, 1]}]},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_damaged_table_is_told_and_missed_by_nobody_else(
-    engine: qbe.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: dict[str, object]
+def test_an_engine_serves_it_and_the_average_is_kept(
+    trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
-    path = save(CascadeTable((Point(0, 1, (0.0, 0.5, 1.0)),), 0.4, 1), engine.table)
-    assert load(engine.table) is not None
-    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(qbe.QBEError, match=r"is damaged.*qbe train cascade"):
-        load(engine.table)
+    monkeypatch.setenv("QBE_CACHE", str(trained[0]))
+    with qbe.Engine(trained[1], policy="uniform", device="cpu", dtype="float32", records=False) as engine:
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        result = engine.generate("a b c", params, budget=Budget(bits=6, cascade=True))
+        assert result.raised_tokens + result.lowered_tokens > 0
+        assert result.average_weight_bits == pytest.approx(6, abs=0.5)
+        assert engine.generate("a b c", params, budget=Budget(bits=6)).raised_tokens == 0
+        for bits in (4, 16):
+            with pytest.raises(qbe.QBEError, match=f"nothing to move at {bits} bits.*between 4 and 8"):
+                engine.explain("a b c", budget=Budget(bits=bits, cascade=True))
 
 
-def test_only_those_who_ask_for_a_cascade_miss_a_damaged_table(
-    engine: qbe.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_it_a_request_is_refused(home: Path) -> None:
+    with qbe.Engine(tiny_llama(), tokenizer=byte_tokenizer(), policy="static", device="cpu", records=False) as engine:
+        assert engine.generate("text", SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason == "length"
+        with pytest.raises(qbe.QBEError, match=r"has not been trained for.*qbe train cascade"):
+            engine.generate("text", budget=Budget(cascade=True))
+
+
+def test_only_those_who_ask_for_a_cascade_miss_a_damaged_file(
+    trained: tuple[Path, Path], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
-    path_of(engine.table).parent.mkdir()
-    path_of(engine.table).write_text("{")
+    learned.ready()
+    learned.path_of("cascade", loaded(trained[1]).table).write_text("{")
     with pytest.warns(RuntimeWarning, match="is damaged"):
-        other = qbe.Engine(tiny_llama(num_hidden_layers=4), tokenizer=byte_tokenizer(), policy="static", device="cpu",
-                           records=False)  # fmt: skip
+        other = qbe.Engine(trained[1], policy="uniform", device="cpu", records=False)
     with other:
-        assert other.generate("text", qbe.SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason == "length"
-        with pytest.raises(qbe.QBEError, match="no thresholds of the cascade"):
-            other.generate("text", budget=Budget(cascade=True))
+        assert other.generate("text", SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason == "length"
+        with pytest.raises(qbe.QBEError, match="qbe train cascade"):
+            other.generate("text", budget=Budget(bits=6, cascade=True))
 
 
-def test_nothing_is_trained_for_a_folder_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from qbe.policies import learned
-
-    monkeypatch.setenv("QBE_CACHE", str(tmp_path))
-    (tmp_path / "learned").write_text("a file")
-    with pytest.raises(qbe.QBEError, match="learned' cannot be made"):
-        learned.ready()
-
-
-def test_a_cascade_without_anything_to_move_is_refused(engine: qbe.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._chooser, "cascade", CascadeTable((Point(0, 1, (0.0, 1.0)),), 0.4, 1))
-    with pytest.raises(qbe.QBEError, match="nothing to move at 16 bits"):
-        engine.explain(TEXTS[0], budget=Budget(bits=16, cascade=True), policy="uniform")
-    assert engine.explain(TEXTS[0], budget=Budget(bits=6, cascade=True), policy="uniform").blueprint.steering
+def test_attention_that_does_not_show_its_weights_is_told(trained: tuple[Path, Path], home: Path) -> None:
+    prepared = loaded(trained[1])
+    attention = prepared.model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *a, **k: (forward(*a, **k)[0], None)
+    with pytest.raises(qbe.QBEError, match="does not show its attention's weights"):
+        train(prepared, items(16), 1)
+    assert not any(m._forward_hooks for m in prepared.model.modules())
 
 
-def test_moves_follow_levels_page_by_page(engine: qbe.Engine) -> None:
-    """An answer that is always above what was learned goes up for a page, then no more."""
-    base = engine.explain(TEXTS[0], budget=Budget(bits=6), policy="uniform").blueprint
-    table = CascadeTable((Point(1, 1, tuple(i / 100 for i in range(33))),), 0.4, 1)
-    kl, bits = moved(table, Answer(np.full((200, 4), 0.9), np.tile([[1.0], [0.5], [2.0]], (1, 200))), [1], base, engine)
-    assert bits[:64].min() > 6
-    assert bits[64:].max() == 6
-    assert kl.tolist() == [0.5] * 64 + [1.0] * 136
-    assert spearmanr(kl, bits).statistic < 0
+def test_the_command(tiny_folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    questions = [{"question": f"How much is {i} and {i}?", "answer": f"It is #### {2 * i}"} for i in range(40)]
+    tasks = [{"id": f"s{i}", "instruction": f"Say {i}.", "instances": [{"input": "", "output": str(i)}]}
+             for i in range(40)]  # fmt: skip
+    (data / "gsm8k_train4000.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    (data / "alpaca_seed_tasks.jsonl").write_text("".join(json.dumps(t) + "\n" for t in tasks))
+    texts = (f" = Title {i} = \n\n some words of it {i} . " * 9 for i in range(40))
+    (data / "wikitext2_valid.txt").write_text("\n".join(texts))
+    of = "--model", str(tiny_folder), "--device", "cpu", "--json"
+    done = command("train", "cascade", *of, "--data", str(data), "--limit", "6", "--steps", "2", home=tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    told = json.loads(done.stdout)
+    assert Path(told["file"]).is_file()
+    assert [e["asked"] for e in told["after"]] == list(distil.HELD_AT)
+    asked = "--policy", "uniform", "--bits", "6", "--cascade", "--max-tokens", "20"
+    again = command("generate", "a b", *of, *asked, home=tmp_path)
+    assert again.returncode == 0, again.stderr.decode()
+    assert "raised_tokens" in again.stdout.decode()
+
+
+def test_constants() -> None:
+    assert learning.HIDDEN % 8 == 0  # what the compiled op takes

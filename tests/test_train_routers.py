@@ -158,7 +158,7 @@ def test_a_per_token_policy_is_served_as_it_was_trained(folder: Path, trained: d
         with pytest.raises(QBEError, match="more than that allows"):
             engine.explain(PROMPT, budget=Budget(bits=12))
     prepared = loaded(folder)
-    with sliced(prepared, head=policy == "tokenwise") as student, torch.no_grad():
+    with sliced(prepared, blocks_of(prepared.table, head=policy == "tokenwise")) as student, torch.no_grad():
         routers = _of(trained[policy], len(student.blocks))
         tokens = Gates(prepared.table, student, routers)
         tokens.hard, tokens.threshold = (

@@ -18,7 +18,6 @@ from qbe.commands.console import say, usage, with_options
 from qbe.commands.ledger import ledger
 from qbe.commands.models import info, pull, quantize
 from qbe.commands.records import records
-from qbe.commands.train_cascade import cascade
 from qbe.errors import QBEError
 from qbe.eval.command import app as evaluate
 from qbe.files import reason
@@ -33,7 +32,6 @@ app = typer.Typer(
 )
 for _command in (generate, chat, explain, quantize, pull, info, records, ledger, serve):
     app.command()(_command)
-train.command()(cascade)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
 app.add_typer(cache, name="cache")

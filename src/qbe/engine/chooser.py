@@ -21,10 +21,11 @@ from qbe.errors import QBEError, about
 from qbe.explain import Explanation
 from qbe.hardware import detect
 from qbe.policies import Policy
+from qbe.policies.cascade import steering
 from qbe.policies.per_token import Routers
+from qbe.policies.routers import widths_of
 from qbe.records import thresholds
 from qbe.sites import SiteTable
-from qbe.store.cascade_table import CascadeTable, balanced, steering
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
 
@@ -41,13 +42,13 @@ class Chooser(BlueprintChooser):
         context: the model's context in tokens, None when it has no limit.
         cache: asked before a policy is; None: policies are always asked.
         analysis_tier: see `qbe.analysis.Analyzer`.
-        cascade: what was learned of the model's attention; None: requests for the cascade are refused.
+        cascade: what `qbe train cascade` found; None: requests for the cascade are refused.
     """
 
     def __init__(
         self, policy: Policy, name: str, model: Any, tokenizer: Any, model_name: str, table: SiteTable,
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
-        cascade: CascadeTable | None = None,
+        cascade: Routers | None = None,
     ) -> None:  # fmt: skip
         analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
         analyzer.analyze("warm up", [0], tier=analysis_tier or 2)  # the first of a process takes milliseconds
@@ -149,20 +150,22 @@ class Chooser(BlueprintChooser):
     def _steered(self, blueprint: Blueprint) -> Blueprint:
         if self.cascade is None:
             raise QBEError(
-                f"there are no thresholds of the cascade for {self._model_name}: run 'qbe train cascade --model "
-                f"{self._model_name}', or leave the cascade out"
+                f"the cascade has not been trained for {self._model_name}: run 'qbe train cascade --model "
+                f"{self._model_name}', or leave it out"
             )
         if blueprint.steering is not None:
             raise QBEError(
                 f"the policy '{blueprint.policy}' moves bits within a step itself: leave the cascade out, or choose "
                 "another policy"
             )
-        if not sum(balanced(self.cascade, self._table, blueprint.weight_bits)):
+        found = steering(self.cascade, self._table, blueprint.weight_bits)
+        if found is None:
             raise QBEError(
                 f"the cascade has nothing to move at {blueprint.average_weight_bits(self._table):.4g} bits a weight: "
-                "leave it out, or ask for fewer bits"
+                f"leave it out, or ask for something between {widths_of(self._table)[0]} and "
+                f"{widths_of(self._table)[-1]}"
             )
-        return replace(blueprint, steering=steering(self.cascade, self._table, blueprint.weight_bits))
+        return replace(blueprint, steering=found)
 
 
 def routers_of(policy: Policy, table: SiteTable) -> Routers | None:

@@ -33,7 +33,6 @@ from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
 from qbe.policies.per_token import Routers
 from qbe.sites import FULL_BITS, KVBits, SiteTable
-from qbe.store.cascade_table import CascadeTable
 from qbe.store.plan import Plan
 
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -73,12 +72,13 @@ class Core:
             ones find most of it in torch's cache; no request waits for it.
         speculate: make ready the steps of a few rows that requests with `SamplingParams.speculate` need. Without it
             they may speculate where `max_sequences` gives such steps room and nothing was compiled.
-        cascade: what was learned of the model's attention, for requests whose blueprint the cascade steers; without it
+        cascade: what `qbe train cascade` found, for requests whose blueprint the cascade steers; without it
             they run at their blueprint as it is.
         routers: to run in the forward pass from the start (`add_routers` takes others later).
 
     Attributes:
-        cascade: what moves their rows; None without a table, and for models of which each sequence has its own forward.
+        cascade: what moves their rows; None where nothing was learned, and for models of which each sequence has its
+            own forward.
         context: the model's context in tokens, None when it has no limit.
         vocabulary: number of tokens the model knows.
 
@@ -99,7 +99,7 @@ class Core:
         progress: bool = False,
         compile: bool = False,
         speculate: bool = False,
-        cascade: CascadeTable | None = None,
+        cascade: Routers | None = None,
         routers: Routers | None = None,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
@@ -200,11 +200,12 @@ class Core:
         Pages that are written stay. Those to come get its KV bits if what the request may still write then fits.
         """
         before = sequence.blueprint
-        steering = before.steering if steers(before) else blueprint.steering  # a policy's own comes with its bits
+        cascades = self.cascade is not None and sequence.moved is not None
+        steering = before.steering if cascades else blueprint.steering  # a policy's own comes with its bits
         blueprint = replace(blueprint, kv_error=before.kv_error, steering=steering)
         if blueprint.key == before.key:
             return False
-        if self.cascade is not None and steers(blueprint):
+        if self.cascade is not None and cascades:
             blueprint = self.cascade.steered(blueprint, sequence)
         sequence.exchange(blueprint.with_kv_bits(before.kv_bits))
         self.raise_kv(sequence, blueprint.kv_bits)

@@ -32,8 +32,8 @@ from qbe.explain import Explanation
 from qbe.kernels.tuning.tunable import KernelCache, kernel_cache
 from qbe.kernels.tuning.tuner import Tuner
 from qbe.models import DEFAULT_MODEL
+from qbe.policies.cascade import load as load_cascade
 from qbe.records import RecordStore, RecordWriter
-from qbe.store import cascade_table
 from qbe.store.prepare import prepare, prepare_in_memory
 
 __all__ = ["Engine", "Request", "Result"]
@@ -109,7 +109,7 @@ class Engine(Requests):
             )  # fmt: skip
         self.model = prepared.model
         try:
-            cascade = cascade_table.load(prepared.table)
+            cascade = load_cascade(prepared.table)
         except QBEError as error:  # who asks for a cascade is refused; others can do without
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
             cascade = None

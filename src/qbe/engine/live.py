@@ -14,8 +14,6 @@ from qbe.records import Record
 from qbe.records.refresh import Refresh
 from qbe.sites import FULL_BITS
 
-_EVERY_UP = 0x15555555  # `qbe.kernels.cascade_ops.UP` at every point of a word of moves; DOWN is the bit above it
-
 
 @dataclass
 class Live:
@@ -67,8 +65,8 @@ class Live:
             average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(chosen.table),
             kv_error=running.blueprint.kv_error, pages_read=running.pages_read, pages_raised=running.pages_raised,
             host_bytes=running.host_bytes, parts=tuple(running.parts), refreshes=tuple(self.refreshes),
-            raised_tokens=sum(bool(m & _EVERY_UP) for m in running.moves),
-            lowered_tokens=sum(bool(m & _EVERY_UP << 1) for m in running.moves),
+            raised_tokens=sum(m.shift > 0 for m in running.moves),
+            lowered_tokens=sum(m.shift < 0 for m in running.moves),
             drafted_tokens=running.speculation.drafted if running.speculation else 0,
             accepted_tokens=running.speculation.accepted if running.speculation else 0,
         )  # fmt: skip

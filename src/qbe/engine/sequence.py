@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -55,6 +55,14 @@ class Place:
 FIRST_COME = Place()
 
 
+class Move(NamedTuple):
+    """What the cascade made of a token: the bits of every nested site, a byte each, and how many more on average than
+    its blueprint has."""
+
+    bits: bytes
+    shift: float
+
+
 class Status(Enum):
     """Where a sequence is in its life."""
 
@@ -92,8 +100,7 @@ class Sequence:
         preemptions: how often it gave its pages up and waited again.
         alone_at: length at which it did so although no other sequence ran.
         past: blueprints that it had before, each with the position up to which; the first one first.
-        moved: what the cascade makes of a blueprint and a token's word of moves (`qbe.engine.cascade`); None: it moves
-            nothing.
+        moved: what the cascade makes of a blueprint and a token's bits (`qbe.engine.cascade`); None: it moves nothing.
         moves: of the answer's tokens that have gone through the model, when `moved` asks.
         excess: bits of the average that these had more than their blueprints say, summed.
         difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
@@ -144,8 +151,8 @@ class Sequence:
     preemptions: int = 0
     alone_at: int = 0
     past: list[tuple[int, Blueprint]] = field(default_factory=list)
-    moved: Callable[[Blueprint, int], Blueprint] | None = None
-    moves: list[int] = field(default_factory=list)
+    moved: Callable[[Blueprint, bytes], Blueprint] | None = None
+    moves: list[Move] = field(default_factory=list)
     excess: float = 0.0
     difficult: float | None = None
     monitor: Monitor | None = None
@@ -213,7 +220,7 @@ class Sequence:
     def _chosen_at(self, position: int) -> Blueprint:
         found = next((b for end, b in self.past if position < end), self.blueprint)
         at = position - len(self.prompt_ids)
-        return found if self.moved is None or not 0 <= at < len(self.moves) else self.moved(found, self.moves[at])
+        return found if self.moved is None or not 0 <= at < len(self.moves) else self.moved(found, self.moves[at].bits)
 
     def rows(self, start: int, count: int) -> list[tuple[Blueprint, int]]:
         """The same of the tokens `[start, start + count)`: runs of equal blueprints and their lengths."""

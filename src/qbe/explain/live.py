@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from qbe.explain.palette import colour
-from qbe.explain.trace import UP, Trace, grouped
+from qbe.explain.trace import Trace, grouped
 
 _STEPS = "▁▂▃▄▅▆▇█"
 _ENTROPY, _MARGIN = 4.0, 8.0  # nats and logits that a full character stands for
@@ -87,8 +87,8 @@ def _bars(label: str, values: list[float], most: float) -> Text:
 
 
 def _mark(trace: Trace, i: int) -> tuple[str, str]:
-    """R: a refresh; ▲ and ▼: the cascade; ◆: it went both ways."""
+    """R: a refresh; ▲ and ▼: the cascade gave more, or fewer, bits than the blueprint has."""
     if i in trace.refreshed:
         return "R", "bold"
-    kinds = set(trace.cascade[i])
-    return ("◆" if len(kinds) > 1 else "▲" if UP in kinds else "▼", "") if kinds else (" ", "")
+    shift = trace.cascade[i]
+    return "▲" if shift > 0 else "▼" if shift < 0 else " ", ""

@@ -14,8 +14,6 @@ from qbe.sites import SiteTable
 if TYPE_CHECKING:
     from qbe.engine.sequence import Sequence
 
-UP, DOWN = 1, -1
-
 
 @dataclass
 class Trace:
@@ -27,7 +25,7 @@ class Trace:
         average: [tokens], over the weights of all nested sites.
         entropy, margin: [tokens], of the distribution that the token was drawn from, nats and logits; empty where
             nobody measured them.
-        cascade: [tokens], the changes of the cascade within that pass, each `UP` or `DOWN`.
+        cascade: [tokens], by how many bits of the average the cascade raised (or lowered) that pass.
         refreshes: as `qbe.records.refresh.Refresh.describe`.
         texts: [tokens], each token by itself.
     """
@@ -37,7 +35,7 @@ class Trace:
     average: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     margin: list[float] = field(default_factory=list)
-    cascade: list[tuple[int, ...]] = field(default_factory=list)
+    cascade: list[float] = field(default_factory=list)
     refreshes: list[dict[str, Any]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
@@ -53,7 +51,7 @@ class Trace:
                 )
             self.bits.append(by_layer(blueprint, table))
             self.average.append(blueprint.average_weight_bits(table))
-            self.cascade.append(changes(sequence.moves[i - 1]) if 0 < i <= len(sequence.moves) else ())
+            self.cascade.append(sequence.moves[i - 1].shift if 0 < i <= len(sequence.moves) else 0.0)
         self.entropy, self.margin = list(sequence.token_entropies), list(sequence.token_margins)
 
     @property
@@ -72,23 +70,13 @@ class Trace:
                     "average_bits": round(self.average[i], 4),
                     "entropy": round(self.entropy[i], 4) if i < len(self.entropy) else None,
                     "margin": round(self.margin[i], 4) if i < len(self.margin) else None,
-                    "cascade": list(self.cascade[i]),
+                    "cascade": round(self.cascade[i], 4),
                     "refreshed": i in self.refreshed,
                 }
                 for i, bits in enumerate(self.bits)
             ],
             "refreshes": self.refreshes,
         }
-
-
-def changes(moves: int) -> tuple[int, ...]:
-    """What a word of moves (`qbe.kernels.cascade_ops`) says, from the first layer on."""
-    found = []
-    while moves:
-        if moves & 3:
-            found.append(UP if moves & 3 == 1 else DOWN)
-        moves >>= 2
-    return tuple(found)
 
 
 @lru_cache(maxsize=1024)

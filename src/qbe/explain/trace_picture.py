@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qbe.errors import QBEError
 from qbe.explain.palette import colour
-from qbe.explain.trace import UP, Trace
+from qbe.explain.trace import Trace
 from qbe.files import write_bytes, write_text
 
 _INK, _FAINT, _ENTROPY, _MARGIN = "#1a202c", "#718096", "#c05621", "#2b6cb0"
@@ -84,8 +84,8 @@ def draw(trace: Trace) -> bytes:
 
 def _marks(axis: object, trace: Trace, tokens: int) -> None:
     """Where the cascade raised or lowered, and where the blueprint was exchanged."""
-    ups = [i + 0.5 for i, kinds in enumerate(trace.cascade) if UP in kinds]
-    downs = [i + 0.5 for i, kinds in enumerate(trace.cascade) if any(k != UP for k in kinds)]
+    ups = [i + 0.5 for i, shift in enumerate(trace.cascade) if shift > 0]
+    downs = [i + 0.5 for i, shift in enumerate(trace.cascade) if shift < 0]
     draws = axis.scatter  # type: ignore[attr-defined]
     draws(ups, [0.5] * len(ups), marker="^", s=14, color=_INK, linewidths=0)
     draws(downs, [-0.5] * len(downs), marker="v", s=14, color=_FAINT, linewidths=0)

@@ -1,4 +1,4 @@
-"""The custom op of the cascade: what a layer's attention shows raises or lowers the weights of the layers after it.
+"""The custom op of the cascade: what the attention of layers shows gives a row the weights' bits of the layers after.
 
 It runs between the attention of a layer and the linear layers that read it, and writes to the plan that these read
 while they run: within one forward pass, inside a CUDA graph, without a word from the host.
@@ -10,23 +10,20 @@ that comes after it, and all later layers do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from qbe.blueprint import steerer
 
 WHO = steerer("cascade")  # in the second byte of a row's steering
-LEVELS = 256  # of steering, each with thresholds of its own
-UP, DOWN = 1, 2  # what a row's word says of a point; 0: it was left alone
-POINTS = 15  # that a word of 32 bits has places for
-WIDTHS = 32  # weight bits that `steps` tells of; more than there are
+ARGUMENTS = (
+    "Tensor attended, Tensor entropy, Tensor lengths, Tensor? rows, Tensor seen, Tensor inner, Tensor inner_bias, "
+    "Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor steering, Tensor words, int point"
+)
 
 _library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(
-    "cascade(Tensor attended, Tensor entropy, Tensor lengths, Tensor? rows, Tensor words, Tensor steering, "
-    "Tensor moves, Tensor thresholds, Tensor steps, Tensor layers, int point, int layer, int sign, int window, "
-    "int most) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_library.define(f"cascade({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def cascade(
@@ -34,48 +31,40 @@ def cascade(
     entropy: torch.Tensor,
     lengths: torch.Tensor,
     rows: torch.Tensor | None,
-    words: torch.Tensor,
-    steering: torch.Tensor,
-    moves: torch.Tensor,
+    seen: torch.Tensor,
+    network: Sequence[torch.Tensor],
     thresholds: torch.Tensor,
-    steps: torch.Tensor,
-    layers: torch.Tensor,
+    gears: torch.Tensor,
+    steering: torch.Tensor,
+    words: torch.Tensor,
     point: int,
-    layer: int,
-    sign: int,
-    window: int,
-    most: int,
 ) -> torch.Tensor:
-    """Moves the later layers' weights by one gear for the rows whose attention asks for it.
+    """Sets the words of the sites behind one point, for the rows that the cascade steers.
 
-    A row asks by its mean entropy over heads, over the most that there can be: the logarithm of the tokens seen. Above
-    the upper threshold of the row's level it goes up, below the lower one down. Rows that nobody steers, or others than
-    the cascade, keep what they have, and so does a row without numbers.
+    What is read of attention is each head's entropy over the most that there can be, the logarithm of the tokens seen
+    (two at least): those of this point and, from `seen`, of the points before it in the same pass. A row with a head
+    that is no number keeps what it has.
 
     Args:
         attended: `[n, heads, value_dim]`, contiguous, the result of this layer's attention.
         entropy: float32 `[n, heads]`, nats, of the attention weights of this layer (`qbe::paged_attention`).
         lengths: int64 `[n]`, tokens of each sequence with the new one.
         rows: int64 `[n]`, each one's row in the plan; None: the first n, in order.
-        words, steering: int32 `[sites, max_rows]` and `[max_rows]` (`qbe.store.plan.Plan`); words are written.
-        moves: int32 `[max_rows]`; written for these rows: two bits for each point, `UP`, `DOWN` or 0, the first one's
-            lowest. Point 0 begins it anew.
-        thresholds: float32 `[points, LEVELS, 2]`: the lower and the upper one, of sign times entropy.
-        steps: uint8 `[sites, 2, WIDTHS]`: for each width of a site's weight the next one down, and up.
-        layers: int32 `[sites]`: of each site, -1 where it stays as it is.
-        point: number of this place among those that have one, 0 to `POINTS` - 1.
-        layer: this one; those above it are moved.
-        sign: 1 or -1.
-        window: a query sees that many last tokens; 0 means all.
-        most: changes in a pass; a row that had so many is left alone.
+        seen: float32 `[max_rows, points * heads]`, contiguous; this point's part is written.
+        network: inner float32 `[(point + 1) * heads, hidden]`, inner_bias `[hidden]`, outer `[hidden, sites * slices]`,
+            outer_bias; what scores are: see `qbe.policies.per_token.Routers`.
+        thresholds: float32 `[levels]`, by the level of a row's steering.
+        gears: int32 `[slices + 1]`, the bits with one slice, with two and so on.
+        steering: int32 `[max_rows]`, as in `qbe.store.plan.Plan`: level in the lowest byte.
+        words: int32 `[sites, max_rows]` of these sites; the lowest byte becomes the gear.
+        point: number of this point, from 0.
 
     Returns:
         a copy of `attended`, to be used in its place.
     """
     return torch.ops.qbe.cascade.default(
-        attended, entropy, lengths, rows, words, steering, moves, thresholds, steps, layers, point, layer, sign, window,
-        most,
-    )  # fmt: skip
+        attended, entropy, lengths, rows, seen, *network, thresholds, gears, steering, words, point
+    )
 
 
 @torch.library.register_fake("qbe::cascade", lib=_library)
@@ -84,7 +73,7 @@ def _fake(attended: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def _cpu(attended: torch.Tensor, *arguments: object) -> torch.Tensor:
-    from qbe.kernels.cpu.cascade import cascade as kernel
+    from qbe.kernels.reference.cascade import cascade as kernel
 
     return kernel(attended, *arguments)  # type: ignore[arg-type]
 
@@ -95,5 +84,6 @@ def _cuda(attended: torch.Tensor, *arguments: object) -> torch.Tensor:
     return kernel(attended, *arguments)  # type: ignore[arg-type]
 
 
-_library.impl("cascade", _cpu, "CPU")
+on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
+on_cpu.impl("cascade", _cpu, "CPU")
 _library.impl("cascade", _cuda, "CUDA")

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 ATTENTION = "qbe_paged"  # the name under which transformers finds `paged_attention`
 # After the attention of a layer: its number, what it found [n, heads, value_dim], the entropy float32 [n, heads] and
-# lengths int64 [n] of its rows, their numbers in the step int64 [n] (None: the first n) and its window (0: all). What
-# is returned goes on in the place of what it found.
-Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor]
+# lengths int64 [n] of its rows, and their numbers in the step int64 [n] (None: the first n). What is returned goes on
+# in the place of what it found.
+Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 CACHE = "qbe_cache"  # the attribute of an attention module that holds its `PagedCache`
 
 # Things some models ask of attention that are not built here; silently dropping one would give wrong text.
@@ -302,7 +302,7 @@ def attend_decode(
     else:
         out = bounded_ops.bounded_attention(*new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers)
     if layout.observe is not None:
-        out = layout.observe(layer, out, entropy, layout.lengths, layout.rows, window or 0)
+        out = layout.observe(layer, out, entropy, layout.lengths, layout.rows)
     return out
 
 

@@ -190,6 +190,18 @@ def tokenwise(
     _routers("tokenwise", train, model, data, limit, steps, seed, dtype, device, as_json)
 
 
+@app.command()
+def cascade(
+    model: Model = DEFAULT, data: Data = None,
+    limit: Annotated[int, typer.Option(help="texts of each data set at most, spread over it")] = 1000,
+    steps: Steps = 200, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train the cascade (--cascade): bits of later layers for each token, by what its attention shows so far."""
+    from qbe.learning.cascade import train
+
+    _routers("cascade", train, model, data, limit, steps, seed, dtype, device, as_json)
+
+
 def _routers(
     policy: str, train: Callable[..., Learned], model: str, data: Path | None, limit: int, steps: int, seed: int,
     dtype: str, device: str, as_json: bool,

@@ -128,17 +128,18 @@ class Student:
 
 
 @contextmanager
-def sliced(prepared: PreparedModel, head: bool = False) -> Iterator[Student]:
+def sliced(prepared: PreparedModel, blocks: Sequence[Block] | None = None) -> Iterator[Student]:
     """Inside, the nested sites and blocks of a model, not yet served, are those of the student.
 
     Args:
-        head: whether its output head is a block, too.
+        blocks: whose sites have gates; None: attention and feed-forward of every layer.
 
     Raises:
         QBEError: a nested site lost its 16-bit original, or no layer is nested.
     """
     model, table = prepared.model, prepared.table
-    blocks, widths, base = blocks_of(table, head), widths_of(table), static_gears(table, BASE)
+    blocks = blocks_of(table) if blocks is None else blocks
+    widths, base = widths_of(table), static_gears(table, BASE)
     routed = {s for block in blocks for s in block.sites}
     student = Student(model, table, blocks, [None] * len(table.nested))
     changed: list[nn.Module] = []

@@ -22,7 +22,7 @@ from qbe.learning import distil
 from qbe.learning.distil import Batch, Routers, Student, batches, sliced, solve, split, worth
 from qbe.policies.learned import Learned
 from qbe.policies.per_token import LEVELS
-from qbe.policies.routers import Numbers, named, widths_of
+from qbe.policies.routers import Block, Numbers, named, widths_of
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
@@ -31,17 +31,25 @@ CALIBRATED = 48  # steps' worth of tokens whose scores the thresholds for servin
 
 # The model, its gates, batches, steps, seed, and what to call after each step.
 Fit = Callable[["PreparedModel", "Gates", Sequence[Batch], int, int, Callable[[], None]], Mapping[str, Any]]
+# The number of a block and the input of its module [texts, tokens, inputs] -> what its router reads, likewise.
+Read = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def hidden_states(_block: int, x: torch.Tensor) -> torch.Tensor:
+    """`Read` of routers that see what their module does."""
+    return x
 
 
 def train_routers(
-    fit: Fit, head: bool, hidden: int, prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0,
-    tick: Callable[[], None] = lambda: None,
+    fit: Fit, blocks_of: Callable[[SiteTable], Sequence[Block]], hidden: int, prepared: PreparedModel,
+    items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None,
+    read: Read = hidden_states,
 ) -> Learned:  # fmt: skip
-    """Routers of all blocks, which begin with what the measured sensitivities say, the same for every token.
+    """Routers of blocks, which begin with what the measured sensitivities say, the same for every token.
 
     Args:
         fit: trains the routers of the gates on the batches; what it returns is reported, too.
-        head: whether the output head has a router, too. hidden: units of a router.
+        blocks_of: which sites have a router, together. hidden: units of a router.
         prepared: not yet served by an engine; on its device everything runs.
         items: three quarters are trained on; what is reported is of the others.
         tick: called after each of `steps` steps.
@@ -53,14 +61,14 @@ def train_routers(
         raise QBEError("the tokens of this model cannot have bits of their own (its layers keep a state): train qaq")
     table, device = prepared.table, next(prepared.model.parameters()).device
     kept, held = (batches(some, prepared.tokenizer, device) for some in split(items, seed))
-    with sliced(prepared, head) as student:
-        blocks = student.blocks
-        inputs = _inputs(student, kept[0], len(blocks))
-        routers = Routers(inputs, [_begin(table, b.sites) for b in blocks], hidden, seed).to(device)
-        gates = Gates(table, student, routers)
+    blocks = blocks_of(table)
+    with sliced(prepared, blocks) as student:
+        inputs = _inputs(student, kept[0], len(blocks), read)
+        routers = Routers(inputs, [begin(table, b.sites) for b in blocks], hidden, seed).to(device)
+        gates = Gates(table, student, routers, read)
         before = _held_out(gates, held, kept)
     found = fit(prepared, gates, kept, steps, seed, tick)
-    with sliced(prepared, head) as gates.student:
+    with sliced(prepared, blocks) as gates.student:
         thresholds = gates.thresholds(kept)
         after = _held_out(gates, held, kept)
     tensors: dict[str, npt.NDArray[Any]] = {
@@ -74,18 +82,18 @@ def train_routers(
     return Learned(tensors, about)
 
 
-def _begin(table: SiteTable, sites: Sequence[int]) -> Numbers:
+def begin(table: SiteTable, sites: Sequence[int]) -> Numbers:
     """Scores that give each slice of a site its measured worth."""
     worths = [worth(table, [s]) for s in sites]
     return np.concatenate([[w[0], *np.log(np.expm1(-np.diff(w)))] for w in worths])
 
 
-def _inputs(student: Student, batch: Batch, count: int) -> list[int]:
-    """Of each block's module."""
+def _inputs(student: Student, batch: Batch, count: int, read: Read) -> list[int]:
+    """Of each block's router."""
     found = [0] * count
 
     def note(block: int, x: torch.Tensor) -> None:
-        found[block] = x.shape[-1]
+        found[block] = read(block, x).shape[-1]
 
     student.on_block = note
     student.teacher(batch.tokens, batch.predicted)
@@ -98,14 +106,12 @@ class Gates:
     Attributes:
         threshold: what slices must be worth more than, float32 [].
         temperature: of the gates. hard: make them 0 or 1.
-        head: whether the output head has some.
         share: float32 [slices of all sites], bits that each adds to the average over all blocks' weights.
     """
 
-    def __init__(self, table: SiteTable, student: Student, routers: Routers) -> None:
-        self.student, self.routers, self.table = student, routers, table
+    def __init__(self, table: SiteTable, student: Student, routers: Routers, read: Read = hidden_states) -> None:
+        self.student, self.routers, self.table, self.read = student, routers, table, read
         self.blocks, self.widths = student.blocks, widths_of(table)
-        self.head = any(b.head for b in self.blocks)
         self.threshold, self.temperature, self.hard = torch.tensor(0.0), 1.0, False
         device = next(routers.parameters()).device
         steps = np.diff(self.widths)
@@ -129,7 +135,7 @@ class Gates:
         if self.student.full:
             return
         sites = self.blocks[block].sites
-        scores = self.routers.scores(block, x.detach()).unflatten(-1, (len(sites), -1))
+        scores = self.routers.scores(block, self.read(block, x.detach())).unflatten(-1, (len(sites), -1))
         worths = worths_of(scores)
         assert self._batch is not None
         self._worths.append(worths[self._batch.real].flatten(1))

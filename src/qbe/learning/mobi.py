@@ -18,6 +18,7 @@ import torch
 from qbe.learning import distil
 from qbe.learning.distil import Batch, descend, sliced
 from qbe.learning.gates import Gates, train_routers
+from qbe.policies.routers import blocks_of
 from qbe.store.prepare import PreparedModel
 
 HIDDEN = 32  # units of a router
@@ -39,7 +40,7 @@ def distilled(
     Returns:
         What a bit was worth in the last steps, nats; None without steps.
     """
-    with sliced(prepared, gates.head) as gates.student:
+    with sliced(prepared, gates.blocks) as gates.student:
         return _descended(gates, kept, steps, seed, tick)
 
 
@@ -67,4 +68,4 @@ def _descended(
     return float(np.mean(prices[-SEEN:])) if prices else None
 
 
-train = partial(train_routers, _distil, False, HIDDEN)
+train = partial(train_routers, _distil, blocks_of, HIDDEN)

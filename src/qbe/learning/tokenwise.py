@@ -28,6 +28,7 @@ from qbe.learning.distil import Batch, watched
 from qbe.learning.gates import Gates, train_routers
 from qbe.learning.mobi import distilled
 from qbe.learning.sensitivities import lowered
+from qbe.policies.routers import blocks_of
 from qbe.store.prepare import PreparedModel
 
 LARGEST = 3e3  # a damage over its expectation counts as at most this: one such number says little, but moves much
@@ -36,9 +37,10 @@ REGRESSED = 0.25  # of the steps
 HIDDEN = 64  # units of a router
 
 
-def _fit(
+def fit(
     prepared: PreparedModel, gates: Gates, kept: Sequence[Batch], steps: int, seed: int, tick: Callable[[], None]
 ) -> dict[str, float | None]:
+    """`qbe.learning.gates.Fit`: a part of the steps is regression, the others distillation."""
     first = round(steps * REGRESSED)
     loss = _regress(prepared, gates, kept, first, seed, tick)
     price = distilled(prepared, gates, kept, steps - first, seed, tick)
@@ -61,7 +63,7 @@ def _regress(
     model = prepared.model
     with (
         lowered(model, gates.table, gates.widths[:-1], sites) as run,
-        watched(model, gates.blocks, lambda block, x: inputs.update({block: x.detach()})),
+        watched(model, gates.blocks, lambda block, x: inputs.update({block: gates.read(block, x.detach())})),
     ):
         for _ in range(steps):
             batch = kept[int(rng.integers(len(kept)))]
@@ -113,4 +115,4 @@ def _loss(damage: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (ratio.exp() - ratio).mean()
 
 
-train = partial(train_routers, _fit, True, HIDDEN)
+train = partial(train_routers, fit, partial(blocks_of, head=True), HIDDEN)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from qbe.kernels import attention_ops, merged_ops, numbered_ops, ops, routing_ops
+from qbe.kernels import attention_ops, cascade_ops, merged_ops, numbered_ops, ops, routing_ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import ROW_DTYPES
 from qbe.kernels.cpu.nested_linear import many_full, many_rows
@@ -31,6 +31,7 @@ _OPS = {
                         "Tensor slots, Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, "
                         "float softcap"),
     "route": (routing_ops, routing_ops.ARGUMENTS),
+    "cascade": (cascade_ops, cascade_ops.ARGUMENTS),
     "numbered_linear": (numbered_ops, numbered_ops.ARGUMENTS),
 }  # fmt: skip
 

@@ -50,8 +50,6 @@ static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
 #include "attention.c"
 
-#include "cascade.c"
-
 #include "difficulty.c"
 
 #include "dot_full.c"

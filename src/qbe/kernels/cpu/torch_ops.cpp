@@ -50,7 +50,7 @@ Attend *attend;
 int32_t backend;
 int64_t many_rows[3], many_full[3]; // of float32, bfloat16, float16: from here on Python chooses
 
-constexpr int BLOCK = 64, FULL_BITS = 16, FORMATS = 256, ROUTED = 16, UNITS = 256;
+constexpr int BLOCK = 64, FULL_BITS = 16, FORMATS = 256, ROUTED = 16, UNITS = 256, CASCADE = 1; // of qbe.blueprint's steerers
 
 // float32 0, bfloat16 1 (store.c), else -1
 int dtype_of(const Tensor &t) {
@@ -270,6 +270,34 @@ CLONES void add_units(double *unit, const double *x, int64_t k, const float *inn
     }
 }
 
+// A network's choice for one row: `unit` holds its hidden units, `each(site, chosen)` hears the slices of every site.
+template <class Each>
+void choose(const double *unit, int64_t hidden, const float *outer, const float *outer_bias, int64_t sites, int64_t slices,
+            float threshold, const int32_t *gears, int32_t *words, int64_t stride, Each each) {
+    double score[UNITS];
+    std::copy(outer_bias, outer_bias + sites * slices, score);
+    for (int64_t h = 0; h < hidden; h++)
+        for (int64_t o = 0; unit[h] > 0 && o < sites * slices; o++)
+            score[o] += unit[h] * (double)outer[h * sites * slices + o];
+    for (int64_t s = 0; s < sites; s++) {
+        double worth = score[s * slices];
+        int64_t chosen = 0;
+        for (int64_t e = 0; e < slices; e++) {
+            const double fall = score[s * slices + e];
+            if (e) worth -= fall > 20 ? fall : std::log1p(std::exp(fall));
+            chosen += (float)worth > threshold;
+        }
+        words[s * stride] = (words[s * stride] & ~255) | gears[chosen];
+        each(s, chosen);
+    }
+}
+
+bool of_floats(std::initializer_list<const Tensor *> tensors) {
+    bool fits = true;
+    for (const Tensor *t : tensors) fits = fits && t->scalar_type() == ScalarType::Float && t->is_contiguous();
+    return fits;
+}
+
 // `qbe.kernels.routing_ops`, for the few rows of a decode step. Written there in torch, that is a dozen calls a block.
 Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears,
              Tensor sizes, Tensor steering, Tensor words, Tensor spent, int64_t who) {
@@ -283,8 +311,7 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
                 steering.size(0) >= rows && words.dim() == 2 && words.size(0) == sites && words.size(1) >= rows &&
                 spent.dim() == 2 && spent.size(0) == slices + 1 && spent.size(1) >= rows && words.stride(1) == 1 &&
                 spent.stride(1) == 1 && thresholds.scalar_type() == ScalarType::Float;
-    for (const Tensor *t : {&inner, &inner_bias, &outer, &outer_bias})
-        fits = fits && t->scalar_type() == ScalarType::Float && t->is_contiguous();
+    fits = fits && of_floats({&inner, &inner_bias, &outer, &outer_bias});
     for (const Tensor *t : {&gears, &steering, &words}) fits = fits && t->scalar_type() == ScalarType::Int;
     for (const Tensor *t : {&sizes, &spent}) fits = fits && t->scalar_type() == ScalarType::Long;
     for (const Tensor *t : {&thresholds, &gears, &sizes, &steering}) fits = fits && t->is_contiguous();
@@ -304,26 +331,63 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
         const int32_t steered = ((const int32_t *)steering.data_ptr())[r];
         if (steered >> 8 != who) continue;
         const float threshold = ((const float *)thresholds.data_ptr())[steered & 255];
-        double unit[UNITS], score[UNITS];
+        double unit[UNITS];
         std::copy(first, first + hidden, unit);
         for (int64_t i = 0; i < k; i++) row[(size_t)i] = number(x.data_ptr(), r * k + i, dtype);
         add_units(unit, row.data(), k, in, hidden);
-        std::copy(last, last + sites * slices, score);
-        for (int64_t h = 0; h < hidden; h++)
-            for (int64_t o = 0; unit[h] > 0 && o < sites * slices; o++)
-                score[o] += unit[h] * (double)on[h * sites * slices + o];
-        for (int64_t s = 0; s < sites; s++) {
-            double worth = score[s * slices];
-            int64_t chosen = 0;
-            for (int64_t e = 0; e < slices; e++) {
-                const double fall = score[s * slices + e];
-                if (e) worth -= fall > 20 ? fall : std::log1p(std::exp(fall));
-                chosen += (float)worth > threshold;
-            }
-            int32_t *word = (int32_t *)words.data_ptr() + s * words.stride(0) + r;
-            *word = (*word & ~255) | ((const int32_t *)gears.data_ptr())[chosen];
-            total[chosen * spent.stride(0) + r] += ((const int64_t *)sizes.data_ptr())[s];
-        }
+        choose(unit, hidden, on, last, sites, slices, threshold, (const int32_t *)gears.data_ptr(),
+               (int32_t *)words.data_ptr() + r, words.stride(0), [&](int64_t s, int64_t chosen) {
+                   total[chosen * spent.stride(0) + r] += ((const int64_t *)sizes.data_ptr())[s];
+               });
+    }
+    return out;
+}
+
+// `qbe.kernels.cascade_ops`.
+Tensor cascade(Tensor attended, Tensor entropy, Tensor lengths, std::optional<Tensor> rows, Tensor seen, Tensor inner,
+               Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor steering,
+               Tensor words, int64_t point) {
+    const int64_t heads = entropy.dim() == 2 ? entropy.size(1) : 0, n = heads ? entropy.size(0) : 0;
+    const int64_t k = (point + 1) * heads, slices = gears.numel() - 1, hidden = inner.dim() == 2 ? inner.size(1) : 0;
+    const int64_t sites = words.dim() == 2 ? words.size(0) : 0, most = sites ? words.size(1) : 0;
+    bool fits = n && sites && attended.dim() == 3 && attended.is_contiguous() && attended.size(0) == n &&
+                (rows ? rows->numel() == n && rows->is_contiguous() && rows->scalar_type() == ScalarType::Long : n <= most) &&
+                lengths.numel() == n && lengths.is_contiguous() && lengths.scalar_type() == ScalarType::Long &&
+                seen.dim() == 2 && seen.size(0) >= most && seen.size(1) >= k && point >= 0 && hidden <= UNITS &&
+                hidden % 8 == 0 && inner.size(0) == k && inner_bias.numel() == hidden && sites * slices <= UNITS &&
+                outer.dim() == 2 && outer.size(0) == hidden && outer.size(1) == sites * slices &&
+                outer_bias.numel() == sites * slices && thresholds.numel() == 256 && steering.numel() >= most &&
+                words.stride(1) == 1 && entropy.stride(1) == 1 && entropy.scalar_type() == ScalarType::Float &&
+                of_floats({&seen, &inner, &inner_bias, &outer, &outer_bias, &thresholds});
+    for (const Tensor *t : {&gears, &steering, &words}) fits = fits && t->scalar_type() == ScalarType::Int;
+    const ScalarType dtype = attended.scalar_type();
+    fits = fits && gears.is_contiguous() && steering.is_contiguous() &&
+           (dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
+    if (!fits)
+        return python("qbe::cascade_python", attended, entropy, lengths, rows, seen, inner, inner_bias, outer, outer_bias,
+                      thresholds, gears, steering, words, point);
+    const int64_t shape[3] = {n, attended.size(1), attended.size(2)};
+    Tensor out = empty_like(attended, 3, shape);
+    memcpy(out.data_ptr(), attended.data_ptr(), (size_t)attended.numel() * (dtype == ScalarType::Float ? 4 : 2));
+    std::vector<double> x((size_t)k);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t row = rows ? ((const int64_t *)rows->data_ptr())[i] : i;
+        STD_TORCH_CHECK(row >= 0 && row < most, "a row lies outside of the plan");
+        const int32_t steered = ((const int32_t *)steering.data_ptr())[row];
+        if (steered >> 8 != CASCADE) continue;
+        const float *own = (const float *)entropy.data_ptr() + i * entropy.stride(0);
+        float *kept = (float *)seen.data_ptr() + row * seen.stride(0);
+        const float of = (float)std::log((double)std::max<int64_t>(2, ((const int64_t *)lengths.data_ptr())[i]));
+        for (int64_t h = 0; h < heads; h++) kept[point * heads + h] = own[h] / of;
+        bool numbers = true;
+        for (int64_t j = 0; j < k; j++) numbers = numbers && std::isfinite(kept[j]), x[(size_t)j] = kept[j];
+        if (!numbers) continue;
+        double unit[UNITS];
+        std::copy((const float *)inner_bias.data_ptr(), (const float *)inner_bias.data_ptr() + hidden, unit);
+        add_units(unit, x.data(), k, (const float *)inner.data_ptr(), hidden);
+        choose(unit, hidden, (const float *)outer.data_ptr(), (const float *)outer_bias.data_ptr(), sites, slices,
+               ((const float *)thresholds.data_ptr())[steered & 255], (const int32_t *)gears.data_ptr(),
+               (int32_t *)words.data_ptr() + row, words.stride(0), [](int64_t, int64_t) {});
     }
     return out;
 }
@@ -341,6 +405,7 @@ STABLE_TORCH_LIBRARY_IMPL(qbe, CPU, m) {
     m.impl("nested_linears", TORCH_BOX(&nested_linears));
     m.impl("paged_attention", TORCH_BOX(&paged_attention));
     m.impl("route", TORCH_BOX(&route));
+    m.impl("cascade", TORCH_BOX(&cascade));
     m.impl("numbered_linear", TORCH_BOX(&numbered_linear));
     m.impl("keep_linear", TORCH_BOX(&keep_linear));
 }

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from qbe.kernels.cascade_ops import DOWN, POINTS, UP, WHO
+from qbe.kernels.cascade_ops import WHO
+from qbe.kernels.routing_ops import worths_of
 
 
 def cascade(
@@ -14,34 +15,29 @@ def cascade(
     entropy: torch.Tensor,
     lengths: torch.Tensor,
     rows: torch.Tensor | None,
-    words: torch.Tensor,
-    steering: torch.Tensor,
-    moves: torch.Tensor,
+    seen: torch.Tensor,
+    inner: torch.Tensor,
+    inner_bias: torch.Tensor,
+    outer: torch.Tensor,
+    outer_bias: torch.Tensor,
     thresholds: torch.Tensor,
-    steps: torch.Tensor,
-    layers: torch.Tensor,
+    gears: torch.Tensor,
+    steering: torch.Tensor,
+    words: torch.Tensor,
     point: int,
-    layer: int,
-    sign: int,
-    window: int,
-    most: int,
 ) -> torch.Tensor:
     """Arguments as those of `qbe.kernels.cascade_ops.cascade`. It waits for the device."""
-    for i, (of_heads, length) in enumerate(zip(entropy.float(), lengths.tolist(), strict=True)):
+    heads = entropy.shape[1]
+    for i, (of_heads, length) in enumerate(zip(entropy, lengths.tolist(), strict=True)):
         row = i if rows is None else int(rows[i])
-        done = int(moves[row]) if point else 0
         who, level = divmod(int(steering[row]), 256)
-        if who == WHO:
-            seen = min(length, window) if window else length
-            share = sign * float(of_heads.mean()) / math.log(max(2, seen))
-            low, high = thresholds[point, level].tolist()
-            move = UP if share > high else DOWN if share < low else 0
-            changes = sum((done >> 2 * p & 3) != 0 for p in range(POINTS))
-            if move and changes < most:
-                done |= move << 2 * point
-                for site in range(len(words)):
-                    if layers[site] > layer:
-                        word = int(words[site, row])
-                        words[site, row] = word & ~255 | int(steps[site, (move == UP and 1) or 0, word & 31])
-        moves[row] = done
+        if who != WHO:
+            continue
+        seen[row, point * heads : (point + 1) * heads] = of_heads / math.log(max(2, length))
+        x = seen[row, : (point + 1) * heads]
+        if not x.isfinite().all():
+            continue
+        hidden = (inner_bias.double() + x.double() @ inner.double()).relu()
+        worth = worths_of((outer_bias.double() + hidden @ outer.double()).view(len(words), -1)).float()
+        words[:, row] = words[:, row] & ~255 | gears[(worth > thresholds[level]).sum(-1)]
     return attended.clone()

@@ -1,0 +1,75 @@
+"""The cascade's routers: what the attention of some layers says of a token gives it the bits of the layers after them.
+
+Behind a few layers, the points, the entropies of the attention of all heads there and at the points before are read by
+a network like those of `qbe.policies.routers`: for each site of the layers up to the next point it scores what each
+further slice is worth to the token, and slices above a threshold are read. So every site is decided once in a pass, by
+the point before it, and a token's bits change at most as often as there are points. Pure data, no torch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from qbe.blueprint import Steering
+from qbe.policies import learned
+from qbe.policies.per_token import LEVELS, Routers
+from qbe.policies.routers import Block, bits_left, networks, widths_of
+from qbe.sites import ATTENTION_ROLES, SiteTable
+
+NAME = "cascade"  # among what is learned, and among steerers
+POINTS = 10  # at most: each costs a launch, and the network that it reads
+
+
+@lru_cache(maxsize=8)
+def points_of(table: SiteTable) -> tuple[int, ...]:
+    """The layers whose attention is looked at, evenly spaced from the first one on; behind each, layers are nested."""
+    last = max((s.layer for s in table.nested if s.layer is not None), default=-1)
+    layers = sorted({s.layer for s in table if s.role in ATTENTION_ROLES and s.layer is not None and s.layer < last})
+    return tuple(layers[:: -(-len(layers) // POINTS)]) if layers else ()
+
+
+@lru_cache(maxsize=8)
+def blocks_of(table: SiteTable) -> tuple[Block, ...]:
+    """For each point the sites of the layers behind it, up to the layer of the next one; its name is of their first
+    module. Those of layers up to the first point, and the output head, are in none.
+    """
+    points, found = points_of(table), []
+    for point, end in zip(points, (*points[1:], table.layers), strict=False):
+        sites = tuple(i for i, s in enumerate(table.nested) if s.layer is not None and point < s.layer <= end)
+        found.append(Block(table.nested[sites[0]].name.rpartition(".")[0], sites))
+    return tuple(found)
+
+
+def load(table: SiteTable) -> Routers | None:
+    """What `qbe train cascade` found; None where it has not run. Raises QBEError for a file that does not serve."""
+    if not learned.path_of(NAME, table).is_file():
+        return None
+    found, blocks = learned.read(NAME, table), blocks_of(table)
+    return Routers(
+        blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),
+        found.tensors["thresholds"], found.checksum,
+    )  # fmt: skip
+
+
+def level_of(routers: Routers, table: SiteTable, weight_bits: tuple[int, ...], bits: float) -> float:
+    """The level, 0 to LEVELS - 1 and beyond, at which tokens like training's have this average over all nested sites
+    if the sites without a router have these bits.
+    """
+    low, high = widths_of(table)[0], widths_of(table)[-1]
+    return (bits_left(table, routers.blocks, weight_bits, bits) - low) / (high - low) * (LEVELS - 1)
+
+
+def steering(
+    routers: Routers, table: SiteTable, weight_bits: tuple[int, ...], excess: float = 0.0, tokens: int = 1
+) -> Steering | None:
+    """Of a token whose blueprint has these bits; None where its average is beyond what the routers can give.
+
+    Args:
+        excess: bits of the average that the tokens so far had more than their blueprints say, summed.
+        tokens: in which that shall be made up for.
+    """
+    own = sum(b * s.parameters for b, s in zip(weight_bits, table.nested, strict=True)) / table.nested_parameters
+    if not routers.blocks or not 0 < level_of(routers, table, weight_bits, own) < LEVELS - 1:
+        return None
+    level = level_of(routers, table, weight_bits, own - excess / tokens)
+    return Steering(NAME, round(min(LEVELS - 1.0, max(0.0, level))), routers.digest)
