@@ -45,7 +45,7 @@ step() {
     ;;
   throughput) "$python" -u benchmarks/vllm_throughput.py "$model" --gpu-memory-utilization 0.4 --json "$out/throughput.json" ;;
   cascade)
-    "$python" -u benchmarks/cascade.py cost --device cuda --compile --layers 5 10 15 --steps 400 \
+    "$python" -u benchmarks/cascade.py cost --device cuda --compile --untrained --steps 400 \
       ${MODEL:+--model "$MODEL"} --json "$out/cascade.json"
     ;;
   linears | batch | decode | prefill | switch | kv | speculate) "$python" -u -m qbe bench "$1" --device cuda --json "$out/$1.json" ;;
