@@ -65,11 +65,11 @@ class Damages:
             for batch in texts:
                 found = self._of(batch, run, draws, generator)
                 self.together += (found[..., 0].sum(2).square().mean(0) / 2).sum(0).double().numpy()
-                squares = found[:, batch.real].double().square() / 2
+                squares = found[:, batch.routed].double().square() / 2
                 halves.append(torch.stack([squares[::2].mean(0), squares[1::2].mean(0)]).numpy())
                 for name, networks in routers.items():
                     of_blocks = [self._worths(n, seen[i], i) for i, n in enumerate(networks)]
-                    worths[name].append(torch.cat(of_blocks, 2)[batch.real].numpy())
+                    worths[name].append(torch.cat(of_blocks, 2)[batch.routed].numpy())
                 tick()
         self.halves = np.concatenate(halves, 1)
         self.worths = {name: np.concatenate(found) for name, found in worths.items()}

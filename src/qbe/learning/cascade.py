@@ -47,8 +47,13 @@ def train(
         def read(point: int, _: torch.Tensor) -> torch.Tensor:
             return (torch.cat(seen[: point + 1], -1) - mean[: point + 1].flatten()) / deviation[: point + 1].flatten()
 
-        found = train_routers(fit, blocks_of, HIDDEN, prepared, items, steps, seed, tick, read)
+        found = train_routers(fit, blocks_of, HIDDEN, prepared, items, steps, seed, tick, read, of_answers)
     return _with_usual(found, mean.cpu().numpy(), deviation.cpu().numpy())
+
+
+def of_answers(batch: Batch) -> Batch:
+    """Of a text the tokens that the cascade acts on, and whose logits follow from them: its answer's."""
+    return replace(batch, routed=batch.routed & ~batch.prompt, predicted=batch.answer)
 
 
 @contextmanager
@@ -102,11 +107,12 @@ def _usual(
     prepared: PreparedModel, items: Sequence[Item], seed: int, seen: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and deviation of each head's entropy over training's tokens, float32 [points, heads]."""
-    kept: list[Batch] = batches(split(items, seed)[0], prepared.tokenizer, next(prepared.model.parameters()).device)
+    device = next(prepared.model.parameters()).device
+    kept = [of_answers(b) for b in batches(split(items, seed)[0], prepared.tokenizer, device)]
     rows = []
     for batch in kept[:: -(-len(kept) // MEASURED)]:
         prepared.model(input_ids=batch.tokens, use_cache=False)
-        rows.append(torch.stack([of[batch.real] for of in seen], 1))
+        rows.append(torch.stack([of[batch.routed] for of in seen], 1))
     every = torch.cat(rows)
     return every.mean(0), every.std(0).clamp(min=LEAST)
 

@@ -39,12 +39,13 @@ class Batch:
     """Some texts.
 
     Attributes:
-        tokens: int64 [texts, tokens], padded at the right. real: bool, likewise: not padding. prompt: bool, likewise.
+        tokens: int64 [texts, tokens], padded at the right. prompt: bool, likewise.
+        routed: bool, likewise: whose bits routers choose; here all but padding.
         predicted: bool, likewise: whose logits tell of a token of the text. answer: of one of the answer.
     """
 
     tokens: torch.Tensor
-    real: torch.Tensor
+    routed: torch.Tensor
     prompt: torch.Tensor
     predicted: torch.Tensor
     answer: torch.Tensor
@@ -64,13 +65,13 @@ def batches(items: Sequence[Item], tokenizer: Any, device: torch.device) -> list
 def _batch(texts: Sequence[tuple[list[int], list[int]]], device: torch.device) -> Batch:
     shape = len(texts), max(len(p) + len(a) for p, a in texts)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    real, prompt, predicted, answer = torch.zeros((4, *shape), dtype=torch.bool)
+    routed, prompt, predicted, answer = torch.zeros((4, *shape), dtype=torch.bool)
     for row, (p, a) in enumerate(texts):
         tokens[row, : len(p) + len(a)] = torch.tensor(p + a)
-        real[row, : len(p) + len(a)], prompt[row, : len(p)] = True, True
+        routed[row, : len(p) + len(a)], prompt[row, : len(p)] = True, True
         predicted[row, : len(p) + len(a) - 1] = True
         answer[row, len(p) - 1 : len(p) + len(a) - 1] = True
-    return Batch(*(t.to(device) for t in (tokens, real, prompt, predicted, answer)))
+    return Batch(*(t.to(device) for t in (tokens, routed, prompt, predicted, answer)))
 
 
 def check_enough(items: Sequence[Item]) -> None:
@@ -221,6 +222,10 @@ class Routers(nn.Module):
         """[..., scores]"""
         hidden = (x.float() @ self.get_parameter(f"inner{block}") + self.get_parameter(f"inner_bias{block}")).relu()
         return hidden @ self.get_parameter(f"outer{block}") + self.get_parameter(f"outer_bias{block}")
+
+    def begin(self, block: int, sites: int) -> torch.Tensor:
+        """The scores that a block began with, [sites, slices], as long as nothing was trained."""
+        return self.get_parameter(f"outer_bias{block}").detach().clone().unflatten(0, (sites, -1))
 
     def networks(self, count: int) -> list[Network]:
         names = ("inner", "inner_bias", "outer", "outer_bias")

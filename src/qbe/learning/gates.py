@@ -43,7 +43,7 @@ def hidden_states(_block: int, x: torch.Tensor) -> torch.Tensor:
 def train_routers(
     fit: Fit, blocks_of: Callable[[SiteTable], Sequence[Block]], hidden: int, prepared: PreparedModel,
     items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None,
-    read: Read = hidden_states,
+    read: Read = hidden_states, of: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Learned:  # fmt: skip
     """Routers of blocks, which begin with what the measured sensitivities say, the same for every token.
 
@@ -53,6 +53,7 @@ def train_routers(
         prepared: not yet served by an engine; on its device everything runs.
         items: three quarters are trained on; what is reported is of the others.
         tick: called after each of `steps` steps.
+        read: what routers read. of: chooses the tokens of a batch that are routed and counted.
 
     Raises:
         QBEError: too few items, a model whose tokens cannot have bits of their own, or one without 16-bit weights.
@@ -60,7 +61,7 @@ def train_routers(
     if not can_pack(decoder_config(prepared.model)):
         raise QBEError("the tokens of this model cannot have bits of their own (its layers keep a state): train qaq")
     table, device = prepared.table, next(prepared.model.parameters()).device
-    kept, held = (batches(some, prepared.tokenizer, device) for some in split(items, seed))
+    kept, held = ([of(b) for b in batches(some, prepared.tokenizer, device)] for some in split(items, seed))
     blocks = blocks_of(table)
     with sliced(prepared, blocks) as student:
         inputs = _inputs(student, kept[0], len(blocks), read)
@@ -101,7 +102,7 @@ def _inputs(student: Student, batch: Batch, count: int, read: Read) -> list[int]
 
 
 class Gates:
-    """Gates of a student's tokens by routers.
+    """Gates of a student's tokens by routers; tokens that are not routed have what routers begin with.
 
     Attributes:
         threshold: what slices must be worth more than, float32 [].
@@ -122,6 +123,7 @@ class Gates:
             dtype=torch.float32,
             device=device,
         )
+        self._begin = [worths_of(routers.begin(i, len(b.sites))) for i, b in enumerate(self.blocks)]
         self._batch: Batch | None = None
         self._worths: list[torch.Tensor] = []
 
@@ -136,9 +138,9 @@ class Gates:
             return
         sites = self.blocks[block].sites
         scores = self.routers.scores(block, self.read(block, x.detach())).unflatten(-1, (len(sites), -1))
-        worths = worths_of(scores)
         assert self._batch is not None
-        self._worths.append(worths[self._batch.real].flatten(1))
+        worths = torch.where(self._batch.routed[..., None, None], worths_of(scores), self._begin[block])
+        self._worths.append(worths[self._batch.routed].flatten(1))
         over = (worths - self.threshold) / self.temperature
         gates = (over > 0).to(x.dtype) if self.hard else over.sigmoid().to(x.dtype)
         for i, site in enumerate(sites):
@@ -209,6 +211,6 @@ def _held_out(gates: Gates, held: Sequence[Batch], kept: Sequence[Batch]) -> lis
             gates.threshold = torch.tensor(thresholds[level])
             entry["kl"] += float(gates.divergence(batch, teacher)) * n
             entry["bits"] += float(((gates.seen() > gates.threshold).float() @ gates.share).sum())
-        counted, rows = counted + n, rows + int(batch.real.sum())
+        counted, rows = counted + n, rows + int(batch.routed.sum())
     gates.hard = False
     return [{"asked": e["asked"], "bits": widths[0] + e["bits"] / rows, "kl": e["kl"] / counted} for e in found]
