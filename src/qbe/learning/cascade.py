@@ -1,15 +1,19 @@
-"""Trains the cascade's routers (`qbe.policies.cascade`): as `tokenwise`'s, but what they read is attention's entropy.
+"""Trains the cascade's routers (`qbe.policies.cascade`): as `tokenwise`'s, but what they read is attention's entropy,
+and what they are trained on are the model's own answers, drawn with a seed.
 
 The 16-bit model runs with attention whose weights can be seen; the entropy of each head at a point, over the most there
 can be, is what the engine's attention gives for a row of a decode step. Before training its mean and deviation are
-measured, so that all heads begin alike; they are part of the first matrix afterwards.
+measured, so that all heads begin alike; they are part of the first matrix afterwards. Only an answer's tokens are
+routed: the prompt's have what an untrained router gives.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,17 +21,21 @@ import torch
 from torch import nn
 
 from qbe.errors import QBEError
-from qbe.eval.items import Item
-from qbe.learning.distil import Batch, batches, split
+from qbe.eval.items import Item, encode
+from qbe.learning.distil import PROMPT, Batch, Text, batched, sliced
 from qbe.learning.gates import train_routers
 from qbe.learning.tokenwise import fit
 from qbe.policies.cascade import blocks_of, points_of
 from qbe.policies.learned import Learned
 from qbe.policies.routers import named, networks
+from qbe.progress import spinner
 from qbe.sites import ATTENTION_ROLES, SiteTable
 from qbe.store.prepare import PreparedModel
 
 HIDDEN = 32  # units of a router: what a decode step can afford
+ANSWER = 192  # tokens of an answer at most
+TEMPERATURE = 0.8  # greedy answers of small models repeat themselves
+TOGETHER = 96  # answers that are drawn at once
 MEASURED = 8  # batches whose entropies say what is usual
 LEAST = 1e-2  # of a head's deviation
 
@@ -35,20 +43,49 @@ LEAST = 1e-2  # of a head's deviation
 def train(
     prepared: PreparedModel, items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None
 ) -> Learned:
-    """As `qbe.learning.gates.train_routers`.
+    """As `qbe.learning.gates.train_routers`; of the items only the prompts count.
 
     Raises:
         QBEError: what that raises; a model whose attention does not show its weights.
     """
-    table = prepared.table
+    table, texts = prepared.table, partial(drawn, prepared, seed)
     with entropies(prepared.model, attention_of(table, points_of(table))) as seen:
-        mean, deviation = _usual(prepared, items, seed, seen)
+        mean, deviation = _usual(prepared.model, texts(items[:: -(-len(items) // (8 * MEASURED))]), seen)
 
         def read(point: int, _: torch.Tensor) -> torch.Tensor:
             return (torch.cat(seen[: point + 1], -1) - mean[: point + 1].flatten()) / deviation[: point + 1].flatten()
 
-        found = train_routers(fit, blocks_of, HIDDEN, prepared, items, steps, seed, tick, read, of_answers)
+        found = train_routers(fit, blocks_of, HIDDEN, prepared, items, steps, seed, tick, read, texts)
     return _with_usual(found, mean.cpu().numpy(), deviation.cpu().numpy())
+
+
+@torch.no_grad()
+def drawn(prepared: PreparedModel, seed: int, items: Sequence[Item]) -> list[Batch]:
+    """Answers of the 16-bit model to the items' prompts."""
+    model, device = prepared.model, next(prepared.model.parameters()).device
+    prompts = sorted((p for i in items if (p := encode(i, prepared.tokenizer).prompt_ids[-PROMPT:])), key=len)
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+    texts: list[Text] = []
+    with (
+        spinner("drawing answers", sys.stderr.isatty()), sliced(prepared) as student,
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+    ):  # fmt: skip
+        student.full = True
+        torch.manual_seed(seed)
+        for at in range(0, len(prompts), TOGETHER):
+            part = prompts[at : at + TOGETHER]
+            width = len(part[-1])
+            ids = torch.tensor([[0] * (width - len(p)) + p for p in part], device=device)
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=device)
+            out = model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0,
+                max_new_tokens=ANSWER, pad_token_id=0,
+            )  # fmt: skip
+            for p, row in zip(part, out[:, width:].tolist(), strict=True):
+                length = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+                texts.append((p, row[:length]))
+    return [of_answers(b) for b in batched(texts, device)]
 
 
 def of_answers(batch: Batch) -> Batch:
@@ -103,15 +140,11 @@ def attention_of(table: SiteTable, points: Sequence[int]) -> list[str]:
 
 
 @torch.no_grad()
-def _usual(
-    prepared: PreparedModel, items: Sequence[Item], seed: int, seen: list[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation of each head's entropy over training's tokens, float32 [points, heads]."""
-    device = next(prepared.model.parameters()).device
-    kept = [of_answers(b) for b in batches(split(items, seed)[0], prepared.tokenizer, device)]
+def _usual(model: Any, texts: Sequence[Batch], seen: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of each head's entropy over some answers' tokens, float32 [points, heads]."""
     rows = []
-    for batch in kept[:: -(-len(kept) // MEASURED)]:
-        prepared.model(input_ids=batch.tokens, use_cache=False)
+    for batch in texts:
+        model(input_ids=batch.tokens, use_cache=False)
         rows.append(torch.stack([of[batch.routed] for of in seen], 1))
     every = torch.cat(rows)
     return every.mean(0), every.std(0).clamp(min=LEAST)
@@ -119,14 +152,9 @@ def _usual(
 
 def _with_usual(found: Learned, mean: Any, deviation: Any) -> Learned:
     """Networks that read entropies as they are."""
-    tensors = dict(found.tensors)
-    read = networks(tensors, len(mean))
-    for at, network in enumerate(read):
+    read = []
+    for at, network in enumerate(networks(found.tensors, len(mean))):
         inner = network.inner / deviation[: at + 1].reshape(-1, 1)
         bias = network.inner_bias - mean[: at + 1].reshape(-1) @ inner
-        read = (
-            *read[:at],
-            replace(network, inner=inner.astype(np.float32), inner_bias=bias.astype(np.float32)),
-            *read[at + 1 :],
-        )
-    return replace(found, tensors={**tensors, **named(read)})
+        read.append(replace(network, inner=inner.astype(np.float32), inner_bias=bias.astype(np.float32)))
+    return replace(found, tensors={**found.tensors, **named(read)})

@@ -193,10 +193,10 @@ def tokenwise(
 @app.command()
 def cascade(
     model: Model = DEFAULT, data: Data = None,
-    limit: Annotated[int, typer.Option(help="texts of each data set at most, spread over it")] = 1000,
+    limit: Annotated[int, typer.Option(help="prompts of each data set at most, spread over it")] = 300,
     steps: Steps = 200, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Train the cascade (--cascade): bits of later layers for each token, by what its attention shows so far."""
+    """Train the cascade (--cascade): bits of later layers for each token of an answer, by what its attention shows so far."""
     from qbe.learning.cascade import train
 
     _routers("cascade", train, model, data, limit, steps, seed, dtype, device, as_json)

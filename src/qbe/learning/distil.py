@@ -51,18 +51,23 @@ class Batch:
     answer: torch.Tensor
 
 
+Text = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
+
+
 def batches(items: Sequence[Item], tokenizer: Any, device: torch.device) -> list[Batch]:
+    """The items with their reference answers."""
+    every = (encode(item, tokenizer) for item in items)
+    texts = [(e.prompt_ids[-PROMPT:], e.reference_ids[:ANSWER]) for e in every if e.prompt_ids and e.reference_ids]
+    return batched(texts, device)
+
+
+def batched(texts: Sequence[Text], device: torch.device) -> list[Batch]:
     """Texts of about the same length together."""
-    texts = []
-    for item in items:
-        e = encode(item, tokenizer)
-        if e.prompt_ids and e.reference_ids:
-            texts.append((e.prompt_ids[-PROMPT:], e.reference_ids[:ANSWER]))
-    texts.sort(key=lambda t: len(t[0]) + len(t[1]))
-    return [_batch(texts[i : i + TOGETHER], device) for i in range(0, len(texts), TOGETHER)]
+    ordered = sorted(texts, key=lambda t: len(t[0]) + len(t[1]))
+    return [_batch(ordered[i : i + TOGETHER], device) for i in range(0, len(ordered), TOGETHER)]
 
 
-def _batch(texts: Sequence[tuple[list[int], list[int]]], device: torch.device) -> Batch:
+def _batch(texts: Sequence[Text], device: torch.device) -> Batch:
     shape = len(texts), max(len(p) + len(a) for p, a in texts)
     tokens = torch.zeros(shape, dtype=torch.int64)
     routed, prompt, predicted, answer = torch.zeros((4, *shape), dtype=torch.bool)

@@ -7,6 +7,7 @@ or 1, as they are served.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def hidden_states(_block: int, x: torch.Tensor) -> torch.Tensor:
 def train_routers(
     fit: Fit, blocks_of: Callable[[SiteTable], Sequence[Block]], hidden: int, prepared: PreparedModel,
     items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None,
-    read: Read = hidden_states, of: Callable[[Batch], Batch] = lambda batch: batch,
+    read: Read = hidden_states, texts: Callable[[Sequence[Item]], list[Batch]] | None = None,
 ) -> Learned:  # fmt: skip
     """Routers of blocks, which begin with what the measured sensitivities say, the same for every token.
 
@@ -53,7 +54,7 @@ def train_routers(
         prepared: not yet served by an engine; on its device everything runs.
         items: three quarters are trained on; what is reported is of the others.
         tick: called after each of `steps` steps.
-        read: what routers read. of: chooses the tokens of a batch that are routed and counted.
+        read: what routers read. texts: makes batches of items; None: of their reference answers.
 
     Raises:
         QBEError: too few items, a model whose tokens cannot have bits of their own, or one without 16-bit weights.
@@ -61,7 +62,8 @@ def train_routers(
     if not can_pack(decoder_config(prepared.model)):
         raise QBEError("the tokens of this model cannot have bits of their own (its layers keep a state): train qaq")
     table, device = prepared.table, next(prepared.model.parameters()).device
-    kept, held = ([of(b) for b in batches(some, prepared.tokenizer, device)] for some in split(items, seed))
+    texts = texts or partial(batches, tokenizer=prepared.tokenizer, device=device)
+    kept, held = map(texts, split(items, seed))
     blocks = blocks_of(table)
     with sliced(prepared, blocks) as student:
         inputs = _inputs(student, kept[0], len(blocks), read)

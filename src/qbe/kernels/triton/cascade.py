@@ -13,7 +13,7 @@ from qbe.kernels.cascade_ops import WHO
 from qbe.kernels.triton.tiled_linear import early
 
 _WIDTH = 1024  # numbers of attention at a time
-_INPUTS = 64  # entropies of the points before at a time
+_INPUTS = 512  # entropies at a time
 _SITES = 64  # at a time
 
 
@@ -36,38 +36,51 @@ def cascade(
     """Arguments as those of `qbe.kernels.cascade_ops.cascade`."""
     n, heads = entropy.shape
     out, width, hidden = torch.empty_like(attended), attended[0].numel(), inner.shape[1]
-    before, sites = point * heads, len(words)
+    inputs, sites = (point + 1) * heads, len(words)
+    chunk = min(_INPUTS, triton.next_power_of_2(inputs))
     cascade_kernel[(n,)](
         attended, out, width, entropy, lengths, rows, seen, inner, inner_bias, outer, outer_bias, thresholds, gears,
-        steering, words, entropy.stride(0), seen.stride(0), words.stride(0), sites, before,
-        WIDTHS=triton.cdiv(width, _WIDTH), BW=min(_WIDTH, triton.next_power_of_2(width)), HEADS=heads,
-        BH=triton.next_power_of_2(heads), HIDDEN=hidden, BU=triton.next_power_of_2(hidden),
-        CHUNKS=triton.cdiv(before, _INPUTS), BK=_INPUTS, SITE_CHUNKS=triton.cdiv(sites, _SITES),
-        BS=min(_SITES, triton.next_power_of_2(sites)), SLICES=len(gears) - 1, WHO=WHO, num_warps=4,
+        steering, words, entropy.stride(0), seen.stride(0), words.stride(0), sites, inputs,
+        WIDTHS=triton.cdiv(width, _WIDTH), BW=min(_WIDTH, triton.next_power_of_2(width)), HEADS=heads, HIDDEN=hidden,
+        BU=triton.next_power_of_2(hidden), CHUNKS=triton.cdiv(inputs, chunk), BK=chunk,
+        SITE_CHUNKS=triton.cdiv(sites, _SITES), BS=min(_SITES, triton.next_power_of_2(sites)), SLICES=len(gears) - 1,
+        BE=triton.next_power_of_2(len(gears) - 1), WHO=WHO, num_warps=4 if chunk <= 128 else 8,
         **early(attended.device),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["before", "sites"])
+@triton.jit(do_not_specialize=["inputs", "sites"])
 def cascade_kernel(
     attended_ptr, out_ptr, width, entropy_ptr, lengths_ptr, rows_ptr, seen_ptr, inner_ptr, inner_bias_ptr, outer_ptr,
-    outer_bias_ptr, thresholds_ptr, gears_ptr, steering_ptr, words_ptr, entropy_row, seen_row, words_row, sites, before,
-    WIDTHS: tl.constexpr, BW: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, HIDDEN: tl.constexpr,
-    BU: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr, SITE_CHUNKS: tl.constexpr, BS: tl.constexpr,
-    SLICES: tl.constexpr, WHO: tl.constexpr, EARLY: tl.constexpr,
+    outer_bias_ptr, thresholds_ptr, gears_ptr, steering_ptr, words_ptr, entropy_row, seen_row, words_row, sites, inputs,
+    WIDTHS: tl.constexpr, BW: tl.constexpr, HEADS: tl.constexpr, HIDDEN: tl.constexpr, BU: tl.constexpr,
+    CHUNKS: tl.constexpr, BK: tl.constexpr, SITE_CHUNKS: tl.constexpr, BS: tl.constexpr, SLICES: tl.constexpr,
+    BE: tl.constexpr, WHO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program serves one row. before: entropies of the points before this one.
+    """A program serves one row. inputs: entropies, of which the last `HEADS` are this point's.
 
-    Its time is that of loads that wait for one another; so a row that is not steered runs through all of it, too, and
-    nothing is written for it.
+    Its time is that of loads that wait for one another. So the network is on its way before the kernel ahead has ended,
+    and a row that is not steered runs through all of it, too, though nothing is written for it.
     """
     i = tl.program_id(0).to(tl.int64)
-    unit, head = tl.arange(0, BU), tl.arange(0, BH)
+    unit, slot = tl.arange(0, BU), tl.arange(0, BE)
     used = unit < HIDDEN
-    own_at = inner_ptr + (before + head)[:, None] * HIDDEN + unit[None, :]
-    own_weights = tl.load(own_at, mask=(head < HEADS)[:, None] & used[None, :], other=0.0)
     units = tl.load(inner_bias_ptr + unit, mask=used, other=0.0)
+    step = tl.load(gears_ptr + slot + 1, mask=slot < SLICES, other=0)
+    step -= tl.load(gears_ptr + slot, mask=slot < SLICES, other=0)
+    lowest = tl.load(gears_ptr)
+    # Of the first part of either matrix, which is seldom less than all.
+    k = tl.arange(0, BK)
+    weights = tl.load(
+        inner_ptr + k[:, None] * HIDDEN + unit[None, :], mask=(k < inputs)[:, None] & used[None, :], other=0.0
+    )
+    site = tl.arange(0, BS)
+    score_at = site[:, None] * SLICES + slot[None, :]
+    there = (site < sites)[:, None] & (slot < SLICES)[None, :]
+    outer_at = outer_ptr + unit[:, None, None] * (sites * SLICES) + score_at[None, :, :]
+    outer = tl.load(outer_at, mask=used[:, None, None] & there[None, :, :], other=0.0)
+    bias = tl.load(outer_bias_ptr + score_at, mask=there, other=0.0)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -76,42 +89,39 @@ def cascade_kernel(
         row = tl.load(rows_ptr + i)
     steer = tl.load(steering_ptr + row)
     length = tl.maximum(tl.load(lengths_ptr + i), 2).to(tl.float32)
-    entropy = tl.load(entropy_ptr + i * entropy_row + head, mask=head < HEADS, other=0.0)
+    seen = seen_ptr + row * seen_row
+    ours, wrong = (steer >> 8) == WHO, 0
+    threshold = tl.load(thresholds_ptr + (steer & 255))
+    word = tl.load(words_ptr + site.to(tl.int64) * words_row + row, mask=site < sites, other=0)
     for part in tl.static_range(WIDTHS):
         at = part * BW + tl.arange(0, BW)
         tl.store(out_ptr + i * width + at, tl.load(attended_ptr + i * width + at, mask=at < width), mask=at < width)
-    ours = (steer >> 8) == WHO
-    threshold = tl.load(thresholds_ptr + (steer & 255))
-    share = entropy / tl.log(length)
-    seen = seen_ptr + row * seen_row
-    tl.store(seen + before + head, share, mask=(head < HEADS) & ours)
-    units += tl.sum(share[:, None] * own_weights, 0)
-    wrong = tl.sum((share * 0 != 0).to(tl.int32))  # heads without numbers
-    for chunk in tl.static_range(CHUNKS):
-        k = chunk * BK + tl.arange(0, BK)
-        x = tl.load(seen + k, mask=k < before, other=0.0)
-        inner_at = inner_ptr + k[:, None] * HIDDEN + unit[None, :]
-        inner_weights = tl.load(inner_at, mask=(k < before)[:, None] & used[None, :], other=0.0)
-        units += tl.sum(x[:, None] * inner_weights, 0)
-        wrong += tl.sum((x * 0 != 0).to(tl.int32))
-    units = tl.maximum(units, 0.0)
-    for chunk in tl.static_range(SITE_CHUNKS):
-        site = chunk * BS + tl.arange(0, BS)
-        there = site < sites
-        word_at = words_ptr + site.to(tl.int64) * words_row + row
-        word = tl.load(word_at, mask=there, other=0)
-        worth = tl.zeros((BS,), tl.float32)
-        gear = tl.load(gears_ptr) + tl.zeros((BS,), tl.int32)
-        for e in tl.static_range(SLICES):
-            score_at = site * SLICES + e
-            outer_at = outer_ptr + unit[:, None] * (sites * SLICES) + score_at[None, :]
-            outer_weights = tl.load(outer_at, mask=used[:, None] & there[None, :], other=0.0)
-            score = tl.load(outer_bias_ptr + score_at, mask=there, other=0.0) + tl.sum(
-                units[:, None] * outer_weights, 0
+    for part in tl.static_range(CHUNKS):
+        if part > 0:
+            k = part * BK + tl.arange(0, BK)
+            weights = tl.load(
+                inner_ptr + k[:, None] * HIDDEN + unit[None, :], mask=(k < inputs)[:, None] & used[None, :], other=0.0
             )
-            if e == 0:
-                worth = score
-            else:  # worths fall from slice to slice
-                worth -= tl.where(score > 20, score, tl.log(1.0 + tl.exp(tl.minimum(score, 20.0))))
-            gear = tl.where(worth > threshold, tl.load(gears_ptr + e + 1), gear)
-        tl.store(word_at, (word & -256) | gear, mask=there & ours & (wrong == 0))
+        own = (k >= inputs - HEADS) & (k < inputs)
+        x = tl.load(seen + k, mask=k < inputs - HEADS, other=0.0)
+        now = tl.load(entropy_ptr + i * entropy_row + k - (inputs - HEADS), mask=own, other=0.0) / tl.log(length)
+        tl.store(seen + k, now, mask=own & ours)
+        x = tl.where(own, now, x)
+        units += tl.sum(x[:, None] * weights, 0)
+        wrong += tl.sum((x * 0 != 0).to(tl.int32))  # heads without numbers
+    units = tl.maximum(units, 0.0)
+    for part in tl.static_range(SITE_CHUNKS):
+        if part > 0:
+            site = part * BS + tl.arange(0, BS)
+            score_at = site[:, None] * SLICES + slot[None, :]
+            there = (site < sites)[:, None] & (slot < SLICES)[None, :]
+            outer_at = outer_ptr + unit[:, None, None] * (sites * SLICES) + score_at[None, :, :]
+            outer = tl.load(outer_at, mask=used[:, None, None] & there[None, :, :], other=0.0)
+            bias = tl.load(outer_bias_ptr + score_at, mask=there, other=0.0)
+            word = tl.load(words_ptr + site.to(tl.int64) * words_row + row, mask=site < sites, other=0)
+        score = bias + tl.sum(units[:, None, None] * outer, 0)
+        fall = tl.where(score > 20, score, tl.log(1.0 + tl.exp(tl.minimum(score, 20.0))))
+        worth = tl.cumsum(tl.where(slot[None, :] == 0, score, -fall), 1)  # of a slice: falling
+        gear = lowest + tl.sum(tl.where(worth > threshold, step[None, :], 0), 1)
+        word_at = words_ptr + site.to(tl.int64) * words_row + row
+        tl.store(word_at, (word & -256) | gear, mask=(site < sites) & ours & (wrong == 0))
