@@ -196,7 +196,7 @@ def cascade(
     limit: Annotated[int, typer.Option(help="prompts of each data set at most, spread over it")] = 300,
     steps: Steps = 200, seed: Seed = 0, dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Train the cascade (--cascade): bits of later layers for each token of an answer, by what its attention shows so far."""
+    """Train the cascade (--cascade): bits of later layers for each token of an answer, by what its attention shows."""
     from qbe.learning.cascade import train
 
     _routers("cascade", train, model, data, limit, steps, seed, dtype, device, as_json)
