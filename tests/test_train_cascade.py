@@ -18,11 +18,14 @@ from qbe.engine.result import Request
 from qbe.engine.sampling_params import SamplingParams
 from qbe.eval.items import Form, Item
 from qbe.kernels.reference.cascade import cascade as reference
+from qbe.kernels.routing_ops import worths_of
 from qbe.learning import cascade as learning
 from qbe.learning import distil
-from qbe.learning.cascade import attention_of, entropies, train
+from qbe.learning.cascade import attention_of, drawn, entropies, of_answers, train
+from qbe.learning.distil import sliced
+from qbe.learning.gates import Gates, begin
 from qbe.policies import learned
-from qbe.policies.cascade import load, points_of
+from qbe.policies.cascade import blocks_of, load, points_of
 from qbe.store.prepare import PreparedModel, prepare
 
 CPU = torch.device("cpu")
@@ -70,6 +73,49 @@ def test_training_sees_what_the_engine_shows(home: Path) -> None:
                 assert torch.allclose(share * np.log(length), heard[layer, length], atol=2e-3)
     assert model.config._attn_implementation != "eager"
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_only_an_answers_tokens_are_routed(tiny_folder: Path, home: Path) -> None:
+    """A prompt's have what routers begin with, whatever they have learned since."""
+    prepared = loaded(tiny_folder)
+    table, blocks = prepared.table, blocks_of(prepared.table)
+    texts = [([1, 2, 3, 4], [5, 6, 7]), ([1, 2], [3, 4, 5, 6, 7, 8])]
+    batch = of_answers(distil.batched(texts, CPU)[0])
+    assert batch.routed.sum(1).tolist() == [3, 6] == batch.predicted.sum(1).tolist()
+    with sliced(prepared, blocks) as student:
+        routers = distil.Routers([4] * len(blocks), [begin(table, b.sites) for b in blocks], 8, seed=0)
+        gates = Gates(table, student, routers, lambda _block, x: x[..., :4])
+        for name, parameter in routers.named_parameters():
+            if name.startswith("outer"):
+                parameter.data.normal_(std=5)
+        gates.hard = True
+        still = torch.cat([worths_of(torch.tensor(begin(table, [s]))[None])[0] for b in blocks for s in b.sites])
+        gates.threshold = still.median().float() + 1e-3
+        gates.divergence(batch, student.teacher(batch.tokens, batch.predicted))
+        over = (still > gates.threshold).float().view(-1, len(prepared.table.gears()) - 2)
+        moved = 0
+        for site, expected in zip((s for b in blocks for s in b.sites), over, strict=True):
+            found = student.gates[site]
+            assert found is not None
+            assert bool((found[~batch.routed] == expected).all())
+            moved += int((found[batch.routed] != expected).sum())
+        assert moved > 50
+        assert gates.seen().shape == (9, still.numel())
+
+
+def test_answers_are_drawn_with_a_seed(tiny_folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = loaded(tiny_folder)
+    before = torch.random.get_rng_state()
+    one, again, other = (drawn(prepared, seed, items(5)) for seed in (0, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(one[0].tokens, again[0].tokens)
+    assert not torch.equal(one[0].tokens[:, :40], other[0].tokens[:, :40])
+    lengths = one[0].routed.sum(1)
+    assert lengths.max() <= learning.ANSWER
+    monkeypatch.setattr(learning, "ANSWER", 8)
+    short = drawn(prepared, 0, items(5))
+    assert short[0].routed.sum(1).max() <= 8
+    assert not (short[0].routed & short[0].prompt).any()
 
 
 @pytest.fixture(scope="module")
