@@ -273,7 +273,8 @@ def test_routers_are_kept_for_the_store_that_they_were_learned_on(
 ) -> None:
     monkeypatch.setenv("QBE_CACHE", str(tmp_path))
     sites = replace(core_of(seed=None).table, model_name="org/tiny")
-    assert load(sites) is None
+    with pytest.raises(QBEError, match=r"not been trained for org/tiny.*qbe train cascade"):
+        load(sites)
     made, path = random_cascade(sites), keep_cascade(sites)
     assert path == path_of("cascade", sites)
     found = load(sites)

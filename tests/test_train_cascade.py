@@ -13,6 +13,7 @@ import torch
 import qbe
 from cli_process import qbe as command
 from conftest import byte_tokenizer, tiny_llama
+from engine_models import build
 from qbe.budget import Budget
 from qbe.engine.result import Request
 from qbe.engine.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ from qbe.learning.distil import sliced
 from qbe.learning.gates import Gates, begin
 from qbe.policies import learned
 from qbe.policies.cascade import blocks_of, load, points_of
-from qbe.store.prepare import PreparedModel, prepare
+from qbe.store.prepare import PreparedModel, prepare, prepare_in_memory
 
 CPU = torch.device("cpu")
 
@@ -138,7 +139,6 @@ def test_networks_read_entropies_as_they_are(trained: tuple[Path, Path], monkeyp
     monkeypatch.setenv("QBE_CACHE", str(trained[0]))
     prepared = loaded(trained[1])
     table, routers = prepared.table, load(prepared.table)
-    assert routers is not None
     points, ids = points_of(table), prepared.tokenizer("some other text")["input_ids"]
     with entropies(prepared.model, attention_of(table, points)) as seen, torch.no_grad():
         prepared.model(input_ids=torch.tensor([ids]))
@@ -189,12 +189,33 @@ def test_only_those_who_ask_for_a_cascade_miss_a_damaged_file(
 ) -> None:
     learned.ready()
     learned.path_of("cascade", loaded(trained[1]).table).write_text("{")
-    with pytest.warns(RuntimeWarning, match="is damaged"):
-        other = qbe.Engine(trained[1], policy="uniform", device="cpu", records=False)
-    with other:
+    with qbe.Engine(trained[1], policy="uniform", device="cpu", records=False) as other:
         assert other.generate("text", SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason == "length"
-        with pytest.raises(qbe.QBEError, match="qbe train cascade"):
+        with pytest.raises(qbe.QBEError, match=r"is damaged.*qbe train cascade"):
             other.generate("text", budget=Budget(bits=6, cascade=True))
+
+
+def test_models_that_can_have_none_are_told_before_the_work(home: Path) -> None:
+    """In training, and to a request, which is not sent to train one."""
+    engine = qbe.Engine(tiny_llama(num_hidden_layers=1), tokenizer=byte_tokenizer(), policy="uniform", device="cpu",
+                        records=False)  # fmt: skip
+    with engine, pytest.raises(qbe.QBEError, match=r"no attention with nested layers behind it.*leave it out"):
+        engine.generate("text", budget=Budget(bits=6, cascade=True))
+    shallow, stateful = (
+        prepare_in_memory(model, byte_tokenizer(), device=CPU, need_sensitivity=False, progress=False)
+        for model in (tiny_llama(num_hidden_layers=1), build("jamba"))
+    )
+    for prepared, what in ((shallow, "no attention with nested layers"), (stateful, "its layers keep a state")):
+        with pytest.raises(qbe.QBEError, match=what):
+            train(prepared, items(16), 1)
+
+
+def test_answers_stay_within_the_context(home: Path) -> None:
+    short = tiny_llama(num_hidden_layers=2, max_position_embeddings=40)
+    prepared = prepare_in_memory(short, byte_tokenizer(), device=CPU, progress=False)
+    for batch in drawn(prepared, 0, items(9)):
+        assert batch.tokens.shape[1] <= 40
+        assert batch.prompt.sum(1).max() <= 20
 
 
 def test_attention_that_does_not_show_its_weights_is_told(trained: tuple[Path, Path], home: Path) -> None:

@@ -42,13 +42,13 @@ class Chooser(BlueprintChooser):
         context: the model's context in tokens, None when it has no limit.
         cache: asked before a policy is; None: policies are always asked.
         analysis_tier: see `qbe.analysis.Analyzer`.
-        cascade: what `qbe train cascade` found; None: requests for the cascade are refused.
+        cascade: what `qbe train cascade` found, or what is said to requests for it.
     """
 
     def __init__(
         self, policy: Policy, name: str, model: Any, tokenizer: Any, model_name: str, table: SiteTable,
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
-        cascade: Routers | None = None,
+        cascade: Routers | QBEError | None = None,
     ) -> None:  # fmt: skip
         analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
         analyzer.analyze("warm up", [0], tier=analysis_tier or 2)  # the first of a process takes milliseconds
@@ -148,11 +148,8 @@ class Chooser(BlueprintChooser):
         self.blueprint(self._default, profile, asked.budget, near=False)
 
     def _steered(self, blueprint: Blueprint) -> Blueprint:
-        if self.cascade is None:
-            raise QBEError(
-                f"the cascade has not been trained for {self._model_name}: run 'qbe train cascade --model "
-                f"{self._model_name}', or leave it out"
-            )
+        if not isinstance(self.cascade, Routers):
+            raise QBEError(str(self.cascade))
         if blueprint.steering is not None:
             raise QBEError(
                 f"the policy '{blueprint.policy}' moves bits within a step itself: leave the cascade out, or choose "

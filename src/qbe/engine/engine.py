@@ -5,7 +5,6 @@ analysis -> policy -> blueprint (`chooser`) -> core (plan, pages, model, sampler
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import Prompt, Request, Result
+from qbe.engine.runner import can_pack
 from qbe.engine.sampling_params import MOST_ANSWERS, SamplingParams
 from qbe.engine.stream import Stream
 from qbe.engine.tokenize import eos_ids
@@ -31,8 +31,10 @@ from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.kernels.tuning.tunable import KernelCache, kernel_cache
 from qbe.kernels.tuning.tuner import Tuner
+from qbe.kvcache.cache import decoder_config
 from qbe.models import DEFAULT_MODEL
 from qbe.policies.cascade import load as load_cascade
+from qbe.policies.per_token import Routers
 from qbe.records import RecordStore, RecordWriter
 from qbe.store.prepare import prepare, prepare_in_memory
 
@@ -108,17 +110,17 @@ class Engine(Requests):
                 need_sensitivity=default.needs_sensitivity, progress=progress,
             )  # fmt: skip
         self.model = prepared.model
+        cascade: Routers | QBEError
         try:
-            cascade = load_cascade(prepared.table)
-        except QBEError as error:  # who asks for a cascade is refused; others can do without
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
-            cascade = None
+            cascade = load_cascade(prepared.table, can_pack(decoder_config(self.model)))
+        except QBEError as error:  # who asks for a cascade is told; others can do without
+            cascade = error
         try:
             core = Core(
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
-                cascade=cascade, routers=routers_of(default, prepared.table),
+                cascade=None if isinstance(cascade, QBEError) else cascade, routers=routers_of(default, prepared.table),
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not out_of_memory(error):

@@ -59,7 +59,9 @@ def draw(trace: Trace) -> bytes:
         extent=(0, tokens, trace.layers - 0.5, -0.5),
     )  # fmt: skip
     mean = sum(trace.average) / max(1, len(trace.average))
-    axes[0].set_title(f"bits of each layer's weights, token by token: {mean:.2f} on average", loc="left", fontsize=10)
+    axes[0].set_title(
+        f"bits of each layer's weights, token by token: {mean:.2f} on average over these", loc="left", fontsize=10
+    )
     axes[0].set_ylabel("layer", color=_INK)
     axes[0].yaxis.set_major_locator(MaxNLocator(integer=True))
     bar = figure.colorbar(shown, ax=axes[0], ticks=[2, 4, 6, 8, 16], pad=0.01, aspect=30)

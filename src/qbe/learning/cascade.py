@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from qbe.engine.runner import can_pack
 from qbe.errors import QBEError
 from qbe.eval.items import Item, encode
+from qbe.kvcache.cache import decoder_config
 from qbe.learning.distil import PROMPT, Batch, Text, batched, sliced
 from qbe.learning.gates import train_routers
 from qbe.learning.tokenwise import fit
-from qbe.policies.cascade import blocks_of, points_of
+from qbe.policies.cascade import blocks_of, check, points_of
 from qbe.policies.learned import Learned
 from qbe.policies.routers import named, networks
 from qbe.progress import spinner
@@ -46,9 +48,10 @@ def train(
     """As `qbe.learning.gates.train_routers`; of the items only the prompts count.
 
     Raises:
-        QBEError: what that raises; a model whose attention does not show its weights.
+        QBEError: what that raises; a model that can have no cascade, or whose attention does not show its weights.
     """
     table, texts = prepared.table, partial(drawn, prepared, seed)
+    check(table, can_pack(decoder_config(prepared.model)))
     with entropies(prepared.model, attention_of(table, points_of(table))) as seen:
         mean, deviation = _usual(prepared.model, texts(items[:: -(-len(items) // (8 * MEASURED))]), seen)
 
@@ -61,9 +64,11 @@ def train(
 
 @torch.no_grad()
 def drawn(prepared: PreparedModel, seed: int, items: Sequence[Item]) -> list[Batch]:
-    """Answers of the 16-bit model to the items' prompts."""
+    """Answers of the 16-bit model to the items' prompts, all within its context."""
     model, device = prepared.model, next(prepared.model.parameters()).device
-    prompts = sorted((p for i in items if (p := encode(i, prepared.tokenizer).prompt_ids[-PROMPT:])), key=len)
+    context = getattr(decoder_config(model), "max_position_embeddings", None) or PROMPT + ANSWER
+    most = min(PROMPT, context // 2)
+    prompts = sorted((p for i in items if (p := encode(i, prepared.tokenizer).prompt_ids[-most:])), key=len)
     ends = model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else {*(ends or ())}
     texts: list[Text] = []
@@ -80,7 +85,7 @@ def drawn(prepared: PreparedModel, seed: int, items: Sequence[Item]) -> list[Bat
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=device)
             out = model.generate(
                 input_ids=ids, attention_mask=mask, do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0,
-                max_new_tokens=ANSWER, pad_token_id=0,
+                repetition_penalty=1.0, max_new_tokens=min(ANSWER, context - width), pad_token_id=0,
             )  # fmt: skip
             for p, row in zip(part, out[:, width:].tolist(), strict=True):
                 length = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))

@@ -1,4 +1,5 @@
-"""Per-token gates of slices while routers are trained, and the frame of that training: `mobi` and `tokenwise` share it.
+"""Per-token gates of slices while routers are trained, and the frame of that training: `mobi`, `tokenwise` and the
+cascade share it.
 
 A gate is a sigmoid of what a slice is worth to the token, over the threshold, divided by a temperature; hard ones are 0
 or 1, as they are served.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from qbe.blueprint import Steering
+from qbe.errors import QBEError
 from qbe.policies import learned
 from qbe.policies.per_token import LEVELS, Routers
 from qbe.policies.routers import Block, bits_left, networks, widths_of
@@ -40,10 +41,31 @@ def blocks_of(table: SiteTable) -> tuple[Block, ...]:
     return tuple(found)
 
 
-def load(table: SiteTable) -> Routers | None:
-    """What `qbe train cascade` found; None where it has not run. Raises QBEError for a file that does not serve."""
+def check(table: SiteTable, packs: bool) -> None:
+    """Raises QBEError for a model that has no cascade.
+
+    Args:
+        packs: whether tokens of different sequences share a forward of it (`qbe.engine.runner.can_pack`).
+    """
+    name = table.model_name or "this model"
+    if not packs:
+        raise QBEError(f"{name} can have no cascade (its layers keep a state): leave it out")
+    if not points_of(table):
+        raise QBEError(f"{name} can have no cascade (it has no attention with nested layers behind it): leave it out")
+
+
+def load(table: SiteTable, packs: bool = True) -> Routers:
+    """What `qbe train cascade` found.
+
+    Raises:
+        QBEError: what `check` raises; it has not run for this model, or its file does not serve.
+    """
+    check(table, packs)
     if not learned.path_of(NAME, table).is_file():
-        return None
+        raise QBEError(
+            f"the cascade has not been trained for {table.model_name}: run 'qbe train cascade --model "
+            f"{table.model_name}', or leave it out"
+        )
     found, blocks = learned.read(NAME, table), blocks_of(table)
     return Routers(
         blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),

@@ -1,4 +1,4 @@
-"""Routers of blocks, which `qaq`, `mobi` and `tokenwise` have in common: a small network for each block of a model.
+"""Routers of blocks, which `qaq`, `mobi`, `tokenwise` and the cascade have in common: a small network for each block.
 
 A block's sites are those of one module of a decoder layer, attention or feed-forward; `tokenwise` takes the output head
 for a block, too. The network reads that module's input: one hidden layer of rectified units. Sites without a router
