@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +202,8 @@ def test_models_that_can_have_none_are_told_before_the_work(home: Path) -> None:
                         records=False)  # fmt: skip
     with engine, pytest.raises(qbe.QBEError, match=r"no attention with nested layers behind it.*leave it out"):
         engine.generate("text", budget=Budget(bits=6, cascade=True))
-    shallow, stateful = (
-        prepare_in_memory(model, byte_tokenizer(), device=CPU, need_sensitivity=False, progress=False)
-        for model in (tiny_llama(num_hidden_layers=1), build("jamba"))
-    )
+    shallow = prepare_in_memory(tiny_llama(num_hidden_layers=1), byte_tokenizer(), device=CPU, progress=False)
+    stateful = replace(shallow, model=build("jamba"))
     for prepared, what in ((shallow, "no attention with nested layers"), (stateful, "its layers keep a state")):
         with pytest.raises(qbe.QBEError, match=what):
             train(prepared, items(16), 1)
