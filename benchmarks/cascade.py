@@ -11,9 +11,9 @@ read as much as without it. `sites_moved` says how many sites of a token had oth
 kl: the model writes answers at 16 bits, drawn with a seed. The same tokens then go through decode steps with the
 cascade, with refresh, and with both, whose bits are noted token by token. Every way is then measured by the same
 replay: its own bits, the same bits at the answer's tokens in random order, and the best fixed blueprint at the same
-average. Intervals are over answers. The cascade is what `qbe train cascade` found; refresh's
-thresholds are the quartiles of the answers themselves. A way that is the name of a policy of tokens (tokenwise, mobi:
-`qbe train`) lets every token of prompt and answer choose its own bits; fixed has the average of the answer's then.
+average. Intervals are over answers. The cascade is what `qbe train cascade` found; refresh's thresholds are the
+quartiles of the answers themselves. A way that is the name of a policy of tokens (tokenwise, mobi: `qbe train`) lets
+every token of prompt and answer choose its own bits; fixed has the average of the answer's then.
 """
 
 from __future__ import annotations

@@ -200,13 +200,13 @@ class Core:
         Pages that are written stay. Those to come get its KV bits if what the request may still write then fits.
         """
         before = sequence.blueprint
-        cascades = self.cascade is not None and sequence.moved is not None
-        steering = before.steering if cascades else blueprint.steering  # a policy's own comes with its bits
+        cascade = None if sequence.moved is None else self.cascade
+        steering = blueprint.steering if cascade is None else before.steering  # a policy's own comes with its bits
         blueprint = replace(blueprint, kv_error=before.kv_error, steering=steering)
         if blueprint.key == before.key:
             return False
-        if self.cascade is not None and cascades:
-            blueprint = self.cascade.steered(blueprint, sequence)
+        if cascade is not None:
+            blueprint = cascade.steered(blueprint, sequence)
         sequence.exchange(blueprint.with_kv_bits(before.kv_bits))
         self.raise_kv(sequence, blueprint.kv_bits)
         return True

@@ -228,10 +228,6 @@ class Routers(nn.Module):
         hidden = (x.float() @ self.get_parameter(f"inner{block}") + self.get_parameter(f"inner_bias{block}")).relu()
         return hidden @ self.get_parameter(f"outer{block}") + self.get_parameter(f"outer_bias{block}")
 
-    def begin(self, block: int, sites: int) -> torch.Tensor:
-        """The scores that a block began with, [sites, slices], as long as nothing was trained."""
-        return self.get_parameter(f"outer_bias{block}").detach().clone().unflatten(0, (sites, -1))
-
     def networks(self, count: int) -> list[Network]:
         names = ("inner", "inner_bias", "outer", "outer_bias")
         return [Network(*(self.get_parameter(f"{n}{i}").detach().cpu().numpy() for n in names)) for i in range(count)]

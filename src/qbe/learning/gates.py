@@ -126,7 +126,8 @@ class Gates:
             dtype=torch.float32,
             device=device,
         )
-        self._begin = [worths_of(routers.begin(i, len(b.sites))) for i, b in enumerate(self.blocks)]
+        scores = (torch.tensor(begin(table, b.sites), dtype=torch.float32, device=device) for b in self.blocks)
+        self._begin = [worths_of(s.unflatten(0, (len(b.sites), -1))) for s, b in zip(scores, self.blocks, strict=True)]
         self._batch: Batch | None = None
         self._worths: list[torch.Tensor] = []
 
