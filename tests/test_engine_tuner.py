@@ -194,6 +194,6 @@ def test_the_rows_that_kernels_are_compiled_for_stand_for_all(most: int) -> None
     assert counts[-1] == most
 
     def kind(rows: int) -> tuple[int, bool]:
-        return max(8, 1 << (rows - 1).bit_length()), rows >= 256
+        return 1 << (rows - 1).bit_length(), rows >= 256
 
     assert {kind(rows) for rows in counts} == {kind(rows) for rows in range(1, most + 1)}

@@ -91,6 +91,25 @@ def test_a_row_is_the_same_alone_and_in_a_mixed_batch(m: int) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("asked", [[4], [6], [8], [16], [4, 6], [8, 16, 4, 6]], ids=str)
+@pytest.mark.parametrize(
+    ("n", "k", "group", "slices"),
+    [(40, 700, 64, (4, 2, 2)), (40, 700, 128, (4, 2, 2)), (70, 2048, 64, (4, 2, 2)), (33, 512, 64, (3, 1, 1, 1, 2))],
+)
+def test_a_row_is_the_same_however_many_there_are(
+    n: int, k: int, group: int, slices: tuple[int, ...], asked: list[int]
+) -> None:
+    """Bit for bit, with 16-bit activations and with 8-bit ones: a step that checks guesses relies on it."""
+    case = tiled(Case(16, n, k, slices, group))
+    words = [a | (8 if i // len(asked) % 2 else 0) << 8 for i, a in enumerate((asked * 16)[:16])]
+    x, y = case.x, case.run(case.bits(words))
+    for m in (1, 2, 3, 4, 5, 9):
+        for at in (0, 16 - m):
+            case.x = x[at : at + m]
+            assert torch.equal(case.run(case.bits(words[at : at + m])), y[at : at + m]), (m, at)
+
+
+@on_device
 @pytest.mark.parametrize("m", [6, 20, 270])
 def test_widths_the_store_lacks_and_a_dropped_original(m: int) -> None:
     asked, served = [1, 3, 5, 7, 12, 17], [4, 4, 4, 6, 8, 16]

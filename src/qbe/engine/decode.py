@@ -13,10 +13,12 @@ first such step of a size runs, unless `capture` or `compile` has.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +47,15 @@ def batch_sizes(largest: int) -> list[int]:
     """The sizes that have a graph: powers of two up to 16, then multiples of 16, and `largest` itself."""
     sizes = [1, 2, 4, 8, *range(16, largest, 16)]
     return [s for s in sizes if s < largest] + [largest]
+
+
+def _row_means(device: torch.device) -> AbstractContextManager[Any]:
+    """In which a norm of a row does not depend on how many there are."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return nullcontext()  # torch's are so on a CPU
+    from qbe.kernels.triton.row_means import RowMeans
+
+    return RowMeans(device)
 
 
 class DecodeStep:
@@ -92,6 +103,7 @@ class DecodeStep:
         self._copied: torch.cuda.Event | None = None
         self.observe: Observe | None = None
         self._shares = Shares(cache.pool, cache.windows) if self.device.type == "cuda" else None
+        self._means = _row_means(self.device)
 
     def capture(self, on_size: Callable[[], None] | None = None, several: int = 0) -> bool:
         """Capture a graph for every size; whether that worked. A model that cannot be captured keeps running eagerly.
@@ -100,7 +112,8 @@ class DecodeStep:
 
         Args:
             on_size: called when a size is done (a progress bar): the first start on a machine compiles the kernels.
-            several: capture steps of sequences with several rows now, too, up to so many; 0 leaves them for later.
+            several: capture steps of sequences with several rows now, too, up to so many; 0 leaves them for later. In
+                steps of up to so many rows each comes out the same, bit for bit, whatever rows are beside it.
         """
         self._memory, self._several = torch.cuda.graph_pool_handle(), several
         try:
@@ -257,9 +270,11 @@ class DecodeStep:
             _, _, slots, lengths, _ = self._rows(size)
             entropy = [None if e is None else e[:size] for e in self.entropy]
             bounds = Bounds(self._originals[:size], self._limits[:size], self._counts[:size]) if bounded else None
+            steady = size <= self._several and bounds is None
             self._layouts[kind] = DecodeLayout(
                 self.cache, slots, self._tables[:size], lengths, entropy, bounds, several,
-                self.observe if steered else None, shares=self._shares_for(size) if bounds is None else None,
+                self.observe if steered else None, shares=None if steady or bounds else self._shares_for(size),
+                steady=steady,
             )  # fmt: skip
         return self._layouts[kind]
 
@@ -303,7 +318,8 @@ class DecodeStep:
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step on the inputs as they are on the device now, inside its layout."""
         self._prepare(size)
-        return self._run_planned(size)
+        with self._means:
+            return self._run_planned(size)
 
     def _prepare(self, size: int) -> None:
         """What all layers need, from the inputs on the device: the plan's rows, and who reads which pages."""

@@ -55,8 +55,8 @@ def compile_kernels(launches: Iterable[Launch], device: torch.device, progress: 
 
 def row_counts(most: int) -> list[int]:
     """Numbers of rows that stand for all up to `most`: a kernel and its configuration change at these only."""
-    powers = [8 << i for i in range(max(most, 8).bit_length())]
-    return sorted({min(n, most) for n in (1, *powers, 255)})
+    powers = [1 << i for i in range(max(most, 8).bit_length() + 1)]
+    return sorted({min(n, most) for n in (*powers, 255)})
 
 
 def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: int) -> Iterator[Launch]:

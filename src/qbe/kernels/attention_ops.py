@@ -21,6 +21,11 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    "steady_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
+    "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "share_pages(Tensor blocks, Tensor windows, Tensor tables, Tensor lengths, Tensor(a!) cuts) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -94,6 +99,18 @@ def shared_attention(*arguments: torch.Tensor | float, cuts: torch.Tensor) -> to
     return torch.ops.qbe.shared_attention.default(*arguments, cuts)
 
 
+def steady_attention(*arguments: torch.Tensor | float) -> torch.Tensor:
+    """On a GPU: `paged_attention` in which a row comes out the same, bit for bit, whatever rows are beside it.
+
+    Its pages are cut into parts by what a table has room for, which makes long contexts slower where rows are many.
+
+    Args:
+        arguments: of `paged_attention`, in its order.
+    """
+    return torch.ops.qbe.steady_attention.default(*arguments)
+
+
+@torch.library.register_fake("qbe::steady_attention", lib=_library)
 @torch.library.register_fake("qbe::paged_attention", lib=_library)
 def _fake(
     query: torch.Tensor,
@@ -165,6 +182,26 @@ def _cuda(
     return kernel(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, cuts)
 
 
+def _cuda_steady(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    from qbe.kernels.triton.paged_attention import paged_attention as kernel
+
+    where = memory, blocks, slots, tables, lengths, entropy
+    return kernel(query, key, value, *where, scaling, window, softcap, steady=True)
+
+
 def _cuda_share(
     blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
 ) -> None:
@@ -177,4 +214,5 @@ on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may ta
 on_cpu.impl("paged_attention", _cpu, "CPU")
 _library.impl("paged_attention", _cuda, "CUDA")
 _library.impl("shared_attention", _cuda, "CUDA")
+_library.impl("steady_attention", _cuda_steady, "CUDA")
 _library.impl("share_pages", _cuda_share, "CUDA")

@@ -86,6 +86,7 @@ class DecodeLayout:
     observe: called after the attention of each layer, within the step; None: nobody asks.
     rows: int64 `[n]`, their numbers in the step; None: all of them, in order.
     shares: found before the step by who runs it; None: each attention finds out for itself.
+    steady: on a GPU a row comes out the same whatever rows are beside it (`qbe.kernels.attention_ops`).
     """
 
     cache: PagedCache
@@ -98,6 +99,7 @@ class DecodeLayout:
     observe: Observe | None = None
     rows: torch.Tensor | None = None
     shares: Shares | None = None
+    steady: bool = False
 
 
 @dataclass
@@ -295,7 +297,9 @@ def attend_decode(
         write_rows(*new[1:], pool.memory, words, layout.slots)
     bounds, shares = layout.bounds, layout.shares
     cuts = None if shares is None or shares.windows[layer] != (window or 0) else shares.cuts[layer]
-    if bounds is None and cuts is not None:
+    if bounds is None and layout.steady:
+        out = attention_ops.steady_attention(*new, *where, *numbers)
+    elif bounds is None and cuts is not None:
         out = attention_ops.shared_attention(*new, *where, *numbers, cuts=cuts)
     elif bounds is None:
         out = attention_ops.paged_attention(*new, *where, *numbers)

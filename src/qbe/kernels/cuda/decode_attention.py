@@ -25,6 +25,7 @@ LEAST = 80  # pages that cost no more than this are not cut: a page for each war
 MOST_PAIRS = 16384  # whose costs have room in shared memory
 FEW = 32  # pages of a block, so few that finding out what pages cost is hardly worth its time
 MOST_PARTS = 64  # of a key head, where all key heads have as many
+STEADY_PAGES = 16  # of a part, at least, where parts do not depend on the rows of a step and a table is full
 CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
 SOURCES = (  # compiled as one
@@ -79,6 +80,15 @@ def parts_for(pairs: int, pages: int, processors: int) -> int:
     if pairs > MOST_PAIRS or pairs * (pages * COST + START) >= 1 << 30:
         return 1
     return parts if most(parts) <= FEW else 0
+
+
+def steady_parts(kv_heads: int, pages: int, processors: int) -> int:
+    """Parts that the pages of each key head are cut into where that may not depend on how many sequences there are.
+
+    A sequence that is alone has a block for each processor, unless parts would become so short that many rows wait for
+    their beginnings and ends.
+    """
+    return max(1, min(MOST_PARTS, processors // kv_heads, -(-pages // STEADY_PAGES)))
 
 
 def shared_bytes(dim: int) -> int:
@@ -178,15 +188,18 @@ def launch(
     softcap: float,
     processors: int,
     cuts: torch.Tensor | None = None,
+    steady: bool = False,
 ) -> torch.Tensor:
     """`qbe.kernels.attention_ops.paged_attention`, where `serves` says so, on a device with so many processors.
 
     cuts: what `share` found for this layer, int32 `[processors + 1, 2]`.
+    steady: a row comes out the same whatever rows are beside it.
     """
     batch, heads, dim = query.shape
     kv_heads = value.shape[1]
     pairs, repeat = batch * kv_heads, heads // kv_heads
-    parts = parts_for(pairs, tables.shape[1], processors)
+    pages = tables.shape[1]
+    parts = steady_parts(kv_heads, pages, processors) if steady else parts_for(pairs, pages, processors)
     count = pairs * parts or processors
     means = torch.empty(count + pairs, repeat, dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(count + pairs, 3, repeat, dtype=torch.float32, device=query.device)

@@ -11,6 +11,7 @@ import math
 import torch
 
 from qbe.kernels.triton.layout import TILE, padded_shape, unit
+from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config, Problem, processors
 from qbe.store.layout import SliceLayout
 
@@ -19,19 +20,14 @@ PROGRAMS = 2  # a processor: the splits nearest to that many programs are tried
 
 
 def decode(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
-    """Of `tiled_decode_kernel`: tile and warps with the two likeliest splits each, then the pipeline."""
-    units = generic["SPLITS"] * generic["SPLIT_UNITS"]
-    found: list[Config] = []
-    one = problem.rows == 1
-    for block_n, warps in ((64, 2), (128, 4), (64, 4), (32, 2)) if one else ((64, 2), (64, 4), (32, 2), (32, 4)):
-        tiles = sum(-(-n // block_n) for n in problem.outputs)
-        for splits in _likeliest(units, tiles, processors(device)):
-            split_units = units // splits
-            found.append(
-                {**generic, "BN": block_n, "num_warps": warps, "SPLITS": splits, "SPLIT_UNITS": split_units,
-                 "AHEAD": min(generic["AHEAD"], split_units)}
-            )  # fmt: skip
-    found.append({**generic, "STAGES": 3 if generic["STAGES"] != 3 else 4 if one else 2})
+    """Of `tiled_decode_kernel`: tile and warps, then the pipeline. How the sum is split is the generic one's to say, so
+    that a row comes out the same whatever rows are beside it."""
+    few = packed_rows(problem.rows) > 0
+    found: list[Config] = [
+        {**generic, "BN": block_n, "num_warps": warps}
+        for block_n, warps in (((64, 2), (128, 4), (64, 4), (32, 2)) if few else ((64, 2), (64, 4), (32, 2), (32, 4)))
+    ]
+    found.append({**generic, "STAGES": 3 if generic["STAGES"] != 3 else 4 if few else 2})
     if generic["SPLIT_UNITS"] >= 2:
         found.append({**generic, "AHEAD": 3 - generic["AHEAD"]})  # 1 or 2
     return _others(problem, generic, found)

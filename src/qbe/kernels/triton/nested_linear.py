@@ -17,6 +17,7 @@ from qbe.kernels.tuning.tunable import Config, Problem, Tunable
 from qbe.store.layout import BLOCK, SliceLayout
 
 DECODE_ROWS = 64  # up to here rows share one tile and codes are multiplied undequantised
+LEAST_ROWS = 16  # of a tile: fewer rows are launched as so many are, so that each comes out the same
 
 
 @cache
@@ -50,7 +51,7 @@ def launch_config(
             "DEQUANTISE": True, "BLOCK_N": tile, "BLOCK_M": rows, "STEP_BLOCKS": 1, "SPLITS": 1, "SPLIT_BLOCKS": blocks,
             "STAGES": 2, "num_warps": 4 if dtype == torch.float32 else 8,
         }  # fmt: skip
-    block_m = max(16, triton.next_power_of_2(m))
+    block_m = max(LEAST_ROWS, triton.next_power_of_2(m))
     block_n = 32 if dtype == torch.float32 else 64
     tiles = -(-n // block_n)
     splits = max(1, min(8, 4 * _multiprocessors(device) // tiles, blocks // 8))
@@ -115,7 +116,15 @@ def nested_linear(
     blocks = packed.shape[1] * 8 // n // BLOCK
     words = bits.contiguous()
     config = config or PLAIN.config(
-        x.device, m, (n,), k, layout.slices, blocks // groups * BLOCK, x.dtype, original is not None, bias is not None
+        x.device,
+        max(m, LEAST_ROWS),
+        (n,),
+        k,
+        layout.slices,
+        blocks // groups * BLOCK,
+        x.dtype,
+        original is not None,
+        bias is not None,
     )
     splits = config["SPLITS"]
     out = y if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)

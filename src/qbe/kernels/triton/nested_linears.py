@@ -14,6 +14,7 @@ from qbe.kernels.triton.nested_linear import nested_linear
 from qbe.kernels.triton.tiled_configs import DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
 from qbe.kernels.triton.tiled_linear import DECODE_ROWS, quantised, split_launch
+from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
 from qbe.store.layout import SliceLayout
 
@@ -66,6 +67,6 @@ def nested_linears(
     n = [*outputs, 0][:TOGETHER]
     decode_three_kernel[grid](
         rows, ready, *three(packed), *three([b.contiguous() for b in bits]), *three(originals),
-        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, **constants, ONE=m == 1,
+        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, **constants, ROWS=packed_rows(m),
     )  # fmt: skip
     return y.view(*x.shape[:-1], y.shape[1])

@@ -56,18 +56,21 @@ def paged_attention(
     window: int,
     softcap: float,
     cuts: torch.Tensor | None = None,
+    steady: bool = False,
 ) -> torch.Tensor:
     """See `qbe.kernels.attention_ops.paged_attention`. Any head sizes, any ratio of query to key heads up to 64.
 
     The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere, which needs no `cuts`.
+    `steady` is `qbe.kernels.attention_ops.steady_attention`.
     """
     if decode_attention.serves(query, key, value, softcap):
         return decode_attention.launch(
             query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap,
-            processors(query.device), cuts,
+            processors(query.device), cuts, steady,
         )  # fmt: skip
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
-    walk(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, out, Noted())
+    where = memory, blocks, slots, tables, lengths, entropy
+    walk(query, key, value, *where, scaling, window, softcap, out, Noted(), steady)
     return out
 
 
@@ -86,12 +89,17 @@ def walk(
     softcap: float,
     out: torch.Tensor,
     noted: Noted,
+    steady: bool = False,
 ) -> None:
     """The attention of `paged_attention` into `out`; tables may be `[B, kv_heads, P]`, a table for each key head."""
     batch, heads, key_dim = query.shape
     kv_heads, value_dim = value.shape[1:]
     repeat = heads // kv_heads
-    parts = splits_for(batch, kv_heads, tables.shape[-1] * PAGE_SIZE, processors(query.device))
+    width, count = tables.shape[-1], processors(query.device)
+    parts = (
+        decode_attention.steady_parts(kv_heads, width, count) if steady
+        else splits_for(batch, kv_heads, width * PAGE_SIZE, count)
+    )  # fmt: skip
     means = torch.empty(batch, parts, heads, value_dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(batch, parts, 3, heads, dtype=torch.float32, device=query.device)  # see `combine_kernel`
     rotated = torch.empty(batch, heads, 2, key_dim, dtype=query.dtype, device=query.device)

@@ -88,6 +88,25 @@ def load_parts(packed_ptr, plane, tile, row, kp, u, PARTS: tl.constexpr, UNIT: t
 
 
 @triton.jit
+def codes_of(
+    tiles, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, MIXED: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """run C of 64 inputs of `load_parts` as codes of precision P, left-aligned: int8 [BN, 64]
+
+    MIXED: only the bits that it has more than the precision below, so that what these give can be added to its product.
+    """
+    if P == 0 or not MIXED:
+        w = left_aligned(tiles[0][C * PARTS[0][1] // 8], C % (8 // PARTS[0][1]), PARTS[0][1], ASM)
+    else:
+        w = tl.zeros((BN, 64), tl.int8)
+    for i in tl.static_range(1, len(PARTS)):
+        if PARTS[i][2] == P or (not MIXED and PARTS[i][2] < P):
+            w = with_bits(w, tiles[i][C * PARTS[i][1] // 8], C % (8 // PARTS[i][1]), PARTS[i][1], PARTS[i][0], ASM)
+    return w
+
+
+@triton.jit
 def left_aligned_scales(base, low, exponent, SHIFT: tl.constexpr, LEFT: tl.constexpr):
     """uint16 pairs (int32 holding) -> scale and 128 - offset of left-aligned codes of SHIFT bits below the widest"""
     s = (((base & 255) << 19) + (exponent << 23)).to(tl.float32, bitcast=True)

@@ -8,6 +8,7 @@ import torch
 
 from qbe.kernels.triton import candidates
 from qbe.kernels.triton.layout import padded_shape, unit
+from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config, Problem, Tunable, processors
 from qbe.store.layout import SliceLayout
 
@@ -24,21 +25,21 @@ def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> di
     """Of `tiled_decode_kernel`, from a sweep on an H200 (docs/performance.md).
 
     Wide tiles share x between more outputs; narrow ones and splits give a small matrix enough programs. 16 rows need
-    more registers, so that a matrix with few tiles rather takes twice the warps than twice the programs. A single row
-    needs half of them; long sums then gain from one more unit in flight.
+    more registers, so that a matrix with few tiles rather takes twice the warps than twice the programs. Up to four
+    rows need half of them; long sums then gain from one more unit in flight.
+
+    How the sum is split depends on the weight alone, so that a row comes out the same whatever rows are beside it.
     """
-    block_m = 8 if m <= 8 else 16
     many = -(-n // 64) >= 2 * processors
-    warps = 2 if block_m == 8 or many else 4
-    most = (4 if warps == 2 else 2) * processors
+    warps = 2 if m <= 8 or many else 4
     block_n, tiles = 64, -(-n // 64)
-    splits = _splits(units, most // tiles, 4)
-    if warps == 2 and tiles * splits < processors:
-        block_n, tiles = 32, -(-n // 32)
-        splits = _splits(units, most // tiles, 4)
-    stages = (4 if m == 1 and units // splits > 4 else 3) if parts <= 4 else 2
+    splits = _splits(units, 4 * processors // tiles, 4)
+    if tiles * splits < processors:
+        splits = _splits(units, 4 * processors // -(-n // 32), 4)
+        block_n = 32 if warps == 2 else 64
+    stages = (4 if packed_rows(m) and units // splits > 4 else 3) if parts <= 4 else 2
     return {
-        "BM": block_m, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits,
+        "BM": 8 if m <= 8 else 16, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits,
         "STAGES": stages, "AHEAD": 2 if units // splits >= 2 else 1, "num_warps": warps,
     }  # fmt: skip
 

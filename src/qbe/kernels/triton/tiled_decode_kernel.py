@@ -6,14 +6,17 @@ The sum of a group is an exact integer; then y += s * sx * (sum + o * sum(x)). A
 byte alone: its low byte reads as zero, and where all rows are such it is not multiplied.
 
 In a mixed batch every part is multiplied once. A row adds the sums of the bits it asks for, exact integers, and takes
-the scale and offset of its precision: it comes out the same, bit for bit, whatever the other rows ask for. Each
-highest precision has loops of its own, for a uniform tile, one of 8-bit activations alone and a mixed one, which load
-what they need and nothing else. The bits are read at run time. A single row has loops of its own (`tiled_row_loop`).
+the scale and offset of its precision. Each highest precision has loops of its own, for a uniform tile, one of 8-bit
+activations alone and a mixed one, which load what they need and nothing else. The bits are read at run time. Up to four
+rows of one precision have loops of their own (`tiled_row_loop`).
+
+A row comes out the same, bit for bit, however many there are and whatever they ask for: every loop adds the products of
+64 inputs in the same order, and how a sum is split is a matter of the weight's shape alone (`tiled_configs`).
 """
 
 # Triton's language is not Python's: its arguments carry no types, and a branch on a constant must stand alone.
 # mypy: disable-error-code="no-untyped-def, var-annotated, assignment, operator, index, misc, attr-defined"
-# ruff: noqa: B007, SIM102
+# ruff: noqa: SIM102
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.triton.tiled_codes import left_aligned, left_aligned_scales, load_parts, tile_and_rows, with_bits
+from qbe.kernels.triton.tiled_codes import codes_of, left_aligned_scales, load_parts, tile_and_rows
 from qbe.kernels.triton.tiled_common import (
     counter,
     exact_eight,
@@ -33,7 +36,7 @@ from qbe.kernels.triton.tiled_common import (
     serving,
 )
 from qbe.kernels.triton.tiled_quantise import scale_of, scale_pairs
-from qbe.kernels.triton.tiled_row_loop import row_loop
+from qbe.kernels.triton.tiled_row_loop import row_loop, sum_of_runs
 
 
 @triton.jit
@@ -91,7 +94,11 @@ def _loop(
     low = high + M * kp
     x_at = m_in[None, :] * kp + ru[:, None]
     pairs = scale_pairs(x_ptr, M, kp, m_in, eight, GROUP)
-    acc = tl.zeros((BN, m.shape[0]), tl.float32)
+    zero = tl.zeros((BN, m.shape[0]), tl.int32)
+    acc0 = tl.zeros((BN, m.shape[0]), tl.float32)
+    acc1 = tl.zeros((BN, m.shape[0]), tl.float32)
+    acc2 = tl.zeros((BN, m.shape[0]), tl.float32)
+    acc3 = tl.zeros((BN, m.shape[0]), tl.float32)
     for step in tl.range(0, UNITS, num_stages=STAGES):
         u = u0 + step
         tiles = load_parts(packed_ptr, plane, tile, row, kp, u, PARTS, UNIT, TOP)
@@ -109,51 +116,46 @@ def _loop(
             if not EIGHT:
                 x_low = tl.load(low + k + x_at, mask=(eight == 0)[None, :], other=0)
             if c * 64 % GROUP == 0:
-                sums = ()
-                for p in tl.static_range(LOWEST, TOP + 1):
-                    zero = tl.zeros((BN, m.shape[0]), tl.int32)
-                    sums += ((zero, zero),)
-            new = ()
-            for p in tl.static_range(LOWEST, TOP + 1):
-                if p == 0 or not MIXED:
-                    w = left_aligned(tiles[0][c * PARTS[0][1] // 8], c % (8 // PARTS[0][1]), PARTS[0][1], ASM)
-                else:
-                    w = tl.zeros((BN, 64), tl.int8)
-                for i in tl.static_range(1, len(PARTS)):
-                    if PARTS[i][2] == p or (not MIXED and PARTS[i][2] < p):
-                        w = with_bits(
-                            w, tiles[i][c * PARTS[i][1] // 8], c % (8 // PARTS[i][1]), PARTS[i][1], PARTS[i][0], ASM
-                        )
-                sum_high = tl.dot(w, x_high, sums[p - LOWEST][0], out_dtype=tl.int32)
-                sum_low = sums[p - LOWEST][1]
-                if not EIGHT:
-                    sum_low = tl.dot(w, x_low, sum_low, out_dtype=tl.int32)
-                new += ((sum_high, sum_low),)
-            sums = new
-            if (c + 1) * 64 % GROUP == 0:
                 pair = tl.load(pairs + (k // GROUP) * M)
                 sx = scale_of(pair)[None, :]
                 sum_x = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)[None, :]
                 base = (bases[c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
-                for p in tl.static_range(LOWEST, TOP + 1):
+            for p in tl.static_range(LOWEST, TOP + 1):
+                w = codes_of(tiles, c, p, BN, PARTS, MIXED, ASM)
+                sum_p = tl.dot(w, x_high, zero, out_dtype=tl.int32) * 256
+                if not EIGHT:
+                    sum_p += tl.dot(w, x_low, zero, out_dtype=tl.int32)
+                if c * 64 % GROUP == 0:
                     lower = base
                     if PRECISIONS[p] < TOTAL:
                         lower = (lows[(p - LOWEST) * METAS + c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(
                             tl.int32
                         )
                     s_p, o_p = left_aligned_scales(base, lower, exponent, TOTAL - PRECISIONS[p], 8 - TOTAL)
-                    sum_p = sums[p - LOWEST][0] * 256 + sums[p - LOWEST][1]
-                    if p == LOWEST:
-                        total = sum_p
+                if p == LOWEST:
+                    total = sum_p
+                    if c * 64 % GROUP == 0:
                         s = s_p[:, None]
                         o = o_p[:, None]
-                    else:
-                        wanted = (serves >= p)[None, :]
-                        total += tl.where(wanted, sum_p, 0)
+                else:
+                    wanted = (serves >= p)[None, :]
+                    total += tl.where(wanted, sum_p, 0)
+                    if c * 64 % GROUP == 0:
                         s = tl.where(wanted, s_p[:, None], s)
                         o = tl.where(wanted, o_p[:, None], o)
-                acc = tl.fma(tl.fma(o, sum_x, total.to(tl.float32)) * sx, s, acc)
-    return acc * (1.0 / (1 << (8 - TOTAL)))
+            scaled = total.to(tl.float32)
+            if c * 64 % GROUP == 0:
+                scaled = tl.fma(o, sum_x, scaled)
+            scaled *= sx
+            if c % 4 == 0:
+                acc0 = tl.fma(scaled, s, acc0)
+            elif c % 4 == 1:
+                acc1 = tl.fma(scaled, s, acc1)
+            elif c % 4 == 2:
+                acc2 = tl.fma(scaled, s, acc2)
+            else:
+                acc3 = tl.fma(scaled, s, acc3)
+    return sum_of_runs(acc0, acc1, acc2, acc3) * (1.0 / (1 << (8 - TOTAL)))
 
 
 @triton.jit
@@ -161,7 +163,7 @@ def decode_tile(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
     units, tile, column, columns, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr, ONE: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """the tile of that number of one matrix, whose first output is `column` of y's `columns`"""
     P: tl.constexpr = len(PRECISIONS)
@@ -188,23 +190,23 @@ def decode_tile(
     highest = tl.max(tl.where(serves < P, serves, -1), 0)
     lowest = tl.min(tl.where(m_ok, serves, P), 0)
     acc = tl.zeros((BN, BM), tl.float32)
-    if ONE:
-        one = tl.zeros((BN, 4), tl.float32)
-        for top in tl.static_range(P):
-            if highest == top:
-                one = row_loop(
-                    quantised_ptr, packed_ptr, exponent, np_, kp, n0, BN, tl.max(eight.to(tl.int32), 0), u0, units,
-                    PRECISIONS, PARTS, GROUP, UNIT, top, STAGES, ASM,
-                )  # fmt: skip
-        acc += tl.sum(one, 1)[:, None]
-    else:
-        # 0: rows of one precision, 1: all of them with 8-bit activations, 2: mixed
-        kind = tl.where(lowest < highest, 2, tl.min(tl.where(m_ok, eight.to(tl.int32), 1), 0))
-        for top in tl.static_range(P):
-            for k in tl.static_range(3):
-                # A store of many precisions has one loop for all, or the code would grow with their number.
-                if (P <= 3 and (top > 0 or k < 2)) or (P > 3 and top == P - 1 and k == 2):
-                    if (highest >= 0) & ((P > 3) | ((highest == top) & (kind == k))):
+    # 0: rows of one precision, 1: all of them with 8-bit activations, 2: mixed
+    kind = tl.where(lowest < highest, 2, tl.min(tl.where(m_ok, eight.to(tl.int32), 1), 0))
+    for top in tl.static_range(P):
+        for k in tl.static_range(3):
+            # A store of many precisions has one mixed loop for all, or the code would grow with their number.
+            if k < 2 or (top == P - 1 if P > 3 else top > 0):
+                runs = (kind == k) & ((highest == top) | (k == 2 and P > 3))
+                if ROWS > 0:
+                    if k != 1 and (k == 0 or ROWS > 1):
+                        if (highest == top) & (kind < 2) if k == 0 else runs:
+                            rows = row_loop(
+                                quantised_ptr, packed_ptr, bits_ptr, original_ptr, exponent, M, np_, kp, n0, BN, u0,
+                                units, ROWS, PRECISIONS, PARTS, GROUP, UNIT, top, k == 2, STAGES, ASM,
+                            )  # fmt: skip
+                            acc = tl.reshape(tl.broadcast_to(rows[:, None, :], (BN, BM // ROWS, ROWS)), (BN, BM))
+                elif P <= 3 or k == 2:
+                    if runs if P <= 3 else highest >= 0:
                         acc = _loop(
                             quantised_ptr, packed_ptr, exponent, M, np_, kp, n0, BN, m, serves, eight, u0, units,
                             PRECISIONS, PARTS, GROUP, UNIT, top, k == 2, k == 1, STAGES, ASM,
@@ -229,13 +231,13 @@ def decode_kernel(
     x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
     units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, ONE: tl.constexpr, ASM: tl.constexpr,
+    AHEAD: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """one matrix"""
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp,
         exponent, units, tl.program_id(0), 0, N, PRECISIONS, PARTS, GROUP, UNIT, SPLIT, BN, BM, STAGES, EARLY,
-        AHEAD, ONE, ASM,
+        AHEAD, ROWS, ASM,
     )  # fmt: skip
 
 
@@ -248,7 +250,7 @@ def decode_three_kernel(
     original1_ptr, original2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, y_ptr, parts_ptr, M, N0, N1, N2, K, kp, exponent0,
     exponent1, exponent2, units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr, ONE: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """up to three matrices that read the same x, their results side by side; of two, N2 is 0"""
     row_tiles = tl.cdiv(M, BM)
@@ -290,5 +292,5 @@ def decode_three_kernel(
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K,
         tl.cdiv(N, 64) * 64, kp, exponent, units, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT,
-        SPLIT, BN, BM, STAGES, EARLY, AHEAD, ONE, ASM,
+        SPLIT, BN, BM, STAGES, EARLY, AHEAD, ROWS, ASM,
     )  # fmt: skip

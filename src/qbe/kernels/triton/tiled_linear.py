@@ -23,6 +23,7 @@ from qbe.kernels.triton.tiled_decode_kernel import decode_kernel
 from qbe.kernels.triton.tiled_float32_kernel import float32_kernel
 from qbe.kernels.triton.tiled_prefill import PREFILL_ROWS, prefill
 from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
+from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
 from qbe.store.layout import SliceLayout
 
@@ -85,7 +86,7 @@ def tiled_linear(
         converted = quantised(x, inputs, group) if few else half_rows(x, bits, inputs, group)
     arguments = (x, converted, tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent, units)
     if few:
-        decode_kernel[grid](*arguments, **constants, ONE=m == 1)
+        decode_kernel[grid](*arguments, **constants, ROWS=packed_rows(m))
     else:
         batch_kernel[grid](*arguments, **constants)
 

@@ -29,7 +29,7 @@ class Problem(NamedTuple):
     """What a configuration is chosen for.
 
     Attributes:
-        rows: of x: 1, or rounded up to a power of two from 8 on.
+        rows: of x, rounded up to a power of two.
         outputs: N of each weight of the launch.
         inputs: K.
         slices: widths of the slices of the weights.
@@ -120,7 +120,7 @@ class Tunable:
         group_size: int, dtype: torch.dtype, original: bool, bias: bool,
     ) -> Config:  # fmt: skip
         """The configuration to launch with now. See `Problem`; `rows` is their number as it is."""
-        bucket = rows if rows == 1 else max(8, 1 << (rows - 1).bit_length())
+        bucket = 1 << (rows - 1).bit_length()
         key = (device, bucket, outputs, inputs, slices, group_size, dtype, original, bias)
         choice = self._choices.get(key)
         if choice is None:
