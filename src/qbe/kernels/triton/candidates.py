@@ -7,11 +7,11 @@ kernel, so that their candidates of all shapes share a dozen compilations; those
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from qbe.kernels.triton.layout import TILE, padded_shape, unit
-from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config, Problem, processors
 from qbe.store.layout import SliceLayout
 
@@ -22,12 +22,11 @@ PROGRAMS = 2  # a processor: the splits nearest to that many programs are tried
 def decode(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
     """Of `tiled_decode_kernel`: tile and warps, then the pipeline. How the sum is split is the generic one's to say, so
     that a row comes out the same whatever rows are beside it."""
-    few = packed_rows(problem.rows) > 0
+    wide = ((128, 4),) if problem.rows <= 8 and even_tiles(problem.outputs) else ()
     found: list[Config] = [
-        {**generic, "BN": block_n, "num_warps": warps}
-        for block_n, warps in (((64, 2), (128, 4), (64, 4), (32, 2)) if few else ((64, 2), (64, 4), (32, 2), (32, 4)))
+        {**generic, "BN": block_n, "num_warps": warps} for block_n, warps in (*wide, (64, 2), (64, 4), (32, 2))
     ]
-    found.append({**generic, "STAGES": 3 if generic["STAGES"] != 3 else 4 if few else 2})
+    found += [{**generic, "STAGES": stages} for stages in (2, 3, 4) if abs(stages - generic["STAGES"]) == 1]
     if generic["SPLIT_UNITS"] >= 2:
         found.append({**generic, "AHEAD": 3 - generic["AHEAD"]})  # 1 or 2
     return _others(problem, generic, found)
@@ -72,6 +71,7 @@ def valid_decode(problem: Problem, config: Config) -> bool:
         and config["AHEAD"] in (1, 2)
         and config["AHEAD"] <= config["SPLIT_UNITS"]
         and config["BM"] == (8 if problem.rows <= 8 else 16)
+        and (config["BN"] <= TILE or even_tiles(problem.outputs))
         and _counted(problem, config, 1)
     )
 
@@ -96,6 +96,11 @@ def valid_plain(problem: Problem, config: Config) -> bool:
         and config["STEP_BLOCKS"] in (1, 2)
         and config["SPLIT_BLOCKS"] % config["STEP_BLOCKS"] == 0
     )
+
+
+def even_tiles(outputs: Sequence[int]) -> bool:
+    """Whether a tile of 128 outputs lies within each weight, whose outputs are padded to a multiple of 64."""
+    return all(-(-n // TILE) % 2 == 0 for n in outputs)
 
 
 def _likeliest(units: int, tiles: int, processors: int) -> list[int]:

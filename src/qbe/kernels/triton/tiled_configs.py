@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from qbe.kernels.triton import candidates
+from qbe.kernels.triton.candidates import even_tiles
 from qbe.kernels.triton.layout import padded_shape, unit
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config, Problem, Tunable, processors
@@ -21,15 +22,16 @@ def _splits(units: int, most: int, least_units: int) -> int:
 
 
 @cache
-def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> dict[str, int]:
-    """Of `tiled_decode_kernel`, from a sweep on an H200 (docs/performance.md).
+def decode_config(m: int, outputs: tuple[int, ...], units: int, parts: int, processors: int) -> dict[str, int]:
+    """Of `tiled_decode_kernel`, from sweeps on an H200 and an H100 (docs/performance.md).
 
-    Wide tiles share x between more outputs; narrow ones and splits give a small matrix enough programs. 16 rows need
-    more registers, so that a matrix with few tiles rather takes twice the warps than twice the programs. Up to four
-    rows need half of them; long sums then gain from one more unit in flight.
+    Wide tiles share x between more outputs, which pays for two rows and more; narrow ones and splits give a small
+    matrix enough programs. 16 rows need more registers, so that a matrix with few tiles rather takes twice the warps
+    than twice the programs. A single row needs half of them, and gains from one more unit in flight.
 
     How the sum is split depends on the weight alone, so that a row comes out the same whatever rows are beside it.
     """
+    n = sum(outputs)
     many = -(-n // 64) >= 2 * processors
     warps = 2 if m <= 8 or many else 4
     block_n, tiles = 64, -(-n // 64)
@@ -37,7 +39,9 @@ def decode_config(m: int, n: int, units: int, parts: int, processors: int) -> di
     if tiles * splits < processors:
         splits = _splits(units, 4 * processors // -(-n // 32), 4)
         block_n = 32 if warps == 2 else 64
-    stages = (4 if packed_rows(m) and units // splits > 4 else 3) if parts <= 4 else 2
+    stages = 2 if parts > 4 else 4 if m == 1 else 3
+    if 1 < m <= 8 and parts <= 4 and even_tiles(outputs):
+        block_n, warps, stages = 128, 4, 3 if packed_rows(m) else 2
     return {
         "BM": 8 if m <= 8 else 16, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits,
         "STAGES": stages, "AHEAD": 2 if units // splits >= 2 else 1, "num_warps": warps,
@@ -81,7 +85,7 @@ def _units(problem: Problem) -> tuple[int, int]:
 
 def _generic_decode(problem: Problem, device: torch.device) -> Config:
     parts = len(SliceLayout.of(problem.slices).parts)
-    return decode_config(problem.rows, sum(problem.outputs), _units(problem)[0], parts, processors(device))
+    return decode_config(problem.rows, problem.outputs, _units(problem)[0], parts, processors(device))
 
 
 @cache

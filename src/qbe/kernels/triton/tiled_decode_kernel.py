@@ -48,10 +48,11 @@ def _prefetch(address):
 def _prefetch_runs(
     part_ptr, kp, n0, BN: tl.constexpr, u0, WIDTH: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr
 ):
-    """AHEAD units of a part, 128-byte lines of BN outputs"""
+    """AHEAD units of a part, 128-byte lines of BN outputs, of which 32 lie in a tile of 64"""
     line = tl.arange(0, AHEAD * UNIT * WIDTH // 512 * BN // 2)
-    run = n0 // 64 * (kp * WIDTH // 512) + u0 * (UNIT * WIDTH // 512) + line // (BN // 2)
-    _prefetch(part_ptr + run.to(tl.int64) * 4096 + n0 % 64 * 64 + line % (BN // 2) * 128)
+    place = line % (BN // 2)
+    run = (n0 // 64 + place // 32) * (kp * WIDTH // 512) + u0 * (UNIT * WIDTH // 512) + line // (BN // 2)
+    _prefetch(part_ptr + run.to(tl.int64) * 4096 + n0 % 64 * 64 + place % 32 * 128)
 
 
 @triton.jit
