@@ -272,6 +272,34 @@ def test_results_are_the_same_each_time() -> None:
         assert torch.equal(entropy, found[0][1])
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "pages", "parts"), [(8, 5, 1), (8, 128, 8), (8, 512, 16), (3, 512, 32), (200, 99, 1)]
+)
+def test_steady_parts_fill_a_device_and_are_not_short(kv_heads: int, pages: int, parts: int) -> None:
+    assert decode_attention.steady_parts(kv_heads, pages, 132) == parts
+
+
+@pytest.mark.parametrize("shape", ["llama", "smollm"])
+def test_a_row_is_the_same_whatever_rows_are_beside_it(shape: str) -> None:
+    """Bit for bit, as `steady_attention` cuts pages."""
+    arguments = case(shape, [2000, 3, 700, 65], torch.bfloat16, BY_HEAD, room=2000)
+    if not CUDA:
+        arguments = on_cpu(arguments)
+    parts = decode_attention.steady_parts(arguments["key"].shape[1], arguments["tables"].shape[1], 132)
+    assert parts > 1
+
+    def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        given = copied(arguments) | {"memory": on_gpu_order(copied(arguments))}
+        given |= {n: given[n][rows] for n in ("query", "key", "value", "slots", "tables", "lengths", "entropy")}
+        out = kernel()(**given, steady=True) if CUDA else kernel_of(Cut(parts=parts), False)(**given)
+        return out, given["entropy"]
+
+    together = run(slice(0, 4))
+    for rows in (slice(0, 1), slice(1, 3), slice(2, 3), slice(3, 4)):
+        for found, expected in zip(run(rows), together, strict=True):
+            assert torch.equal(found, expected[rows])
+
+
 @pytest.mark.parametrize("sharp", [1e-3, 0.3, 60.0])
 def test_scores_of_every_size(sharp: float) -> None:
     """From nearly uniform weights to a single one."""

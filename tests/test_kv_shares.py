@@ -66,12 +66,22 @@ def test_attention_takes_shares_of_its_own_window_only(
     assert found is None or found.data_ptr() == shares.cuts[2].data_ptr()  # type: ignore[union-attr]
 
 
+def test_a_steady_step_has_an_attention_of_its_own(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_ops, "steady_attention", lambda *given: given[0] + 1)
+    one = torch.zeros(1, dtype=torch.long)
+    cache: Any = SimpleNamespace(pool=pool)
+    layout = DecodeLayout(cache, one, one[None], one + 1, [], steady=True)
+    q, k = torch.zeros(1, 4, 1, 64, dtype=torch.float16), torch.zeros(1, 2, 1, 64, dtype=torch.float16)
+    assert (attend_decode(layout, 2, q, k, k, 1.0, None, None) == 1).all()
+
+
 def test_compilers_know_what_the_op_gives() -> None:
     with FakeTensorMode():
         q, k = torch.empty(3, 8, 64), torch.empty(3, 2, 64)
         some = torch.empty(3, dtype=torch.long)
         out = attention_ops.shared_attention(q, k, k[..., :32], *[some] * 6, 1.0, 0, 0.0, cuts=some)
         assert out.shape == (3, 8, 32)
+        assert attention_ops.steady_attention(q, k, k[..., :32], *[some] * 6, 1.0, 0, 0.0).shape == (3, 8, 32)
 
 
 @on_gpu

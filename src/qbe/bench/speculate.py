@@ -82,12 +82,12 @@ def sizes_for(device: torch.device) -> Sizes:
 
 
 def with_traffic(sizes: Sizes, data: Path) -> Sizes:
-    """The same with prompts of data sets, too, and 128 tokens of each answer.
+    """The same with prompts of data sets, too, one after the other, and 128 tokens of each answer.
 
     Raises:
         QBEError: a file of the data sets is missing, or not what its name says.
     """
-    return replace(sizes, prompts=tuple(questions(data, 16)), tokens=128, traffic=True, rounds=3)
+    return replace(sizes, prompts=tuple(questions(data, 16)), tokens=128, traffic=True, rounds=3, batches=(1,))
 
 
 class Free(Costs):
