@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from qbe.kernels.cpu import prompt_attention as on_cpu
 from qbe.kernels.kv_blocks import sealed_pages
 from qbe.kvcache.allocator import Format, Page
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, entries_of, pages_for
@@ -69,7 +70,7 @@ def attend_prompt(
     """
     lowered = any(f.lowered(layer) for f in prompt.formats)
     if prompt.start == 0 and (window is None or prompt.count <= window) and not lowered:
-        return attend(query, key, value, None, True, scaling, softcap)
+        return attend(query, key, value, None, scaling, softcap)
     if has_kernel(query):
         from qbe.kernels.triton.prompt_attention import prompt_attention
 
@@ -86,8 +87,7 @@ def attend_prompt(
     page = first // PAGE_SIZE
     keys, values = (t[:, :, first - page * PAGE_SIZE : prompt.end - page * PAGE_SIZE]
                     for t in pool.read(layer, prompt.entries[page:]))  # fmt: skip
-    mask = _causal_mask(prompt.start, prompt.end, first, window, query.device)
-    return attend(query, keys, values, mask, False, scaling, softcap)
+    return attend(query, keys, values, window, scaling, softcap)
 
 
 def has_kernel(query: torch.Tensor) -> bool:
@@ -120,9 +120,8 @@ def attend_by_page(
             for t, e in zip(seen, exact, strict=True):
                 t[:, :, at] = e[:, :, frame]
         keys, values = (t[:, :, first - begin * PAGE_SIZE : end - begin * PAGE_SIZE] for t in seen)
-        mask = _causal_mask(start, end, first, window, query.device)
         rows = query[:, :, start - prompt.start : end - prompt.start]
-        parts.append(attend(rows, keys, values, mask, False, scaling, softcap))
+        parts.append(attend(rows, keys, values, window, scaling, softcap))
     return torch.cat(parts[::-1], 1)
 
 
@@ -131,10 +130,10 @@ def _first_key(start: int, window: int | None) -> int:
     return 0 if window is None else max(0, start - window + 1)
 
 
-def _causal_mask(start: int, end: int, first: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool `[end - start, end - first]`, True where the query at `start + row` sees the key at `first + column`."""
-    at = torch.arange(first, end, device=device)
-    query_at = torch.arange(start, end, device=device)[:, None]
+def _causal_mask(rows: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool `[rows, keys]`, True where a query sees a key; the queries are those of the last keys."""
+    at = torch.arange(keys, device=device)
+    query_at = at[keys - rows :, None]
     mask = at <= query_at
     return mask if window is None else mask & (at > query_at - window)
 
@@ -143,18 +142,22 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scaling: float | None,
+    window: int | None,
+    scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Scaled dot-product attention with grouped heads (Ainslie et al. 2023) and optional soft cap (Gemma 2, section 2).
+    """Causal attention of the last tokens to all, with grouped heads (Ainslie et al. 2023) and optional soft cap
+    (Gemma 2, section 2).
 
-    query `[n, heads, Q, key_dim]`, key and value `[n, kv_heads, K, dim]`, mask broadcastable to `[n, heads, Q, K]`;
-    gives `[n, Q, heads, value_dim]`.
+    query `[1, heads, Q, key_dim]`, key and value `[1, kv_heads, K, dim]`, the queries those of the last Q keys; gives
+    `[1, Q, heads, value_dim]`.
     """
     n, heads, rows, _ = query.shape
-    repeat = heads // key.shape[1]
+    keys, repeat = key.shape[2], heads // key.shape[1]
+    if softcap is None and on_cpu.serves(query, key, value):
+        return on_cpu.prompt_attention(query[0], key[0], value[0], window, scaling)[None]
+    causal = rows == keys and (window is None or rows <= window)
+    mask = None if causal else _causal_mask(rows, keys, window, query.device)
     if rows == 1 and softcap is None:
         # The queries of a group become the rows of its one key head, and nothing is repeated: in bfloat16 on the CPU
         # 25 us against 118 us with enable_gqa (SmolLM2's heads, 128 keys, 1 thread).

@@ -177,6 +177,9 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_paged_attention.restype = long
     lib.qbe_bounded_attention.argtypes = [pointer] * 12 + [integer] * 2
     lib.qbe_bounded_attention.restype = long
+    if hasattr(lib, "qbe_prompt_attention"):  # x86 alone has it
+        lib.qbe_prompt_attention.argtypes = [pointer] * 5 + [integer]
+        lib.qbe_prompt_attention.restype = long
     lib.qbe_seal_pages.argtypes = [pointer] * 4 + [long] * 5 + [integer]
     lib.qbe_seal_pages.restype = long
     lib.qbe_read_pages.argtypes = [pointer] * 3 + [long] * 4 + [integer] + [pointer] * 2

@@ -50,6 +50,8 @@ static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
 #include "attention.c"
 
+#include "prompt_attention.c"
+
 #include "difficulty.c"
 
 #include "dot_full.c"
