@@ -84,12 +84,41 @@ TARGET_AVX512 static void round_row_avx512(const char *x, int dtype, int64_t k, 
     }
 }
 
+/* fixed_point for one plane and groups of 64 inputs, all of bfloat16: a group stays in registers. */
+TARGET_AVX512 static void eight_bit_row(const char *x, int64_t k, int64_t groups, char *bytes, OfGroup *of_group, int64_t rows) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    for (int64_t g = 0; g < groups; g++, x += 128, bytes += 64, of_group += rows) {
+        const int64_t left = k - 64 * g;
+        const __m512i low = _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, x);
+        const __m512i high = _mm512_maskz_loadu_epi16(left >= 64 ? ~0u : left > 32 ? (1u << (left - 32)) - 1 : 0, x + 64);
+        const __m512i most = _mm512_max_epu16(_mm512_and_si512(low, magnitude), _mm512_and_si512(high, magnitude));
+        const __m512i wide = _mm512_max_epu32(_mm512_slli_epi32(most, 16), _mm512_and_si512(most, _mm512_set1_epi32((int)0xFFFF0000)));
+        const uint32_t found = _mm512_reduce_max_epu32(wide), largest = found > TINY ? found : TINY;
+        const float scale = bits_to_float(largest) / 32512.0f;
+        __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const __m256i half = _mm512_extracti64x4_epi64(i < 2 ? low : high, i % 2);
+            __m512i q = eight_of(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)), scale);
+            if (largest >= INFINITE) q = _mm512_setzero_si512();
+            sum = _mm512_add_epi32(sum, q);
+            _mm_storeu_si128((__m128i *)(bytes + 16 * i), _mm512_cvtepi32_epi8(q));
+        }
+        of_group->unit = largest >= INFINITE ? bits_to_float(largest) : 256.0f * scale;
+        of_group->sum = (float)_mm512_reduce_add_epi32(sum);
+    }
+}
+
 /* One row of x, the only one or one of `rows` that lie beside each other in of_group [groups, rows]. In `planes` planes: int8
    [kp / 64, planes, 64]; as INT16: int16 [kp], of every four inputs the first, the third, the second, the fourth. A group with
    an infinity or a NaN has zeros and that as its unit. */
 TARGET_AVX512 static void fixed_point(const char *x, int dtype, int64_t k, int64_t kp, int64_t groups, int planes,
                                       char *bytes, OfGroup *of_group, int64_t rows) {
     const int64_t group = kp / groups;
+    if (planes == 1 && group == BLOCK && dtype == BFLOAT16) {
+        eight_bit_row(x, k, groups, bytes, of_group, rows);
+        return;
+    }
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF), half = _mm512_set1_epi32(128);
     for (int64_t g = 0; g < groups; g++) { /* of all groups first, so that nothing below waits for it */
         __m512i most = _mm512_set1_epi32((int)TINY);

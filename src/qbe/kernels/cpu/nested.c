@@ -36,6 +36,8 @@
 #include "dot_tiles.c"
 
 #include "dot_winograd.c"
+
+#include "dot_pairs.c"
 #endif
 
 #include "rows.c"
@@ -142,6 +144,7 @@ static void load_avx512(Job *j, int64_t r) {
 TARGET_AVX512 INLINE void multiply_avx512(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
     if (j->planes[r0] == INT16) multiply_int16(j, at, n0, n1, r0, r1, scratch);
     else if (j->tiles && r1 - r0 >= TILED) multiply_tiles(j, at, n0, n1, r0, r1, scratch);
+    else if (j->planes[r0] == 1 && r1 - r0 > INT16_MOST) multiply_pairs(j, at, n0, n1, r0, r1, scratch);
     else multiply_integers(j, at, n0, n1, r0, r1, scratch);
 }
 
@@ -158,12 +161,12 @@ DEFINE_WORK(avx512, TARGET_AVX512)
 
 /* Rows of the weight in a chunk: even parts of an even share for each thread, in whole tiles, at most CHUNK weights
    (shorter runs break the streams that prefetching lives on: 16 K cost a fifth of a decode step; longer ones balance the
-   threads worse). */
-static int64_t chunk_rows(int64_t rows, int64_t kp, int threads) {
-    const int64_t share = rows > threads ? (rows + threads - 1) / threads : 1;
-    const int64_t most = CHUNK / kp > 16 ? CHUNK / kp / 16 * 16 : 16;
+   threads worse). In pairs of tiles where many rows of x take them so (dot_pairs.c). */
+static int64_t chunk_rows(int64_t rows, int64_t kp, int threads, int pairs) {
+    const int64_t share = rows > threads ? (rows + threads - 1) / threads : 1, unit = pairs ? 32 : 16;
+    const int64_t most = CHUNK / kp > unit ? CHUNK / kp / unit * unit : unit;
     const int64_t parts = (share + most - 1) / most;
-    return (share + parts * 16 - 1) / (parts * 16) * 16;
+    return (share + parts * unit - 1) / (parts * unit) * unit;
 }
 
 /* Waking a thread costs about as much as this many weights. */
@@ -219,14 +222,19 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
     }
     if (weights == 0 || rows == 0) return 0;
     threads = useful_threads(threads, weights);
+#ifdef X86
+    const int pairs = backend == AVX512 && rows > INT16_MOST;
+#else
+    const int pairs = 0;
+#endif
 
     const int64_t per = backend < AVX512 ? 4 : 2; /* bytes of x for an input */
     for (const Matrix *m = matrix; m < matrix + count; m++) {
         const Shape *s = m->shape;
-        int64_t floats = 2 * chunk_rows(s->n, s->kp, threads) * s->groups, eight = 0;
+        int64_t floats = 2 * chunk_rows(s->n, s->kp, threads, 0) * s->groups, eight = 0;
 #ifdef X86
         const Weight w = weight_of(m->packed, m->meta, s);
-        if (backend >= AVX512) floats = int16_floats(&w) * int16_tiles(chunk_rows(s->n, s->kp, threads), rows);
+        if (backend >= AVX512) floats = int16_floats(&w) * int16_tiles(chunk_rows(s->n, s->kp, threads, pairs), rows);
 #endif
         for (int64_t r = 0; r < rows; r++) eight += weight_bits(m->bits[r]) >= FULL_BITS && has_eight(m->bits[r]);
         size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * sizeof(OfGroup))
@@ -245,7 +253,7 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         Job j = {.w = weight_of(m->packed, m->meta, s), .dtype = dtype, .y = m->y, .y_stride = m->y_stride, .words = m->bits,
                  .bias = m->bias, .bias_dtype = m->bias_dtype, .x_bytes = s->kp * per, .k = s->k,
                  .original = m->original, .given = x};
-        j.chunk = chunk_rows(s->n, s->kp, threads);
+        j.chunk = chunk_rows(s->n, s->kp, threads, pairs);
         j.row = (int32_t *)take(&left, (size_t)rows * 4), j.precision = (int32_t *)take(&left, (size_t)rows * 4);
         j.planes = (int32_t *)take(&left, (size_t)rows * 4);
         sort_rows(&j, rows);
@@ -305,7 +313,7 @@ int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, co
              .index = index};
     if (n1 <= n0) return 0;
     threads = useful_threads(threads, (n1 - n0) * shape->kp);
-    j.chunk = chunk_rows(n1 - n0, shape->kp, threads);
+    j.chunk = chunk_rows(n1 - n0, shape->kp, threads, 0);
 #ifdef X86
     if (backend >= AVX512) j.recipe = recipes(&shape->layout);
 #endif
