@@ -110,7 +110,7 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
     (N == 4 ? add_floats(rows, count, weights, room, sum, M, 4) : add_floats(rows, count, weights, room, sum, M, 1))
 
 /* What one thread does: a key head of a sequence at a time. */
-#define DEFINE_ATTENTION(NAME, TARGET)                                                                        \
+#define DEFINE_ATTENTION(NAME, TARGET, SUM_EACH)                                                              \
     TARGET static void NAME##_unpack(const uint8_t *from, int bits, int64_t count, float *to) {               \
         unpack_codes(from, bits, count, to);                                                                  \
     }                                                                                                         \
@@ -128,7 +128,7 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
         default: ADD_ROWS(4);                                                                                 \
         }                                                                                                     \
     }                                                                                                         \
-    static const Sealed NAME##_sealed = {NAME##_unpack, NAME##_unpack_turbo, NAME##_add_rows};                \
+    static const Sealed NAME##_sealed = {NAME##_unpack, NAME##_unpack_turbo, NAME##_add_rows, SUM_EACH};      \
     TARGET static void NAME##_attention(void *arg) {                                                          \
         Attention *a = arg;                                                                                   \
         const AttentionShape *s = a->s;                                                                       \
@@ -154,10 +154,10 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
         }                                                                                                     \
     }
 
-DEFINE_ATTENTION(scalar, )
+DEFINE_ATTENTION(scalar, , sum_each)
 #ifdef X86
-DEFINE_ATTENTION(avx2, TARGET_AVX2)
-DEFINE_ATTENTION(avx512, TARGET_AVX512)
+DEFINE_ATTENTION(avx2, TARGET_AVX2, sum_each)
+DEFINE_ATTENTION(avx512, TARGET_AVX512, sum_each_avx512)
 #endif
 
 /* Whether a page's blocks of this layer lie inside of the memory. */

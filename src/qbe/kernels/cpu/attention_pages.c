@@ -1,21 +1,36 @@
 /* Scores and sums of values page by page, at each page's own precision. Included by attention.c. */
 
-/* scores[m * room + t] = query[m] . key t, for M queries and the tokens [from, to) of one page, t from 0. */
-INLINE void full_scores(const char *key, int64_t from, int64_t to, int64_t dim, const float *query, int64_t wide,
-                        float *scores, int64_t room, const int M, const int DTYPE) {
-    const int64_t row = dim * (DTYPE == FLOAT32 ? 4 : 2);
+#define ROWS_AHEAD 16 /* keys that are asked for before their turn: a page is too short for the processor to find out itself */
+
+/* scores[m * room + t] = query[m] . key t, for M queries and the tokens [from, to) of one page, t from 0. Their values are asked
+   for meanwhile. */
+INLINE void full_scores(SumEach *sum_each, const char *key, int64_t from, int64_t to, int64_t dim, int64_t value_dim,
+                        const float *query, int64_t wide, float *scores, int64_t room, const int M, const int DTYPE) {
+    const int64_t number = DTYPE == FLOAT32 ? 4 : 2, row = dim * number, value_row = value_dim * number;
+    const char *value = key + PAGE * row + from * value_row;
     key += from * row;
-    for (int64_t t = from; t < to; t++, key += row) {
-        Floats sum[MAX_QUERIES] = {{0}};
-        for (int64_t i = 0; i < dim; i += LANES) {
-            const Floats k = load_lanes(key, DTYPE, dim, i);
-            for (int m = 0; m < M; m++) {
-                Floats q;
-                memcpy(&q, query + m * wide + i, sizeof q);
-                sum[m] += q * k;
+    for (int64_t t = from; t < to; t += LANES) {
+        const int64_t count = to - t < LANES ? to - t : LANES;
+        Floats sums[MAX_QUERIES][LANES] = {{{0}}};
+        for (int64_t j = 0; j < count; j++, key += row, value += value_row) {
+            Floats sum[MAX_QUERIES] = {{0}};
+            for (int64_t i = 0; i < row; i += 64) __builtin_prefetch(key + ROWS_AHEAD * row + i);
+            for (int64_t i = 0; i < value_row; i += 64) __builtin_prefetch(value + i);
+            for (int64_t i = 0; i < dim; i += LANES) {
+                const Floats k = load_lanes(key, DTYPE, dim, i);
+                for (int m = 0; m < M; m++) {
+                    Floats q;
+                    memcpy(&q, query + m * wide + i, sizeof q);
+                    sum[m] += q * k;
+                }
             }
+            for (int m = 0; m < M; m++) sums[m][j] = sum[m];
         }
-        for (int m = 0; m < M; m++) scores[m * room + t - from] = sum_lanes(sum[m]);
+        for (int m = 0; m < M; m++) {
+            float all[LANES];
+            sum_each(sums[m], all);
+            memcpy(scores + m * room + t - from, all, (size_t)count * sizeof *all);
+        }
     }
 }
 
@@ -44,7 +59,7 @@ INLINE void attention_scores(const Attention *a, Sealed sealed, const int64_t *t
         const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &kind);
         float *out = scores + t - from;
         if (kind == FULL_BITS)
-            full_scores((const char *)block, first, last, s->key_dim, query, wide, out, room, M, DTYPE);
+            full_scores(sealed.sum_each, (const char *)block, first, last, s->key_dim, s->value_dim, query, wide, out, room, M, DTYPE);
         else if (kind > TURBO)
             turbo_scores(sealed, block, kind, first, last, s->key_dim, s->value_dim, query + next, query + 2 * next,
                          wide, out, room, M);

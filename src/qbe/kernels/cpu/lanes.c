@@ -23,6 +23,32 @@ INLINE float sum_lanes(Floats f) {
     return lanes[0];
 }
 
+/* The same of LANES vectors. */
+static void sum_each(const Floats *f, float *to) {
+    for (int i = 0; i < LANES; i++) to[i] = sum_lanes(f[i]);
+}
+
+#ifdef X86
+/* In the same order, all at once: each step puts parts of two vectors beside each other and adds to them the other parts. */
+TARGET_AVX512 static void sum_each_avx512(const Floats *f, float *to) {
+    __m512 v[LANES];
+    for (int i = 0; i < LANES; i++) v[i] = (__m512)f[i];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xEE));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 4], 0x88), _mm512_shuffle_f32x4(v[i], v[i + 4], 0xDD));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+        v[i] = _mm512_add_ps(_mm512_shuffle_ps(v[i], v[i + 2], 0x44), _mm512_shuffle_ps(v[i], v[i + 2], 0xEE));
+    v[0] = _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xDD));
+    /* where each vector's sum has come to */
+    const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+    _mm512_storeu_ps(to, _mm512_permutexvar_ps(order, v[0]));
+}
+#endif
+
 /* e^x for x <= 88; below -87 that of -87. Cody and Waite's reduction, Taylor's polynomial of degree 7. */
 INLINE Floats exp_lanes(Floats x) {
     x = pick(x < splat(-87.0f), splat(-87.0f), x);

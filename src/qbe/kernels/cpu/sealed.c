@@ -7,12 +7,14 @@
 typedef void Unpack(const uint8_t *from, int bits, int64_t count, float *to);
 typedef void UnpackTurbo(const uint8_t *from, int bits, int64_t count, float *levels, float *signs);
 typedef void AddRows(const float *rows, int64_t count, const float *weights, int64_t room, Floats *sum, int M, int N);
+typedef void SumEach(const Floats *f, float *to);
 
-/* What each path has of its own to read sealed pages. */
+/* What each path has of its own: to read sealed pages, and sums of many vectors' lanes. */
 typedef struct {
     Unpack *unpack;
     UnpackTurbo *unpack_turbo;
     AddRows *add_rows;
+    SumEach *sum_each;
 } Sealed;
 
 /* sum[m * N + n] += over `count` rows of N vectors, weights[m * room + row] * vector n. */
