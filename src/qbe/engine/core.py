@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
+from qbe.engine import shortcuts
 from qbe.engine.cascade import Cascade, steers
 from qbe.engine.guesses import Speculation
 from qbe.engine.kv_size import default_kv_tokens, with_kv
@@ -106,8 +107,7 @@ class Core:
         self.device = device if device is not None else next(model.parameters()).device
         if max_batch_tokens is None:
             max_batch_tokens = _BATCH_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
-        if self.device.type == "cpu":
-            native.load()
+        compiled_ops = self.device.type == "cpu" and native.load()
         config = decoder_config(model)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -117,6 +117,8 @@ class Core:
         plan_rows = -(-max_batch_tokens // 4) * 4 if packed else 1
         self.plan = Plan(table, plan_rows, self.device, Runner.keeps_logits(model))
         self.plan.bind(model)
+        if compiled_ops:
+            shortcuts.take(model)
         shapes, dtype = probe_shapes(model)
         paged = any(shapes)
         if paged:

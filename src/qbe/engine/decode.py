@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from qbe.compile.backend import register
+from qbe.engine import shortcuts
 from qbe.engine.captured import Captured, Forward, Kind, capture
 from qbe.engine.cascade import steers
 from qbe.engine.compiled import Step, compile_step
@@ -231,7 +232,7 @@ class DecodeStep:
                     self.captures += 1
                     self._compiled_graphs.add(size)  # whatever becomes of the next kind
             else:
-                with step(self._layout(Kind(size, steered=self.observe is not None))):
+                with shortcuts.aside(self.model), step(self._layout(Kind(size, steered=self.observe is not None))):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
         except RuntimeError as error:  # what dynamo and Inductor raise
             log.warning("some decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])

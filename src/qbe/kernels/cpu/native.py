@@ -15,7 +15,16 @@ from pathlib import Path
 
 import torch
 
-from qbe.kernels import attention_ops, cascade_ops, merged_ops, numbered_ops, ops, routing_ops
+from qbe.kernels import (
+    attention_ops,
+    cascade_ops,
+    merged_ops,
+    norm_ops,
+    numbered_ops,
+    ops,
+    rotary_ops,
+    routing_ops,
+)  # fmt: skip
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import ROW_DTYPES
 from qbe.kernels.cpu.nested_linear import many_full, many_rows
@@ -33,6 +42,8 @@ _OPS = {
     "route": (routing_ops, routing_ops.ARGUMENTS),
     "cascade": (cascade_ops, cascade_ops.ARGUMENTS),
     "numbered_linear": (numbered_ops, numbered_ops.ARGUMENTS),
+    "rms_norm": (norm_ops, norm_ops.ARGUMENTS),
+    "rotate": (rotary_ops, rotary_ops.ARGUMENTS),
 }  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -61,9 +72,11 @@ def load() -> bool:
         log.warning("the compiled CPU ops %s do not load (%s); those in Python serve instead", path, error)
         return False
     kernels = build.loaded()
+    around = [getattr(kernels, name, None) for name in ("qbe_square", "qbe_norm", "qbe_rotate")]  # x86 alone has them
     lib.qbe_bind(
         ctypes.cast(kernels.qbe_multiply_many, ctypes.c_void_p),
         ctypes.cast(kernels.qbe_paged_attention, ctypes.c_void_p),
+        (ctypes.c_void_p * 3)(*(None if f is None else ctypes.cast(f, ctypes.c_void_p) for f in around)),
         ctypes.c_int32(build.number()),
         (ctypes.c_int64 * 3)(*(many_rows(dtype) for dtype in ROW_DTYPES)),
         (ctypes.c_int64 * 3)(*(many_full(dtype) for dtype in ROW_DTYPES)),

@@ -54,6 +54,8 @@ static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
 #include "prompt_attention.c"
 
+#include "around.c"
+
 #include "difficulty.c"
 
 #include "dot_full.c"

@@ -42,15 +42,21 @@ struct AttentionShape {
     int32_t dtype;
 };
 using Multiply = int64_t(const void *, const Matrix *, int64_t, int64_t, int32_t, int32_t, int32_t);
+using Square = void(const void *, float *, int64_t);
+using Norm = void(const void *, const float *, float, const void *, void *, int64_t, int64_t);
+using Rotate = void(const void *, int64_t, int64_t, const void *, const void *, void *, int64_t, int64_t, int64_t);
 using Attend = int64_t(const void *, const void *, const void *, void *, const int32_t *, const int64_t *,
                        const int64_t *, const int64_t *, float *, void *, const AttentionShape *, int32_t, int32_t);
 
 Multiply *multiply;
 Attend *attend;
+Square *square_rows; // these three: of the AVX-512 paths
+Norm *norm_rows;
+Rotate *rotate_rows;
 int32_t backend;
 int64_t many_rows[3], many_full[3]; // of float32, bfloat16, float16: from here on Python chooses
 
-constexpr int BLOCK = 64, FULL_BITS = 16, FORMATS = 256, ROUTED = 16, UNITS = 256, CASCADE = 1; // of qbe.blueprint's steerers
+constexpr int AVX512 = 2, BLOCK = 64, FULL_BITS = 16, FORMATS = 256, ROUTED = 16, UNITS = 256, CASCADE = 1; // of qbe.blueprint's steerers
 
 // float32 0, bfloat16 1 (store.c), else -1
 int dtype_of(const Tensor &t) {
@@ -392,11 +398,56 @@ Tensor cascade(Tensor attended, Tensor entropy, Tensor lengths, std::optional<Te
     return out;
 }
 
+// `qbe.kernels.norm_ops`. Means are torch's own, who knows in which order it adds.
+Tensor rms_norm(Tensor x, Tensor weight, double eps) {
+    const int64_t dims = x.dim(), k = dims ? x.size(dims - 1) : 0, rows = k ? x.numel() / k : 0;
+    if (backend < AVX512 || dims > 8 || dtype_of(x) != 1 || dtype_of(weight) != 1 || !x.is_contiguous() || !weight.is_contiguous() ||
+        weight.dim() != 1 || weight.size(0) != k || !rows)
+        return python("qbe::rms_norm_python", x, weight, eps);
+    const int64_t shape[2] = {rows, k}, strides[2] = {k, 1};
+    AtenTensorHandle made;
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(2, shape, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &made));
+    Tensor squares(made);
+    square_rows(x.data_ptr(), (float *)squares.data_ptr(), rows * k);
+    std::array<StableIValue, 4> stack{torch::stable::detail::from(squares),
+                                      torch::stable::detail::from(std::optional<Integers>(Integers{-1})),
+                                      torch::stable::detail::from(false),
+                                      torch::stable::detail::from(std::optional<ScalarType>())};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mean", "dim", stack.data(), TORCH_ABI_VERSION));
+    const Tensor means = torch::stable::detail::to<Tensor>(stack[0]);
+    int64_t sizes[8];
+    for (int64_t d = 0; d < dims; d++) sizes[d] = x.size(d);
+    Tensor y = empty_like(x, (int)dims, sizes);
+    norm_rows(x.data_ptr(), (const float *)means.data_ptr(), (float)eps, weight.data_ptr(), y.data_ptr(), rows, k);
+    return y;
+}
+
+// `qbe.kernels.rotary_ops`; the result lies in memory as x does: token by token.
+Tensor rotate(Tensor x, Tensor cos, Tensor sin) {
+    bool fits = backend >= AVX512 && dtype_of(x) == 1 && x.dim() == 4 && x.size(0) == 1 && x.size(3) % 2 == 0 && x.stride(3) == 1 && x.numel() > 0;
+    for (const Tensor *t : {&cos, &sin})
+        fits = fits && dtype_of(*t) == 1 && t->dim() == 3 && t->size(0) == 1 && t->size(1) == x.size(2) &&
+               t->size(2) == x.size(3) && t->is_contiguous();
+    if (!fits) return python("qbe::rotate_python", x, cos, sin);
+    const int64_t heads = x.size(1), tokens = x.size(2), width = x.size(3);
+    const int64_t sizes[4] = {1, heads, tokens, width}, strides[4] = {heads * tokens * width, width, heads * width, 1};
+    int32_t dtype;
+    AtenTensorHandle made;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(4, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
+    Tensor y(made);
+    rotate_rows(x.data_ptr(), x.stride(2), x.stride(1), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads, width / 2);
+    return y;
+}
+
 } // namespace
 
 // Called before the first op: the kernels of nested.c and what they are asked for.
-extern "C" void qbe_bind(Multiply *m, Attend *a, int32_t path, const int64_t *many, const int64_t *full) {
+extern "C" void qbe_bind(Multiply *m, Attend *a, void *const *around, int32_t path, const int64_t *many, const int64_t *full) {
     multiply = m, attend = a, backend = path;
+    square_rows = (Square *)around[0], norm_rows = (Norm *)around[1], rotate_rows = (Rotate *)around[2];
     for (int dtype = 0; dtype < 3; dtype++) many_rows[dtype] = many[dtype], many_full[dtype] = full[dtype];
 }
 
@@ -408,4 +459,6 @@ STABLE_TORCH_LIBRARY_IMPL(qbe, CPU, m) {
     m.impl("cascade", TORCH_BOX(&cascade));
     m.impl("numbered_linear", TORCH_BOX(&numbered_linear));
     m.impl("keep_linear", TORCH_BOX(&keep_linear));
+    m.impl("rms_norm", TORCH_BOX(&rms_norm));
+    m.impl("rotate", TORCH_BOX(&rotate));
 }
