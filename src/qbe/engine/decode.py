@@ -246,7 +246,8 @@ class DecodeStep:
 
         def run(size: int) -> tuple[torch.Tensor, torch.Tensor]:
             self._prepare(size)
-            return planned(size)
+            with shortcuts.aside(self.model):
+                return planned(size)
 
         return run
 
