@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qbe.kernels.cpu import build
 from qbe.kernels.norm_ops import rms_norm
 from qbe.kernels.rotary_ops import rotate
 from qbe.store.nested_tensor import NestedTensor, nested_linears
@@ -28,6 +29,8 @@ def take(model: nn.Module) -> None:
     """Let the modules of `model` take them; once, and for good."""
     for _, layer, _ in nested_linears(model):
         _replace(layer, _linear)
+    if build.backend() not in ("avx512", "amx"):  # where the ops would be torch's dozen again
+        return
     functions: dict[object, Callable[..., Any] | None] = {}
     for module in model.modules():
         kind = type(module)

@@ -401,8 +401,8 @@ Tensor cascade(Tensor attended, Tensor entropy, Tensor lengths, std::optional<Te
 // `qbe.kernels.norm_ops`. Means are torch's own, who knows in which order it adds.
 Tensor rms_norm(Tensor x, Tensor weight, double eps) {
     const int64_t dims = x.dim(), k = dims ? x.size(dims - 1) : 0, rows = k ? x.numel() / k : 0;
-    if (backend < AVX512 || dims > 8 || dtype_of(x) != 1 || dtype_of(weight) != 1 || !x.is_contiguous() || !weight.is_contiguous() ||
-        weight.dim() != 1 || weight.size(0) != k || !rows)
+    if (backend < AVX512 || dims > 8 || !rows || dtype_of(x) != 1 || dtype_of(weight) != 1 || !x.is_contiguous() ||
+        !weight.is_contiguous() || weight.dim() != 1 || weight.size(0) != k)
         return python("qbe::rms_norm_python", x, weight, eps);
     const int64_t shape[2] = {rows, k}, strides[2] = {k, 1};
     AtenTensorHandle made;
@@ -425,7 +425,8 @@ Tensor rms_norm(Tensor x, Tensor weight, double eps) {
 
 // `qbe.kernels.rotary_ops`; the result lies in memory as x does: token by token.
 Tensor rotate(Tensor x, Tensor cos, Tensor sin) {
-    bool fits = backend >= AVX512 && dtype_of(x) == 1 && x.dim() == 4 && x.size(0) == 1 && x.size(3) % 2 == 0 && x.stride(3) == 1 && x.numel() > 0;
+    bool fits = backend >= AVX512 && dtype_of(x) == 1 && x.dim() == 4 && x.size(0) == 1 && x.size(3) % 2 == 0 &&
+                x.stride(3) == 1 && x.numel() > 0;
     for (const Tensor *t : {&cos, &sin})
         fits = fits && dtype_of(*t) == 1 && t->dim() == 3 && t->size(0) == 1 && t->size(1) == x.size(2) &&
                t->size(2) == x.size(3) && t->is_contiguous();
@@ -438,7 +439,8 @@ Tensor rotate(Tensor x, Tensor cos, Tensor sin) {
     STABLE_TORCH_ERROR_CODE_CHECK(
         aoti_torch_empty_strided(4, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
     Tensor y(made);
-    rotate_rows(x.data_ptr(), x.stride(2), x.stride(1), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads, width / 2);
+    rotate_rows(x.data_ptr(), x.stride(2), x.stride(1), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), tokens, heads,
+                width / 2);
     return y;
 }
 
