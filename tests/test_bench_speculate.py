@@ -47,13 +47,13 @@ def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_wi
     """The same guesses are read, and as many of them are right, as where the answers come from."""
     own = speculate.Sizes(folder, speculate.PROMPTS[:3], 40, targets=(8,), compile=False)
     replayed = replace(own, model={**THIN, "vocab_size": 512}, rates={8: {4: 0.0, 6: 0.0}}, recorded=folder)
-    scripts = speculate._recorded(device, replayed, progress=False)
+    asked, scripts = speculate._recorded(device, replayed, progress=False)
     told = []
     for sizes, script in ((own, {}), (replayed, scripts[8])):
-        core, _ = speculate._core(device, sizes, progress=False)
+        core, prompts = speculate._core(device, sizes, asked, progress=False)
+        assert prompts == asked
         assert core.speculator is not None
         core.speculator.costs, core.speculator.rows, core.speculator.drafters = speculate.Free(8), 4, {speculate.TEXT}
-        prompts = speculate._core(device, own, progress=False)[1]
         told.append(speculate.Told())
         case = speculate.Case(core, prompts, sizes, 1, 8, script)
         speculate.answer(case, True, told[-1], random.Random(0))
@@ -75,7 +75,7 @@ def test_replayed_guesses_are_right_at_the_recorded_rate_whatever_the_model_writ
 def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) -> None:
     """Three guesses, all right: four tokens for three draft steps and one that checks four rows of each answer."""
     sizes = speculate.Sizes(THIN, speculate.PROMPTS[:2], 18, (8,), (batch,), {8: {4: 1.0, 6: 0.0}}, compile=False)
-    core, prompts = speculate._core(device, sizes, progress=False)
+    core, prompts = speculate._core(device, sizes, [], progress=False)
     assert core.speculator is not None
     core.speculator.drafters, core.speculator.costs = {4}, speculate.Free(8)
     core.speculator.rows = batch * (sizes.guesses + 1)

@@ -50,8 +50,8 @@ class Sizes:
         batches: answers at once.
         rates: of a random model, whose own guesses would tell nothing: target -> bits of a draft -> part of its guesses
             that are right, as measured with the default model; of every gear below the target.
-        recorded: a checkpoint whose answers a random model writes in place of its own; without it nobody reads what a
-            random model writes.
+        recorded: a checkpoint that gives a random model its prompts and its answers, in which there is as much to read as
+            for that checkpoint itself. Without it nobody reads what a random model writes.
         traffic: the prompts are many: only what the engine chooses is measured.
         guesses: checked at once where a drafter is given.
         compile: compile the steps of one sequence.
@@ -125,8 +125,8 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     Raises:
         QBEError: whatever is wrong with the model.
     """
-    scripts = _recorded(device, sizes, progress)
-    core, prompts = _core(device, sizes, progress)
+    prompts, scripts = _recorded(device, sizes, progress)
+    core, prompts = _core(device, sizes, prompts, progress)
     if core.speculator is None:
         raise RuntimeError("this engine has no steps of several rows")
     name = "Llama, random, replayed" if isinstance(sizes.model, dict) else str(sizes.model)
@@ -229,14 +229,15 @@ def answer(case: Case, speculate: bool, told: Told, draws: random.Random) -> Map
     return {TOKEN: seconds / written}
 
 
-def _core(device: torch.device, sizes: Sizes, progress: bool) -> tuple[Core, list[list[int]]]:
-    """The core, and the token ids of the prompts."""
+def _core(device: torch.device, sizes: Sizes, prompts: list[list[int]], progress: bool) -> tuple[Core, list[list[int]]]:
+    """The core, and the token ids of the prompts: the recorded ones, if there are any."""
     most = max(sizes.batches)
     if isinstance(sizes.model, dict):
         model = random_llama(sizes.model, device).requires_grad_(False)
         table = nest_model(model, "random", NestedWeightConfig(), progress=progress)
         place(model, device, "device")
-        prompts = [[i + 1, *random_prompt(32, sizes.model["vocab_size"])] for i in range(len(sizes.prompts))]
+        vocabulary = sizes.model["vocab_size"]
+        prompts = prompts or [[i + 1, *random_prompt(32, vocabulary)] for i in range(len(sizes.prompts))]
     else:
         prepared = prepare(sizes.model, device=device, need_sensitivity=False, progress=progress)
         model, table, prompts = prepared.model, prepared.table, _encoded(prepared, sizes)
@@ -254,10 +255,12 @@ def _encoded(prepared: PreparedModel, sizes: Sizes) -> list[list[int]]:
     return [encode(chat, prepared.tokenizer, prepared.name)[2] for chat in chats]
 
 
-def _recorded(device: torch.device, sizes: Sizes, progress: bool) -> dict[int, dict[int, list[int]]]:
-    """target -> prompt's number -> the answer of `sizes.recorded`, if there is one."""
+def _recorded(
+    device: torch.device, sizes: Sizes, progress: bool
+) -> tuple[list[list[int]], dict[int, dict[int, list[int]]]]:
+    """The prompts of `sizes.recorded`, and target -> prompt's number -> its answer; nothing where there is none."""
     if sizes.recorded is None:
-        return {}
+        return [], {}
     prepared = prepare(sizes.recorded, device=device, need_sensitivity=False, progress=progress)
     prompts = _encoded(prepared, sizes)
     batch = min(16, len(prompts))
@@ -267,4 +270,4 @@ def _recorded(device: torch.device, sizes: Sizes, progress: bool) -> dict[int, d
         told = Told()
         answer(Case(core, prompts, replace(sizes, rates={}), batch, target, {}), False, told, random.Random(0))
         found[target] = dict(enumerate(told.answers))
-    return found
+    return prompts, found
