@@ -109,7 +109,7 @@ def test_buckets_hits_misses_and_what_has_no_alternative(tunable: Tunable) -> No
     assert (numbers.hits, numbers.misses, numbers.queued) == (1, 5, 4)
     assert numbers.hit_rate == pytest.approx(1 / 6)
     with recording() as launches:
-        config = ask(tunable, 3)
+        config = ask(tunable, 7)
     assert [(c.problem.rows, used) for c, used in launches] == [(8, config)]
     assert kernel_cache(META).misses == 5
 

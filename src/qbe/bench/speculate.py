@@ -50,8 +50,8 @@ class Sizes:
         batches: answers at once.
         rates: of a random model, whose own guesses would tell nothing: target -> bits of a draft -> part of its guesses
             that are right, as measured with the default model; of every gear below the target.
-        recorded: a checkpoint that gives a random model its prompts and its answers, in which there is as much to read as
-            for that checkpoint itself. Without it nobody reads what a random model writes.
+        recorded: a checkpoint that gives a random model its prompts and its answers, so that there is as much to read
+            as for that checkpoint. Without it nobody reads what a random model writes.
         traffic: the prompts are many: only what the engine chooses is measured.
         guesses: checked at once where a drafter is given.
         compile: compile the steps of one sequence.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qbe.kernels import ops
 from qbe.kernels.cpu import build
 from qbe.kernels.norm_ops import rms_norm
 from qbe.kernels.rotary_ops import rotate
@@ -68,13 +69,12 @@ def _linear(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     bits, width = weight.bits, x.shape[-1]
     rows = x.numel() // width if width else 0
     fits = width == weight.in_features and x.dtype is weight.logical_dtype and bits.shape[0] >= rows > 0
-    if torch.is_grad_enabled() or not fits:
+    if torch.is_grad_enabled() or not fits or weight.packed.dim() == 1:
         return nn.Linear.forward(self, x)
-    y: torch.Tensor = torch.ops.qbe.nested_linear.default(
+    return ops.nested_linear(
         x, weight.packed, weight.meta, bits[:rows], weight.original, self._parameters["bias"], weight.slices,
         weight.exponent,
     )  # fmt: skip
-    return y
 
 
 def _eps(module: nn.Module) -> Any:
