@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from qbe import cli, progress
@@ -48,10 +49,23 @@ def test_a_terminal_sees_that_a_step_is_being_compiled(terminal: io.StringIO, sh
         sizes.append(size)
         time.sleep(0.3)  # a refresh or two
 
-    Runner.compile_decode(SimpleNamespace(decode=SimpleNamespace(compile=compile)), show)  # type: ignore[arg-type]
+    runner: Any = SimpleNamespace(decode=SimpleNamespace(compile=compile), device=torch.device("cpu"))
+    Runner.compile_decode(runner, show)
     assert sizes == [1]
     assert ("compiling the decode step" in terminal.getvalue()) is show
     assert show or not terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("device", "several", "expected"), [("cpu", 3, [1, 2]), ("cpu", 8, [1, 2, 4, 8]), ("cuda", 16, [1, 2, 4])]
+)
+def test_steps_that_check_guesses_are_compiled_where_that_takes_no_minutes(
+    device: str, several: int, expected: list[int]
+) -> None:
+    sizes: list[int] = []
+    runner: Any = SimpleNamespace(decode=SimpleNamespace(compile=sizes.append), device=torch.device(device))
+    Runner.compile_decode(runner, False, several)
+    assert sizes == expected
 
 
 def test_without_a_terminal_one_line_says_so(

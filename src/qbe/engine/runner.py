@@ -179,16 +179,17 @@ class Runner:
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
                 self.decode = decode if decode.capture(advance, several) else None
         if compile:
-            self.compile_decode(progress, several > 0)
+            self.compile_decode(progress, several)
 
-    def compile_decode(self, progress: bool, several: bool = False) -> None:
-        """Compile the steps of one sequence, with `several` those of two and four rows, too, if steps run at fixed
-        shapes."""
-        sizes = (1, 2, 4) if several else (1,)  # more rows pay seldom, and a compilation takes half a minute
+    def compile_decode(self, progress: bool, several: int = 0) -> None:
+        """Compile the steps of one sequence, and those of its two, four and eight rows up to `several`, if steps run at
+        fixed shapes."""
+        most = several if self.device.type == "cpu" else min(several, 4)  # on a GPU each takes minutes
         if self.decode is not None:
             with spinner("compiling the decode step: tens of seconds, fewer once it is cached", progress):
-                for size in sizes:
-                    self.decode.compile(size)
+                for size in (1, 2, 4, 8):
+                    if size <= max(1, most):
+                        self.decode.compile(size)
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []
