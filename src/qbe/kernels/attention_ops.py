@@ -6,6 +6,8 @@ graph, or one compiled step, serves every step of a batch size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _library = torch.library.Library("qbe", "FRAGMENT")
@@ -182,24 +184,10 @@ def _cuda(
     return kernel(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, cuts)
 
 
-def _cuda_steady(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    memory: torch.Tensor,
-    blocks: torch.Tensor,
-    slots: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    entropy: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
+def _cuda_steady(*arguments: Any) -> torch.Tensor:
     from qbe.kernels.triton.paged_attention import paged_attention as kernel
 
-    where = memory, blocks, slots, tables, lengths, entropy
-    return kernel(query, key, value, *where, scaling, window, softcap, steady=True)
+    return kernel(*arguments, steady=True)
 
 
 def _cuda_share(
