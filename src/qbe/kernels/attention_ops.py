@@ -187,7 +187,8 @@ def _cuda(
 def _cuda_steady(*arguments: Any) -> torch.Tensor:
     from qbe.kernels.triton.paged_attention import paged_attention as kernel
 
-    return kernel(*arguments, steady=True)
+    out: torch.Tensor = kernel(*arguments, None, True)
+    return out
 
 
 def _cuda_share(
