@@ -6,7 +6,7 @@ graph, or one compiled step, serves every step of a batch size.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 
@@ -178,17 +178,12 @@ def _cuda(
     window: int,
     softcap: float,
     cuts: torch.Tensor | None = None,
+    steady: bool = False,
 ) -> torch.Tensor:
     from qbe.kernels.triton.paged_attention import paged_attention as kernel
 
-    return kernel(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, cuts)
-
-
-def _cuda_steady(*arguments: Any) -> torch.Tensor:
-    from qbe.kernels.triton.paged_attention import paged_attention as kernel
-
-    out: torch.Tensor = kernel(*arguments, None, True)
-    return out
+    where = memory, blocks, slots, tables, lengths, entropy
+    return kernel(query, key, value, *where, scaling, window, softcap, cuts, steady)
 
 
 def _cuda_share(
@@ -203,5 +198,5 @@ on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may ta
 on_cpu.impl("paged_attention", _cpu, "CPU")
 _library.impl("paged_attention", _cuda, "CUDA")
 _library.impl("shared_attention", _cuda, "CUDA")
-_library.impl("steady_attention", _cuda_steady, "CUDA")
+_library.impl("steady_attention", functools.partial(_cuda, steady=True), "CUDA")
 _library.impl("share_pages", _cuda_share, "CUDA")
