@@ -76,6 +76,24 @@ def test_a_model_has_the_same_bits(dtype: torch.dtype) -> None:
     assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("name", ["Olmo", "Olmo2"])
+@torch.inference_mode()
+def test_cosines_of_another_precision_go_the_models_own_way(name: str) -> None:
+    """They are float32 there, and what was turned is rounded at the end."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
+    ids = torch.arange(20)[None]
+    expected = model(ids).logits
+    shortcuts.take(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
 def test_a_norm_of_another_kind_stays() -> None:
     norm = GemmaRMSNorm(64).to(torch.bfloat16)
     shortcuts.take(nn.Sequential(norm))

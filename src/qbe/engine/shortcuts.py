@@ -109,7 +109,8 @@ def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
     def rotary(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if rest or named or torch.is_grad_enabled() or q.dtype is not _served or cos.shape[-1] != q.shape[-1]:
+        served = all(t.dtype is _served for t in (q, k, cos, sin))  # OLMo's cosines are float32
+        if rest or named or torch.is_grad_enabled() or not served or cos.shape[-1] != q.shape[-1]:
             found: tuple[torch.Tensor, torch.Tensor] = plain(q, k, cos, sin, *rest, **named)
             return found
         return rotate(q, cos, sin), rotate(k, cos, sin)
