@@ -115,24 +115,24 @@ def test_results_are_the_eager_ones_and_precision_recompiles_nothing(monkeypatch
     assert not counters["recompiles"]
 
 
-def test_an_engine_with_a_compiled_step_writes_what_one_without_writes() -> None:
-    """Whatever the blueprint, from one graph; batches of other sizes run without it."""
-    options = dict(tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, max_sequences=3)
+@pytest.mark.parametrize("speculate", [False, True])
+def test_an_engine_with_compiled_steps_writes_what_one_without_writes(speculate: bool) -> None:
+    """Whatever the blueprints, from a graph for each size; three and five answers take those of four and eight rows."""
+    options = dict(tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, max_sequences=8,
+                   speculate=speculate)  # fmt: skip
     plain = Engine(tiny_llama(), **options)
     compiled = Engine(tiny_llama(), **options, compile=True)
     if compiled.core.runner.decode is None:
         pytest.skip("no compiled CPU kernel")
-    assert list(compiled.core.runner.decode._compiled) == [1]
-    assert counters["stats"]["unique_graphs"] == 1
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    for bits in (4, 6, 8, 16):
-        asked = dict(params=params, budget=Budget(bits=bits))
-        assert compiled.generate("some text", **asked).token_ids == plain.generate("some text", **asked).token_ids
-    requests = [Request("some text", params, Budget(bits=b)) for b in (4, 8)]
-    assert [r.token_ids for r in compiled.generate_batch(requests)] == [
-        r.token_ids for r in plain.generate_batch(requests)
-    ]
-    assert counters["stats"]["unique_graphs"] == 1
+    assert list(compiled.core.runner.decode._compiled) == [1, 2, 4, 8]
+    graphs = counters["stats"]["unique_graphs"]
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
+    for bits in ((4,), (6,), (8,), (16,), (4, 8), (4, 16, 8), (4, 6, 8, 16, 4)):
+        requests = [Request(f"some text, {b}", params, Budget(bits=b)) for b in bits]
+        found, expected = compiled.generate_batch(requests), plain.generate_batch(requests)
+        assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+        assert [r.error for r in found] == [None] * len(bits)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_model_that_does_not_compile_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,22 +50,28 @@ def test_a_terminal_sees_that_a_step_is_being_compiled(terminal: io.StringIO, sh
         sizes.append(size)
         time.sleep(0.3)  # a refresh or two
 
-    runner: Any = SimpleNamespace(decode=SimpleNamespace(compile=compile), device=torch.device("cpu"))
-    Runner.compile_decode(runner, show)
-    assert sizes == [1]
-    assert ("compiling the decode step" in terminal.getvalue()) is show
+    runner: Any = SimpleNamespace(decode=SimpleNamespace(compile=compile, largest=2))
+    Runner.compile_decode(runner, show, 16)
+    assert sizes == [1, 2]
+    assert ("compiling decode steps" in terminal.getvalue()) is show
     assert show or not terminal.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("device", "several", "expected"), [("cpu", 3, [1, 2]), ("cpu", 8, [1, 2, 4, 8]), ("cuda", 16, [1, 2, 4])]
-)
-def test_steps_that_check_guesses_are_compiled_where_that_takes_no_minutes(
-    device: str, several: int, expected: list[int]
+    ("device", "largest", "several", "expected"),
+    [("cpu", 1, 0, [1]), ("cpu", 3, 0, [1, 2, 3]), ("cpu", 64, 8, [1, 2, 4, 8, 16]), ("cuda", 16, 0, [1]),
+     ("cuda", 16, 16, [1, 2, 4])],
+)  # fmt: skip
+def test_steps_are_compiled_where_that_takes_no_minutes(
+    device: str, largest: int, several: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    runner: Any = SimpleNamespace(decode=SimpleNamespace(compile=sizes.append), device=torch.device(device))
-    Runner.compile_decode(runner, False, several)
+    decode = SimpleNamespace(compile=sizes.append, largest=largest, capture=lambda *_: True)
+    monkeypatch.setattr("qbe.engine.runner.DecodeStep", lambda *_: decode)
+    runner: Any = SimpleNamespace(device=torch.device(device), model=None, cache=None, plan=None, observe=None)
+    runner._takes_positions, runner._cache_name = True, "cache"
+    runner.compile_decode = partial(Runner.compile_decode, runner)
+    Runner.prepare_decode(runner, largest, 4, True, False, several)
     assert sizes == expected
 
 

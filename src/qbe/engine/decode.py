@@ -206,9 +206,10 @@ class DecodeStep:
             with step(self._layout(kind)):
                 if size in self._compiled and not kind.bounded:
                     self._prepare(size)
-                    scores = Scores(*self._compiled[size]())
+                    logits, tokens = self._compiled[size]()
                 else:
-                    scores = Scores(*self._run_model(size))
+                    logits, tokens = self._run_model(size)
+            scores = Scores(logits[:n], tokens[:n])
         if kind.bounded:
             for w, counts in zip(work, self._counts[:n].tolist(), strict=True):
                 w.sequence.count(*counts)

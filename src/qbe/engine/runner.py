@@ -21,8 +21,10 @@ from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_sealed, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
 from qbe.policies.per_token import Routers
-from qbe.progress import bar, spinner
+from qbe.progress import bar
 from qbe.store.plan import Plan
+
+COMPILED_ROWS = 16  # of the largest step that is compiled on a CPU: 12 s of compilation each, 4 s once it is cached
 
 # Rotary embeddings whose frequencies depend on the longest position of the forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -167,7 +169,8 @@ class Runner:
         Args:
             largest: sequences of the largest step.
             pages: pages that one sequence can have.
-            compile: compile the steps of one sequence.
+            compile: compile steps: on a CPU of up to `COMPILED_ROWS` sequences, on a GPU of one, and of up to 4 rows of
+                `several`.
             progress: show that it is under way.
             several: be ready for steps of sequences that have several rows, up to so many.
         """
@@ -179,17 +182,16 @@ class Runner:
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
                 self.decode = decode if decode.capture(advance, several) else None
         if compile:
-            self.compile_decode(progress, several)
+            self.compile_decode(progress, COMPILED_ROWS if self.device.type == "cpu" else min(several, 4))
 
-    def compile_decode(self, progress: bool, several: int = 0) -> None:
-        """Compile the steps of one sequence, and those of its two, four and eight rows up to `several`, if steps run at
-        fixed shapes."""
-        most = several if self.device.type == "cpu" else min(several, 4)  # on a GPU each takes minutes
+    def compile_decode(self, progress: bool, rows: int = 1) -> None:
+        """Compile the steps of up to so many rows, if steps run at fixed shapes; on a GPU each takes minutes."""
         if self.decode is not None:
-            with spinner("compiling the decode step: tens of seconds, fewer once it is cached", progress):
-                for size in (1, 2, 4, 8):
-                    if size <= max(1, most):
-                        self.decode.compile(size)
+            sizes = [s for s in batch_sizes(self.decode.largest) if s <= max(1, rows)]
+            with bar("compiling decode steps", len(sizes), progress) as advance:
+                for size in sizes:
+                    self.decode.compile(size)
+                    advance()
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []
