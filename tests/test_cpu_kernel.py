@@ -133,6 +133,24 @@ def test_equals_reference_at_real_sizes(path: str, n: int, k: int, group: int, r
     check(problem(n, k, group, (4, 2, 2), rows, torch.bfloat16, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 17, 100])
+def test_wide_results_are_float32_and_not_rounded(path: str, rows: int, dtype: torch.dtype) -> None:
+    a = problem(100, 320, 64, (4, 2, 2), rows, dtype, 5)
+    assert (a["bits"] >= 16).any() or rows < 17
+    found, exact = cpu.nested_linear(**a, wide=True), reference.nested_linear(**{**a, "x": a["x"].float()})
+    assert found.dtype == torch.float32
+    through_torch = (a["bits"] >= 16) & (dtype is torch.float32)
+    rounding = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype] * exact.abs()
+    assert ((found - exact).abs() <= allowed(a, exact, through_torch) - rounding + 2.0**-23 * exact.abs()).all()
+    if dtype is not torch.float32:
+        assert not torch.equal(found, found.to(dtype).float())
+    alone = cpu.nested_linear(**{**a, "x": a["x"][:1], "bits": a["bits"][:1]}, wide=True)
+    torch.testing.assert_close(alone, found[:1], rtol=1e-5, atol=1e-4)
+    if rows < 12 and path != "torch" and dtype is not torch.float16:
+        assert torch.equal(found.to(dtype), cpu.nested_linear(**a))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_does_not_depend_on_its_batch(path: str, dtype: torch.dtype) -> None:
     """Bit for bit below MANY_ROWS, whatever the neighbours' bits (without the compiled kernel: within rounding)."""

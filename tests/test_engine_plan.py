@@ -127,9 +127,9 @@ def test_a_plan_of_one_row_serves_one_blueprint() -> None:
         Plan(TABLE, 4, CPU).write([(blueprint(4, 6, 8), 5)], [])
 
 
-def _nested(name: str) -> tuple[nn.Module, SiteTable]:
+def _nested(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, SiteTable]:
     """A tiny model with every linear layer that can be nested in the store, and its table."""
-    model = build(name)
+    model = build(name).to(dtype)
     table = tag(model)
     names = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES]
     nest(model, names)
@@ -200,3 +200,24 @@ def test_every_nested_weight_is_bound() -> None:
         assert isinstance(weight, NestedTensor)
         assert weight.bits.data_ptr() == core.plan.words[i].data_ptr()
         assert weight.bits.shape == (32,)
+        assert weight.wide == (site.role is Role.OUTPUT_HEAD)
+
+
+@pytest.mark.parametrize("steps", [1, 3])  # the prompt's, and those at fixed shapes
+def test_logits_are_not_rounded_to_the_models_dtype(steps: int) -> None:
+    model, table = _nested("llama", torch.bfloat16)
+    core = Core(model, table)
+    head = model.get_output_embeddings()
+    seen: list[torch.Tensor] = []
+    head.register_forward_pre_hook(lambda _, given: seen.append(given[0].clone()))
+    r = request("r", prompts(12)[0], Blueprint.of("uniform", table, (16,) * len(table.nested)), max_tokens=5)
+    core.add(r)
+    for _ in range(steps):
+        work = core.scheduler.schedule()
+        logits = core.runner.step(work)[0][0]
+        core.scheduler.complete(work)
+        r.token_ids.append(11)
+    expected = seen[-1][0, -1].float() @ head.weight.dequantise().float().T
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
+    assert not torch.equal(logits, logits.bfloat16().float())

@@ -103,16 +103,17 @@ def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
 class Weight:
     """A linear of a block on the tiled layout."""
 
-    def __init__(self, n: int, k: int, m: int, slices: tuple[int, ...] = (4, 2, 2), bias: bool = False) -> None:
+    def __init__(self, n: int, k: int, m: int, slices: tuple[int, ...] = (4, 2, 2), bias: bool = False,
+                 wide: bool = False) -> None:  # fmt: skip
         self.case = Case(m, n, k, slices, bias=bias)
         self.packed = to_device_layout(self.case.packed, self.case.meta, self.case.layout, k, self.case.exponent)
-        self.bits = self.case.mixed()
+        self.bits, self.wide = self.case.mixed(), wide
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         c = self.case
         assert self.packed is not None
         return ops.nested_linear(
-            x, self.packed, c.meta, self.bits, c.original, c.bias, list(c.layout.slices), c.exponent
+            x, self.packed, c.meta, self.bits, c.original, c.bias, list(c.layout.slices), c.exponent, self.wide
         )
 
 
@@ -159,6 +160,24 @@ def test_a_block_with_what_was_fused(m: int, slices: tuple[int, ...]) -> None:
     assert called(graph.graph) == {"norm": 1, "add_norm": 1, "gate": 1, "quantised_linears": 3}
     for found, expected in zip(graph(x), block(x), strict=True):
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.float().abs().max()))
+
+
+@on_device
+def test_logits_stay_float32() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 3, 192, device=DEVICE).bfloat16(), torch.randn(192, device=DEVICE).bfloat16()
+    head, other = Weight(64, 192, 3, wide=True), Weight(64, 192, 3)
+    graph = traced(lambda x: (head(rms(x, w)), other(rms(x, w))), x)
+    FuseRows()(graph.graph)
+    fuse(graph.graph, DEVICE)
+    graph.graph.lint()
+    graph.recompile()
+    assert called(graph.graph)["quantised_linears"] == 2
+    logits, rounded = graph(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, head(rms(x, w)), rtol=0.01, atol=0.02)
+    assert not torch.equal(logits, logits.bfloat16().float())
+    assert rounded.dtype == torch.bfloat16
 
 
 class FuseHere(FuseRows):

@@ -88,7 +88,10 @@ def test_ops_without_python_are_those_in_python(compiled_ops: None, rows: int, d
             assert torch.equal(merged_ops.nested_linears(**a), cpu.nested_linears(**a))
             first = [a["packed"][0], a["meta"][0], a["bits"][0], a["originals"][0],
                      a["biases"][0] if bias else None, a["slices"], a["exponents"][0]]  # fmt: skip
-            assert torch.equal(ops.nested_linear(a["x"], *first), single.nested_linear(a["x"], *first))
+            for wide in (False, True):
+                found, expected = (m.nested_linear(a["x"], *first, wide) for m in (ops, single))
+                assert found.dtype == expected.dtype
+                assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -123,6 +126,7 @@ def test_the_ops_are_well_formed_without_python(compiled_ops: None) -> None:
     a = problem(24, 128, 64, (4, 2, 2), 3, torch.float32, 11)
     args = tuple(a[k] for k in ("x", "packed", "meta", "bits", "original", "bias", "slices", "exponent"))
     torch.library.opcheck(torch.ops.qbe.nested_linear.default, args)
+    torch.library.opcheck(torch.ops.qbe.nested_linear.default, (args[0].bfloat16(), *args[1:], True))
 
 
 @pytest.mark.skipif(build.library() is None, reason="no compiled kernel")

@@ -8,6 +8,7 @@ import torch
 from qbe.errors import QBEError
 from qbe.kernels import ops
 from qbe.kernels.triton.layout import from_device_layout, group_size_of, to_device_layout
+from qbe.kernels.triton.nested_linear import nested_linear
 from qbe.store.layout import SliceLayout
 from test_triton_kernel import CUDA, INTERPRET, LAYOUTS, Case, close, on_device, on_gpu, run_in_interpreter
 
@@ -57,6 +58,22 @@ def test_layout_refuses_what_it_is_not_made_for() -> None:
 def test_mixed_bits(slices: tuple[int, ...], dtype: torch.dtype, m: int) -> None:
     case = Case(m, 70, 200, slices, dtype=dtype)
     check(case, case.mixed())
+
+
+@on_device
+@pytest.mark.parametrize("in_tiles", [False, True])
+@pytest.mark.parametrize("m", [1, 12, 40, 260])
+def test_wide_results_are_float32_and_not_rounded(m: int, in_tiles: bool) -> None:
+    case = Case(m, 70, 512)
+    mixed = case.mixed()
+    expected = case.expect(mixed)
+    narrow = (tiled(case) if in_tiles else case).run(mixed)
+    found = nested_linear(*case.args(mixed), wide=True)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, narrow.float(), rtol=2.0**-7, atol=1e-6)  # the interpreter's cast cuts off
+    # What is left is what prefill rounds: each weight to x's dtype.
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < (2e-3 if m >= 256 else 5e-4)
+    assert not torch.equal(found, found.bfloat16().float())
 
 
 @on_device

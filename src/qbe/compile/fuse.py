@@ -44,16 +44,16 @@ def fuse(graph: Graph, device: str = "cuda") -> None:
         if node.target is torch.ops.qbe.nested_linears.default:
             fused |= _fuse(graph, node, node.args, device)
         elif node.target is torch.ops.qbe.nested_linear.default:
-            x, packed, meta, bits, original, bias, slices, exponent = node.args
+            x, packed, meta, bits, original, bias, slices, exponent, *wide = node.args
             lists = [packed], [meta], [bits], [original] if original else [], [bias] if bias else []
-            fused |= _fuse(graph, node, (x, *lists, slices, [exponent]), device)
+            fused |= _fuse(graph, node, (x, *lists, slices, [exponent], *wide), device)
     if fused:
         graph.eliminate_dead_code()
 
 
 def _fuse(graph: Graph, node: Node, arguments: Any, device: str) -> bool:
     """Put the fused op in the place of what makes the input of this linear, if that is known; whether it was."""
-    x, packed, meta, *_, slices, _ = arguments
+    x, packed, meta, _, _, _, slices, *_ = arguments
     value = x.meta["val"]
     rows = value.numel() // value.shape[-1]
     few = isinstance(rows, int) and 0 < rows <= ROWS and len(packed) <= TOGETHER

@@ -22,14 +22,17 @@ _VIEWS = {
 class MergeLinears(CustomGraphPass):
     """The pass, for a graph without mutations (Inductor's `post_grad_custom_pre_pass`).
 
-    Linears are merged when they have the same input and slices, and all of them an original (a bias) or none.
+    Linears are merged when they have the same input and slices, all of them an original (a bias) or none, and results
+    in the input's dtype.
     """
 
     def __call__(self, graph: Graph) -> None:
         groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
         for node in graph.nodes:
             if node.op == "call_function" and node.target is torch.ops.qbe.nested_linear.default:
-                x, _, _, _, original, bias, slices, _ = node.args
+                x, _, _, _, original, bias, slices, _, *wide = node.args
+                if any(wide):
+                    continue
                 groups[x, tuple(slices), original is None, bias is None].append(node)
         for group in groups.values():
             if len(group) > 1:
@@ -47,7 +50,7 @@ def _merge(graph: Graph, group: list[Node]) -> None:
     group = [first, *(n for n in group[1:] if all(hoist(a, first, order) for a in n.all_input_nodes))]
     if len(group) == 1:
         return
-    x, _, _, _, original, bias, slices, _ = first.args
+    x, _, _, _, original, bias, slices, *_ = first.args
     packed, meta, bits, originals, biases, exponents = (
         [n.args[i] for n in group] for i in (1, 2, 3, 4, 5, 7)
     )  # fmt: skip

@@ -73,7 +73,7 @@ def _linear(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return nn.Linear.forward(self, x)
     return ops.nested_linear(
         x, weight.packed, weight.meta, bits[:rows], weight.original, self._parameters["bias"], weight.slices,
-        weight.exponent,
+        weight.exponent, weight.wide,
     )  # fmt: skip
 
 

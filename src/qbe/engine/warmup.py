@@ -75,7 +75,7 @@ def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: in
         layout = (tuple(weight.slices), weight.group_size, weight.packed.dim() == 1)
         # A plan of one row has bits that do not lie at a multiple of 16 bytes, for which Triton compiles once more.
         aligned = weight.bits.data_ptr() % 16 == 0
-        kind = (weight.shape, layout, weight.original is not None, layer.bias is not None, aligned, most)
+        kind = (weight.shape, layout, weight.original is not None, layer.bias is not None, aligned, weight.wide, most)
         if kind not in seen:
             seen.add(kind)
             for m in row_counts(most):

@@ -2,7 +2,8 @@
 linears also brings it into the form that their decode kernel reads, which else is a launch of its own.
 
 `qbe.compile.fuse` puts them into compiled graphs; nobody need call them. `qbe::quantised_linears` is
-`qbe.kernels.merged_ops.nested_linears` of one to three weights and up to 16 rows, with x quantised already.
+`qbe.kernels.merged_ops.nested_linears` of one to three weights and up to 16 rows, with x quantised already; a single
+one may be `wide` (`qbe.kernels.ops`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _library.define(
 _library.define("gate(Tensor gate, Tensor up, int inputs, int group) -> (Tensor, Tensor)", tags=_SAFE)
 _library.define(
     "quantised_linears(Tensor x, Tensor quantised, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
-    "Tensor[] biases, int[] slices, int[] exponents) -> Tensor",
+    "Tensor[] biases, int[] slices, int[] exponents, bool wide=False) -> Tensor",
     tags=_SAFE,
 )
 
@@ -87,7 +88,9 @@ def _fake_gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) ->
 
 @torch.library.register_fake("qbe::quantised_linears", lib=_library)
 def _fake_linears(x: torch.Tensor, quantised: torch.Tensor, *weights: Any) -> torch.Tensor:
-    return merged_ops._fake(x, *weights)
+    *lists, wide = weights if len(weights) == 8 else (*weights, False)
+    y = merged_ops._fake(x, *lists)
+    return y.float() if wide else y
 
 
 def _norm(
@@ -115,8 +118,8 @@ def _gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tupl
 def _linears(x: torch.Tensor, quantised: torch.Tensor, *weights: Any) -> torch.Tensor:
     from qbe.kernels.triton.nested_linears import nested_linears as kernel
 
-    packed, meta, bits, originals, biases, slices, exponents = weights
-    return kernel(x, packed, meta, bits, originals, biases, slices, exponents, ready=quantised)
+    packed, meta, bits, originals, biases, slices, exponents, wide = weights if len(weights) == 8 else (*weights, False)
+    return kernel(x, packed, meta, bits, originals, biases, slices, exponents, ready=quantised, wide=wide)
 
 
 for _name, _kernel in (("norm", _norm), ("add_norm", _add_norm), ("gate", _gate), ("quantised_linears", _linears)):

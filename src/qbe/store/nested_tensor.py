@@ -55,6 +55,7 @@ class NestedTensor(TorchAOBaseTensor):
             A prompt then needs no kernel that asks each row (`qbe.kernels.triton.uniform_linear`).
         native: float8_e4m3fn or int8, in which such a prompt is multiplied on a GPU where its activations have 8 bits;
             None, as long as nobody sets it: tiled weights then have 16-bit products, whatever the word says.
+        wide: results are float32 and not rounded to the model's dtype (`qbe.kernels.ops`), as an engine has its logits.
     """
 
     tensor_data_names = ["packed", "meta", "bits"]  # noqa: RUF012  (torchao's protocol)
@@ -72,6 +73,7 @@ class NestedTensor(TorchAOBaseTensor):
     logical_dtype: torch.dtype
     uniform: int | None = None
     native: torch.dtype | None = None
+    wide: bool = False
 
     def __new__(
         cls,
@@ -271,7 +273,7 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
     rows = x.numel() // width if width else 0
     bits = weight.bits
     bits = bits.expand(rows) if bits.shape[0] == 1 else bits[:rows]
-    if rows >= UNIFORM_ROWS and weight.uniform is not None and weight.packed.dim() == 1:
+    if rows >= UNIFORM_ROWS and weight.uniform is not None and weight.packed.dim() == 1 and not weight.wide:
         from qbe.kernels.triton.uniform_linear import uniform_linear
 
         y = uniform_linear(
@@ -280,7 +282,9 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
         )  # fmt: skip
         if y is not None:
             return without_gradient(y, x, weight, bias)
-    y = ops.nested_linear(x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent)
+    y = ops.nested_linear(
+        x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent, weight.wide
+    )
     return without_gradient(y, weight)
 
 

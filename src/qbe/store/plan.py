@@ -59,13 +59,15 @@ class Plan:
     def bind(self, model: nn.Module) -> None:
         """Let every nested linear layer of `model` read its words here: `weight.bits` becomes a view of its row.
 
-        It is told, too, whether it multiplies long prompts in the device's own 8-bit format.
+        It is told, too, whether it multiplies long prompts in the device's own 8-bit format, and to give logits as they
+        are.
         """
         form = detect(self.device).prompt_format
         self._weights = [model.get_submodule(site.name).weight for site in self.table.nested]  # type: ignore[misc]
         natives = self.table.native(form, [w.multiplies_natively for w in self._weights])
-        for weight, words, native in zip(self._weights, self.words, natives, strict=True):
+        for site, weight, words, native in zip(self.table.nested, self._weights, self.words, natives, strict=True):
             weight.bits, weight.native = words, DTYPES[form] if form and native else None
+            weight.wide = site.role is Role.OUTPUT_HEAD
 
     def write(self, rows: Sequence[tuple[Blueprint, int]], kept: Sequence[Blueprint]) -> None:
         """Set the plan for one forward.

@@ -1,9 +1,10 @@
 /* Rows at 16 bits: products with the 16-bit original, float32 sums. Included by nested.c.
 
    Each row of the weight goes through the same operations whatever its neighbours; products are exact (bfloat16) or
-   rounded once (float32), and a result is rounded once to x's dtype. */
+   rounded once (float32), and a result is rounded once to y's dtype. */
 
-#define FULL_TILE 4 /* rows of x served by one reading */
+#define FULL_TILE 4   /* rows of x served by one reading */
+#define FULL_BLOCK 16 /* rows of the weight that stay in the first cache for more rows of x than that */
 
 /* y[m] = weight row . x[m], of DTYPE and XTYPE; both k numbers long. */
 INLINE void dot_full_floats(const char *weight, const char *const *x, int64_t k, float *y, const int M, const int DTYPE,
@@ -55,29 +56,32 @@ TARGET_AVX512 INLINE void dot_full_bf16(const char *weight, const char *const *x
 #define DEFINE_FULL(NAME, TARGET, BF16)                                                                              \
     TARGET static void full_rows_##NAME(const Job *j, int64_t n0, int64_t n1, int64_t r0, int64_t r1, const char *own) { \
         const int64_t bytes = j->k * (j->dtype == FLOAT32 ? 4 : 2);                                                  \
-        for (int64_t n = n0; n < n1; n++)                                                                            \
-            for (int64_t r = r0; r < r1; r += FULL_TILE) {                                                           \
-                const int m = r1 - r < FULL_TILE ? (int)(r1 - r) : FULL_TILE;                                        \
-                const char *x[FULL_TILE], *weight = j->original + n * bytes;                                         \
-                float y[FULL_TILE];                                                                                  \
-                for (int i = 0; i < m; i++)                                                                          \
-                    x[i] = own ? own + (r + i - r0) * j->w.kp * 4 : j->given + j->row_full[r + i] * bytes;           \
-                switch (m + FULL_TILE * (j->dtype == FLOAT32 ? 0 : own ? 1 : 2)) { /* constants: sums stay in registers */ \
-                case 1: dot_full_floats(weight, x, j->k, y, 1, FLOAT32, FLOAT32); break;                             \
-                case 2: dot_full_floats(weight, x, j->k, y, 2, FLOAT32, FLOAT32); break;                             \
-                case 3: dot_full_floats(weight, x, j->k, y, 3, FLOAT32, FLOAT32); break;                             \
-                case 4: dot_full_floats(weight, x, j->k, y, 4, FLOAT32, FLOAT32); break;                             \
-                case 5: dot_full_floats(weight, x, j->k, y, 1, BFLOAT16, FLOAT32); break;                            \
-                case 6: dot_full_floats(weight, x, j->k, y, 2, BFLOAT16, FLOAT32); break;                            \
-                case 7: dot_full_floats(weight, x, j->k, y, 3, BFLOAT16, FLOAT32); break;                            \
-                case 8: dot_full_floats(weight, x, j->k, y, 4, BFLOAT16, FLOAT32); break;                            \
-                case 9: BF16(1); break;                                                                              \
-                case 10: BF16(2); break;                                                                             \
-                case 11: BF16(3); break;                                                                             \
-                default: BF16(4);                                                                                    \
+        const int64_t block = r1 - r0 > FULL_BLOCK ? FULL_BLOCK : 1;                                                 \
+        for (int64_t first = n0; first < n1; first += block)                                                         \
+            for (int64_t r = r0; r < r1; r += FULL_TILE)                                                             \
+                for (int64_t n = first; n < n1 && n < first + block; n++) {                                          \
+                    const int m = r1 - r < FULL_TILE ? (int)(r1 - r) : FULL_TILE;                                    \
+                    const char *x[FULL_TILE], *weight = j->original + n * bytes;                                     \
+                    float y[FULL_TILE];                                                                              \
+                    for (int i = 0; i < m; i++)                                                                      \
+                        x[i] = own ? own + (r + i - r0) * j->w.kp * 4 : j->given + j->row_full[r + i] * bytes;       \
+                    /* constants: sums stay in registers */                                                          \
+                    switch (m + FULL_TILE * (j->dtype == FLOAT32 ? 0 : own ? 1 : 2)) {                               \
+                    case 1: dot_full_floats(weight, x, j->k, y, 1, FLOAT32, FLOAT32); break;                         \
+                    case 2: dot_full_floats(weight, x, j->k, y, 2, FLOAT32, FLOAT32); break;                         \
+                    case 3: dot_full_floats(weight, x, j->k, y, 3, FLOAT32, FLOAT32); break;                         \
+                    case 4: dot_full_floats(weight, x, j->k, y, 4, FLOAT32, FLOAT32); break;                         \
+                    case 5: dot_full_floats(weight, x, j->k, y, 1, BFLOAT16, FLOAT32); break;                        \
+                    case 6: dot_full_floats(weight, x, j->k, y, 2, BFLOAT16, FLOAT32); break;                        \
+                    case 7: dot_full_floats(weight, x, j->k, y, 3, BFLOAT16, FLOAT32); break;                        \
+                    case 8: dot_full_floats(weight, x, j->k, y, 4, BFLOAT16, FLOAT32); break;                        \
+                    case 9: BF16(1); break;                                                                          \
+                    case 10: BF16(2); break;                                                                         \
+                    case 11: BF16(3); break;                                                                         \
+                    default: BF16(4);                                                                                \
+                    }                                                                                                    \
+                    for (int i = 0; i < m; i++) store(j, j->row_full[r + i], n, y[i]);                               \
                 }                                                                                                    \
-                for (int i = 0; i < m; i++) store(j, j->row_full[r + i], n, y[i]);                                   \
-            }                                                                                                        \
     }                                                                                                                \
     TARGET static void full_##NAME(const Job *j, int64_t n0, int64_t n1) {                                           \
         full_rows_##NAME(j, n0, n1, 0, j->full - j->full_eight, NULL);                                               \

@@ -197,7 +197,7 @@ static const struct { int rows; PanelFn planes[MAX_PLANES]; } PANEL_FNS[] = {
 TARGET_AVX512 INLINE void store_tile(const Job *j, int64_t row, int64_t n, __m512 y) {
     const __mmask16 in = j->w.n - n >= TILE ? 0xFFFF : (__mmask16)((1 << (j->w.n - n)) - 1);
     if (j->bias) y = _mm512_add_ps(y, load_sixteen((const char *)j->bias, j->bias_dtype, j->w.n, n));
-    store_sixteen((char *)j->y + (row * j->y_stride + n) * (j->dtype == FLOAT32 ? 4 : 2), j->dtype, in, y);
+    store_sixteen((char *)j->y + (row * j->y_stride + n) * (j->y_dtype == FLOAT32 ? 4 : 2), j->y_dtype, in, y);
 }
 
 TARGET_AVX512 static void make_panel(const Tile *t, char *panel) {

@@ -17,7 +17,7 @@ typedef struct {
     Weight w;
     atomic_llong next, loading; /* rows of the weight, rows of x */
     int64_t chunk;
-    int dtype;
+    int dtype, y_dtype;
     void *y;
     int64_t y_stride;        /* numbers from one row of y to the next */
     int64_t rows;            /* of x, those at 16 bits not among them; or of the weight, from n0, to dequantise */
@@ -58,7 +58,7 @@ INLINE void store(const Job *j, int64_t row, int64_t n, float value) {
     if (j->bias)
         value += j->bias_dtype == FLOAT32 ? ((const float *)j->bias)[n]
                                           : bits_to_float((uint32_t)((const uint16_t *)j->bias)[n] << 16);
-    if (j->dtype == FLOAT32) ((float *)j->y)[row * j->y_stride + n] = value;
+    if (j->y_dtype == FLOAT32) ((float *)j->y)[row * j->y_stride + n] = value;
     else ((uint16_t *)j->y)[row * j->y_stride + n] = to_bfloat16(value);
 }
 

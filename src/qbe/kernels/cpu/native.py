@@ -33,7 +33,7 @@ SOURCE = Path(__file__).parent / "torch_ops.cpp"
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
 _OPS = {
     "nested_linear": (ops, "Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
-                      "int[] slices, int exponent"),
+                      "int[] slices, int exponent, bool wide"),
     "nested_linears": (merged_ops, "Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
                        "Tensor[] biases, int[] slices, int[] exponents"),
     "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, "

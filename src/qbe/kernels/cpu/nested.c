@@ -200,7 +200,7 @@ typedef struct {
     void *y;              /* [rows, n], its rows y_stride numbers apart */
     const Shape *shape;
     int64_t y_stride;
-    int32_t bias_dtype;
+    int32_t bias_dtype, y_dtype; /* y in x's, or in FLOAT32 */
 } Matrix;
 
 static char *take(char **memory, size_t bytes) {
@@ -209,8 +209,8 @@ static char *take(char **memory, size_t bytes) {
     return taken;
 }
 
-/* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] and y of `dtype`
-   (FLOAT16: with AVX-512, and no row at 16 bits), x contiguous. Returns 0, or -1: a row asks for 16 bits and there is
+/* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] of `dtype`
+   (FLOAT16: with AVX-512, and no row at 16 bits), contiguous. Returns 0, or -1: a row asks for 16 bits and there is
    no original (nothing was done); -2: out of memory (nothing was done). */
 int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
                           int32_t backend) {
@@ -252,7 +252,8 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
     for (const Matrix *m = matrix; m < matrix + count; m++) {
         if (m->shape->n == 0) continue;
         const Shape *s = m->shape;
-        Job j = {.w = weight_of(m->packed, m->meta, s), .dtype = dtype, .y = m->y, .y_stride = m->y_stride, .words = m->bits,
+        Job j = {.w = weight_of(m->packed, m->meta, s), .dtype = dtype, .y_dtype = m->y_dtype, .y = m->y,
+                 .y_stride = m->y_stride, .words = m->bits,
                  .bias = m->bias, .bias_dtype = m->bias_dtype, .x_bytes = s->kp * per, .k = s->k,
                  .original = m->original, .given = x};
         j.chunk = chunk_rows(s->n, s->kp, threads, pairs);
@@ -290,8 +291,8 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
 /* The same for one weight, y contiguous. */
 int64_t qbe_multiply(const void *x, const uint8_t *packed, const uint8_t *meta, const int32_t *bits,
                      const void *original, const void *bias, void *y, const Shape *shape, int64_t rows, int32_t dtype,
-                     int32_t bias_dtype, int32_t threads, int32_t backend) {
-    const Matrix m = {packed, meta, bits, original, bias, y, shape, shape->n, bias_dtype};
+                     int32_t y_dtype, int32_t bias_dtype, int32_t threads, int32_t backend) {
+    const Matrix m = {packed, meta, bits, original, bias, y, shape, shape->n, bias_dtype, y_dtype};
     return qbe_multiply_many(x, &m, 1, rows, dtype, threads, backend);
 }
 

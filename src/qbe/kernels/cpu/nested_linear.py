@@ -57,15 +57,16 @@ def nested_linear(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
+    wide: bool = False,
 ) -> torch.Tensor:
     """y[r] = x[r] @ W(bits[r]).T + bias. Arguments and result as those of `qbe.kernels.ops.nested_linear`.
 
     The compiled kernel's result for a row does not depend, bit for bit, on the rows beside it. It serves fewer than
-    `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others) and multiplies the exact weight with x, which
-    AVX-512 reads as 16-bit fixed point with a scale for each group, in float32, too; sums are float32. With AMX
-    `TILED_ROWS` of bfloat16 at one precision are multiplied by torch, with the weight rounded to bfloat16, where the
-    inputs are a multiple of 32. Elsewhere with more rows the weight is first rounded to x's dtype (bfloat16 or
-    float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
+    `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others, and of `wide` ones) and multiplies the exact
+    weight with x, which AVX-512 reads as 16-bit fixed point with a scale for each group, in float32, too; sums are
+    float32. With AMX `TILED_ROWS` of bfloat16 at one precision are multiplied by torch, with the weight rounded to
+    bfloat16, where the inputs are a multiple of 32. Elsewhere with more rows the weight is first rounded to x's dtype
+    (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -73,15 +74,19 @@ def nested_linear(
         QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
     """
     shape, dtype = x.shape, x.dtype
+    wide = wide and dtype is not torch.float32
     if dtype not in MANY_ROWS and not many_rows(dtype):  # float16 without AVX-512: as float32, rounded once
-        return nested_linear(x.float(), packed, meta, bits, original, bias, slices, exponent).to(dtype)
+        y = nested_linear(x.float(), packed, meta, bits, original, bias, slices, exponent)
+        return y if wide else y.to(dtype)
     form = geometry(packed.shape, meta.shape, shape[-1], tuple(slices), exponent)
     rows = x if len(shape) == 2 else x.reshape(-1, form.k)
     check(rows, packed, meta, bits, original, bias, form)
     if rows.shape[0] == 0 or form.n == 0:
-        y = x.new_empty(rows.shape[0], form.n)
-    elif few_enough(bits, many_rows(dtype), many_full(dtype)):
-        y = _few(rows, packed, meta, bits, original, bias, form)
+        y = x.new_empty(rows.shape[0], form.n, dtype=torch.float32 if wide else None)
+    elif few_enough(bits, many_rows(dtype), many_full(dtype)) or (wide and build.backend() in ("avx512", "amx")):
+        y = _few(rows, packed, meta, bits, original, bias, form, wide)
+    elif wide:  # torch rounds what it multiplies in bfloat16
+        y = nested_linear(rows.float(), packed, meta, bits, original, bias, slices, exponent)
     else:
         y = _many(rows, packed, meta, bits, original, bias, form)
     return y if len(shape) == 2 else y.view(*shape[:-1], form.n)
@@ -128,10 +133,11 @@ def _few(
     original: torch.Tensor | None,
     bias: torch.Tensor | None,
     form: Geometry,
+    wide: bool = False,
 ) -> torch.Tensor:
     """The compiled kernel; rows at 16 bits go to torch where the original has another dtype than x."""
     rows, bits = rows.contiguous(), bits.contiguous()
-    y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
+    y = torch.empty(rows.shape[0], form.n, dtype=torch.float32 if wide else rows.dtype)
     own = None if bias is None else readable_bias(bias, rows)
     failed = build.loaded().qbe_multiply(
         rows.data_ptr(),
@@ -144,6 +150,7 @@ def _few(
         form.address,
         rows.shape[0],
         ROW_DTYPES[rows.dtype],
+        ROW_DTYPES[y.dtype],
         0 if own is None else ROW_DTYPES[own.dtype],
         _threads(),
         build.number(),
@@ -155,15 +162,16 @@ def _few(
     if original is None:
         raise missing_original()
     full = weight_bits(bits) >= FULL_BITS
-    y[full] = full_rows(rounded(rows[full], bits[full], form), original, bias)
+    exact = rounded(rows[full], bits[full], form)
+    y[full] = full_rows(exact.float() if wide else exact, original, bias)
     if not full.all():
-        y[~full] = _few(rows[~full], packed, meta, bits[~full], None, bias, form)
+        y[~full] = _few(rows[~full], packed, meta, bits[~full], None, bias, form, wide)
     return y
 
 
 def readable(original: torch.Tensor, rows: torch.Tensor) -> bool:
     """Whether the compiled kernel can multiply these rows with the original."""
-    return original.dtype is rows.dtype and original.is_contiguous()
+    return original.dtype is rows.dtype and rows.dtype in DTYPES and original.is_contiguous()
 
 
 def readable_bias(bias: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ class _Matrix(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("packed", "meta", "bits", "original", "bias", "y", "shape")),
         ("y_stride", ctypes.c_int64),
         ("bias_dtype", ctypes.c_int32),
+        ("y_dtype", ctypes.c_int32),
     )
 
 
@@ -77,7 +78,7 @@ def nested_linears(
             packed[i].data_ptr(), meta[i].data_ptr(), own.data_ptr(),
             original.data_ptr() if original is not None and readable(original, rows) else None,
             None if bias is None else bias.data_ptr(), y.data_ptr() + at * y.element_size(), form.address, y.shape[1],
-            0 if bias is None else ROW_DTYPES[bias.dtype],
+            0 if bias is None else ROW_DTYPES[bias.dtype], ROW_DTYPES[dtype],
         )  # fmt: skip
         at += form.n
     failed = build.loaded().qbe_multiply_many(

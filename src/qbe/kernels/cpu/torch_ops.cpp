@@ -32,7 +32,7 @@ struct Matrix {
     void *y;
     const Shape *shape;
     int64_t y_stride;
-    int32_t bias_dtype;
+    int32_t bias_dtype, y_dtype;
 };
 struct AttentionShape {
     int64_t batch, heads, kv_heads, key_dim, value_dim, bytes, table_width;
@@ -66,12 +66,13 @@ int dtype_of(const Tensor &t) {
 // The same, and float16 2
 int row_dtype_of(const Tensor &t) { return t.scalar_type() == ScalarType::Half ? 2 : dtype_of(t); }
 
-Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes) {
+Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes, bool wide = false) {
     int64_t strides[8];
     for (int64_t d = dims - 1, stride = 1; d >= 0; stride *= sizes[d--]) strides[d] = stride;
     int32_t dtype;
     AtenTensorHandle out;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+    if (wide) dtype = aoti_torch_dtype_float32();
     STABLE_TORCH_ERROR_CODE_CHECK(
         aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &out));
     return Tensor(out);
@@ -79,7 +80,7 @@ Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes) {
 
 // geometry.py and `check` of nested_linear.py; false: Python says what is wrong. bits: of the rows, or of more.
 bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &packed, const Tensor &meta, const Tensor &bits,
-          const Tensor *original, const Tensor *bias, const Integers &slices, int64_t exponent) {
+          const Tensor *original, const Tensor *bias, const Integers &slices, int64_t exponent, bool wide = false) {
     if (packed.dim() != 2 || meta.dim() != 3 || slices.empty() || slices.size() > 8 || exponent < 1 || exponent > 254)
         return false;
     const int64_t k = x.size(x.dim() - 1);
@@ -110,18 +111,19 @@ bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &pack
     const bool readable = original && row_dtype_of(*original) == row_dtype_of(x) && original->is_contiguous();
     int64_t full = 0;
     for (int64_t r = 0; r < rows; r++) full += (wanted[r] & 255) >= FULL_BITS;
-    if (full && (!readable || full >= many_full[row_dtype_of(x)])) return false;
+    const int dtype = row_dtype_of(x);
+    if (full && (!readable || (full >= many_full[dtype] && !(wide && dtype == 1 && backend >= AVX512)))) return false;
     m = Matrix{packed.data_ptr(), meta.data_ptr(), wanted, readable ? original->data_ptr() : nullptr,
-               bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? row_dtype_of(*bias) : 0};
+               bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? row_dtype_of(*bias) : 0, wide ? 0 : dtype};
     return true;
 }
 
 // The rows of x if the compiled kernel serves them, else 0.
-int64_t rows_of(const Tensor &x) {
+int64_t rows_of(const Tensor &x, bool wide = false) {
     const int dtype = row_dtype_of(x);
     if (dtype < 0 || x.dim() < 1 || x.dim() > 8 || !x.is_contiguous() || x.numel() == 0) return 0;
     const int64_t rows = x.numel() / x.size(x.dim() - 1);
-    return rows < many_rows[dtype] ? rows : 0;
+    return rows < many_rows[dtype] || (wide && backend >= AVX512) ? rows : 0;
 }
 
 Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows) {
@@ -129,11 +131,11 @@ Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows) {
     int64_t sizes[8], n = 0;
     for (int64_t i = 0; i < count; i++) n += m[i].shape->n;
     for (int64_t d = 0; d < dims; d++) sizes[d] = d + 1 < dims ? x.size(d) : n;
-    Tensor y = empty_like(x, (int)dims, sizes);
+    Tensor y = empty_like(x, (int)dims, sizes, m->y_dtype == 0);
     char *to = (char *)y.data_ptr();
     for (int64_t i = 0; i < count; i++) {
         m[i].y = to, m[i].y_stride = n;
-        to += m[i].shape->n * (dtype_of(x) == 0 ? 4 : 2);
+        to += m[i].shape->n * (m->y_dtype == 0 ? 4 : 2);
     }
     const int64_t done =
         multiply(x.data_ptr(), m, count, rows, row_dtype_of(x), (int32_t)torch::stable::get_num_threads(), backend);
@@ -148,15 +150,15 @@ template <typename... A> Tensor python(const char *name, const A &...arguments) 
 }
 
 Tensor nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, std::optional<Tensor> original,
-                     std::optional<Tensor> bias, Integers slices, int64_t exponent) {
-    const int64_t rows = rows_of(x);
+                     std::optional<Tensor> bias, Integers slices, int64_t exponent, bool wide) {
+    const int64_t rows = rows_of(x, wide);
     Matrix m;
     Shape s;
     if (rows && bits.dim() == 1 && bits.size(0) == rows &&
         fill(m, s, x, rows, packed, meta, bits, original ? &*original : nullptr,
-             bias ? &*bias : nullptr, slices, exponent))
+             bias ? &*bias : nullptr, slices, exponent, wide))
         return run(x, &m, 1, rows);
-    return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent);
+    return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent, wide);
 }
 
 Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tensors originals, Tensors biases,

@@ -82,6 +82,7 @@ def nested_linear(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
+    wide: bool = False,
     config: Config | None = None,
     ready: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -106,7 +107,7 @@ def nested_linear(
     k = x.shape[-1]
     rows = x.reshape(-1, k).contiguous()
     m = rows.shape[0]
-    y = x.new_empty(*x.shape[:-1], n)
+    y = x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if wide else None)
     if y.numel() == 0:
         return y
     if packed.dim() == 1:
@@ -125,6 +126,7 @@ def nested_linear(
         x.dtype,
         original is not None,
         bias is not None,
+        y.dtype != x.dtype,
     )
     splits = config["SPLITS"]
     out = y if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)

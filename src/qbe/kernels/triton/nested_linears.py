@@ -32,10 +32,12 @@ def nested_linears(
     exponents: Sequence[int],
     config: Config | None = None,
     ready: torch.Tensor | None = None,
+    wide: bool = False,
 ) -> torch.Tensor:
     """See `qbe.kernels.merged_ops.nested_linears`. Many rows, float32 and other layouts take a call for each weight.
 
     `config` is what a trial launches with; by itself the best one known. `ready` is x quantised, if that is made.
+    `wide` gives float32, of a single weight.
     """
     rows = x.reshape(-1, x.shape[-1])
     tiled = all(p.dim() == 1 for p in packed)
@@ -43,7 +45,7 @@ def nested_linears(
         parts = [
             nested_linear(
                 x, p, meta[i], bits[i], originals[i] if originals else None, biases[i] if biases else None, slices,
-                exponents[i], ready=ready,
+                exponents[i], wide, ready=ready,
             )
             for i, p in enumerate(packed)
         ]  # fmt: skip

@@ -58,7 +58,7 @@ def tiled_linear(
         tiled: uint8 [bytes], the weight.
         bits: int32 [M], words of precision, contiguous, on the device; read by the kernels only.
         original: [N, K] for rows at 16 bits; None serves them by the widest slice.
-        y: [M, N] in x's dtype, contiguous; written.
+        y: [M, N] in x's dtype or float32, contiguous; written.
         config: to launch with, for a trial; by itself the best one known.
         ready: what `quantised` gives for x, if somebody made that already; of few rows.
     """
@@ -78,7 +78,16 @@ def tiled_linear(
         return
     few = m <= DECODE_ROWS
     config = config or (DECODE if few else BATCH).config(
-        x.device, m, (n,), k, layout.slices, group, x.dtype, original is not None, bias is not None
+        x.device,
+        m,
+        (n,),
+        k,
+        layout.slices,
+        group,
+        x.dtype,
+        original is not None,
+        bias is not None,
+        y.dtype != x.dtype,
     )
     grid, units, constants, sums = split_launch(y, (n,), group, layout, config)
     converted = ready

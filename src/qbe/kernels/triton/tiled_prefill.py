@@ -35,7 +35,7 @@ def prefill(
         tiled: uint8 [bytes] (`qbe.kernels.triton.layout`).
         bits: int32 [M], words of precision.
         original: [N, K] in x's dtype for rows at 16 bits; None serves them by the widest slice.
-        y: [M, N] in x's dtype, contiguous; written.
+        y: [M, N] in x's dtype or float32, contiguous; written.
     """
     k, n = x.shape[1], y.shape[1]
     rows, inputs = padded_shape(n, k, layout)

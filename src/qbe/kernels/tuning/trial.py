@@ -109,7 +109,9 @@ class Trial:
                 self._x, w.packed, w.meta, [bits] * count, w.originals, w.biases, slices, [EXPONENT] * count, config
             )
         original, bias = w.originals[0] if w.originals else None, w.biases[0] if w.biases else None
-        return nested_linear(self._x, w.packed[0], w.meta[0], bits, original, bias, slices, EXPONENT, config)
+        return nested_linear(
+            self._x, w.packed[0], w.meta[0], bits, original, bias, slices, EXPONENT, self.problem.wide, config
+        )
 
     def _cache_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 0

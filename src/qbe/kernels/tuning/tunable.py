@@ -36,6 +36,7 @@ class Problem(NamedTuple):
         group_size: inputs that share a scale.
         dtype: of x.
         original, bias: whether the kernel was given them: it is compiled differently.
+        wide: whether its results are float32 where x is not.
     """
 
     rows: int
@@ -46,6 +47,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     original: bool
     bias: bool
+    wide: bool = False
 
 
 @dataclass(eq=False)
@@ -117,11 +119,11 @@ class Tunable:
 
     def config(
         self, device: torch.device, rows: int, outputs: tuple[int, ...], inputs: int, slices: tuple[int, ...],
-        group_size: int, dtype: torch.dtype, original: bool, bias: bool,
+        group_size: int, dtype: torch.dtype, original: bool, bias: bool, wide: bool = False,
     ) -> Config:  # fmt: skip
         """The configuration to launch with now. See `Problem`; `rows` is their number as it is."""
         bucket = 1 << (rows - 1).bit_length()
-        key = (device, bucket, outputs, inputs, slices, group_size, dtype, original, bias)
+        key = (device, bucket, outputs, inputs, slices, group_size, dtype, original, bias, wide)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._choices.setdefault(key, self._first(device, Problem(*key[1:])))
