@@ -45,12 +45,12 @@ def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
-def run(case: Case, at: int, native: torch.dtype | None = None) -> torch.Tensor | None:
+def run(case: Case, at: int, native: torch.dtype | None = None, wide: bool = False) -> torch.Tensor | None:
     """The product of a case in the tiled layout when every row reads this word."""
     m = case.x.shape[0]
     return module.uniform_linear(
         case.x, case.packed, case.bits([at] * m), case.original, case.bias, case.layout.slices, case.exponent,
-        case.weight.shape[0], at, native,
+        case.weight.shape[0], at, native, wide,
     )  # fmt: skip
 
 
@@ -130,6 +130,19 @@ def test_sixteen_bit_activations(bits: int) -> None:
     y = run(tiled(case), bits)
     assert y is not None
     close(y, expected)
+
+
+@on_device
+@pytest.mark.parametrize("bits", [4, 16])
+def test_wide_results_are_float32_and_not_rounded(bits: int) -> None:
+    case = Case(20, 70, 200)
+    expected = case.expect(case.bits([bits] * 20))
+    y = run(tiled(case), bits, wide=True)
+    assert y is not None
+    assert y.dtype == torch.float32
+    error = (y - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < (1e-5 if bits == 16 else 4e-3)  # each weight is rounded
+    assert not torch.equal(y, y.bfloat16().float())
 
 
 @on_device

@@ -273,12 +273,12 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
     rows = x.numel() // width if width else 0
     bits = weight.bits
     bits = bits.expand(rows) if bits.shape[0] == 1 else bits[:rows]
-    if rows >= UNIFORM_ROWS and weight.uniform is not None and weight.packed.dim() == 1 and not weight.wide:
+    if rows >= UNIFORM_ROWS and weight.uniform is not None and weight.packed.dim() == 1:
         from qbe.kernels.triton.uniform_linear import uniform_linear
 
         y = uniform_linear(
             x, weight.packed, bits, weight.original, bias, weight.slices, weight.exponent, weight.shape[0],
-            weight.uniform, weight.native,
+            weight.uniform, weight.native, weight.wide,
         )  # fmt: skip
         if y is not None:
             return without_gradient(y, x, weight, bias)

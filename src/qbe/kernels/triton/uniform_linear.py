@@ -33,6 +33,7 @@ def uniform_linear(
     n: int,
     word: int,
     native: torch.dtype | None = None,
+    wide: bool = False,
 ) -> torch.Tensor | None:
     """y = x @ W(word).T + bias.
 
@@ -43,9 +44,11 @@ def uniform_linear(
         original: [n, K], what 16 bits mean; None serves them by the widest precision.
         bias: [n] or None.
         native: float8_e4m3fn or int8, what a product of 8-bit activations is multiplied in; None where it is not.
+        wide: give float32, rounded to x's dtype by nobody but E4M3's library.
 
     Returns:
-        [..., n] in x's dtype, or None where the original that the word names is not on x's device in x's dtype.
+        [..., n] in x's dtype or float32; None where the original that the word names is not on x's device in x's
+        dtype.
     """
     layout = SliceLayout.of(slices)
     k = x.shape[-1]
@@ -57,23 +60,35 @@ def uniform_linear(
     dtype = native if native is not None and eight and x.dtype != torch.float32 else x.dtype
     rows = x.reshape(-1, k).contiguous()
     if whole is not None:
+        if wide:
+            y = _wide_product(rows, whole)
+            return (y if bias is None else y + bias).view(*x.shape[:-1], n)
         return torch.nn.functional.linear(rows, whole, bias).view(*x.shape[:-1], n)
     padded, inputs = padded_shape(n, k, layout)
     converted = eight_bit_rows(rows, inputs, dtype) if dtype != x.dtype else None
-    y = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows.shape[0], n, dtype=torch.float32 if wide else x.dtype, device=x.device)
     step = max(LEAST_OUTPUTS, CACHED_BYTES // (inputs * dtype.itemsize) // TILE * TILE)
     for first in range(0, padded, step):
         count = min(step, padded - first)
         weight, scales = dequantise(tiled, bits, n, k, layout, exponent, precision, dtype, first, count)
         part = y[:, first : first + count]
-        if converted is None:
+        if converted is None and wide:
+            part.copy_(_wide_product(rows, weight[: part.shape[1], :k]))
+        elif converted is None:
             torch.mm(rows, weight[: part.shape[1], :k].t(), out=part)
         else:
             assert scales is not None
-            part.copy_(eight_bit_product(*converted, weight, scales, x.dtype)[:, : part.shape[1]])
+            part.copy_(eight_bit_product(*converted, weight, scales, y.dtype)[:, : part.shape[1]])
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], n)
+
+
+def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T in float32."""
+    if x.dtype == torch.float32 or not x.is_cuda:  # torch's CPU product has no other result than its input
+        return x.float() @ weight.float().t()
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def eight_bit_product(
