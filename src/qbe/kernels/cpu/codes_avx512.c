@@ -48,15 +48,14 @@ static Recipe recipe_of(const Layout *l, int bits) {
     return r;
 }
 
-/* Blocks b and b + 1 of the n-th row at part[] (b alone unless `both`; the rest is then zero): `low`, or, if HIGH, `high`.
+/* Blocks b and b + 1 of the row whose parts begin at part[] (b alone unless `both`; the rest is then zero): `low`, or, if HIGH, `high`.
    Asks for memory that lies AHEAD. */
-TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *part, const int64_t *row_bytes, int64_t n,
-                                        int64_t b, const int both, const int SHAPE, const int HIGH) {
+TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *part, int64_t b, const int both, const int SHAPE, const int HIGH) {
     __m512i codes = _mm512_setzero_si512();
     for (int p = 0; p < (SHAPE == ANY ? r->count : SHAPE); p++) {
         const Step *s = &r->step[p];
         const int width = SHAPE == ANY ? s->width : p == 0 ? 4 : 2;
-        const uint8_t *from = part[p] + n * row_bytes[p] + b * 8 * width;
+        const uint8_t *from = part[p] + b * 8 * width;
         if (!HIGH) _mm_prefetch((const char *)from + AHEAD / 4 * width, _MM_HINT_T0);
         __m512i v;
         if (SHAPE != ANY && width == 4)

@@ -95,8 +95,8 @@ TARGET_AVX512 INLINE void widen_row(const Job *j, int64_t n, const float *scale,
     for (int p = 0; p < recipe->count; p++) part[p] = part_row(&j->w, p, n), row_bytes[p] = 0;
     for (int64_t b = 0; b * BLOCK < j->k; b += 2) {
         const int both = b + 1 < blocks;
-        const __m512i low = unpack_two(recipe, part, row_bytes, 0, b, both, SHAPE, 0);
-        const __m512i high = unpack_two(recipe, part, row_bytes, 0, b, both, SHAPE, 1);
+        const __m512i low = unpack_two(recipe, part, b, both, SHAPE, 0);
+        const __m512i high = unpack_two(recipe, part, b, both, SHAPE, 1);
         for (int64_t i = b; i < b + 2 && i * BLOCK < j->k; i++) {
             const int64_t left = j->k - i * BLOCK, g = i / each;
             uint16_t last[BLOCK], *own = left < BLOCK ? last : to + i * BLOCK;

@@ -55,22 +55,21 @@ TARGET_AVX512 INLINE __m512i halves_of(const char *x, int64_t next, const int bo
     return _mm512_inserti64x4(_mm512_castsi256_si512(first), _mm256_loadu_si256((const __m256i *)(x + next)), 1);
 }
 
-/* Products of M rows over the blocks b and b + 1 (b alone unless `both`) with the outputs 4 * q .. 4 * q + 3 of the tile, added
-   up but for the quarters of a register. to: one for each row, `stride` apart. */
-TARGET_AVX512 INLINE void four_outputs(const Tile *t, const char *x, int64_t x_bytes, int64_t b, int q, __m512i *to,
-                                       int64_t stride, const int both, const int M, const int P, const int SHAPE) {
+/* Products of M rows over the blocks b and b + 1 (b alone unless `both`) with four outputs whose parts begin at `from`, added up
+   but for the quarters of a register. to: one for each row, `stride` apart. */
+TARGET_AVX512 INLINE void four_outputs(const Recipe *recipe, const uint8_t *const (*from)[8], const char *x, int64_t x_bytes,
+                                       int64_t b, __m512i *to, int64_t stride, const int both, const int M, const int P, const int SHAPE) {
     __m512i low[FEW * 2], high[FEW * 2], s[FEW][4];
     for (int m = 0; m < M; m++)
         for (int p = 0; p < P; p++) {
-            const char *from = x + m * x_bytes + (b * P + p) * BLOCK;
-            low[m * P + p] = halves_of(from, P * BLOCK, both);
-            high[m * P + p] = halves_of(from + BLOCK / 2, P * BLOCK, both);
+            const char *row = x + m * x_bytes + (b * P + p) * BLOCK;
+            low[m * P + p] = halves_of(row, P * BLOCK, both);
+            high[m * P + p] = halves_of(row + BLOCK / 2, P * BLOCK, both);
         }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const int64_t n = 4 * q + i < t->last ? 4 * q + i : t->last;
-        const __m512i l = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 0);
-        const __m512i h = unpack_two(t->recipe, t->part, t->row_bytes, n, b, both, SHAPE, 1);
+        const __m512i l = unpack_two(recipe, from[i], b, both, SHAPE, 0);
+        const __m512i h = unpack_two(recipe, from[i], b, both, SHAPE, 1);
         for (int m = 0; m < M; m++) {
             __m512i d[2];
             for (int p = 0; p < P; p++) {
@@ -90,9 +89,14 @@ TARGET_AVX512 INLINE void few_rows(const Tile *t, const char *x, int64_t x_bytes
                                    __m512i *work, __m512 *y, const int M, const int P, const int SHAPE) {
     const int64_t groups = t->w->groups, blocks = t->w->kp / BLOCK, each = blocks / groups, stride = (blocks + 1) / 2 * 4;
     for (int q = 0; q < 4; q++) { /* four runs of memory at a time */
+        const uint8_t *from[4][8];
+        for (int i = 0; i < 4; i++)
+            for (int p = 0; p < (SHAPE == ANY ? t->recipe->count : SHAPE); p++)
+                from[i][p] = t->part[p] + (4 * q + i < t->last ? 4 * q + i : t->last) * t->row_bytes[p];
         for (int64_t b = 0; b + 1 < blocks; b += 2)
-            four_outputs(t, x, x_bytes, b, q, work + b * 2 + q, stride, 1, M, P, SHAPE);
-        if (blocks % 2) four_outputs(t, x, x_bytes, blocks - 1, q, work + (blocks - 1) * 2 + q, stride, 0, M, P, SHAPE);
+            four_outputs(t->recipe, from, x, x_bytes, b, work + b * 2 + q, stride, 1, M, P, SHAPE);
+        if (blocks % 2)
+            four_outputs(t->recipe, from, x, x_bytes, blocks - 1, work + (blocks - 1) * 2 + q, stride, 0, M, P, SHAPE);
     }
     for (int m = 0; m < M; m++, work += stride, of_group++) {
         __m512i group = _mm512_setzero_si512();
