@@ -1,6 +1,7 @@
 """`qbe bench serve` where others use the machine: the clock is the CPU time of this process, with one thread.
 
-    OMP_NUM_THREADS=1 python benchmarks/serve_cpu_time.py bound [--requests N] [--rounds N] [--config FILE] [--compile]
+    OMP_NUM_THREADS=1 python benchmarks/serve_cpu_time.py bound [--requests N] [--rounds N] [--slack TIMES]
+                                                                [--config FILE] [--compile]
     OMP_NUM_THREADS=1 python benchmarks/serve_cpu_time.py priority [--probes N] [--flood N]
 
 Without HTTP: the engine, the server's tiers and queues, Azure's trace. Requests come when the process has used so much
@@ -197,9 +198,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     for name, value in (("requests", 32), ("rounds", 2), ("probes", 60), ("flood", 24)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--slack", type=float, default=Sizes.slack, help="the bound, in times of an answer alone")
     parser.add_argument("--compile", action="store_true", help="decode steps as those of `qbe serve --compile`")
     args = parser.parse_args()
-    sizes = Sizes(data=args.data, requests=args.requests, rounds=args.rounds, probes=args.probes, flood=args.flood)
+    sizes = Sizes(data=args.data, requests=args.requests, rounds=args.rounds, slack=args.slack, probes=args.probes,
+                  flood=args.flood)  # fmt: skip
     text = args.config.read_text() if args.config else ""
     settings = Settings.model_validate(tomllib.loads(text))
     with Engine(sizes.model, records=False, compile=args.compile) as engine:

@@ -47,9 +47,9 @@ UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear few
 SMALL_SHARE = 1 / 16
 
 # Towards the end of its context a model finds by itself what it is asked for less surely: at 16 bits SmolLM2 finds all
-# of 100 needles up to 5 120 tokens, 16 or 15 of 20 at 8 192, one of them by 0.13 nats in float32, of which bfloat16 takes
-# half and more. There the cache may do a 32nd of the damage. It then moves what decides a needle by 0.019 nats, where an
-# eighth of the damage moves it by 0.085, which is as much as bfloat16's own roundings do (`docs/quality.md`).
+# of 100 needles up to 5 120 tokens, 16 or 15 of 20 at 8 192, one of them by 0.13 nats in float32, of which bfloat16
+# takes half and more. There the cache may do a 32nd of the damage. It then moves what decides a needle by 0.019 nats,
+# where an eighth of the damage moves it by 0.085, which is as much as bfloat16's own roundings do (`docs/quality.md`).
 NEAR_THE_END = 7 / 8  # of the model's context
 LESS_THERE = 1 / 32
 
