@@ -147,6 +147,14 @@ def test_a_model_that_does_not_compile_runs_without(monkeypatch: pytest.MonkeyPa
     assert len(engine.generate("text", SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles steps of float16")
+def test_who_asks_for_compiled_steps_in_vain_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    Engine(tiny_llama().half(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, compile=True)
+    assert [r.message for r in caplog.records if "not compiled" in r.message] == [
+        "decode steps of this model are not compiled: the CPU kernels do not attend in torch.float16"
+    ]
+
+
 def test_without_a_cpp_compiler_the_step_runs_as_it_is(tmp_path: Path) -> None:
     code = f"""
 import sys

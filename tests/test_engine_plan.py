@@ -203,21 +203,27 @@ def test_every_nested_weight_is_bound() -> None:
         assert weight.wide == (site.role is Role.OUTPUT_HEAD)
 
 
-@pytest.mark.parametrize("steps", [1, 3])  # the prompt's, and those at fixed shapes
-def test_logits_are_not_rounded_to_the_models_dtype(steps: int) -> None:
+def test_logits_are_the_heads_sums_in_float32() -> None:
     model, table = _nested("llama", torch.bfloat16)
-    core = Core(model, table)
-    head = model.get_output_embeddings()
+    core, head = Core(model, table), model.get_output_embeddings()
     seen: list[torch.Tensor] = []
     head.register_forward_pre_hook(lambda _, given: seen.append(given[0].clone()))
+    core.add(request("r", prompts(12)[0], Blueprint.of("uniform", table, (16,) * len(table.nested))))
+    logits = core.runner.step(core.scheduler.schedule())[0][0]
+    expected = seen[-1][0, -1].float() @ head.weight.dequantise().float().T
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_nor_are_they_rounded_in_steps_at_fixed_shapes(compile: bool) -> None:
+    model, table = _nested("llama", torch.bfloat16)
+    core = Core(model, table, compile=compile, max_sequences=1)
     r = request("r", prompts(12)[0], Blueprint.of("uniform", table, (16,) * len(table.nested)), max_tokens=5)
     core.add(r)
-    for _ in range(steps):
+    for _ in range(3):
         work = core.scheduler.schedule()
         logits = core.runner.step(work)[0][0]
         core.scheduler.complete(work)
         r.token_ids.append(11)
-    expected = seen[-1][0, -1].float() @ head.weight.dequantise().float().T
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
-    assert not torch.equal(logits, logits.bfloat16().float())
+        assert logits.dtype == torch.float32
+        assert not torch.equal(logits, logits.bfloat16().float())

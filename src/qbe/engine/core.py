@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -35,6 +36,8 @@ from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages
 from qbe.policies.per_token import Routers
 from qbe.sites import FULL_BITS, KVBits, SiteTable
 from qbe.store.plan import Plan
+
+log = logging.getLogger(__name__)
 
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
@@ -165,6 +168,9 @@ class Core:
             self.runner.route(routers)
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
             self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
+        if compile and self.runner.decode is None:
+            why = f"the CPU kernels do not attend in {dtype}" if packed and paged else "its sequences share no step"
+            log.warning("decode steps of this model are not compiled: %s", why)
         self.speculator: Speculator | None = None
         if self.runner.decode is not None and min(most, largest) > 1 and (speculate or not compile):
             self.speculator = Speculator(self.table, min(most, largest), self.runner.decode.size_of)

@@ -61,6 +61,7 @@ class NestedTensor(TorchAOBaseTensor):
     tensor_data_names = ["packed", "meta", "bits"]  # noqa: RUF012  (torchao's protocol)
     tensor_attribute_names = ["slices", "group_size", "exponent", "in_features", "logical_dtype"]  # noqa: RUF012
     optional_tensor_data_names = ["original"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["wide"]  # noqa: RUF012
 
     packed: torch.Tensor
     meta: torch.Tensor
@@ -71,9 +72,9 @@ class NestedTensor(TorchAOBaseTensor):
     exponent: int
     in_features: int
     logical_dtype: torch.dtype
+    wide: bool
     uniform: int | None = None
     native: torch.dtype | None = None
-    wide: bool = False
 
     def __new__(
         cls,
@@ -86,6 +87,7 @@ class NestedTensor(TorchAOBaseTensor):
         in_features: int,
         logical_dtype: torch.dtype,
         original: torch.Tensor | None = None,
+        wide: bool = False,
     ) -> NestedTensor:
         shape = (meta.shape[1], in_features)
         return torch.Tensor._make_wrapper_subclass(
@@ -103,10 +105,11 @@ class NestedTensor(TorchAOBaseTensor):
         in_features: int,
         logical_dtype: torch.dtype,
         original: torch.Tensor | None = None,
+        wide: bool = False,
     ) -> None:
         self.packed, self.meta, self.bits, self.original = packed, meta, bits, original
         self.slices, self.group_size, self.exponent = list(slices), group_size, exponent
-        self.in_features, self.logical_dtype = in_features, logical_dtype
+        self.in_features, self.logical_dtype, self.wide = in_features, logical_dtype, wide
 
     @classmethod
     def from_weight(
@@ -153,7 +156,7 @@ class NestedTensor(TorchAOBaseTensor):
         """Pickled as its parts: torch's own way would ask `layout` for the memory layout of a plain tensor."""
         return NestedTensor, (
             self.packed, self.meta, self.bits, self.slices, self.group_size, self.exponent, self.in_features,
-            self.logical_dtype, self.original,
+            self.logical_dtype, self.original, self.wide,
         )  # fmt: skip
 
     @property
