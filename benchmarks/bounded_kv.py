@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from qbe import Engine, SamplingParams
 from qbe.blueprint import Blueprint
+from qbe.engine.sampler import Scores
 from qbe.engine.sequence import Sequence
 
 THRESHOLDS = (None, 100.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
@@ -36,8 +37,8 @@ def decode(engine: Engine, ids: list[int], context: int, blueprint: Blueprint) -
     # All thresholds share the prompt's pages: they are found by their tokens and blueprint.
     sequence = Sequence("text", ids[:context], params, replace(blueprint, kv_error=0.0))
 
-    def own(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence], guesses: object) -> list[int | None]:
-        found.append(logits[0].clone())
+    def own(scores: Scores, sequences: list[Sequence], guesses: object) -> list[int | None]:
+        found.append(scores.logits[0].clone())
         return [ids[len(sequence.token_ids)]]
 
     def counts() -> tuple[int, int, int]:
