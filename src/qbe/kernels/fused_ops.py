@@ -87,9 +87,11 @@ def _fake_gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) ->
 
 
 @torch.library.register_fake("qbe::quantised_linears", lib=_library)
-def _fake_linears(x: torch.Tensor, quantised: torch.Tensor, *weights: Any) -> torch.Tensor:
-    *lists, wide = weights if len(weights) == 8 else (*weights, False)
-    y = merged_ops._fake(x, *lists)
+def _fake_linears(
+    x: torch.Tensor, quantised: torch.Tensor, packed: Any, meta: Any, bits: Any, originals: Any, biases: Any,
+    slices: Any, exponents: Any, wide: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    y = merged_ops._fake(x, packed, meta, bits, originals, biases, slices, exponents)
     return y.float() if wide else y
 
 
@@ -115,10 +117,12 @@ def _gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tupl
     return kernel(gate, up, inputs, group)
 
 
-def _linears(x: torch.Tensor, quantised: torch.Tensor, *weights: Any) -> torch.Tensor:
+def _linears(
+    x: torch.Tensor, quantised: torch.Tensor, packed: Any, meta: Any, bits: Any, originals: Any, biases: Any,
+    slices: Any, exponents: Any, wide: bool = False,
+) -> torch.Tensor:  # fmt: skip
     from qbe.kernels.triton.nested_linears import nested_linears as kernel
 
-    packed, meta, bits, originals, biases, slices, exponents, wide = weights if len(weights) == 8 else (*weights, False)
     return kernel(x, packed, meta, bits, originals, biases, slices, exponents, ready=quantised, wide=wide)
 
 

@@ -48,9 +48,10 @@ static Recipe recipe_of(const Layout *l, int bits) {
     return r;
 }
 
-/* Blocks b and b + 1 of the row whose parts begin at part[] (b alone unless `both`; the rest is then zero): `low`, or, if HIGH, `high`.
-   Asks for memory that lies AHEAD. */
-TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *part, int64_t b, const int both, const int SHAPE, const int HIGH) {
+/* Blocks b and b + 1 of the row whose parts begin at part[] (b alone unless `both`; the rest is then zero): `low`, or, if
+   HIGH, `high`. Asks for memory that lies AHEAD. */
+TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *part, int64_t b, const int both,
+                                        const int SHAPE, const int HIGH) {
     __m512i codes = _mm512_setzero_si512();
     for (int p = 0; p < (SHAPE == ANY ? r->count : SHAPE); p++) {
         const Step *s = &r->step[p];

@@ -91,8 +91,7 @@ TARGET_AVX512 INLINE void widen_row(const Job *j, int64_t n, const float *scale,
     const Recipe *recipe = &j->recipe[j->index];
     const int64_t blocks = j->w.kp / BLOCK, each = blocks / j->w.groups;
     const uint8_t *part[8];
-    int64_t row_bytes[8];
-    for (int p = 0; p < recipe->count; p++) part[p] = part_row(&j->w, p, n), row_bytes[p] = 0;
+    for (int p = 0; p < recipe->count; p++) part[p] = part_row(&j->w, p, n);
     for (int64_t b = 0; b * BLOCK < j->k; b += 2) {
         const int both = b + 1 < blocks;
         const __m512i low = unpack_two(recipe, part, b, both, SHAPE, 0);

@@ -58,7 +58,8 @@ TARGET_AVX512 INLINE __m512i halves_of(const char *x, int64_t next, const int bo
 /* Products of M rows over the blocks b and b + 1 (b alone unless `both`) with four outputs whose parts begin at `from`, added up
    but for the quarters of a register. to: one for each row, `stride` apart. */
 TARGET_AVX512 INLINE void four_outputs(const Recipe *recipe, const uint8_t *const (*from)[8], const char *x, int64_t x_bytes,
-                                       int64_t b, __m512i *to, int64_t stride, const int both, const int M, const int P, const int SHAPE) {
+                                       int64_t b, __m512i *to, int64_t stride, const int both, const int M, const int P,
+                                       const int SHAPE) {
     __m512i low[FEW * 2], high[FEW * 2], s[FEW][4];
     for (int m = 0; m < M; m++)
         for (int p = 0; p < P; p++) {
