@@ -55,6 +55,17 @@ typedef void (*PairFn)(const Tile *const *, const char *const *, const char *, i
 PAIR_ROWS(12) PAIR_ROWS(8) PAIR_ROWS(4) PAIR_ROWS(2) PAIR_ROWS(1)
 static const struct { int rows; PairFn multiply; } PAIR_FNS[] = {{12, pair_12}, {8, pair_8}, {4, pair_4}, {2, pair_2}, {1, pair_1}};
 
+/* Asks for what lies from `first` to `last` of `whole` in the chunk that somebody takes next: while products keep a core busy,
+   its memory has nothing to do. */
+TARGET_AVX512 INLINE void ask_for_chunk(const Job *j, int at, int64_t first, int64_t last, int64_t whole) {
+    const int64_t n = j->next, rows = j->w.n - n < j->chunk ? j->w.n - n : j->chunk;
+    for (int p = 0; p < j->recipe[at].count && rows > 0; p++) {
+        const int64_t bytes = rows * (j->w.kp / 8 * j->w.layout->width[p]);
+        const char *const from = (const char *)part_row(&j->w, p, n);
+        for (int64_t i = bytes * first / whole / 64 * 64; i < bytes * last / whole; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
+    }
+}
+
 /* The same as multiply_integers, for more than INT16_MOST rows of one plane. As in multiply_int16 they pass by all tiles of a
    chunk. */
 TARGET_AVX512 static void multiply_pairs(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
@@ -68,6 +79,7 @@ TARGET_AVX512 static void multiply_pairs(const Job *j, int at, int64_t n0, int64
     for (int64_t r = r0, many; r < r1; r += many) {
         while (PAIR_FNS[kind].rows > r1 - r) kind++;
         many = PAIR_FNS[kind].rows;
+        ask_for_chunk(j, at, r - r0, r - r0 + many, r1 - r0);
         for (int64_t i = 0; i < count; i += 2) {
             const int64_t next = i + 1 < count ? i + 1 : i; /* a tile without another: twice */
             const Tile *const both[2] = {&t[i], &t[next]};
