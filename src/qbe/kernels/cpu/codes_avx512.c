@@ -48,29 +48,33 @@ static Recipe recipe_of(const Layout *l, int bits) {
     return r;
 }
 
-/* Blocks b and b + 1 of the row whose parts begin at part[] (b alone unless `both`; the rest is then zero): `low`, or, if
-   HIGH, `high`. Asks for memory that lies AHEAD. */
+/* A part's bits of the codes of blocks b and b + 1 (b alone unless `both`; the rest is then zero) beside those in `codes` of the
+   parts before it: `low`, or, if HIGH, `high`. WIDTH: of the part, 0 if only the recipe knows. Asks for memory that lies AHEAD. */
+TARGET_AVX512 INLINE __m512i add_slice(const Step *s, const uint8_t *part, int64_t b, const int both, const int WIDTH, const int HIGH,
+                                      const int FIRST, __m512i codes) {
+    const int width = WIDTH ? WIDTH : s->width;
+    const uint8_t *from = part + b * 8 * width;
+    if (!HIGH) _mm_prefetch((const char *)from + AHEAD / 4 * width, _MM_HINT_T0);
+    __m512i v;
+    if (WIDTH == 4)
+        v = both ? _mm512_loadu_si512(from) : _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)from));
+    else if (WIDTH)
+        v = _mm512_zextsi256_si512(both ? _mm256_loadu_si256((const __m256i *)from)
+                                        : _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)from)));
+    else
+        v = _mm512_maskz_loadu_epi64((__mmask8)((1 << (both ? 2 : 1) * width) - 1), from);
+    if (WIDTH != 4) v = _mm512_permutexvar_epi64(_mm512_loadu_si512(s->spread), v);
+    if (!WIDTH || !FIRST || !HIGH) v = _mm512_rolv_epi64(v, _mm512_loadu_si512(HIGH ? s->high : s->low));
+    const __m512i mask = _mm512_set1_epi64((int64_t)s->mask);
+    return FIRST ? _mm512_and_si512(mask, v) : _mm512_ternarylogic_epi64(v, mask, codes, 0xEA); /* (v & mask) | codes */
+}
+
+/* All parts of a row that begin at part[]. */
 TARGET_AVX512 INLINE __m512i unpack_two(const Recipe *r, const uint8_t *const *part, int64_t b, const int both,
                                         const int SHAPE, const int HIGH) {
-    __m512i codes = _mm512_setzero_si512();
-    for (int p = 0; p < (SHAPE == ANY ? r->count : SHAPE); p++) {
-        const Step *s = &r->step[p];
-        const int width = SHAPE == ANY ? s->width : p == 0 ? 4 : 2;
-        const uint8_t *from = part[p] + b * 8 * width;
-        if (!HIGH) _mm_prefetch((const char *)from + AHEAD / 4 * width, _MM_HINT_T0);
-        __m512i v;
-        if (SHAPE != ANY && width == 4)
-            v = both ? _mm512_loadu_si512(from) : _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)from));
-        else if (SHAPE != ANY)
-            v = _mm512_zextsi256_si512(both ? _mm256_loadu_si256((const __m256i *)from)
-                                            : _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)from)));
-        else
-            v = _mm512_maskz_loadu_epi64((__mmask8)((1 << (both ? 2 : 1) * width) - 1), from);
-        if (SHAPE == ANY || width != 4) v = _mm512_permutexvar_epi64(_mm512_loadu_si512(s->spread), v);
-        if (SHAPE == ANY || p > 0 || !HIGH) v = _mm512_rolv_epi64(v, _mm512_loadu_si512(HIGH ? s->high : s->low));
-        const __m512i mask = _mm512_set1_epi64((int64_t)s->mask);
-        codes = p == 0 ? _mm512_and_si512(mask, v) : _mm512_ternarylogic_epi64(mask, v, codes, 0xEA); /* (mask & v) | codes */
-    }
+    __m512i codes = add_slice(&r->step[0], part[0], b, both, SHAPE == ANY ? 0 : 4, HIGH, 1, _mm512_setzero_si512());
+    for (int p = 1; p < (SHAPE == ANY ? r->count : SHAPE); p++)
+        codes = add_slice(&r->step[p], part[p], b, both, SHAPE == ANY ? 0 : 2, HIGH, 0, codes);
     return codes;
 }
 
@@ -105,20 +109,27 @@ TARGET_AVX512 INLINE void turn_bytes(const uint8_t *from, const int64_t *row, in
     if (some > 12) _mm512_storeu_si512(to + 12 * TILE, _mm512_permutexvar_epi32(order, _mm512_unpackhi_epi16(b, d)));
 }
 
-/* scale8 and offset8 of TILE outputs from n on: float32 [groups, TILE] each, as `decode_meta` has them. bytes: room for
-   64 * (groups + 3). */
-TARGET_AVX512 INLINE void decode_tile(const Weight *w, int64_t n, int at, char *bytes, float *scale, float *offset) {
-    const Layout *l = w->layout;
-    const int64_t groups = w->groups, each = (groups + 3) / 4 * 4 * TILE;
+/* The p-th plane of scales and offsets (store.c), of TILE outputs from n on: int8 [groups, TILE], and room for 3 groups more. */
+TARGET_AVX512 INLINE void turn_plane(const Weight *w, int64_t n, int p, char *bytes) {
+    const int64_t groups = w->groups;
     int64_t row[TILE];
     rows_of(row, w->n - n, groups);
+    const uint8_t *from = w->meta + (p * w->n + n) * groups;
+    for (int64_t i = 0; i < TILE * groups; i += 64) _mm_prefetch((const char *)from + 2 * TILE * groups + i, _MM_HINT_T0);
+    for (int64_t g = 0; g < groups; g += 16)
+        turn_bytes(from + g, row, (int)(groups - g < 16 ? groups - g : 16), bytes + g * TILE);
+}
+
+/* Bytes of a plane that has been turned. */
+INLINE int64_t turned_bytes(const Weight *w) { return (w->groups + 3) / 4 * 4 * TILE; }
+
+/* scale8 and offset8 of TILE outputs from n on: float32 [groups, TILE] each, as `decode_meta` has them. bytes: the first two
+   planes, turned, and room for two more. */
+TARGET_AVX512 INLINE void decode_tile(const Weight *w, int64_t n, int at, char *bytes, float *scale, float *offset) {
+    const Layout *l = w->layout;
+    const int64_t groups = w->groups, each = turned_bytes(w);
     const int shift = l->total_bits - l->precision[at], up = 8 - l->precision[at];
-    for (int p = 0; p < (shift ? 4 : 2); p++) {
-        const uint8_t *from = w->meta + ((p < 2 ? p : 2 * at + p) * w->n + n) * groups;
-        for (int64_t i = 0; i < TILE * groups; i += 64) _mm_prefetch((const char *)from + 2 * TILE * groups + i, _MM_HINT_T0);
-        for (int64_t g = 0; g < groups; g += 16)
-            turn_bytes(from + g, row, (int)(groups - g < 16 ? groups - g : 16), bytes + p * each + g * TILE);
-    }
+    for (int p = 2; p < 4 && shift; p++) turn_plane(w, n, 2 * at + p, bytes + p * each);
     const float top = (float)(1 << up), per = top / (float)(1 << shift);
     const __m512 widest = _mm512_set1_ps(1.0f / (float)(1 << (8 - l->total_bits)));
     const __m512 middle = _mm512_set1_ps((float)((1 << shift) - 1) / 2);

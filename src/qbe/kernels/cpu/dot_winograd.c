@@ -12,7 +12,7 @@
    Sums wrap around at 32 bits, but what is left in the end fits: it is the exact integer of dot_vnni.c, and a row comes out the
    same, bit for bit. Numbers of x are at most 32512 (activations.c), codes 255: their sums fit int16. */
 
-#define INT16_ROWS 5    /* that pay for it where weights come from memory, as in a decode step (docs/performance.md) */
+#define INT16_ROWS 7    /* that pay for it where weights come from memory, as in a decode step (docs/performance.md) */
 #define INT16_GROUP 256 /* inputs whose sum fits 32 bits */
 #define INT16_MOST 24   /* rows whose sums fit the registers */
 #define CHUNK_TILES (CHUNK / BLOCK / TILE) /* in a chunk at most */

@@ -12,6 +12,20 @@ typedef struct {
     int32_t taken;   /* with INT16: -(x1 x2 + x3 x4 + ...), modulo 2^32 (dot_winograd.c) */
 } OfGroup;
 
+#define FEW 16      /* rows that share unpacked codes (dot_few.c) */
+#define FEW_ALIKE 8 /* of one precision; more pay for a panel of their own (benchmarks/cpu_crossover.py) */
+
+/* Rows of x from `first` on, the first of them at x. */
+typedef struct {
+    int64_t first, count;
+    const char *x;
+} Rows;
+
+/* Rows that read so many parts of the weight, by their planes less one. */
+typedef struct {
+    Rows planes[2];
+} Few;
+
 /* One weight to multiply with or to dequantise; its rows are taken in chunks from the counter `next`. */
 typedef struct {
     Weight w;
@@ -26,6 +40,9 @@ typedef struct {
     const int32_t *words;    /* of all rows, in their own order */
     int32_t *row, *precision; /* number in x and y, index of the precision */
     int32_t *planes;         /* of activations.c, or INT16 */
+    Few few[8];              /* rows that are multiplied together (AVX-512), by the parts that they read less one */
+    int64_t few_rows, few_first; /* how many, and the first of them */
+    int few_highest;         /* of their precisions */
     char *x;                 /* one row every x_bytes, as the backend's load function leaves it */
     int64_t x_bytes;
     OfGroup *of_group;       /* [groups, rows] (AVX-512) */

@@ -33,6 +33,8 @@
 
 #include "dot_vnni.c"
 
+#include "dot_few.c"
+
 #include "dot_tiles.c"
 
 #include "dot_winograd.c"
@@ -144,7 +146,9 @@ static void load_avx512(Job *j, int64_t r) {
 }
 
 TARGET_AVX512 INLINE void multiply_avx512(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
-    if (j->planes[r0] == INT16) multiply_int16(j, at, n0, n1, r0, r1, scratch);
+    if (in_few(j, r0)) {
+        if (r0 == j->few_first) multiply_few(j, n0, n1, scratch);
+    } else if (j->planes[r0] == INT16) multiply_int16(j, at, n0, n1, r0, r1, scratch);
     else if (j->tiles && r1 - r0 >= TILED) multiply_tiles(j, at, n0, n1, r0, r1, scratch);
     else if (j->planes[r0] == 1 && r1 - r0 > INT16_MOST) multiply_pairs(j, at, n0, n1, r0, r1, scratch);
     else multiply_integers(j, at, n0, n1, r0, r1, scratch);
@@ -236,7 +240,10 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         int64_t floats = 2 * chunk_rows(s->n, s->kp, threads, 0) * s->groups, eight = 0;
 #ifdef X86
         const Weight w = weight_of(m->packed, m->meta, s);
-        if (backend >= AVX512) floats = int16_floats(&w) * int16_tiles(chunk_rows(s->n, s->kp, threads, pairs), rows);
+        if (backend >= AVX512) {
+            floats = int16_floats(&w) * int16_tiles(chunk_rows(s->n, s->kp, threads, pairs), rows);
+            if (floats < few_floats(&w)) floats = few_floats(&w);
+        }
 #endif
         for (int64_t r = 0; r < rows; r++) eight += weight_bits(m->bits[r]) >= FULL_BITS && has_eight(m->bits[r]);
         size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * sizeof(OfGroup))
@@ -279,6 +286,9 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
                                j.x_eight + r * s->kp);
             loads += j.rows * s->kp;
         }
+#ifdef X86
+        if (backend >= AVX512) choose_few(&j);
+#endif
         jobs.job[jobs.count++] = j;
     }
     jobs.scratch = (float *)left;

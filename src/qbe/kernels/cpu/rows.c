@@ -27,6 +27,27 @@ static void choose_int16(Job *j) {
         for (int64_t r = r0; r < r1 && r1 - r0 >= INT16_ROWS && j->planes[r] == 2; r++) j->planes[r] = INT16;
     }
 }
+
+/* The runs of few rows, as long as there is room for their sums. */
+static void choose_few(Job *j) {
+    const int fits = j->w.kp / j->w.groups <= 256; /* a sum of two planes, into 32 bits */
+    for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {
+        const int at = j->precision[r0], planes = j->planes[r0];
+        for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == at && j->planes[r1] == planes;) r1++;
+        if (planes == INT16 || (planes == 2 && !fits) || r1 - r0 > FEW_ALIKE || r1 - r0 > FEW - j->few_rows) continue;
+        j->few[j->recipe[at].count - 1].planes[planes - 1] = (Rows){r0, r1 - r0, j->x + r0 * j->x_bytes};
+        if (!j->few_rows) j->few_first = r0;
+        j->few_rows += r1 - r0, j->few_highest = at;
+    }
+}
+
+/* Whether the run that begins with this row is among them. */
+INLINE int in_few(const Job *j, int64_t r0) {
+    const int planes = j->planes[r0];
+    if (planes == INT16) return 0;
+    const Rows *rows = &j->few[j->recipe[j->precision[r0]].count - 1].planes[planes - 1];
+    return rows->count && rows->first == r0;
+}
 #endif
 
 /* Of x in a run of planes, at most: so many bytes stay in a core's second cache while tiles pass by. */
