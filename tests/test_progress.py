@@ -51,9 +51,9 @@ def test_a_terminal_sees_that_a_step_is_being_compiled(terminal: io.StringIO, sh
         time.sleep(0.3)  # a refresh or two
 
     runner: Any = SimpleNamespace(decode=SimpleNamespace(compile=compile, largest=2))
-    Runner.compile_decode(runner, show, 16)
+    Runner.compile_steps(runner, show, 16)
     assert sizes == [1, 2]
-    assert ("compiling decode steps" in terminal.getvalue()) is show
+    assert ("compiling steps" in terminal.getvalue()) is show
     assert show or not terminal.getvalue()
 
 
@@ -69,8 +69,8 @@ def test_steps_are_compiled_where_that_takes_no_minutes(
     decode = SimpleNamespace(compile=sizes.append, largest=largest, capture=lambda *_: True)
     monkeypatch.setattr("qbe.engine.runner.DecodeStep", lambda *_: decode)
     runner: Any = SimpleNamespace(device=torch.device(device), model=None, cache=None, plan=None, observe=None)
-    runner._takes_positions, runner._cache_name = True, "cache"
-    runner.compile_decode = partial(Runner.compile_decode, runner)
+    runner._takes_positions, runner._takes_keep, runner._cache_name = True, False, "cache"
+    runner.compile_steps = partial(Runner.compile_steps, runner)
     Runner.prepare_decode(runner, largest, 4, True, False, several)
     assert sizes == expected
 

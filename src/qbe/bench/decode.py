@@ -79,7 +79,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     rows: list[Row] = []
     for case in ("batch 1", "batch 1, compiled"):
         if "compiled" in case:
-            core.runner.compile_decode(progress)
+            core.runner.compile_steps(progress)
         with bar(f"decode, {case}", sizes.rounds + 1, progress) as tick:
             mine, theirs = take_turns(ours(core, sizes.averages, work), others, sizes.rounds, tick)
         for average, parts in mine.items():

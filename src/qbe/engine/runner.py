@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig
 from qbe.engine import entropy
 from qbe.engine.decode import DecodeStep, batch_sizes
 from qbe.engine.moments import gathering
+from qbe.engine.prompt_step import PromptStep
 from qbe.engine.routing import Routing
 from qbe.engine.sampler import Scores, likeliest
 from qbe.engine.scheduler import Work
@@ -23,6 +25,8 @@ from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_rec
 from qbe.policies.per_token import Routers
 from qbe.progress import bar
 from qbe.store.plan import Plan
+
+log = logging.getLogger(__name__)
 
 COMPILED_ROWS = 16  # of the largest step that is compiled on a CPU: 12 s of compilation each, 4 s once it is cached
 
@@ -71,7 +75,8 @@ class Runner:
         packed: whether one forward serves all sequences of a step; otherwise each has its own.
         recurrent: whether the model has layers with a state.
         recompute_at: see `recompute_length`.
-        decode: runs steps of one new token per sequence, once `capture_decode` or `prepare_decode` made it.
+        decode: runs steps of one new token per sequence, once `prepare_decode` made it.
+        prompts: runs other steps on a CPU, once `compile_steps` made it.
         observe: called after the attention of each layer, for its rows of one token (`qbe.kvcache.attention.Observe`).
         routing: routers in the forward pass, if a policy has them (`route`).
     """
@@ -84,6 +89,7 @@ class Runner:
         self.recompute_at = recompute_length(self.config)
         self.device = plan.device
         self.decode: DecodeStep | None = None
+        self.prompts: PromptStep | None = None
         self.observe: Observe | None = None
         self.routing: Routing | None = None
         names = inspect.signature(model.forward).parameters
@@ -102,6 +108,7 @@ class Runner:
                 return
             self.routing.remove()
             self.routing = None
+        self.prompts = None  # dynamo would compile no module's hooks
         self.routing = Routing(self.model, self.plan, routers)
         if self.decode is not None:
             self.decode.renew()
@@ -152,8 +159,8 @@ class Runner:
                 last.append(at - 1)
         return logits[last]
 
-    def _gathering(self, work: Many[Work], tokens: int) -> AbstractContextManager[None]:
-        """While the forward runs, what prompts show to policies that read them (`qbe.engine.moments`) is gathered."""
+    def _gathering(self, work: Many[Work], tokens: int) -> AbstractContextManager[None] | None:
+        """In which what prompts show to policies that read them (`qbe.engine.moments`) is gathered, if any does."""
         at, parts = 0, []
         for w in work:
             if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
@@ -161,7 +168,7 @@ class Runner:
                     w.sequence.moments.restart()
                 parts.append((slice(at, at + w.count), w.sequence.moments))
             at += w.count
-        return gathering(self.model, self.plan.table, parts, tokens) if parts else nullcontext()
+        return gathering(self.model, self.plan.table, parts, tokens) if parts else None
 
     def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, several: int = 0) -> None:
         """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
@@ -169,8 +176,8 @@ class Runner:
         Args:
             largest: sequences of the largest step.
             pages: pages that one sequence can have.
-            compile: compile steps: on a CPU of up to `COMPILED_ROWS` sequences, on a GPU of one, and of up to 4 rows of
-                `several`.
+            compile: compile steps: on a CPU of up to `COMPILED_ROWS` sequences and those with prompts, on a GPU of one,
+                and of up to 4 rows of `several`.
             progress: show that it is under way.
             several: be ready for steps of sequences that have several rows, up to so many.
         """
@@ -181,17 +188,26 @@ class Runner:
         if self.device.type == "cuda":
             with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
                 self.decode = decode if decode.capture(advance, several) else None
-        if compile:
-            self.compile_decode(progress, COMPILED_ROWS if self.device.type == "cpu" else min(several, 4))
+        if compile and self.device.type == "cpu":
+            self.compile_steps(progress, COMPILED_ROWS, prompts=self._takes_keep)
+        elif compile:
+            self.compile_steps(progress, min(several, 4))
 
-    def compile_decode(self, progress: bool, rows: int = 1) -> None:
+    def compile_steps(self, progress: bool, rows: int = 1, prompts: bool = False) -> None:
         """Compile the steps of up to so many rows, if steps run at fixed shapes; on a GPU each takes minutes."""
-        if self.decode is not None:
-            sizes = [s for s in batch_sizes(self.decode.largest) if s <= max(1, rows)]
-            with bar("compiling decode steps", len(sizes), progress) as advance:
-                for size in sizes:
-                    self.decode.compile(size)
-                    advance()
+        if self.decode is None:
+            return
+        sizes = [s for s in batch_sizes(self.decode.largest) if s <= max(1, rows)]
+        with bar("compiling steps", len(sizes) + prompts, progress) as advance:
+            for size in sizes:
+                self.decode.compile(size)
+                advance()
+            if prompts and self.routing is None:
+                try:
+                    self.prompts = PromptStep(self.model, self.cache, self._cache_name)
+                except RuntimeError as error:  # what dynamo and Inductor raise
+                    log.warning("steps with prompts run without torch.compile: %s", str(error).splitlines()[0])
+                advance()
 
     def _forward(self, work: Many[Work]) -> torch.Tensor:
         ids: list[int] = []
@@ -227,8 +243,12 @@ class Runner:
                 sequence.recurrent = new_state(self.config)
             self.cache.use_state(sequence.recurrent)
         layout = StepLayout(self.cache, spans, slot_ids, self.observe)
-        with self._gathering(work, t), step(layout):
-            logits = self.model(**arguments).logits[0]
+        gathering = self._gathering(work, t)
+        if self.prompts is not None and gathering is None and self.prompts.serves(work):
+            logits = self.prompts.run(layout, input_ids, position_ids, keep)
+        else:
+            with gathering or nullcontext(), step(layout):
+                logits = self.model(**arguments).logits[0]
         if layout.single is not None:
             entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)
         if layout.bounded:

@@ -23,7 +23,7 @@ from qbe.kernels.rotary_ops import rotate
 from qbe.store.nested_tensor import NestedTensor, nested_linears
 
 _ROTARY = "apply_rotary_pos_emb"  # the name of the function in transformers' models
-_served = torch.bfloat16
+SERVED = torch.bfloat16  # of what norms and rotary embeddings take
 
 
 def take(model: nn.Module) -> None:
@@ -46,9 +46,14 @@ def take(model: nn.Module) -> None:
 
 
 @contextmanager
-def aside(model: nn.Module) -> Iterator[None]:
-    """Inside the block `model` has none of them: dynamo follows the modules' own code, which Inductor fuses better."""
+def aside(model: nn.Module, rotary: bool = True) -> Iterator[None]:
+    """Inside the block `model` has none of them: dynamo follows the modules' own code, which Inductor fuses better.
+
+    Args:
+        rotary: rotary embeddings, too. Of many tokens Inductor makes seven passes where the op makes two.
+    """
     taken = [m for m in model.modules() if getattr(m.__dict__.get("forward"), "is_shortcut", False)]
+    taken = [m for m in taken if rotary or not getattr(m.forward, "rotates", False)]
     kept = [m.__dict__.pop("forward") for m in taken]
     try:
         yield
@@ -82,7 +87,7 @@ def _eps(module: nn.Module) -> Any:
 
 
 def _norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    if torch.is_grad_enabled() or hidden_states.dtype is not _served:
+    if torch.is_grad_enabled() or hidden_states.dtype is not SERVED:
         y: torch.Tensor = type(self).forward(self, hidden_states)
         return y
     return rms_norm(hidden_states, self._parameters["weight"], _eps(self))  # type: ignore[arg-type]
@@ -92,10 +97,10 @@ def _norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 def _same_norm(module: nn.Module) -> bool:
     """Whether it is `qbe::rms_norm`."""
     weight, eps = module._parameters.get("weight"), _eps(module)
-    if weight is None or weight.dtype is not _served or weight.dim() != 1 or not isinstance(eps, float):
+    if weight is None or weight.dtype is not SERVED or weight.dim() != 1 or not isinstance(eps, float):
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, len(weight), generator=generator).to(_served)
+    x = torch.randn(3, len(weight), generator=generator).to(SERVED)
     try:
         return torch.equal(type(module).forward(module, x), rms_norm(x, weight, eps))
     except (RuntimeError, TypeError):  # it is called in another way
@@ -109,7 +114,7 @@ def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
     def rotary(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        served = all(t.dtype is _served for t in (q, k, cos, sin))  # OLMo's cosines are float32
+        served = all(t.dtype is SERVED for t in (q, k, cos, sin))  # OLMo's cosines are float32
         if rest or named or torch.is_grad_enabled() or not served or cos.shape[-1] != q.shape[-1]:
             found: tuple[torch.Tensor, torch.Tensor] = plain(q, k, cos, sin, *rest, **named)
             return found
@@ -117,7 +122,7 @@ def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
 
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 2, 5, 8), (1, 1, 5, 8), (1, 5, 8), (1, 5, 8)
-    given = [torch.randn(size, generator=generator).to(_served) for size in sizes]
+    given = [torch.randn(size, generator=generator).to(SERVED) for size in sizes]
     try:
         with torch.inference_mode():
             same = all(torch.equal(a, b) for a, b in zip(rotary(*given), plain(*given), strict=True))
@@ -130,4 +135,5 @@ def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
         forward.__closure__,
     )  # fmt: skip
     own.__kwdefaults__ = forward.__kwdefaults__
+    own.rotates = True  # type: ignore[attr-defined]
     return own

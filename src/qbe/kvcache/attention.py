@@ -31,6 +31,7 @@ from qbe.kernels.kv_blocks import ALIGN, NO_ORIGINAL, sealed_pages
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.pages import PAGE_SIZE, entries_of, pages_for
 from qbe.kvcache.prompt import Prompt, attend_prompt
+from qbe.kvcache.step_op import step_attention
 
 if TYPE_CHECKING:
     from qbe.kvcache.cache import PagedCache
@@ -100,6 +101,13 @@ class DecodeLayout:
     rows: torch.Tensor | None = None
     shares: Shares | None = None
     steady: bool = False
+
+
+@dataclass
+class OpenLayout:
+    """Stands for any `StepLayout` while a step is compiled: attention is an op that finds the real one (`step_op`)."""
+
+    cache: PagedCache
 
 
 @dataclass
@@ -199,7 +207,7 @@ def _rows(span: Span, width: int, slides: bool) -> torch.Tensor:
 
 
 @contextmanager
-def step(layout: StepLayout | DecodeLayout) -> Iterator[None]:
+def step(layout: StepLayout | DecodeLayout | OpenLayout) -> Iterator[None]:
     """Makes `layout` the one that `paged_attention` and its cache use inside the block."""
     layout.cache.layout = layout
     try:
@@ -253,14 +261,29 @@ def paged_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, DecodeLayout):
         return attend_decode(layout, layer, query, key, value, scaling, window, softcap)[None], None
-
+    if isinstance(layout, OpenLayout):
+        return step_attention(query, key, value, layer, scaling, window or 0, softcap or 0.0), None
     cache.heads[layer], cache.calls[layer] = query.shape[1], (scaling, window, softcap)
-    parts = []
+    return attend_step(layout, layer, query, key, value, scaling, window, softcap), None
+
+
+def attend_step(
+    layout: StepLayout,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of a step with prompts, `[1, T, heads, value_dim]`; its keys and values are in their pages already."""
+    cache, parts = layout.cache, []
     for prompt in layout.prompts:
         q, k, v = (t.narrow(2, prompt.row, prompt.count) for t in (query, key, value))
         parts.append(attend_prompt(cache.pool, layer, prompt, q, k, v, scaling, window, softcap))
     if layout.single is None and len(parts) == 1:
-        return parts[0], None
+        return parts[0]
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     for prompt, part in zip(layout.prompts, parts, strict=True):
         out[:, prompt.row : prompt.row + prompt.count] = part
@@ -268,7 +291,7 @@ def paged_attention(
         rows, decode = layout.single
         q, k, v = (t.index_select(2, rows) for t in (query, key, value))
         out[0, rows] = attend_decode(decode, layer, q, k, v, scaling, window, softcap)
-    return out, None
+    return out
 
 
 def attend_decode(

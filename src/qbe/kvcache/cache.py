@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from qbe.errors import QBEError
 from qbe.kvcache.allocator import Page
-from qbe.kvcache.attention import CACHE, DecodeLayout, StepLayout
+from qbe.kvcache.attention import CACHE, DecodeLayout, OpenLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
 from qbe.sites import KVSite
 
@@ -76,7 +76,7 @@ def probe_shapes(model: nn.Module) -> tuple[list[KVShape | None], torch.dtype]:
     return shapes, dtype
 
 
-def _longest(layout: StepLayout | DecodeLayout | None) -> int:
+def _longest(layout: StepLayout | DecodeLayout | OpenLayout | None) -> int:
     """Tokens in the cache before this step; a decode step of fixed shapes must not depend on them and says 0."""
     return max((span.start for span in layout.spans), default=0) if isinstance(layout, StepLayout) else 0
 
@@ -127,7 +127,7 @@ class PagedCache(Cache):
         layout: what the rows of the step that runs now are (`qbe.kvcache.attention.step`), or None.
     """
 
-    layout: StepLayout | DecodeLayout | None
+    layout: StepLayout | DecodeLayout | OpenLayout | None
 
     def __init__(self, config: PretrainedConfig, pool: PagePool) -> None:
         self.pool, self.layout = pool, None
@@ -174,11 +174,20 @@ class PagedCache(Cache):
         Pages that a prompt fills are sealed here: its own later tokens see them as any other sequence would. Infinite
         numbers of keys become NaN, so that they cannot hide behind a score that is low.
         """
-        layout, keys, values = self.layout, self.pool.keys[layer_idx], self.pool.values[layer_idx]
-        if layout is None or keys is None or values is None:
+        layout = self.layout
+        if layout is None or self.pool.keys[layer_idx] is None:
             raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
-        if isinstance(layout, DecodeLayout):
-            return key_states, value_states  # the attention of a decode step writes them
+        if not isinstance(layout, StepLayout):
+            return key_states, value_states  # the attention of a decode step, or of a compiled one, writes them
+        return self.write(layout, layer_idx, key_states, value_states)
+
+    def write(
+        self, layout: StepLayout, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` of a step with this layout."""
+        keys, values = self.pool.keys[layer_idx], self.pool.values[layer_idx]
+        assert keys is not None
+        assert values is not None
         key_states = key_states + key_states * 0
         keys[layout.frames, :, layout.offsets] = key_states[0].transpose(0, 1)
         values[layout.frames, :, layout.offsets] = value_states[0].transpose(0, 1)
