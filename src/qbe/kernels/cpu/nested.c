@@ -207,6 +207,12 @@ typedef struct {
     int32_t bias_dtype, y_dtype; /* y in x's, or in FLOAT32 */
 } Matrix;
 
+/* Whether two jobs have the rows of x laid out alike: in one order, in as many planes, which precisions they read or not. */
+static int same_rows(const Job *a, const Job *b, int64_t rows) {
+    return a->w.kp == b->w.kp && a->w.groups == b->w.groups && a->full == b->full && a->full_eight == b->full_eight
+           && !memcmp(a->row, b->row, (size_t)rows * 4) && !memcmp(a->planes, b->planes, (size_t)rows * 4);
+}
+
 static char *take(char **memory, size_t bytes) {
     char *taken = *memory;
     *memory += aligned(bytes);
@@ -272,9 +278,7 @@ int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, in
         if (backend >= AVX512) j.recipe = recipes(&s->layout), j.tiles = backend == TILES;
 #endif
         const Job *same = jobs.job; /* one that has x laid out alike */
-        while (same < jobs.job + jobs.count && (same->w.kp != s->kp || same->w.groups != s->groups
-                                                || memcmp(same->words, j.words, (size_t)rows * 4)))
-            same++;
+        while (same < jobs.job + jobs.count && !same_rows(same, &j, rows)) same++;
         if (same < jobs.job + jobs.count) {
             j.x = same->x, j.of_group = same->of_group, j.x_eight = same->x_eight, j.shares = 1;
         } else {
