@@ -166,6 +166,25 @@ def test_row_does_not_depend_on_its_batch(path: str, dtype: torch.dtype) -> None
             assert torch.equal(alone[0], together[r])
 
 
+@pytest.mark.parametrize("slices", [(4, 2, 2), (3, 1, 1, 1, 2), (4, 4), (2, 4, 2)])
+@pytest.mark.parametrize(("n", "k", "group"), [(40, 576, 64), (23, 100, 64), (16, 320, 320)])
+def test_few_rows_that_share_codes_are_each_as_alone(
+    path: str, n: int, k: int, group: int, slices: tuple[int, ...]
+) -> None:
+    """Rows of all precisions and both widths of activations, as many as share unpacked codes and some more."""
+    if path == "torch":
+        pytest.skip("the compiled kernel's")
+    draw = torch.Generator().manual_seed(n)
+    words = torch.tensor([word(b, x) for b in (*SliceLayout(slices).precisions, 16) for x in (EIGHT, 16)])
+    for rows in (2, 3, 8, 11):
+        a = problem(n, k, group, slices, rows, torch.bfloat16, rows)
+        a["bits"] = words[torch.randint(0, len(words), (rows,), generator=draw)].int()
+        together = cpu.nested_linear(**a)
+        for r in range(rows):
+            alone = cpu.nested_linear(**{**a, "x": a["x"][r : r + 1], "bits": a["bits"][r : r + 1]})
+            assert torch.equal(alone[0], together[r])
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, 60])
 def test_a_row_of_float16_does_not_depend_on_its_batch(path: str, rows: int) -> None:
     """Nor on the layers that share its call. AVX-512 reads it as it is; the other paths as float32."""

@@ -12,6 +12,7 @@ from qbe.kernels import attention_ops, merged_ops, ops
 from qbe.kernels.cpu import build, native
 from qbe.kernels.cpu import nested_linear as single
 from qbe.kernels.cpu import nested_linears as cpu
+from qbe.kernels.reference.activations import word
 from test_cpu_build import run_python
 from test_cpu_kernel import problem
 from test_paged_attention import MIXED, case, copied, on_cpu
@@ -55,6 +56,18 @@ def test_is_one_call_for_each(path: str, rows: int, dtype: torch.dtype, slices: 
                 torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
             else:
                 assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("activations", [8, 16])
+@pytest.mark.parametrize("rows", [2, 12])
+def test_weights_of_other_precisions_read_the_same_rows(path: str, rows: int, activations: int) -> None:
+    if path == "torch":
+        pytest.skip("the compiled kernel's")
+    a = problems(rows, torch.bfloat16, bias=False)
+    a["bits"] = [torch.full((rows,), word(b, activations), dtype=torch.int32) for b in (4, 8, 6)]
+    assert torch.equal(cpu.nested_linears(**a), one_by_one(a))
+    a["bits"][1] = torch.full((rows,), word(8, 24 - activations), dtype=torch.int32)  # which x is not laid out for
+    assert torch.equal(cpu.nested_linears(**a), one_by_one(a))
 
 
 def test_shapes_and_refusals() -> None:
