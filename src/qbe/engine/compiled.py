@@ -100,7 +100,9 @@ def _record(
     options = {"size_asserts": False, "emulate_precision_casts": True, **options}
     dynamic = None if arguments else False
     compiled = torch.compile(run, backend="qbe", fullgraph=True, dynamic=dynamic, options=options)
-    with mock.patch.object(CompiledFxGraph, "__call__", record):
+    # Dynamo counts what the engines of a process compile as one function's recompilations, and gives up at eight.
+    unlimited = torch._dynamo.config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
+    with unlimited, mock.patch.object(CompiledFxGraph, "__call__", record):
         outputs = compiled(*arguments)
     if len(calls) != 1:
         raise RuntimeError(f"the step became {len(calls)} graphs")

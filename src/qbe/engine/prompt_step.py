@@ -40,9 +40,14 @@ class PromptStep:
         self._model, self._cache, self._cache_name = model, cache, cache_name
         tokens, positions, kept = (torch.arange(n) for n in (_TOKENS, _TOKENS, _KEPT))
         nobody = StepLayout(cache, [], torch.full((_TOKENS,), cache.pool.spare))
-        rotary = cache.pool.dtype is not shortcuts.SERVED
-        with shortcuts.aside(model, rotary), step(OpenLayout(cache)), running(nobody):
-            self._run = compile_prompts(self._forward, (tokens, positions, kept))
+        given = tokens, positions, kept
+        with step(OpenLayout(cache)), running(nobody):
+            try:
+                with shortcuts.aside(model, rotary=cache.pool.dtype is not shortcuts.SERVED):
+                    self._run = compile_prompts(self._forward, given)
+            except RuntimeError:  # not every dynamo follows the function that stands for a module's own
+                with shortcuts.aside(model):
+                    self._run = compile_prompts(self._forward, given)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         out = self._model(
