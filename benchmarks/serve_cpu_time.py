@@ -134,7 +134,7 @@ def bound(engine: Engine, sizes: Sizes, settings: Settings) -> dict[str, object]
         in_turns(searches, trial)
         for number, search in enumerate(searches):
             best[number].append(search.best)
-    ratios = [a / b for a, b in zip(*best, strict=True)]
+    ratios = [a / b if b else float("inf") for a, b in zip(*best, strict=True)]
     print(f"tiers {best[0]}, 16 bits {best[1]}: {statistics.median(ratios):.2f}x, bits {np.mean(bits[0]):.2f}")
     return {"bound": vars(limit), "tiers": best[0], "16 bits": best[1], "bits": float(np.mean(bits[0]))}
 

@@ -93,6 +93,9 @@ def test_the_search_finds_the_highest_rate() -> None:
     easy = Search(Bound(1.0, 1.0), 0.5, 6)
     in_turns([easy], lambda _, rate: Trial(rate, 0.1, 0.1, 6.0, 0))
     assert easy.best > 10  # it ends, although no rate is too high
+    hard = Search(Bound(1.0, 1.0), 0.5, 6)
+    in_turns([hard], lambda _, rate: Trial(rate, 2.0, 0.1, 6.0, 0))
+    assert hard.best == 0  # and although none is low enough
 
 
 def test_a_refused_answer_meets_no_bound() -> None:

@@ -11,6 +11,7 @@ from qbe.bench.client import Answered
 
 PART = 0.95  # of the requests must meet the bound
 _RISES = 8  # of the first rate, to 25 times: so few requests that all of them may come at once end the search, too
+_FALLS = 8  # to a 25th: a bound that is not met by answers that are alone ends it
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,16 @@ class Search:
     def __init__(self, bound: Bound, start: float, steps: int) -> None:
         self._bound, self._steps = bound, steps
         self.rate, self.trials = start, list[Trial]()
-        self._good, self._bad, self._rises = 0.0, float("inf"), 0
+        self._good, self._bad, self._rises, self._falls = 0.0, float("inf"), 0, 0
 
     @property
     def done(self) -> bool:
         """Whether the interval is small enough."""
-        return self._steps < 0 or self._rises > _RISES
+        return self._steps < 0 or self._rises > _RISES or self._falls > _FALLS
 
     @property
     def best(self) -> float:
-        """The highest rate that met the bound."""
+        """The highest rate that met the bound; 0 where none did."""
         return self._good
 
     def take(self, trial: Trial) -> None:
@@ -96,6 +97,7 @@ class Search:
             self._rises += 1
         elif self._good == 0.0:
             self.rate = self._bad / 1.5
+            self._falls += 1
         else:
             self.rate = (self._good * self._bad) ** 0.5
             self._steps -= 1
