@@ -79,7 +79,7 @@ def test_without_a_terminal_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = asked_of_an_engine(monkeypatch, "--compile")
-    assert capsys.readouterr().err == "qbe: --compile takes tens of seconds now, fewer once it is cached\n"
+    assert capsys.readouterr().err == "qbe: --compile takes a minute or more now, less once it is cached\n"
     assert (asked["compile"], asked["progress"]) == (True, False)
     asked_of_an_engine(monkeypatch)
     assert capsys.readouterr().err == ""

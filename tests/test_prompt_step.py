@@ -73,8 +73,8 @@ def test_an_engine_uses_it(device: torch.device, monkeypatch: pytest.MonkeyPatch
 
 def test_every_engine_of_a_process_is_compiled(device: torch.device) -> None:
     """Dynamo's limit of eight recompilations is for all of them together."""
-    for _ in range(3):
-        runner = compiled_core(device, torch.bfloat16).runner
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+        runner = compiled_core(device, dtype).runner
         assert runner.prompts is not None
         assert runner.decode is not None
         assert set(runner.decode._compiled) == {1, 2, 4}

@@ -45,7 +45,7 @@ KVTokens = Annotated[
     int | None, typer.Option(help="size of the KV cache in tokens of 16 bits; left out, one that fits")
 ]
 Compile = Annotated[
-    bool, typer.Option("--compile", help="faster tokens for a start of tens of seconds (less once it is cached)")
+    bool, typer.Option("--compile", help="faster tokens for a start of a minute or more (less once it is cached)")
 ]
 Tune = Annotated[bool, typer.Option("--tune", help="on a GPU, tune kernels while nothing is asked; it is kept on disk")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="take the likeliest token (the same as --temperature 0)")]
@@ -77,7 +77,7 @@ def make_engine(
     from qbe.engine.engine import Engine
 
     if compile and not quiet and not err.is_terminal:  # a terminal gets a spinner
-        say("--compile takes tens of seconds now, fewer once it is cached", "dim")
+        say("--compile takes a minute or more now, less once it is cached", "dim")
     logging.set_verbosity_error()  # its advice on optional kernels would stand in the middle of an answer
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals,

@@ -72,8 +72,9 @@ class Core:
             full context need, at most 16384 tokens on the CPU and 30 % of the free memory on a GPU.
         device: the model's device, when it is not that of its first parameter.
         progress: show progress bars while kernels are compiled and decode steps captured.
-        compile: compile decode steps with torch.compile, on a CPU those of up to 16 sequences, on a GPU of one. The
-            first start takes a minute or two, later ones find most of it in torch's cache; no request waits for it.
+        compile: compile steps with torch.compile, on a CPU those with prompts and decode steps of up to 16 sequences,
+            on a GPU decode steps of one. The first start takes minutes, later ones find most of it in torch's cache; no
+            request waits for it.
         speculate: make ready the steps of a few rows that requests with `SamplingParams.speculate` need. Without it
             they may speculate where `max_sequences` gives such steps room and nothing was compiled.
         cascade: what `qbe train cascade` found, for requests whose blueprint the cascade steers; without it

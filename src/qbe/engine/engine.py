@@ -54,9 +54,9 @@ class Engine(Requests):
         max_batch_tokens: tokens per step; longer prompts are spread over steps; None: 512 on a CPU, 2048 on a GPU.
         max_sequences: requests that run at once; more wait.
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
-        compile: compile decode steps with torch.compile, on a CPU those of up to 16 answers at once, on a GPU of one:
-            faster answers for a start that takes tens of seconds (`max_sequences=1`) to two minutes the first time (see
-            docs/performance.md).
+        compile: compile steps with torch.compile, on a CPU those with prompts and those of up to 16 answers at once, on
+            a GPU those of one answer: faster answers for a start that takes one (`max_sequences=1`) to three minutes
+            the first time (see docs/performance.md).
         speculate: be ready for requests that speculate (`SamplingParams.speculate`): room for steps of a few rows, and
             with `compile` on a GPU those of up to 4 rows compiled, too.
         tune: on a GPU, look for better launch configurations of the kernels in the background, in moments without a
