@@ -100,7 +100,7 @@ def _record(
     options = {"size_asserts": False, "emulate_precision_casts": True, **options}
     dynamic = None if arguments else False
     compiled = torch.compile(run, backend="qbe", fullgraph=True, dynamic=dynamic, options=options)
-    # Dynamo counts what the engines of a process compile as one function's recompilations, and gives up at eight.
+    # Dynamo counts what engines that are gone have compiled as recompilations of one function, and raises at the ninth.
     unlimited = torch._dynamo.config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
     with unlimited, mock.patch.object(CompiledFxGraph, "__call__", record):
         outputs = compiled(*arguments)
