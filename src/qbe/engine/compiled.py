@@ -54,8 +54,9 @@ def compile_prompts(run: Prompts, arguments: Sequence[torch.Tensor]) -> Prompts:
     tensors = [
         (i, at[x.data_ptr()]) for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.data_ptr() in at
     ]
-    sizes = [(i, (tokens, kept).index(x)) for i, x in enumerate(inputs) if isinstance(x, int)]
-    if sorted(which for _, which in tensors) != [0, 1, 2]:
+    sizes = [(i, x == kept) for i, x in enumerate(inputs) if isinstance(x, int)]
+    unknown = {x for x in inputs if isinstance(x, int)} - {tokens, kept}
+    if unknown or sorted(which for _, which in tensors) != [0, 1, 2]:
         raise RuntimeError("the step's inputs are not those of its graph")
 
     def step(*given: torch.Tensor) -> torch.Tensor:
@@ -98,8 +99,8 @@ def _record(
     # itself, so that a row is the same, bit for bit, whatever was fused with what: in steps of any number of rows,
     # compiled or not.
     options = {"size_asserts": False, "emulate_precision_casts": True, **options}
-    dynamic = None if arguments else False
-    compiled = torch.compile(run, backend="qbe", fullgraph=True, dynamic=dynamic, options=options)
+    # Only what is marked is a symbol: by itself Dynamo would take for one what was another for an engine before.
+    compiled = torch.compile(run, backend="qbe", fullgraph=True, dynamic=False, options=options)
     # Dynamo counts what engines that are gone have compiled as recompilations of one function, and raises at the ninth.
     unlimited = torch._dynamo.config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
     with unlimited, mock.patch.object(CompiledFxGraph, "__call__", record):

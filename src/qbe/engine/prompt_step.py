@@ -38,7 +38,7 @@ class PromptStep:
     @torch.inference_mode()
     def __init__(self, model: nn.Module, cache: PagedCache, cache_name: str) -> None:
         self._model, self._cache, self._cache_name = model, cache, cache_name
-        tokens, positions, kept = (torch.arange(n) for n in (_TOKENS, _TOKENS, _KEPT))
+        tokens, positions, kept = (torch.zeros(n, dtype=torch.long) for n in (_TOKENS, _TOKENS, _KEPT))
         nobody = StepLayout(cache, [], torch.full((_TOKENS,), cache.pool.spare))
         given = tokens, positions, kept
         with step(OpenLayout(cache)), running(nobody):
