@@ -31,10 +31,11 @@ static void choose_int16(Job *j) {
 /* The runs of few rows, as long as there is room for their sums. */
 static void choose_few(Job *j) {
     const int fits = j->w.kp / j->w.groups <= 256; /* a sum of two planes, into 32 bits */
+    const int64_t most = j->tiles ? TILED - 1 : FEW_ALIKE;
     for (int64_t r0 = 0, r1; r0 < j->rows; r0 = r1) {
         const int at = j->precision[r0], planes = j->planes[r0];
         for (r1 = r0 + 1; r1 < j->rows && j->precision[r1] == at && j->planes[r1] == planes;) r1++;
-        if (planes == INT16 || (planes == 2 && !fits) || r1 - r0 > FEW_ALIKE || r1 - r0 > FEW - j->few_rows) continue;
+        if (planes == INT16 || (planes == 2 && !fits) || r1 - r0 > most || r1 - r0 > FEW - j->few_rows) continue;
         j->few[j->recipe[at].count - 1].planes[planes - 1] = (Rows){r0, r1 - r0, j->x + r0 * j->x_bytes};
         if (!j->few_rows) j->few_first = r0;
         j->few_rows += r1 - r0, j->few_highest = at;
