@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 
-from qbe.kernels.kv_blocks import ALIGN, FORMATS, FULL_BITS, PAGE_SIZE, block
+from qbe.kernels.kv_blocks import ALIGN, FORMATS, FULL_BITS, PAGE_SIZE, block, sealed_pages
 from qbe.kernels.reference import kv_pages as reference
+from qbe.kvcache.allocator import PageAllocator
+from qbe.kvcache.pages import KVShape, PagePool, pages_for
+from qbe.kvcache.prompt import Prompt
+from qbe.sites import KVBits
 
 Shape = tuple[int, int, int]  # kv_heads, key_dim, value_dim
 
@@ -65,4 +72,32 @@ class Memory:
         return target
 
 
-__all__ = ["ALIGN", "FULL_BITS", "PAGE_SIZE", "Memory", "Shape", "words_of"]
+def prompt_in_pages(
+    shape: KVShape, heads: int, start: int, count: int, bits: Sequence[KVBits], dtype: torch.dtype, device: str = "cpu"
+) -> tuple[PagePool, Prompt, torch.Tensor]:
+    """A pool of one layer, whose pages take turns with these bits and hold a sequence's `start + count` tokens, what a
+    step knows of the last `count` of them, and queries `[1, heads, count, key_dim]`. Nobody else's bytes are numbers.
+    """
+    generator = torch.Generator().manual_seed(start)
+    total = pages_for(start + count)
+    pool = PagePool([shape], 2 * total, dtype, torch.device(device))
+    allocator = PageAllocator(2 * total, pool.full)
+    formats = [pool.format((bits[i % len(bits)],), Counter()) for i in range(total)]
+    pages = [p for f in formats for p in allocator.allocate(1, f)]
+    pool.memory.fill_(255)  # NaN, whatever it is read as
+    for i, page in enumerate(pages):
+        used = min(PAGE_SIZE, start + count - i * PAGE_SIZE)
+        frame = (page.address if page.frame is None else page.frame) // pool.page_bytes
+        for memory in (pool.keys[0], pool.values[0]):
+            assert memory is not None
+            numbers = torch.randn(shape.kv_heads, used, memory.shape[-1], generator=generator)
+            memory[frame, :, :used] = numbers.to(device, dtype)
+    pool.seal(pool.to_seal(pages[: (start + count) // PAGE_SIZE]))
+    for page in pages[: sealed_pages(start // PAGE_SIZE)]:
+        allocator.seal(page)
+    prompt = Prompt.of(0, count, start, pages, torch.device(device))
+    query = torch.randn(count, heads, shape.key_dim, generator=generator).to(device, dtype).transpose(0, 1)[None]
+    return pool, prompt, query
+
+
+__all__ = ["ALIGN", "FULL_BITS", "PAGE_SIZE", "Memory", "Shape", "prompt_in_pages", "words_of"]

@@ -1,69 +1,108 @@
-"""The compiled attention of prompts against torch's own in float32."""
+"""The compiled attention of prompts against one that looks each key up and is written out in float32."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from kv_samples import PAGE_SIZE, prompt_in_pages
 from qbe.kernels.cpu import build
-from qbe.kernels.cpu.prompt_attention import prompt_attention
+from qbe.kernels.cpu.prompt_attention import prompt_attention, serves
+from qbe.kernels.kv_blocks import sealed_pages
+from qbe.kvcache.pages import KVShape, PagePool
+from qbe.kvcache.prompt import Prompt
+from qbe.sites import KVBits
 
 pytestmark = pytest.mark.skipif(build.backend() != "avx512", reason="needs AVX-512 with bfloat16")
 SCALING = 0.2
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+FULL: list[KVBits] = [16]
+MIXED: list[KVBits] = [4, 8, 68, 16, 66, 2]
+ODD: list[KVBits] = [(2, 16), 4, (8, 68)]
 
 
-def _tensors(heads: int, kv_heads: int, rows: int, keys: int, key_dim: int, value_dim: int) -> Three:
-    """As a model has them: a head's numbers of a token beside each other, tokens after that."""
-    generator = torch.Generator().manual_seed(rows)
-    sizes = (rows, heads, key_dim), (keys, kv_heads, key_dim), (keys, kv_heads, value_dim)
-    q, k, v = (torch.randn(size, generator=generator).bfloat16().transpose(0, 1) for size in sizes)
-    return q, k, v
+def attended(pool: PagePool, prompt: Prompt, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    shape, words = pool.shapes[0], pool.words[0]
+    assert shape is not None
+    assert words is not None
+    assert serves(query, 0.0)
+    where = prompt.entries, prompt.frames, prompt.start
+    return prompt_attention(query[0], pool.memory, words, *where, shape.sizes, SCALING, window or 0)
+
+
+def written_out(pool: PagePool, prompt: Prompt, query: torch.Tensor, window: int | None) -> torch.Tensor:
+    sealed, exact = (pool.read(0, entries) for entries in (prompt.entries, prompt.frames))
+    rows = []
+    for row in range(prompt.count):
+        at = prompt.start + row
+        boundary = sealed_pages(at // PAGE_SIZE) * PAGE_SIZE  # that far this token sees pages as they are sealed
+        begin = max(0, at - window + 1) if window else 0
+        past = boundary - prompt.first_frame * PAGE_SIZE
+        k, v = (
+            torch.cat([s[0, :, begin:boundary], e[0, :, past + max(0, begin - boundary) : past + at + 1 - boundary]], 1)
+            for s, e in zip(sealed, exact, strict=True)
+        )
+        q = query[0, :, row].float().unflatten(0, (k.shape[0], -1))
+        weights = (torch.einsum("hrd,hkd->hrk", q, k.float()) * SCALING).softmax(-1)
+        rows.append(torch.einsum("hrk,hkd->hrd", weights, v.float()).flatten(0, 1))
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize(
-    "sizes",
-    [(9, 3, 128, 128, 64, 64), (9, 3, 64, 500, 64, 64), (4, 4, 1, 100, 40, 24), (6, 2, 37, 200, 40, 24),
-     (8, 1, 65, 65, 128, 96), (2, 2, 1, 1, 2, 1)],
+    ("shape", "heads", "start", "count", "bits"),
+    [((3, 64, 64), 9, 0, 128, FULL), ((3, 64, 64), 9, 436, 64, FULL), ((4, 40, 24), 4, 99, 1, FULL),
+     ((2, 40, 24), 6, 163, 37, FULL), ((1, 128, 96), 8, 0, 65, FULL), ((2, 2, 1), 2, 0, 1, FULL),
+     ((3, 64, 64), 9, 0, 330, MIXED), ((2, 40, 24), 6, 290, 100, MIXED), ((2, 40, 24), 4, 470, 140, ODD),
+     ((2, 40, 24), 4, 510, 3, ODD), ((1, 80, 80), 5, 64, 64, [4]), ((2, 8, 6), 2, 576, 130, [8, 2])],
 )  # fmt: skip
-def test_it_is_attention(sizes: tuple[int, ...], window: int | None) -> None:
-    query, key, value = _tensors(*sizes)
-    repeat, (rows, keys) = sizes[0] // sizes[1], sizes[2:4]
-    at = torch.arange(keys)
-    seen = at <= at[keys - rows :, None]
-    if window is not None:
-        seen &= at > at[keys - rows :, None] - window
-    k, v = (t.float().repeat_interleave(repeat, 0) for t in (key, value))
-    expected = scaled_dot_product_attention(query.float(), k, v, seen, scale=SCALING).transpose(0, 1)
-    found = prompt_attention(query, key, value, window, SCALING).float()
+def test_it_is_attention(
+    shape: tuple[int, int, int], heads: int, start: int, count: int, bits: Sequence[KVBits], window: int | None
+) -> None:
+    pool, prompt, query = prompt_in_pages(KVShape(*shape), heads, start, count, bits, torch.bfloat16)
+    expected = written_out(pool, prompt, query, window)
+    found = attended(pool, prompt, query, window).float()
     # Rounding: of the weights to 2^-9 of themselves, so at most that of the largest value; of the result once more.
-    torch.testing.assert_close(found, expected, rtol=2**-8, atol=float(value.abs().max()) * 2**-9)
+    largest = max(float(pool.read(0, e)[1].nan_to_num().abs().max()) for e in (prompt.entries, prompt.frames))
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=largest * 2**-9)
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_row_does_not_depend_on_how_a_prompt_is_cut(window: int | None) -> None:
-    query, key, value = _tensors(6, 2, 150, 200, 64, 48)
-    whole = prompt_attention(query, key, value, window, SCALING)
-    for begin, end in ((0, 1), (0, 149), (13, 77), (149, 150)):
-        upto = 50 + end
-        part = prompt_attention(query[:, begin:end], key[:, :upto], value[:, :upto], window, SCALING)
-        assert torch.equal(part, whole[begin:end])
+@pytest.mark.parametrize("bits", [FULL, MIXED])
+def test_a_row_does_not_depend_on_how_a_prompt_is_cut(bits: Sequence[KVBits], window: int | None) -> None:
+    start, count = 50, 300
+    pool, prompt, query = prompt_in_pages(KVShape(2, 64, 48), 6, start, count, bits, torch.bfloat16)
+    whole = attended(pool, prompt, query, window)
+    for begin, end in ((0, 1), (0, 149), (13, 77), (149, 150), (200, 300)):
+        first, pages = start + begin, -(-(start + end) // PAGE_SIZE)
+        frames = prompt.frames[sealed_pages(first // PAGE_SIZE) - prompt.first_frame : pages - prompt.first_frame]
+        part = Prompt(0, end - begin, first, prompt.entries[:pages], frames, prompt.formats)
+        assert torch.equal(attended(pool, part, query[:, :, begin:end], window), whole[begin:end])
 
 
 def test_what_is_no_number_shows() -> None:
-    query, key, value = _tensors(4, 2, 20, 20, 16, 16)
-    key[1, 7] = torch.nan
-    found = prompt_attention(query, key, value, None, SCALING)
+    pool, prompt, query = prompt_in_pages(KVShape(2, 16, 16), 4, 0, 20, FULL, torch.bfloat16)
+    frame = int(prompt.frames[0]) // pool.page_bytes
+    assert pool.keys[0] is not None
+    pool.keys[0][frame, 1, 7] = torch.nan
+    found = attended(pool, prompt, query)
     assert found[7:, 2:].isnan().all()
     assert found[:, :2].isfinite().all()
     assert found[:7].isfinite().all()
 
 
-def test_shapes_that_do_not_belong_together() -> None:
-    query, key, value = _tensors(4, 2, 20, 20, 16, 16)
-    with pytest.raises(RuntimeError, match="do not belong together"):
-        prompt_attention(query, key[:, :19], value, None, SCALING)
-    with pytest.raises(RuntimeError, match="do not belong together"):
-        prompt_attention(query, key[:, :19], value[:, :19], None, SCALING)
+def test_arguments_that_do_not_belong_together() -> None:
+    pool, prompt, query = prompt_in_pages(KVShape(2, 16, 16), 4, 100, 20, FULL, torch.bfloat16)
+    words = pool.words[0]
+    assert words is not None
+
+    def call(entries: torch.Tensor = prompt.entries, frames: torch.Tensor = prompt.frames, key_dim: int = 16) -> None:
+        prompt_attention(query[0], pool.memory, words, entries, frames, 100, (2, key_dim, 16), SCALING, 0)
+
+    call()
+    for wrong in ({"entries": prompt.entries[:1]}, {"frames": prompt.frames[:1]}, {"key_dim": 18}):
+        with pytest.raises(RuntimeError, match="do not belong together"):
+            call(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="outside of the KV cache's memory"):
+        call(frames=prompt.frames + len(pool.memory))

@@ -1,4 +1,4 @@
-"""Sealing and reading pages of the KV cache, on the device where their memory is.
+"""Writing, sealing and reading pages of the KV cache, on the device where their memory is.
 
 Plain functions, not custom ops: they run between and before forward passes that are not captured.
 """
@@ -8,6 +8,27 @@ from __future__ import annotations
 import torch
 
 Shape = tuple[int, int, int]  # kv_heads, key_dim, value_dim
+
+
+def write_rows(
+    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Writes tokens to their pages of 16 bits.
+
+    Infinite numbers of keys become NaN, so that they cannot hide behind a score that is low.
+
+    Args:
+        key: `[T, kv_heads, key_dim]`, of the dtype of pages of 16 bits; any strides, as for value.
+        value: `[T, kv_heads, value_dim]`.
+        memory: uint8, all pages; written at `slots`.
+        blocks: int32 `[FORMATS, kv_heads]`, the words of the layer.
+        slots: int64 `[T]`, address of a page of format 0 | where in it a token goes.
+    """
+    if memory.is_cuda:
+        from qbe.kernels.triton.write_rows import write_rows as kernel
+    else:
+        from qbe.kernels.cpu.kv_pages import write_rows as kernel
+    kernel(key, value, memory, blocks, slots)
 
 
 def seal_pages(

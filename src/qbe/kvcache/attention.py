@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 
 from qbe.errors import QBEError
 from qbe.kernels import attention_ops, bounded_ops
-from qbe.kernels.kv_blocks import ALIGN, NO_ORIGINAL, sealed_pages
+from qbe.kernels.kv_blocks import NO_ORIGINAL, sealed_pages
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.pages import PAGE_SIZE, entries_of, pages_for
 from qbe.kvcache.prompt import Prompt, attend_prompt
@@ -115,7 +115,6 @@ class StepLayout:
     """What a step's rows are.
 
     slots: int64 `[T]` on the device, where each row's key and value go: address of a frame | offset in it.
-    frames, offsets: int64 `[T]`, the same as numbers of frames and places in them.
     filled: what `PagePool.seal` takes: the pages that are sealed once prompts have run in this step.
     observe: of the rows in `single`, as in `DecodeLayout`.
     prompts: spans of several tokens. single: rows int64 `[n]` of those of one, then of those of several that are
@@ -126,16 +125,12 @@ class StepLayout:
     spans: list[Span]
     slots: torch.Tensor
     observe: Observe | None = None
-    frames: torch.Tensor = field(init=False)
-    offsets: torch.Tensor = field(init=False)
     filled: torch.Tensor | None = field(init=False)
     prompts: list[Prompt] = field(init=False)
     single: tuple[torch.Tensor, DecodeLayout] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         pool, device = self.cache.pool, self.slots.device
-        self.offsets = self.slots % ALIGN
-        self.frames = (self.slots - self.offsets) // max(1, pool.page_bytes)
         several = [s for s in self.spans if s.count > 1 and s.pages]
         self.filled = pool.to_seal([p for s in several for p in newly_sealed(s.pages, s.start, s.end)])
         self.prompts = [Prompt.of(s.row, s.count, s.start, s.pages, device) for s in several if s.limit == math.inf]

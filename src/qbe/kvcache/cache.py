@@ -11,6 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from qbe.errors import QBEError
+from qbe.kernels.kv_pages import write_rows
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.attention import CACHE, DecodeLayout, OpenLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
@@ -135,11 +136,11 @@ class PagedCache(Cache):
         layers: dict[int, Any] = dict(enumerate(DynamicCache(config=config).layers))
         self.windows: list[int | None] = [
             layers[i].sliding_window if getattr(layers.get(i), "is_sliding", False) else None
-            for i in range(len(pool.keys))
+            for i in range(len(pool.shapes))
         ]
-        self.heads = [0] * len(pool.keys)
-        self.calls: list[tuple[float, int | None, float | None] | None] = [None] * len(pool.keys)
-        super().__init__(layers=[_PagedLayer(self) for _ in pool.keys])
+        self.heads = [0] * len(pool.shapes)
+        self.calls: list[tuple[float, int | None, float | None] | None] = [None] * len(pool.shapes)
+        super().__init__(layers=[_PagedLayer(self) for _ in pool.shapes])
 
     @property
     def slides(self) -> bool:
@@ -171,28 +172,21 @@ class PagedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this step's keys and values `[1, kv_heads, T, dim]` to their pages and hand them back.
 
-        Pages that a prompt fills are sealed here: its own later tokens see them as any other sequence would. Infinite
-        numbers of keys become NaN, so that they cannot hide behind a score that is low.
+        Pages that a prompt fills are sealed here: its own later tokens see them as any other sequence would.
         """
         layout = self.layout
-        if layout is None or self.pool.keys[layer_idx] is None:
+        if layout is None or self.pool.words[layer_idx] is None:
             raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
-        if not isinstance(layout, StepLayout):
-            return key_states, value_states  # the attention of a decode step, or of a compiled one, writes them
-        return self.write(layout, layer_idx, key_states, value_states)
-
-    def write(
-        self, layout: StepLayout, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update` of a step with this layout."""
-        keys, values = self.pool.keys[layer_idx], self.pool.values[layer_idx]
-        assert keys is not None
-        assert values is not None
-        key_states = key_states + key_states * 0
-        keys[layout.frames, :, layout.offsets] = key_states[0].transpose(0, 1)
-        values[layout.frames, :, layout.offsets] = value_states[0].transpose(0, 1)
-        self.pool.seal(layout.filled, layer_idx)
+        if isinstance(layout, StepLayout):  # the attention of a decode step, or of a compiled one, writes them
+            self.write(layout, layer_idx, key_states, value_states)
         return key_states, value_states
+
+    def write(self, layout: StepLayout, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """`update` of a step with this layout."""
+        words = self.pool.words[layer]
+        assert words is not None
+        write_rows(key[0].transpose(0, 1), value[0].transpose(0, 1), self.pool.memory, words, layout.slots)
+        self.pool.seal(layout.filled, layer)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache before this step; of the longest sequence when several are packed."""

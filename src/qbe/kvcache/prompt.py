@@ -68,19 +68,19 @@ def attend_prompt(
         query, key, value: `[1, heads or kv_heads, count, dim]` of these tokens.
         window: a query at position p sees keys at p - window + 1 .. p.
     """
+    shape, words = pool.shapes[layer], pool.words[layer]
+    assert shape is not None
+    assert words is not None
+    about = query[0], pool.memory, words, prompt.entries, prompt.frames, prompt.start, shape.sizes, scaling, window or 0
+    if on_cpu.serves(query, softcap or 0.0):
+        return on_cpu.prompt_attention(*about)[None]
     lowered = any(f.lowered(layer) for f in prompt.formats)
     if prompt.start == 0 and (window is None or prompt.count <= window) and not lowered:
-        return attend(query, key, value, None, scaling, softcap)
+        return attend(query, key + key * 0, value, None, scaling, softcap)  # infinite keys as their pages have them
     if has_kernel(query):
         from qbe.kernels.triton.prompt_attention import prompt_attention
 
-        shape, words = pool.shapes[layer], pool.words[layer]
-        assert shape is not None
-        assert words is not None
-        return prompt_attention(
-            query[0], pool.memory, words, prompt.entries, prompt.frames, prompt.start, shape.sizes, scaling,
-            window or 0, softcap or 0.0,
-        )[None]  # fmt: skip
+        return prompt_attention(*about, softcap or 0.0)[None]
     if lowered:
         return attend_by_page(pool, layer, prompt, query, scaling, window, softcap)
     first = _first_key(prompt.start, window)
@@ -91,7 +91,7 @@ def attend_prompt(
 
 
 def has_kernel(query: torch.Tensor) -> bool:
-    """Whether there is a kernel for tokens that see pages before theirs."""
+    """Whether a GPU's kernel reads pages for tokens that see some before theirs."""
     return query.is_cuda
 
 
@@ -154,8 +154,6 @@ def attend(
     """
     n, heads, rows, _ = query.shape
     keys, repeat = key.shape[2], heads // key.shape[1]
-    if softcap is None and on_cpu.serves(query, key, value):
-        return on_cpu.prompt_attention(query[0], key[0], value[0], window, scaling)[None]
     causal = rows == keys and (window is None or rows <= window)
     mask = None if causal else _causal_mask(rows, keys, window, query.device)
     if rows == 1 and softcap is None:

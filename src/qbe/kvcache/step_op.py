@@ -68,7 +68,7 @@ def _cpu(
     from qbe.kvcache.attention import attend_step
 
     layout: StepLayout = _running.layout
-    key, value = layout.cache.write(layout, layer, key, value)
+    layout.cache.write(layout, layer, key, value)
     return attend_step(layout, layer, query, key, value, scaling, window or None, softcap or None).contiguous()
 
 

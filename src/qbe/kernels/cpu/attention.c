@@ -6,9 +6,13 @@
 
 #include "kv_blocks.c"
 
+#include "lanes.c"
+
 #include "kv_seal.c"
 
 #include "kv_read.c"
+
+#include "kv_pages.c"
 
 #define MAX_QUERIES 4 /* rows served by one reading */
 
@@ -39,8 +43,6 @@ typedef struct {
     atomic_int slot;
     int backend;
 } Attention;
-
-#include "lanes.c"
 
 #include "attention_pages.c"
 
@@ -79,7 +81,7 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
     for (int turn = 0; turn < turns; turn++) {
         float *rotated = query + (turn + 1) * queries;
         memcpy(rotated, rotated - queries, (size_t)(M * key_wide) * 4);
-        for (int m = 0; m < M; m++) rotate(rotated + m * key_wide, s->key_dim, 1, turn == 0);
+        for (int m = 0; m < M; m++) rotate_query(rotated + m * key_wide, s->key_dim, turn == 0);
     }
     attention_scores(a, sealed, table, head, from, to, query, queries, key_wide, scores, room, M, DTYPE);
     for (int m = 0; m < M; m++)
@@ -90,7 +92,7 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
     for (; i < wide; i += LANES)
         attention_values(a, sealed, table, head, from, to, scores, room, i, out, sums, wide, M, 1, DTYPE);
     for (int m = 0; m < M && turns; m++) {
-        rotate(out + sums + m * wide, s->value_dim, 1, 1);
+        rotate_query(out + sums + m * wide, s->value_dim, 1);
         for (int64_t d = 0; d < s->value_dim; d++) out[m * wide + d] += out[sums + m * wide + d];
     }
     if (again)
@@ -188,6 +190,37 @@ static void mark_infinite(uint8_t *key, int64_t count, int dtype) {
     }
 }
 
+/* Whether a row can be written there. */
+static int slot_fits(const AttentionShape *s, const int32_t *words, int64_t slot) {
+    return slot >= 0 && slot % ALIGN < PAGE && page_fits(s, words, slot - slot % ALIGN, 1);
+}
+
+/* Keys and values of the batch's rows to their slots. */
+static void write_all(uint8_t *memory, const int32_t *words, const int64_t *slots, const char *key, const char *value,
+                      const AttentionShape *s) {
+    const int64_t number = s->dtype == FLOAT32 ? 4 : 2;
+    const Block full = block_layout(FULL_BITS, s->key_dim, s->value_dim, number);
+    for (int64_t b = 0; b < s->batch; b++)
+        for (int64_t h = 0; h < s->kv_heads; h++) {
+            const int64_t offset = slots[b] % ALIGN;
+            int kind;
+            uint8_t *to = memory + find_block(words, s->kv_heads, slots[b] - offset, h, &kind);
+            memcpy(to + offset * full.key_row, key + (b * s->key_row + h * s->key_head) * number, (size_t)full.key_row);
+            mark_infinite(to + offset * full.key_row, s->key_dim, s->dtype);
+            memcpy(to + full.values + offset * full.value_row, value + (b * s->value_row + h * s->value_head) * number,
+                   (size_t)full.value_row);
+        }
+}
+
+/* `write_rows` of qbe/kernels/kv_pages.py. Returns 0; -1: a slot outside of the memory (nothing was done). */
+int64_t qbe_write_rows(const void *key, const void *value, void *memory, const int32_t *words, const int64_t *slots,
+                       const AttentionShape *s) {
+    for (int64_t b = 0; b < s->batch; b++)
+        if (!slot_fits(s, words, slots[b])) return -1;
+    write_all(memory, words, slots, key, value, s);
+    return 0;
+}
+
 /* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.attention_ops says, words
    contiguous, out [batch, heads, value_dim] contiguous; bounds NULL or as qbe.kernels.bounded_ops says. Returns 0; -1: a
    slot, length or page outside of the memory (nothing was done); -2: out of memory. */
@@ -199,13 +232,12 @@ int64_t qbe_bounded_attention(const void *query, const void *key, const void *va
     for (int64_t b = 0; b < s->batch; b++) {
         const int64_t from = s->window && lengths[b] > s->window ? lengths[b] - s->window : 0, count = lengths[b] - from;
         if (count < 1 || lengths[b] > s->table_width * PAGE) return -1;
-        if (slots[b] < 0 || slots[b] % ALIGN >= PAGE || !page_fits(s, words, slots[b] - slots[b] % ALIGN, 1)) return -1;
+        if (!slot_fits(s, words, slots[b])) return -1;
         for (int64_t p = from / PAGE; p * PAGE < lengths[b]; p++)
             if (!page_fits(s, words, tables[b * s->table_row + p], 0)) return -1;
         longest = count > longest ? count : longest;
         tokens += count;
     }
-    const int64_t number = s->dtype == FLOAT32 ? 4 : 2;
     /* Reading these many numbers takes longer than waking a thread. */
     if (threads < 1 || tokens * s->heads * (s->key_dim + s->value_dim) < 65536) threads = 1;
     Attention a = {.s = s, .bounds = bounds, .query = query, .memory = memory, .words = words, .tables = tables, .lengths = lengths,
@@ -215,18 +247,7 @@ int64_t qbe_bounded_attention(const void *query, const void *key, const void *va
     a.scratch_bytes = a.again_at + (bounds ? (int64_t)aligned((size_t)(s->table_width * AGAIN_BYTES)) : 0);
     a.scratch = aligned_alloc(64, (size_t)(threads * a.scratch_bytes));
     if (!a.scratch) return -2;
-    const Block full = block_layout(FULL_BITS, s->key_dim, s->value_dim, number);
-    for (int64_t b = 0; b < s->batch; b++) /* here, because rows that pad a batch share a slot */
-        for (int64_t h = 0; h < s->kv_heads; h++) {
-            const int64_t offset = slots[b] % ALIGN;
-            int kind;
-            uint8_t *to = (uint8_t *)memory + find_block(words, s->kv_heads, slots[b] - offset, h, &kind);
-            memcpy(to + offset * full.key_row, (const char *)key + (b * s->key_row + h * s->key_head) * number,
-                   (size_t)full.key_row);
-            mark_infinite(to + offset * full.key_row, s->key_dim, s->dtype);
-            memcpy(to + full.values + offset * full.value_row,
-                   (const char *)value + (b * s->value_row + h * s->value_head) * number, (size_t)full.value_row);
-        }
+    write_all(memory, words, slots, key, value, s); /* here, because rows that pad a batch share a slot */
 #ifdef X86
     pool_run(backend >= AVX512 ? avx512_attention : backend == AVX2 ? avx2_attention : scalar_attention, &a, threads);
 #else

@@ -1,13 +1,44 @@
-"""Sealing and reading pages on the CPU: compiled where there is a compiler, else the reference."""
+"""Writing, sealing and reading pages on the CPU: compiled where there is a compiler, else the reference."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES
-from qbe.kernels.cpu.paged_attention import compiled_for
+from qbe.kernels.cpu.paged_attention import AttentionShape, compiled_for
+from qbe.kernels.kv_blocks import FORMATS
 from qbe.kernels.reference import kv_pages as reference
+
+
+def write_rows(
+    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """See `qbe.kernels.kv_pages.write_rows`. Raises RuntimeError for shapes that do not belong together, or a slot
+    outside of the memory."""
+    if not compiled_for(key.dtype):
+        reference.write_rows(key, value, memory, blocks, slots)
+        return
+    key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
+    blocks, slots = blocks.contiguous(), slots.contiguous()
+    (rows, kv_heads, key_dim), value_dim = key.shape, value.shape[2]
+    if value.shape[:2] != key.shape[:2] or slots.shape != (rows,) or blocks.shape != (FORMATS, kv_heads):
+        raise RuntimeError(
+            f"key {list(key.shape)}, value {list(value.shape)}, {list(slots.shape)} slots and blocks "
+            f"{list(blocks.shape)} do not belong together"
+        )
+    shape = AttentionShape(
+        batch=rows, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, bytes=memory.shape[0],
+        key_row=key.stride(0), key_head=key.stride(1), value_row=value.stride(0), value_head=value.stride(1),
+        dtype=DTYPES[key.dtype],
+    )  # fmt: skip
+    if build.loaded().qbe_write_rows(
+        key.data_ptr(), value.data_ptr(), memory.data_ptr(), blocks.data_ptr(), slots.data_ptr(),
+        ctypes.addressof(shape),
+    ):  # fmt: skip
+        raise RuntimeError("a slot lies outside of the KV cache's memory")
 
 
 def seal_pages(
@@ -25,7 +56,7 @@ def seal_pages(
     blocks, sources, targets = blocks.contiguous(), sources.contiguous(), targets.contiguous()
     failed = build.loaded().qbe_seal_pages(
         memory.data_ptr(), blocks.data_ptr(), sources.data_ptr(), targets.data_ptr(), blocks.shape[0],
-        sources.shape[0], *shape, DTYPES[dtype],
+        sources.shape[0], *shape, DTYPES[dtype], build.number(),
     )  # fmt: skip
     if failed:
         raise MemoryError("the CPU kernel found no memory for its working buffers")
@@ -43,7 +74,7 @@ def read_pages(
     keys, values = (torch.empty(kv_heads, tokens, dim, dtype=dtype) for dim in (key_dim, value_dim))
     failed = build.loaded().qbe_read_pages(
         memory.data_ptr(), blocks.data_ptr(), entries.data_ptr(), entries.shape[0], *shape, DTYPES[dtype],
-        keys.data_ptr(), values.data_ptr(),
+        keys.data_ptr(), values.data_ptr(), build.number(),
     )  # fmt: skip
     if failed:
         raise MemoryError("the CPU kernel found no memory for its working buffers")

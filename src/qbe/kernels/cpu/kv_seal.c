@@ -11,11 +11,45 @@ static uint16_t to_half(float f) {
 
 static float limited(float f) { return f > 65504.0f ? 65504.0f : f < -65504.0f ? -65504.0f : f; }
 
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint16_t TwoBytes __attribute__((vector_size(LANES)));
+typedef uint32_t FourBytes __attribute__((vector_size(LANES)));
+typedef uint8_t HalfOfBytes __attribute__((vector_size(LANES / 2)));
+typedef uint8_t QuarterOfBytes __attribute__((vector_size(LANES / 4)));
+
+/* LANES codes, packed: LANES * bits / 8 bytes. */
+INLINE void pack_lanes(Integers codes, int bits, uint8_t *to) {
+    const Bytes bytes = __builtin_convertvector(codes, Bytes);
+    if (bits == 8) memcpy(to, &bytes, sizeof bytes);
+    else if (bits == 4) {
+        const TwoBytes two = (TwoBytes)bytes;
+        const HalfOfBytes packed = __builtin_convertvector((two | two >> 4) & 255, HalfOfBytes);
+        memcpy(to, &packed, sizeof packed);
+    } else {
+        const FourBytes four = (FourBytes)bytes;
+        const QuarterOfBytes packed = __builtin_convertvector((four | four >> 6 | four >> 12 | four >> 18) & 255, QuarterOfBytes);
+        memcpy(to, &packed, sizeof packed);
+    }
+}
+
 /* `count` numbers to codes, scale and low: `quantise` and `pack` of reference/kv_pages.py. */
-static void seal_row(const float *x, int64_t count, int bits, uint8_t *codes, uint16_t *scale, uint16_t *low) {
+INLINE void seal_row(const float *x, int64_t count, int bits, uint8_t *codes, uint16_t *scale, uint16_t *low) {
     const float levels = (float)((1 << bits) - 1);
-    float least = x[0], most = x[0], poison = 0;
-    for (int64_t i = 0; i < count; i++) {
+    const int64_t whole = count / LANES * LANES;
+    Floats lows = splat(x[0]), highs = lows, poisons = {0};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        Floats v;
+        memcpy(&v, x + i, sizeof v);
+        lows = pick(v < lows, v, lows);
+        highs = pick(v > highs, v, highs);
+        poisons += v * 0.0f;
+    }
+    float least = x[0], most = x[0], poison = sum_lanes(poisons);
+    for (int i = 0; i < LANES; i++) {
+        least = lows[i] < least ? lows[i] : least;
+        most = highs[i] > most ? highs[i] : most;
+    }
+    for (int64_t i = whole; i < count; i++) {
         least = x[i] < least ? x[i] : least;
         most = x[i] > most ? x[i] : most;
         poison += x[i] * 0.0f;
@@ -24,29 +58,39 @@ static void seal_row(const float *x, int64_t count, int bits, uint8_t *codes, ui
     const float from = from_half(*low), range = limited(most) - from;
     *scale = to_half((range > 0 ? range : 0) / levels * 1.0009765625f + poison);
     const float step = from_half(*scale);
-    memset(codes, 0, (size_t)((count * bits + 7) / 8));
-    if (!(step > 0)) return;
-    for (int64_t i = 0; i < count; i++) {
+    if (!(step > 0)) {
+        memset(codes, 0, (size_t)((count * bits + 7) / 8));
+        return;
+    }
+    for (int64_t i = 0; i < whole; i += LANES) {
+        Floats v;
+        memcpy(&v, x + i, sizeof v);
+        v = (v - from) / step + 0.5f;
+        v = pick(v > splat(0.0f), v, splat(0.0f));
+        pack_lanes(__builtin_convertvector(pick(v < splat(levels), v, splat(levels)), Integers), bits, codes + i * bits / 8);
+    }
+    memset(codes + whole * bits / 8, 0, (size_t)((count * bits + 7) / 8 - whole * bits / 8));
+    for (int64_t i = whole; i < count; i++) {
         const float code = (x[i] - from) / step + 0.5f;
         const int c = code >= levels ? (int)levels : code > 0 ? (int)code : 0;
         codes[i * bits / 8] = (uint8_t)(codes[i * bits / 8] | c << i * bits % 8);
     }
 }
 
-static float number_at(const uint8_t *from, int64_t i, int dtype) {
+INLINE float number_at(const uint8_t *from, int64_t i, int dtype) {
     if (dtype == FLOAT32) return ((const float *)from)[i];
     return bits_to_float((uint32_t)((const uint16_t *)from)[i] << 16);
 }
 
 /* Numbers [PAGE, dim] as floats [dim, PAGE], rotated. */
-static void load_rotated(const uint8_t *from, int64_t dim, int dtype, float *to) {
+INLINE void load_rotated(const uint8_t *from, int64_t dim, int dtype, float *to) {
     for (int64_t t = 0; t < PAGE; t++)
         for (int64_t d = 0; d < dim; d++) to[d * PAGE + t] = number_at(from, t * dim + d, dtype);
     rotate(to, dim, PAGE, 1);
 }
 
 /* The keys y [dim, PAGE] to codes and scales: `turbo_keys` of reference/kv_pages.py. rest: room for as many. */
-static void seal_turbo(float *y, int64_t dim, int bits, uint8_t *codes, uint16_t *scale, float *rest) {
+INLINE void seal_turbo(float *y, int64_t dim, int bits, uint8_t *codes, uint16_t *scale, float *rest) {
     const float deviation = bits == 4 ? 29.275f : 1.2533f; /* DEVIATION of kv_blocks.py */
     uint16_t *sketch_scale = scale + PAGE, *mean = sketch_scale + PAGE;
     float square[PAGE] = {0}, product[PAGE] = {0}, levels[PAGE] = {0}, left[PAGE] = {0}, sums[PAGE] = {0};
@@ -93,7 +137,7 @@ static int64_t work_size(int64_t key_dim, int64_t value_dim) {
     return (2 * PAGE + 1) * (key_dim > value_dim ? key_dim : value_dim);
 }
 
-static void seal_block(const uint8_t *from, uint8_t *to, int kind, int64_t key_dim, int64_t value_dim, int dtype,
+INLINE void seal_block(const uint8_t *from, uint8_t *to, int kind, int64_t key_dim, int64_t value_dim, int dtype,
                        float *work) {
     const Block b = block_layout(kind, key_dim, value_dim, 2);
     const int bits = kind % TURBO;
@@ -110,25 +154,4 @@ static void seal_block(const uint8_t *from, uint8_t *to, int kind, int64_t key_d
         for (int64_t d = 0; d < value_dim; d++) row[d] = work[d * PAGE + t];
         seal_row(row, value_dim, bits, to + b.values + t * b.value_row, scales + t, scales + PAGE + t);
     }
-}
-
-/* `seal_pages` of qbe/kernels/kv_pages.py, words int32 [layers, ALIGN, kv_heads]. Returns 0; -2: out of memory. */
-int64_t qbe_seal_pages(uint8_t *memory, const int32_t *words, const int64_t *sources, const int64_t *targets,
-                       int64_t layers, int64_t pages, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
-                       int32_t dtype) {
-    const Block full = block_layout(FULL_BITS, key_dim, value_dim, dtype == FLOAT32 ? 4 : 2);
-    float *work = malloc(sizeof *work * (size_t)work_size(key_dim, value_dim));
-    if (!work) return -2;
-    for (int64_t layer = 0; layer < layers; layer++)
-        for (int64_t page = 0; page < pages; page++)
-            for (int64_t head = 0; head < kv_heads; head++) {
-                const int32_t *own = words + layer * ALIGN * kv_heads;
-                int kind;
-                const uint8_t *from = memory + find_block(own, kv_heads, sources[page], head, &kind);
-                uint8_t *to = memory + find_block(own, kv_heads, targets[page], head, &kind);
-                if (kind == FULL_BITS) memcpy(to, from, (size_t)full.nbytes);
-                else seal_block(from, to, kind, key_dim, value_dim, dtype, work);
-            }
-    free(work);
-    return 0;
 }

@@ -29,8 +29,8 @@ class _Bounds(ctypes.Structure):
     _fields_ = (("originals", ctypes.c_void_p), ("limits", ctypes.c_void_p), ("counts", ctypes.c_void_p))
 
 
-class _Shape(ctypes.Structure):
-    """`AttentionShape` of attention.c."""
+class AttentionShape(ctypes.Structure):
+    """Of attention.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
@@ -188,7 +188,7 @@ def _shape(
     window: int,
     softcap: float,
     dtype: torch.dtype,
-) -> _Shape:
+) -> AttentionShape:
     """The table that C reads, for tensors of these shapes and strides; checked and laid out once.
 
     Raises:
@@ -213,7 +213,7 @@ def _shape(
             f"query {list(query)}, key {list(key)}, value {list(value)}, blocks {list(blocks)}, tables {list(tables)} "
             f"and entropy {list(entropy)} do not belong together"
         )
-    return _Shape(
+    return AttentionShape(
         query[0], query[1], key[1], key[2], value[2], memory[0], tables[1], *query_stride[:2], *key_stride[:2],
         *value_stride[:2], table_stride[0], entropy_stride[0], window, scaling, softcap, DTYPES[dtype],
     )  # fmt: skip

@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from qbe.kernels.cpu import build
+from qbe.kernels.kv_blocks import FORMATS, PAGE_SIZE, STRETCH, sealed_pages
 
 _threads = torch.get_num_threads
 
@@ -16,51 +17,72 @@ class _Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
-            "heads", "kv_heads", "rows", "keys", "key_dim", "value_dim", "query_head", "query_row", "key_head",
-            "key_row", "value_head", "value_row", "window",
+            "heads", "kv_heads", "key_dim", "value_dim", "rows", "start", "pages", "bytes", "stretch", "query_head",
+            "query_row", "window",
         )),
         ("scaling", ctypes.c_float),
     )  # fmt: skip
 
 
-def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `prompt_attention` takes these; torch's attention, which multiplies tiles where there are any, has the
+def serves(query: torch.Tensor, softcap: float) -> bool:
+    """Whether `prompt_attention` takes this; torch's attention, which multiplies tiles where there are any, has the
     rest."""
-    tensors = (query, key, value)
     return (
-        all(t.dtype is torch.bfloat16 and t.device.type == "cpu" for t in tensors)
+        query.dtype is torch.bfloat16
+        and query.device.type == "cpu"
+        and softcap == 0
         and query.shape[-1] % 2 == 0
         and build.backend() == "avx512"
     )
 
 
 def prompt_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scaling: float
+    query: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    entries: torch.Tensor,
+    frames: torch.Tensor,
+    start: int,
+    shape: tuple[int, int, int],
+    scaling: float,
+    window: int,
 ) -> torch.Tensor:
-    """Causal attention of the last tokens to all: `[Q, heads, value_dim]`.
+    """Causal attention of a sequence's tokens at positions `[start, start + count)`, which are in their pages already.
 
-    A row's result is the same, bit for bit, for any Q and K between which and whose ends it lies, if keys begin at the
-    same token.
+    A row's result is the same, bit for bit, however a prompt is cut into steps. Arguments and result as those of
+    `qbe.kernels.triton.prompt_attention.prompt_attention`, where `serves` allows it.
 
-    Args:
-        query: `[heads, Q, key_dim]`, of the last Q keys.
-        key, value: `[kv_heads, K, dim]`, kv_heads a divisor of heads.
-        window: a query sees so many keys, its own the last; None: all.
+    Raises:
+        RuntimeError: arguments that do not belong together, or a page outside of the memory.
+        MemoryError: its working buffers find no room.
     """
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    (heads, rows, key_dim), (kv_heads, keys, value_dim) = query.shape, value.shape
-    if key.shape != (kv_heads, keys, key_dim) or heads % max(1, kv_heads) or not 0 < rows <= keys:
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    (heads, count, key_dim), (kv_heads, own_dim, value_dim) = query.shape, shape
+    pages = -(-(start + count) // PAGE_SIZE)
+    if (
+        key_dim != own_dim
+        or heads % max(1, kv_heads)
+        or count < 1
+        or blocks.shape != (FORMATS, kv_heads)
+        or entries.shape != (pages,)
+        or frames.shape != (pages - sealed_pages(start // PAGE_SIZE),)
+    ):
         raise RuntimeError(
-            f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} do not belong together"
+            f"query {list(query.shape)}, blocks {list(blocks.shape)}, {len(entries)} pages and {len(frames)} frames of "
+            f"{list(shape)} from token {start} on do not belong together"
         )
-    out = torch.empty(rows, heads, value_dim, dtype=query.dtype)
-    shape = _Shape(
-        heads, kv_heads, rows, keys, key_dim, value_dim, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        window or 0, scaling,
+    blocks, entries, frames = blocks.contiguous(), entries.contiguous(), frames.contiguous()
+    out = torch.empty(count, heads, value_dim, dtype=query.dtype)
+    about = _Shape(
+        heads, kv_heads, key_dim, value_dim, count, start, pages, memory.shape[0], STRETCH, *query.stride()[:2], window,
+        scaling,
     )  # fmt: skip
     failed = build.loaded().qbe_prompt_attention(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), ctypes.addressof(shape), _threads()
-    )
+        query.data_ptr(), memory.data_ptr(), blocks.data_ptr(), entries.data_ptr(), frames.data_ptr(), out.data_ptr(),
+        ctypes.addressof(about), _threads(),
+    )  # fmt: skip
+    if failed == -1:
+        raise RuntimeError("a page lies outside of the KV cache's memory")
     if failed:
         raise MemoryError("the CPU kernel found no memory for its working buffers")
     return out

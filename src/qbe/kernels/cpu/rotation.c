@@ -9,9 +9,8 @@ INLINE float sign_of(int i) {
     return (float)(1 - (0x6996 >> (word & 15) & 1) * 2); /* the parity of four bits, looked up */
 }
 
-/* x[i * inner + j] for i < dim rotated along i, in place, for every j. Compiled once for all paths: it runs once for a
-   query or a page. */
-static __attribute__((noinline)) void rotate(float *x, int64_t dim, int64_t inner, int signs) {
+/* x[i * inner + j] for i < dim rotated along i, in place, for every j. */
+INLINE void rotate(float *x, int64_t dim, int64_t inner, int signs) {
     const int64_t n = dim & -dim, size = n * inner;
     const float factor = (float)__builtin_sqrt(1.0 / (double)n);
     for (float *block = x; block < x + dim * inner; block += size) {
@@ -29,3 +28,6 @@ static __attribute__((noinline)) void rotate(float *x, int64_t dim, int64_t inne
         }
     }
 }
+
+/* The same of a query, compiled once for all paths: it runs once for each. */
+static __attribute__((noinline)) void rotate_query(float *x, int64_t dim, int signs) { rotate(x, dim, 1, signs); }

@@ -1,4 +1,4 @@
-"""Sealing and reading pages of the KV cache, written out: one block after the other, float32, nothing clever.
+"""Writing, sealing and reading pages of the KV cache, written out: one block after the other, float32, nothing clever.
 
 Bound: a number x that is quantised, |x| <= 65504, comes back within `error_bound(scale, low, bits)`: half a step
 and float32's rounding of it, what rounding `low` to float16 moves the lowest code, and what rounding a tiny scale takes
@@ -80,6 +80,18 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Codes uint8 `[..., count]` of packed `[..., row]`."""
     parts = [(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)]
     return torch.stack(parts, -1).flatten(-2)[..., :count]
+
+
+def write_rows(
+    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Arguments as those of `qbe.kernels.kv_pages.write_rows`."""
+    full = block(FULL_BITS, key.shape[2], value.shape[2], key.element_size())
+    words, offsets = blocks[0].long(), slots % ALIGN
+    begins = (slots - offsets)[:, None] + words - words % ALIGN  # of blocks, [T, kv_heads]
+    for x, begin, size in ((key + key * 0, 0, full.key_row), (value, full.values, full.value_row)):
+        at = (begins + begin + offsets[:, None] * size) // key.element_size()
+        memory.view(key.dtype)[at[..., None] + torch.arange(x.shape[2], device=x.device)] = x
 
 
 def seal_pages(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.kv_blocks import ALIGN, FULL_BITS, PAGE_SIZE, block
-from qbe.kernels.reference.kv_pages import find, read_pages
+from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.kernels.reference.kv_pages import read_pages, write_rows
 
 
 def paged_attention(
@@ -23,7 +23,7 @@ def paged_attention(
     softcap: float,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.attention_ops.paged_attention`. It waits for the device."""
-    write_new(key, value, memory, blocks, slots)
+    write_rows(key, value, memory, blocks, slots)
     heads, shape = query.shape[1], (key.shape[1], key.shape[2], value.shape[2])
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = []
@@ -41,18 +41,3 @@ def paged_attention(
         entropy[row, :heads] = -torch.special.xlogy(weights, weights).sum(-1)
         out.append(torch.einsum("hk,hkd->hd", weights, v))
     return torch.stack(out).to(query.dtype)
-
-
-def write_new(
-    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """The new tokens into their open pages; an infinite number of a key becomes NaN, so that it cannot hide."""
-    key = key + key * 0
-    full = block(FULL_BITS, key.shape[2], value.shape[2], key.element_size())
-    for row, slot in enumerate(slots.tolist()):
-        offset = slot % ALIGN
-        for head in range(key.shape[1]):
-            _, at = find(blocks, slot - offset, head)
-            for numbers, begin, size in ((key, 0, full.key_row), (value, full.values, full.value_row)):
-                to = at + begin + offset * size
-                memory[to : to + size] = numbers[row, head].contiguous().view(torch.uint8)
