@@ -85,9 +85,7 @@ INLINE void unpack_turbo(const uint8_t *from, const int BITS, int64_t count, flo
     }
 }
 
-INLINE Floats half_lanes(const uint8_t *from) {
-    Halves h;
-    memcpy(&h, from, sizeof h);
+INLINE Floats halves_as_floats(Halves h) {
     const Words w = __builtin_convertvector(h, Words);
     const Integers special = (Integers)((w & 0x7c00) == 0x7c00); /* NaN and infinity stay what they are */
     const Floats finite = (Floats)((w & 0x7fff) << 13) * 5.192296858534828e33f; /* 2^112 */
@@ -96,11 +94,13 @@ INLINE Floats half_lanes(const uint8_t *from) {
 }
 
 static void half_numbers(const uint8_t *from, float *to) { /* 16 of them */
-    const Floats f = half_lanes(from);
+    Halves h;
+    memcpy(&h, from, sizeof h);
+    const Floats f = halves_as_floats(h);
     memcpy(to, &f, sizeof f);
 }
 
 INLINE float from_half(uint16_t h) {
-    uint16_t lanes[LANES] = {h};
-    return half_lanes((const uint8_t *)lanes)[0];
+    const Halves one = {h};
+    return halves_as_floats(one)[0];
 }
