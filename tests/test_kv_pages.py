@@ -149,6 +149,63 @@ def test_the_cpu_kernels_are_the_reference(path: str, shape: str, dtype: torch.d
     check(shape, dtype, seal_pages, read_pages, "cpu", gpu=False)
 
 
+def written(write: Callable[..., None], shape: str, dtype: torch.dtype, device: str) -> None:
+    """Tokens into two pages, from tensors as layers leave them: the bytes that `Memory.write` puts there."""
+    heads, *dims = SHAPES[shape]
+    memory = Memory([(16,) * heads, (4,) * heads], SHAPES[shape], dtype, 3)
+    pages = [memory.page(), memory.page()]
+    places = [(pages[1], 3), (pages[0], 63), (pages[1], 4), (pages[0], 0)]
+    numbers = [torch.randn(4, heads, d, generator=torch.Generator().manual_seed(d)).to(dtype) for d in dims]
+    numbers[0][2, 0, 1] = torch.inf
+    numbers[1][3, 0, 0] = -torch.inf
+    found = memory.data.clone().to(device)
+    given = [numbers[0].to(device), numbers[1].transpose(0, 1).contiguous().transpose(0, 1).to(device)]
+    write(*given, found, memory.words.to(device), torch.tensor([entry | at for entry, at in places], device=device))
+    keys, values = reference.read_pages(found.cpu(), memory.words, torch.tensor(pages), memory.shape, dtype)
+    numbers[0][2, 0, 1] = torch.nan  # in a key infinity becomes this
+    for read, new in ((keys, numbers[0]), (values, numbers[1])):
+        rows = [pages.index(entry) * PAGE_SIZE + at for entry, at in places]
+        torch.testing.assert_close(read[:, rows].transpose(0, 1), new, rtol=0, atol=0, equal_nan=True)
+        others = [i for i in range(2 * PAGE_SIZE) if i not in rows]
+        assert read[:, others].isnan().all(), "nothing else was written"
+    assert (found.cpu()[sum(memory.sizes[:1]) * 2 :] == 255).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_written_where_their_slots_are(path: str, shape: str, dtype: torch.dtype) -> None:
+    from qbe.kernels.cpu.kv_pages import write_rows
+
+    written(write_rows, shape, dtype, "cpu")
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_so_they_are_by_the_kernel(shape: str, dtype: torch.dtype) -> None:
+    if INTERPRET and dtype == torch.bfloat16:
+        pytest.skip("the interpreter cuts bfloat16, which makes infinity of a NaN")
+    from qbe.kernels.triton.write_rows import write_rows
+
+    written(write_rows, shape, dtype, DEVICE)
+
+
+def test_a_slot_outside_of_the_memory(path: str) -> None:
+    from qbe.kernels.cpu.kv_pages import write_rows
+
+    if path == "torch":
+        pytest.skip("the reference does not look")
+    memory = Memory([(16, 16)], (2, 8, 6), torch.float32, 2)
+    key, value = torch.randn(2, 2, 8), torch.randn(2, 2, 6)
+    before = memory.data.clone()
+    for slot in (len(memory.data), -256, memory.sizes[0] + PAGE_SIZE):
+        with pytest.raises(RuntimeError, match="outside of the KV cache's memory"):
+            write_rows(key, value, memory.data, memory.words, torch.tensor([3, slot]))
+        assert torch.equal(memory.data, before)
+    with pytest.raises(RuntimeError, match="do not belong together"):
+        write_rows(key, value[:1], memory.data, memory.words, torch.tensor([3, 4]))
+
+
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
