@@ -49,7 +49,8 @@ def prompt_attention(
 ) -> torch.Tensor:
     """Causal attention of a sequence's tokens at positions `[start, start + count)`, which are in their pages already.
 
-    A row's result is the same, bit for bit, however a prompt is cut into steps. Arguments and result as those of
+    A row's result is the same, bit for bit, however a prompt is cut into steps, if all values are numbers: what is none
+    in a value may show in other rows of its page, too. Arguments and result as those of
     `qbe.kernels.triton.prompt_attention.prompt_attention`, where `serves` allows it.
 
     Raises:
