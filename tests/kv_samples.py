@@ -72,6 +72,21 @@ class Memory:
         return target
 
 
+def full_pages(pool: PagePool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of what is or could be pages of 16 bits at a layer with attention: keys `[num_pages + 1, kv_heads,
+    PAGE_SIZE, key_dim]` and values, of the model's dtype."""
+    shape, words = pool.shapes[layer], pool.words[layer]
+    assert shape is not None
+    assert words is not None
+    part, size = block(FULL_BITS, shape.key_dim, shape.value_dim, pool.dtype.itemsize), pool.dtype.itemsize
+    numbers, begin = pool.memory.view(pool.dtype), int(words[0, 0]) - FULL_BITS
+    sizes = (pool.num_pages + 1, shape.kv_heads, PAGE_SIZE)
+    strides = (pool.page_bytes // size, part.nbytes // size)
+    keys = numbers.as_strided((*sizes, shape.key_dim), (*strides, shape.key_dim, 1), begin // size)
+    values_at = (begin + part.values) // size
+    return keys, numbers.as_strided((*sizes, shape.value_dim), (*strides, shape.value_dim, 1), values_at)
+
+
 def prompt_in_pages(
     shape: KVShape, heads: int, start: int, count: int, bits: Sequence[KVBits], dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[PagePool, Prompt, torch.Tensor]:
@@ -88,8 +103,7 @@ def prompt_in_pages(
     for i, page in enumerate(pages):
         used = min(PAGE_SIZE, start + count - i * PAGE_SIZE)
         frame = (page.address if page.frame is None else page.frame) // pool.page_bytes
-        for memory in (pool.keys[0], pool.values[0]):
-            assert memory is not None
+        for memory in full_pages(pool, 0):
             numbers = torch.randn(shape.kv_heads, used, memory.shape[-1], generator=generator)
             memory[frame, :, :used] = numbers.to(device, dtype)
     pool.seal(pool.to_seal(pages[: (start + count) // PAGE_SIZE]))
@@ -100,4 +114,4 @@ def prompt_in_pages(
     return pool, prompt, query
 
 
-__all__ = ["ALIGN", "FULL_BITS", "PAGE_SIZE", "Memory", "Shape", "prompt_in_pages", "words_of"]
+__all__ = ["ALIGN", "FULL_BITS", "PAGE_SIZE", "Memory", "Shape", "full_pages", "prompt_in_pages", "words_of"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kv_samples import PAGE_SIZE, prompt_in_pages
+from kv_samples import PAGE_SIZE, full_pages, prompt_in_pages
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.prompt_attention import prompt_attention, serves
 from qbe.kernels.kv_blocks import sealed_pages
@@ -84,8 +84,7 @@ def test_a_row_does_not_depend_on_how_a_prompt_is_cut(bits: Sequence[KVBits], wi
 def test_what_is_no_number_shows() -> None:
     pool, prompt, query = prompt_in_pages(KVShape(2, 16, 16), 4, 0, 20, FULL, torch.bfloat16)
     frame = int(prompt.frames[0]) // pool.page_bytes
-    assert pool.keys[0] is not None
-    pool.keys[0][frame, 1, 7] = torch.nan
+    full_pages(pool, 0)[0][frame, 1, 7] = torch.nan
     found = attended(pool, prompt, query)
     assert found[7:, 2:].isnan().all()
     assert found[:, :2].isfinite().all()

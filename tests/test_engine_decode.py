@@ -9,6 +9,7 @@ import torch
 
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import NO_SITES, build, greedy, prompts, request, run
+from kv_samples import full_pages
 from qbe import Engine
 from qbe.blueprint import Blueprint
 from qbe.engine.captured import Kind
@@ -138,7 +139,8 @@ def test_rows_that_pad_a_batch_touch_nobodys_page() -> None:
     r = request("r", prompts(20)[0], max_tokens=5)
     core.add(r)
     core.step()
-    before = [m.clone() for m in (*core.pool.keys, *core.pool.values)]
+    parts = [m for layer in range(len(core.pool.shapes)) for m in full_pages(core.pool, layer)]
+    before = [m.clone() for m in parts]
     work = core.scheduler.schedule()
     decode._stage(work, 4)
     with torch.inference_mode(), attention.step(decode._layout(Kind(4))):
@@ -146,7 +148,7 @@ def test_rows_that_pad_a_batch_touch_nobodys_page() -> None:
     spare = core.pool.num_pages
     written = r.pages[20 // PAGE_SIZE].address // core.pool.page_bytes
     assert written != spare
-    for memory, old in zip((*core.pool.keys, *core.pool.values), before, strict=True):
+    for memory, old in zip(parts, before, strict=True):
         changed = {p for p in range(memory.shape[0]) if not torch.equal(memory[p], old[p])}
         assert changed <= {written, spare}
         assert written in changed

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from kv_samples import full_pages
 from qbe.errors import QBEError
 from qbe.kernels.kv_blocks import FORMATS
 from qbe.kernels.reference.rotation import rotate
@@ -25,18 +26,17 @@ MIXED = [16, 8, 4, 2, (2, 16), (16, 4)]
 
 def test_pool_shapes_differ_by_layer_and_start_at_16_bits(device: torch.device) -> None:
     pool = PagePool([KVShape(2, 8, 4), None, KVShape(3, 16, 16)], 5, torch.bfloat16, device)
-    assert pool.keys[0].shape == (5 + 1, 2, PAGE_SIZE, 8)  # and the spare one
-    assert pool.values[0].shape == (5 + 1, 2, PAGE_SIZE, 4)
-    assert pool.keys[1] is None
-    assert pool.values[2].shape == (5 + 1, 3, PAGE_SIZE, 16)
+    assert pool.words[1] is None
     assert pool.full.number == 0
     assert pool.full.nbytes * 6 == pool.memory.numel()
     for layer, heads in ((0, 2), (2, 3)):
         assert (pool.words[layer][0] % 256).tolist() == [16] * heads
     # No two numbers share a byte.
-    for i, t in enumerate(t for t in (*pool.keys, *pool.values) if t is not None):
+    parts = [t for layer in (0, 2) for t in full_pages(pool, layer)]
+    assert [len(t) for t in parts] == [5 + 1] * 4  # and the spare one
+    for i, t in enumerate(parts):
         t.fill_(i + 1)
-    for i, t in enumerate(t for t in (*pool.keys, *pool.values) if t is not None):
+    for i, t in enumerate(parts):
         assert (t == i + 1).all()
 
 
@@ -75,8 +75,8 @@ def test_sealing_at_one_layer_and_at_all_is_the_same(device: torch.device) -> No
         format = pool.format((4, 2, 16, (8, 2)), Counter())
         pages = PageAllocator(4, pool.full).allocate(2, format)
         g = torch.Generator().manual_seed(0)
-        for memory in (*pool.keys, *pool.values):
-            if memory is not None:
+        for layer in (0, 1, 3):
+            for memory in full_pages(pool, layer):
                 memory.copy_(torch.randn(memory.shape, generator=g))
         ids = pool.to_seal(pages)
         assert ids is not None
@@ -152,7 +152,7 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
         )
         where = torch.tensor([slot_of(pages, p) for p in range(start + n)])
         frames, offsets = where // pool.page_bytes, where % 256
-        for memory, states in ((pool.keys[0], k), (pool.values[0], v)):
+        for memory, states in zip(full_pages(pool, 0), (k, v), strict=True):
             memory[frames[:start], :, offsets[:start]] = states[:, :start].transpose(0, 1)
         sealed = start // PAGE_SIZE if start // PAGE_SIZE % 8 == 0 else start // PAGE_SIZE - 1
         pool.seal(pool.to_seal(pages[:sealed]))

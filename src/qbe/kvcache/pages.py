@@ -61,9 +61,6 @@ class PagePool:
     Attributes:
         memory: uint8 `[(num_pages + 1) * page_bytes]`.
         page_bytes: of a page of 16 bits.
-        keys: per layer a view `[num_pages + 1, kv_heads, PAGE_SIZE, key_dim]` of what is or could be pages of 16 bits,
-            of the model's dtype; None for a layer without attention.
-        values: per layer `[num_pages + 1, kv_heads, PAGE_SIZE, value_dim]`.
         words: per layer int32 `[FORMATS, kv_heads]`, where a format has each head's block and with how many bits. With
             the entries of the pages this is the plan's `kv_bits` (DESIGN section 1).
         spare: address of one page more, which no sequence owns: rows that pad a batch write there.
@@ -89,8 +86,6 @@ class PagePool:
         self._numbers: dict[tuple[tuple[int, ...], ...], Format] = {}
         self._asked: dict[tuple[KVBits, ...], Format] = {}  # the same, by what was asked for
         self.full = self.format((), Counter())
-        parts = [self._full_parts(layer) for layer in range(len(self.shapes))]
-        self.keys, self.values = [p[0] for p in parts], [p[1] for p in parts]
 
     def alike(self) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Layers of one shape, and their words int32 `[layers, FORMATS, kv_heads]`."""
@@ -212,18 +207,6 @@ class PagePool:
         numbers = sum(n * len(heads) for n, heads in zip(sizes, bits, strict=True))
         total = sum(n * sum(map(kv_width, heads)) for n, heads in zip(sizes, bits, strict=True))
         return total / numbers if numbers else float(FULL_BITS)
-
-    def _full_parts(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        shape, words = self.shapes[layer], self.words[layer]
-        if shape is None or words is None:
-            return None, None
-        part, size = block(FULL_BITS, shape.key_dim, shape.value_dim, self.dtype.itemsize), self.dtype.itemsize
-        numbers, begin = self.memory.view(self.dtype), int(words[0, 0]) - FULL_BITS
-        sizes = (self.num_pages + 1, shape.kv_heads, PAGE_SIZE)
-        strides = (self.page_bytes // size, part.nbytes // size)
-        keys = numbers.as_strided((*sizes, shape.key_dim), (*strides, shape.key_dim, 1), begin // size)
-        values_at = (begin + part.values) // size
-        return keys, numbers.as_strided((*sizes, shape.value_dim), (*strides, shape.value_dim, 1), values_at)
 
 
 def average_bits(shapes: Sequence[KVShape | None], kv_bits: Sequence[KVBits]) -> float:
