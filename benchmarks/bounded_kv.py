@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from qbe import Engine, SamplingParams
 from qbe.blueprint import Blueprint
-from qbe.engine.sampler import Scores
-from qbe.engine.sequence import Sequence
+from qbe.engine.sampling.sampler import Scores
+from qbe.engine.scheduling.sequence import Sequence
 
 THRESHOLDS = (None, 100.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 
@@ -46,7 +46,7 @@ def decode(engine: Engine, ids: list[int], context: int, blueprint: Blueprint) -
 
     core.add(sequence)
     before = counts()
-    with mock.patch("qbe.engine.taking.sample", own):
+    with mock.patch("qbe.engine.speculation.accept_tokens.sample", own):
         while core.has_work():
             core.step()
             if len(found) == 1:

@@ -35,19 +35,19 @@ import torch
 
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
-from qbe.engine.cascade import Cascade
-from qbe.engine.sequence import Scoring, Sequence, Status
+from qbe.engine.adaptive.cascade import Cascade
+from qbe.engine.scheduling.sequence import Scoring, Sequence, Status
 from qbe.eval.fidelity import Teacher
-from qbe.eval.intervals import interval
-from qbe.eval.items import encode, read_training
+from qbe.datasets.intervals import interval
+from qbe.datasets.items import encode, read_training
 from qbe.learning.cascade import HIDDEN
 from qbe.learning.distil import worth
 from qbe.learning.gates import begin
 from qbe.policies.cascade import blocks_of
 from qbe.policies.per_token import LEVELS, Routers
 from qbe.policies.routers import Network, widths_of
-from qbe.records import thresholds
-from qbe.records.refresh import Monitor
+from qbe.refresh import thresholds
+from qbe.refresh.monitor import Monitor
 from qbe.sites import FULL_BITS
 from qbe.store.sensitivity import divergence_of_rows
 

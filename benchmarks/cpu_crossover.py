@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from qbe.kernels.cpu import build, nested_linear
 from qbe.kernels.cpu.geometry import geometry
 from qbe.kernels.reference.activations import EIGHT, word
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 
 SHAPES = ((1536, 576), (576, 1536), (2048, 2048))
 ROWS = (1, 2, 4, 5, 8, 16, 32, 48, 64, 256)

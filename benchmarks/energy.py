@@ -19,7 +19,7 @@ from pathlib import Path
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.server.energy.meter import find
 from qbe.server.energy.spending import MODEL, assumed_watts
 

@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from qbe.engine.devices import pick_device
-from qbe.eval.intervals import interval, ratio
-from qbe.eval.items import encode, read
+from qbe.datasets.intervals import interval, ratio
+from qbe.datasets.items import encode, read
 from qbe.policies.allocate import TOLERANCE, solve
 from qbe.policies.random import _draw
 from qbe.progress import bar

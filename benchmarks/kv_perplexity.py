@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.scoring import Scored, score
-from qbe.kernels.kv_blocks import FULL_BITS, PAGE_SIZE, block
+from qbe.engine.sampling.scoring import Scored, score
+from qbe.format.kv_blocks import FULL_BITS, PAGE_SIZE, block
 from qbe.kvcache.pages import PagePool
 from qbe.models import load_model, pull
 from qbe.policies.kv import FIRST_PAGE_BITS, allocate_kv

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kernels.reference import kv_pages as reference
 from qbe.kernels.reference.rotation import rotate
 from qbe.models import load_model

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qbe.engine.engine import Engine
 from qbe.errors import QBEError
-from qbe.eval.haystack import read_essays
+from qbe.datasets.haystack import read_essays
 from qbe.eval.needle import ANSWER_TOKENS, Cell, Grid, run
 from qbe.progress import bar
 from qbe.sites import FULL_BITS

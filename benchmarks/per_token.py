@@ -22,9 +22,9 @@ import numpy as np
 
 from qbe.engine.engine import Engine
 from qbe.eval.compare import Comparison, Outcome, Setting
-from qbe.eval.intervals import interval, verdict
-from qbe.eval.items import Item, read
-from qbe.eval.results import Results, identity
+from qbe.datasets.intervals import interval, verdict
+from qbe.datasets.items import Item, read
+from qbe.datasets.results import Results, identity
 from qbe.models.load import quiet
 from qbe.progress import bar
 

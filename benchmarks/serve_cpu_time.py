@@ -33,7 +33,7 @@ from qbe.bench.serve_sizes import Sizes
 from qbe.bench.traffic import Arrival, Traffic
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.server import contract
 from qbe.server.queues import TierQueues
 from qbe.server.settings import Settings

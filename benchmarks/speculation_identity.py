@@ -33,13 +33,13 @@ from qbe.bench.speculate import CHOSEN, WITHOUT, Free
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.devices import pick_device
-from qbe.engine.guesses import TEXT, Costs
-from qbe.engine.reader import Reader
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.scoring import Scored, score
-from qbe.engine.sequence import Sequence
+from qbe.engine.speculation.draft_tokens import TEXT, Costs
+from qbe.engine.speculation.ngram_proposer import Reader
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.sampling.scoring import Scored, score
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError
-from qbe.eval.items import DATASETS, encode, read
+from qbe.datasets.items import DATASETS, encode, read
 from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar
 from qbe.store.prepare import prepare

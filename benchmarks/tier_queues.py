@@ -22,7 +22,7 @@ from pathlib import Path
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.server.queues import TierQueues
 from qbe.server.settings import Settings, TierName
 

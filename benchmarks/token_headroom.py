@@ -28,8 +28,8 @@ import torch
 
 from qbe.engine.devices import pick_device
 from qbe.errors import QBEError
-from qbe.eval.items import read
-from qbe.kernels.routing_ops import worths_of
+from qbe.datasets.items import read
+from qbe.kernels.ops.routing import worths_of
 from qbe.learning.distil import Batch, batches, watched
 from qbe.learning.sensitivities import lowered
 from qbe.policies import load

@@ -27,7 +27,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.engine.engine import Engine
 from qbe.eval.fidelity import Fidelity, Teacher
-from qbe.eval.intervals import interval
+from qbe.datasets.intervals import interval
 from qbe.models.load import quiet
 from qbe.progress import bar
 from qbe.sites import FULL_BITS

@@ -121,8 +121,8 @@ def serve() -> None:
     """Forks for every line of JSON on standard input and prints the exit code of what it forked."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
-    import qbe.about
-    import qbe.cli
+    import qbe.cli.info
+    import qbe.cli.main
     import qbe.engine.engine
     import qbe.explain.html
 

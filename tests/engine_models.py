@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.sequence import Sequence
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.sites import SiteTable
 
 VOCABULARY = 199

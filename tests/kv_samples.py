@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.kernels.kv_blocks import ALIGN, FORMATS, FULL_BITS, PAGE_SIZE, block, sealed_pages
+from qbe.format.kv_blocks import ALIGN, FORMATS, FULL_BITS, PAGE_SIZE, block, sealed_pages
 from qbe.kernels.reference import kv_pages as reference
 from qbe.kvcache.allocator import PageAllocator
 from qbe.kvcache.pages import KVShape, PagePool, pages_for

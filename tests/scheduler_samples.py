@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qbe.engine.scheduler import Scheduler, Work
+from qbe.engine.scheduling.scheduler import Scheduler, Work
 from qbe.kvcache.allocator import Format, PageAllocator
 
 FULL = Format(0, 16 * 256)

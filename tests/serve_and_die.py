@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Sequence
 
-from qbe.cli import main
+from qbe.cli.main import main
 from qbe.records.ledger import Entry, Ledger
 
 WHERE, _, NUMBER = os.environ["QBE_TEST_DIES"].partition(":")

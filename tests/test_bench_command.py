@@ -16,7 +16,7 @@ import torch
 from bench_samples import CPU, LIMITS, LINEARS
 from qbe import cli
 from qbe.bench import linears, switch
-from qbe.bench.command import BENCHMARKS, measure
+from qbe.cli.bench import BENCHMARKS, measure
 from qbe.bench.machine import hardware
 from qbe.bench.measure import Failed, Measured
 from qbe.bench.plot import draw

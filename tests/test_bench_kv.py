@@ -18,7 +18,7 @@ from qbe.bench import kv
 from qbe.bench.kv_attention import SDPA, SDPA_GROUPED, Decode, Seal, halved
 from qbe.bench.kv_cases import Cases, choices, mixture
 from qbe.bench.machine import Limits
-from qbe.kernels.kv_blocks import KV_BITS, PAGE_SIZE, block
+from qbe.format.kv_blocks import KV_BITS, PAGE_SIZE, block
 from qbe.kvcache.pages import KVShape
 from bench_samples import CPU, LIMITS, described
 

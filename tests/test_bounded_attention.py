@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_samples import PAGE_SIZE
-from qbe.kernels import bounded_ops
-from qbe.kernels.kv_blocks import FULL_BITS, NO_ORIGINAL, block
+from qbe.kernels.ops import bounded_attention as bounded_ops
+from qbe.format.kv_blocks import FULL_BITS, NO_ORIGINAL, block
 from qbe.kernels.reference.bounded_attention import bounded_attention as reference
 from qbe.kernels.reference.bounded_attention import number_error, page_bounds, pages_to_raise
 from qbe.kernels.reference.kv_pages import quantise

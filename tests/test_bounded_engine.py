@@ -14,8 +14,8 @@ from engine_models import DEVICE, prompts, request, run
 from qbe import Budget, Engine, QBEError, SamplingParams
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.sequence import Sequence
-from qbe.kernels import attention_ops, bounded_ops
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.kernels.ops import paged_attention as attention_ops, bounded_attention as bounded_ops
 from qbe.kvcache import originals
 from qbe.kvcache.pages import PAGE_SIZE
 from test_kv_engine import core, kv

@@ -12,7 +12,7 @@ from conftest import byte_tokenizer, tiny_llama
 from engine_models import ARITHMETIC, CODE, FACT
 from qbe import Budget, Engine, QBEError, SamplingParams
 from qbe.cache.traffic import Asked, read_lengths, read_traffic
-from qbe.cli import app, main
+from qbe.cli.main import app, main
 from qbe.records import RecordStore, export
 
 FEW = SamplingParams(max_tokens=2)

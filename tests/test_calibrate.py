@@ -17,11 +17,11 @@ from qbe.store import calibrate as module
 from qbe.store import checkpoint, descent, kept, tuning
 from qbe.store import prepare as prepare_module
 from qbe.store.calibrate import calibrate, damped, read_tokens, second_moments
-from qbe.store.codes import quantise
-from qbe.store.layout import SliceLayout
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nested_linears
 from qbe.store.nesting import nestable
-from qbe.store.packing import pack
+from qbe.format.packing import pack
 from qbe.store.prepare import prepare, quantise_to
 from qbe.tagger import tag
 

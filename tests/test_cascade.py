@@ -12,9 +12,9 @@ import torch
 from engine_models import build, prompts, request, run
 from qbe.blueprint import Blueprint, Steering
 from qbe.compile.backend import register
-from qbe.engine.captured import Kind
+from qbe.engine.execution.captured import Kind
 from qbe.engine.core import Core
-from qbe.engine.sequence import Move, Sequence
+from qbe.engine.scheduling.sequence import Move, Sequence
 from qbe.errors import QBEError
 from qbe.kvcache.attention import step as step_of
 from qbe.policies.cascade import POINTS, blocks_of, level_of, load, points_of, steering

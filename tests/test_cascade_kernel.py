@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qbe.blueprint import Steering
-from qbe.kernels.cascade_ops import cascade as op
+from qbe.kernels.ops.cascade import cascade as op
 from qbe.kernels.cpu import native
 from qbe.kernels.reference.cascade import cascade as reference
-from qbe.kernels.routing_ops import worths_of
+from qbe.kernels.ops.routing import worths_of
 from qbe.policies.per_token import LEVELS
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 

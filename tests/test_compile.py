@@ -136,7 +136,7 @@ def test_an_engine_with_compiled_steps_writes_what_one_without_writes(speculate:
 
 
 def test_a_model_that_does_not_compile_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qbe.engine import decode
+    from qbe.engine.execution import decode
 
     def refuse(run: object) -> None:
         raise RuntimeError("no graph\nmore lines")

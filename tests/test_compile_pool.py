@@ -142,7 +142,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
     no_gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any number of rows, and for the dequantisation of a prompt that is alone."""
-    from qbe.engine.warmup import linear_launches
+    from qbe.engine.execution.warmup import linear_launches
     from qbe.kernels.triton.nested_linear import nested_linear
 
     engine = Engine(tiny_llama().bfloat16(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False)
@@ -176,7 +176,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
 def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For prompts cut anywhere, beside any number of sequences that write, and for any number of pages to seal; bounded
     ones, too."""
-    from qbe.engine.warmup import attention_launches
+    from qbe.engine.execution.warmup import attention_launches
     from qbe.kernels.triton import kv_pages
     from qbe.kernels.triton.bounded_attention import bounded_attention
     from qbe.kernels.triton.paged_attention import paged_attention
@@ -184,8 +184,8 @@ def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.Mo
 
     core = Core(build("gemma2-softcap"), NO_SITES, max_batch_tokens=512, kv_tokens=4096)
     core.runner.decode = None  # on a GPU its graphs are captured before the engine serves
-    monkeypatch.setattr("qbe.kernels.attention_ops.paged_attention", paged_attention)
-    monkeypatch.setattr("qbe.kernels.bounded_ops.bounded_attention", bounded_attention)
+    monkeypatch.setattr("qbe.kernels.ops.paged_attention.paged_attention", paged_attention)
+    monkeypatch.setattr("qbe.kernels.ops.bounded_attention.bounded_attention", bounded_attention)
     monkeypatch.setattr("qbe.kvcache.prompt.has_kernel", lambda query: True)
     for name in ("seal_pages", "read_pages"):
         monkeypatch.setattr(f"qbe.kvcache.pages.{name}", getattr(kv_pages, name))

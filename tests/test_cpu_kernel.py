@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 import qbe
 from conftest import choose
-from qbe.kernels import ops
+from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu import nested_linear as cpu
 from qbe.kernels.cpu.nested_linears import nested_linears
 from qbe.kernels.reference import nested_linear as reference
 from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, weight_bits, word
-from qbe.store.codes import quantise
-from qbe.store.layout import SliceLayout
-from qbe.store.packing import pack
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
+from qbe.format.packing import pack
 
 LAYOUTS = [(4, 2, 2), (3, 1, 1, 1, 2), (1,) * 8, (8,), (4, 4), (2, 4, 2), (5,), (2, 1)]
 COMPILED = build.library() is not None

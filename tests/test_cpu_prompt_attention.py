@@ -10,7 +10,7 @@ import torch
 from kv_samples import PAGE_SIZE, full_pages, prompt_in_pages
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.prompt_attention import prompt_attention, serves
-from qbe.kernels.kv_blocks import sealed_pages
+from qbe.format.kv_blocks import sealed_pages
 from qbe.kvcache.pages import KVShape, PagePool
 from qbe.kvcache.prompt import Prompt
 from qbe.sites import KVBits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kv_samples import Memory
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 from test_cuda_attention import Cut, check, kernel, kernel_of
 from test_paged_attention import case, copied, on_cpu, on_gpu_order

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qbe.analysis.difficulty import difficulty
-from qbe.engine.sampler import likeliest
+from qbe.engine.sampling.sampler import likeliest
 from qbe.kernels.cpu.difficulty import difficulty as on_cpu
 from qbe.kernels.reference.difficulty import difficulty as reference
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter

@@ -12,10 +12,10 @@ from engine_models import NO_SITES, build, greedy, prompts, request, run
 from kv_samples import full_pages
 from qbe import Engine
 from qbe.blueprint import Blueprint
-from qbe.engine.captured import Kind
+from qbe.engine.execution.captured import Kind
 from qbe.engine.core import Core
-from qbe.engine.decode import DecodeStep, batch_sizes
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.execution.decode import DecodeStep, batch_sizes
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.kvcache import attention
 from qbe.kvcache.pages import PAGE_SIZE, pages_for
 

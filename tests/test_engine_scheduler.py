@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from engine_models import request
 from qbe.blueprint import Blueprint, Steering
-from qbe.engine.sequence import Sequence, Status
+from qbe.engine.scheduling.sequence import Sequence, Status
 from qbe.errors import QBEError
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.format.kv_blocks import PAGE_SIZE
 from scheduler_samples import FULL, LOW, advance, scheduler, shape
 
 

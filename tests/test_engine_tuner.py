@@ -10,10 +10,10 @@ import torch
 
 from conftest import byte_tokenizer, tiny_llama
 from qbe import Budget, Engine, Request, SamplingParams
-from qbe.engine.captured import Captured, Forward, Kind, counted
-from qbe.engine.decode import DecodeStep, batch_sizes
-from qbe.engine.runner import Runner
-from qbe.engine.warmup import row_counts
+from qbe.engine.execution.captured import Captured, Forward, Kind, counted
+from qbe.engine.execution.decode import DecodeStep, batch_sizes
+from qbe.engine.execution.runner import Runner
+from qbe.engine.execution.warmup import row_counts
 from qbe.kernels.tuning.store import TunedStore
 from qbe.kernels.tuning.tunable import Choice, Config, Tunable, choices
 from qbe.kernels.tuning.tunable import _tunables as tunables

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from conftest import byte_tokenizer
 from qbe import QBEError
-from qbe.eval import answers
-from qbe.eval.items import BBH, GSM8K, HUMANEVAL, OPENING, PASSAGE, TEXT, encode, read
-from qbe.eval.sandbox import run
+from qbe.datasets import answers
+from qbe.datasets.items import BBH, GSM8K, HUMANEVAL, OPENING, PASSAGE, TEXT, encode, read
+from qbe.datasets.sandbox import run
 
 HUMANEVAL_ROW = {
     "task_id": "HumanEval/0", "entry_point": "double",

@@ -95,7 +95,7 @@ def test_the_harness_asks_for_text(adapter: Any, engine: Engine) -> None:
         ("The lamp", {"until": "", "max_new_tokens": 4}), ("w" * 900, {"max_gen_toks": 5}),
     )  # fmt: skip
     eight, four, _ = adapter.generate_until(asked)
-    from qbe.engine.sampling_params import SamplingParams
+    from qbe.engine.sampling.sampling_params import SamplingParams
 
     own = engine.generate("The lamp", SamplingParams(max_tokens=8), budget=Budget(bits=6), policy="uniform").text
     assert eight == own.partition("\n\n")[0]

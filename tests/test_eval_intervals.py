@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qbe.eval.intervals import difference, interval, ratio, verdict
+from qbe.datasets.intervals import difference, interval, ratio, verdict
 
 positive = st.floats(1e-6, 1e3)
 samples = st.lists(st.tuples(positive, positive), min_size=2, max_size=40)

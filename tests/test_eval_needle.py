@@ -17,8 +17,8 @@ from rich.console import Console
 from cli_process import refused
 from conftest import byte_tokenizer
 from qbe import Budget, QBEError
-from qbe.eval.command import _settings
-from qbe.eval.haystack import ESSAYS, Haystack, read_essays
+from qbe.cli.eval import _settings
+from qbe.datasets.haystack import ESSAYS, Haystack, read_essays
 from qbe.eval.needle import ANSWER_TOKENS, Cell, Found, Grid, Outcome, run
 from qbe.eval.report import render, shown
 

@@ -22,8 +22,8 @@ from cli_process import refused
 from conftest import as_read, byte_tokenizer, tiny_llama
 from qbe import Engine, QBEError
 from qbe.eval.compare import FULL, Comparison, Outcome, Setting, settings_of
-from qbe.eval.items import Item, read
-from qbe.eval.results import Results
+from qbe.datasets.items import Item, read
+from qbe.datasets.results import Results
 from qbe.eval.summary import _fair, describe, render
 from test_eval_answers import write_data
 

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import silu
 
 from qbe.compile.fuse import FuseRows, fuse
-from qbe.kernels import fused_ops, ops
+from qbe.kernels.ops import fused as fused_ops, nested_linear as ops
 from qbe.kernels.triton.layout import to_device_layout
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, on_device, run_in_interpreter
 

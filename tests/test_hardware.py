@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from qbe import QBEError
-from qbe.about import hardware, render
-from qbe.cli import main
+from qbe.cli.info import hardware, render
+from qbe.cli.main import main
 from qbe.hardware import Family, HardwareProfile, detect, extensions_of
 from qbe.store.native_formats import availability
 from qbe.tier_formats import SPECIFICATION, PrecisionTier, tier_formats

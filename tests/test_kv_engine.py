@@ -14,7 +14,7 @@ from engine_models import DEVICE, NO_SITES, build, greedy, prompts, request, run
 from qbe import Budget, Engine, QBEError, SamplingParams
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.sequence import Sequence
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.explain.heatmap import kv_note
 from qbe.kvcache.pages import PAGE_SIZE
 from test_engine_decode import fixed

@@ -15,7 +15,7 @@ from qbe import Budget, Engine, QBEError, Request, SamplingParams
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.explain.heatmap import HeatMap
-from qbe.kernels.kv_blocks import FORMATS
+from qbe.format.kv_blocks import FORMATS
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.records import RecordStore, export
 from qbe.sites import KVBits, KVSite

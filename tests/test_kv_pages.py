@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_samples import PAGE_SIZE, Memory
-from qbe.kernels.kv_blocks import KV_BITS, block
+from qbe.format.kv_blocks import KV_BITS, block
 from qbe.kernels.reference import kv_pages as reference
 from qbe.kernels.reference.bounded_attention import number_error
 from qbe.kernels.reference.rotation import rotate

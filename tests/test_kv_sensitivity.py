@@ -14,7 +14,7 @@ from explain_samples import plain, printed
 from qbe import Engine
 from qbe.errors import QBEError
 from qbe.explain.terminal import render
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kernels.reference import kv_pages as reference
 from qbe.kernels.reference.rotation import rotate
 from qbe.sites import KV_BITS, KVSite, SiteTable

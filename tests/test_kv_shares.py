@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine_models import NO_SITES, prompts, request, run
 from qbe.engine.core import Core
-from qbe.kernels import attention_ops
+from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.cuda import decode_attention
 from qbe.kvcache.attention import DecodeLayout, attend_decode
 from qbe.kvcache.pages import KVShape, PagePool

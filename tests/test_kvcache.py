@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from kv_samples import full_pages
 from qbe.errors import QBEError
-from qbe.kernels.kv_blocks import FORMATS
+from qbe.format.kv_blocks import FORMATS
 from qbe.kernels.reference.rotation import rotate
 from qbe.kvcache.allocator import Format, Page, PageAllocator
 from qbe.kvcache.attention import Span, StepLayout, in_runs, paged_attention, step

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qbe.cli import main
+from qbe.cli.main import main
 from qbe.errors import QBEError
 from qbe.records.ledger import APPLICATION_ID, COLUMNS, UNIT, Entry, Ledger
 

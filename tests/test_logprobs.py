@@ -11,10 +11,10 @@ from conftest import byte_tokenizer, tiny_llama
 from engine_models import NO_BLUEPRINT
 from qbe.budget import Budget
 from qbe.engine.engine import Engine, Request
-from qbe.engine.logprobs import logprobs
-from qbe.engine.sampler import Scores, likeliest, sample
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.sequence import Sequence
+from qbe.engine.sampling.logprobs import logprobs
+from qbe.engine.sampling.sampler import Scores, likeliest, sample
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError
 
 

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from conftest import byte_tokenizer
-from qbe.engine.longest import longest
-from qbe.engine.room import Room
+from qbe.engine.token_length import longest
+from qbe.engine.context_limit import Room
 from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
 

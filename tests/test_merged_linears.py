@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qbe.kernels import attention_ops, merged_ops, ops
+from qbe.kernels.ops import paged_attention as attention_ops, merged_linear as merged_ops, nested_linear as ops
 from qbe.kernels.cpu import build, native
 from qbe.kernels.cpu import nested_linear as single
 from qbe.kernels.cpu import nested_linears as cpu

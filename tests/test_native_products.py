@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from qbe.kernels.reference import eight_bit_rows
 from qbe.sites import ACTIVATION_LOSS, NATIVE_LOSS, Role, Site, SiteTable
-from qbe.store import scales, sensitivity_table
+from qbe.format import scales
+from qbe.store import sensitivity_table
 from qbe.store.measure import with_measured
 from qbe.store.native_products import measure_native, multiplied_in
 from qbe.store.sensitivity import Sensitivity

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from qbe.errors import QBEError
-from qbe.kernels import merged_ops, ops
+from qbe.kernels.ops import merged_linear as merged_ops, nested_linear as ops
 from qbe.kernels.cpu import nested_linear as cpu
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qbe.kernels import merged_ops, numbered_ops, ops  # noqa: F401  (they define the custom ops)
+from qbe.kernels.ops import merged_linear as merged_ops, numbered_linear as numbered_ops, nested_linear as ops  # noqa: F401  (they define the custom ops)
 from qbe.kernels.cpu import native
 from qbe.store.nested_tensor import NestedTensor
 

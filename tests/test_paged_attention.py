@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kv_samples import ALIGN, PAGE_SIZE, Memory
-from qbe.kernels import attention_ops
+from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.paged_attention import paged_attention as cpu_kernel
 from qbe.kernels.reference.kv_pages import read_pages, rearrange

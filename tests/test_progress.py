@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from qbe import cli, progress
-from qbe.commands import console, options
-from qbe.engine.runner import Runner
+from qbe.cli import console, options
+from qbe.engine.execution.runner import Runner
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_steps_are_compiled_where_that_takes_no_minutes(
 ) -> None:
     sizes: list[int] = []
     decode = SimpleNamespace(compile=sizes.append, largest=largest, capture=lambda *_: True)
-    monkeypatch.setattr("qbe.engine.runner.DecodeStep", lambda *_: decode)
+    monkeypatch.setattr("qbe.engine.execution.runner.DecodeStep", lambda *_: decode)
     runner: Any = SimpleNamespace(device=torch.device(device), model=None, cache=None, plan=None, observe=None)
     runner._takes_positions, runner._takes_keep, runner._cache_name = True, False, "cache"
     runner.compile_steps = partial(Runner.compile_steps, runner)

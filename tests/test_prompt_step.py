@@ -11,7 +11,7 @@ from conftest import byte_tokenizer, tiny_llama
 from engine_models import request
 from qbe import Engine
 from qbe.blueprint import Blueprint
-from qbe.engine.prompt_step import PromptStep
+from qbe.engine.execution.prompt_step import PromptStep
 from qbe.sites import SiteTable
 
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from engine_models import prompts, run
-from qbe.engine import reader
-from qbe.engine.reader import FIRST, GRAMS, WORTH, Followers, Foreseen, Reader
+from qbe.engine.speculation import ngram_proposer as reader
+from qbe.engine.speculation.ngram_proposer import FIRST, GRAMS, WORTH, Followers, Foreseen, Reader
 from test_speculation import READ, at, core_of, request, told
 
 

@@ -18,10 +18,11 @@ from qbe.analysis.difficulty import difficulty
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.core import Core
-from qbe.engine.sampler import likeliest
-from qbe.records import RecordStore, thresholds
-from qbe.records.refresh import Cause, Monitor
-from qbe.records.thresholds import RUN, WINDOW, Thresholds, moved
+from qbe.engine.sampling.sampler import likeliest
+from qbe.records import RecordStore
+from qbe.refresh import thresholds
+from qbe.refresh.monitor import Cause, Monitor
+from qbe.refresh.thresholds import RUN, WINDOW, Thresholds, moved
 from qbe.sites import NESTABLE_ROLES
 from qbe.store.nested_tensor import nest
 from qbe.store.nesting import with_store

@@ -12,9 +12,9 @@ from engine_models import request, run
 from qbe import Engine, QBEError
 from qbe.blueprint import Steering
 from qbe.engine.core import Core
-from qbe.engine.decode import DecodeStep
-from qbe.engine.routing import Read, Routing
-from qbe.engine.scoring import Scored, score
+from qbe.engine.execution.decode import DecodeStep
+from qbe.engine.adaptive.routing import Read, Routing
+from qbe.engine.sampling.scoring import Scored, score
 from qbe.kernels.cpu import native
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.policies.routers import blocks_of, widths_of

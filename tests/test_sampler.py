@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from engine_models import NO_BLUEPRINT, request
-from qbe.engine import sampler
-from qbe.engine.sampler import Scores, adjust, filtered, likeliest
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.sequence import Sequence
+from qbe.engine.sampling import sampler
+from qbe.engine.sampling.sampler import Scores, adjust, filtered, likeliest
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError
 
 PARAMS = st.fixed_dictionaries(

@@ -11,8 +11,8 @@ from conftest import byte_tokenizer, tiny_llama
 from qbe import Engine, QBEError
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.scoring import Scored, score
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.sampling.scoring import Scored, score
 from qbe.kernels.reference.activations import word
 from qbe.store.prepare import prepare_in_memory
 

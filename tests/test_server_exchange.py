@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.server.contract import terms
 from qbe.server.errors import APIError

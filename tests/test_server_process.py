@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from qbe.cli import main
+from qbe.cli.main import main
 from qbe.server.keys import digest
 from server_process import save_tiny, serving
 from server_running import LIMIT_S, until

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine_models import request
-from qbe.engine.scheduler import Scheduler
-from qbe.engine.sequence import Sequence, Status
+from qbe.engine.scheduling.scheduler import Scheduler
+from qbe.engine.scheduling.sequence import Sequence, Status
 from qbe.kvcache.allocator import Format, PageAllocator
 from qbe.server.queues import TierQueues
 from qbe.server.settings import Settings, TierName

@@ -11,10 +11,10 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, apply_rotary_pos_emb
 
 from conftest import tiny_llama
-from qbe.engine import shortcuts
+from qbe.engine.execution import patch_modules as shortcuts
 from qbe.kernels.cpu import build, native
-from qbe.kernels.norm_ops import rms_norm
-from qbe.kernels.rotary_ops import rotate
+from qbe.kernels.ops.rms_norm import rms_norm
+from qbe.kernels.ops.rotary import rotate
 from qbe.store.nested_tensor import nest
 
 DTYPES = [torch.bfloat16, torch.float32]

@@ -14,14 +14,14 @@ import qbe
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import build, prompts, request, run
 from qbe.blueprint import Blueprint
-from qbe.engine import guesses as kept
+from qbe.engine.speculation import draft_tokens as kept
 from qbe.engine.core import Core
-from qbe.engine.decode import DecodeStep
-from qbe.engine.guesses import HOPE, LEAST, REST, Costs, Outcomes, Speculation, progress
-from qbe.engine.sampler import accept
-from qbe.engine.scoring import Scored, score
-from qbe.engine.sequence import Sequence
-from qbe.engine.speculation import Speculator
+from qbe.engine.execution.decode import DecodeStep
+from qbe.engine.speculation.draft_tokens import HOPE, LEAST, REST, Costs, Outcomes, Speculation, progress
+from qbe.engine.sampling.sampler import accept
+from qbe.engine.sampling.scoring import Scored, score
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.speculation.speculator import Speculator
 from qbe.sites import NESTABLE_ROLES
 from qbe.store.nested_tensor import nest
 from qbe.store.nesting import with_store

@@ -16,10 +16,10 @@ from engine_models import request as plain_request
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.core import Core
-from qbe.engine.sampler import Scores, likeliest, sample
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.scheduler import Work
-from qbe.engine.sequence import Sequence
+from qbe.engine.sampling.sampler import Scores, likeliest, sample
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.kernels.cpu.nested_linear import many_rows
 from qbe.kvcache.pages import entries_of
 from qbe.records import RecordStore

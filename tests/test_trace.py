@@ -14,7 +14,7 @@ import qbe
 from cli_process import qbe as command
 from conftest import byte_tokenizer, tiny_llama
 from qbe.budget import Budget
-from qbe.commands.live import watch
+from qbe.cli.live import watch
 from qbe.explain import trace_picture
 from qbe.explain.live import LiveView
 from qbe.explain.palette import colour

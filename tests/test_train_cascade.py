@@ -17,10 +17,10 @@ from conftest import byte_tokenizer, tiny_llama
 from engine_models import build
 from qbe.budget import Budget
 from qbe.engine.result import Request
-from qbe.engine.sampling_params import SamplingParams
-from qbe.eval.items import Form, Item
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.datasets.items import Form, Item
 from qbe.kernels.reference.cascade import cascade as reference
-from qbe.kernels.routing_ops import worths_of
+from qbe.kernels.ops.routing import worths_of
 from qbe.learning import cascade as learning
 from qbe.learning import distil
 from qbe.learning.cascade import attention_of, drawn, entropies, of_answers, train

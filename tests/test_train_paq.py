@@ -17,10 +17,10 @@ from qbe import Engine, QBEError, policies
 from qbe.analysis.encoder import default_encoder
 from qbe.analysis.profile import QueryProfile
 from qbe.budget import Budget
-from qbe.cli import main
+from qbe.cli.main import main
 from qbe.eval.compare import FULL, Setting
-from qbe.eval.items import Form, Item, read_training
-from qbe.eval.results import Results
+from qbe.datasets.items import Form, Item, read_training
+from qbe.datasets.results import Results
 from qbe.learning import paq
 from qbe.policies import learned
 from qbe.policies.paq import THRESHOLDS, _Sample, price

@@ -12,9 +12,9 @@ from conftest import tiny_llama
 from qbe import Engine, QBEError
 from qbe.analysis.profile import PromptSignals
 from qbe.budget import Budget
-from qbe.engine.sampling_params import SamplingParams
-from qbe.eval.items import Form, Item
-from qbe.eval.results import Results
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.datasets.items import Form, Item
+from qbe.datasets.results import Results
 from qbe.learning import predicted
 from qbe.learning.sensitivities import estimate
 from qbe.policies import learned

@@ -17,7 +17,7 @@ from qbe.analysis.features import FEATURES, LOGARITHMIC
 from qbe.analysis.profile import CLASSES, QueryProfile
 from qbe.analysis.thresholds import MARKS
 from qbe.budget import Budget
-from qbe.cli import main
+from qbe.cli.main import main
 from qbe.learning import proxy
 from qbe.policies import learned
 from qbe.policies.proxy import ProxyPolicy, nearest

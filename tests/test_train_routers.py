@@ -16,13 +16,13 @@ from qbe import Engine, QBEError, Request, policies
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Steering
 from qbe.budget import Budget
-from qbe.cli import main
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.scoring import Scored, score
-from qbe.engine.sequence import Sequence
+from qbe.cli.main import main
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.sampling.scoring import Scored, score
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.eval.compare import Comparison, Setting
-from qbe.eval.items import Form, Item
-from qbe.eval.results import Results
+from qbe.datasets.items import Form, Item
+from qbe.datasets.results import Results
 from qbe.learning import distil, mobi, qaq, tokenwise
 from qbe.learning.distil import Routers, descend, sliced
 from qbe.learning.gates import Gates

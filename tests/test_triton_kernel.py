@@ -17,9 +17,9 @@ import torch
 
 from qbe.errors import QBEError
 from qbe.kernels.reference import nested_linear as reference
-from qbe.store.codes import quantise
-from qbe.store.layout import SliceLayout
-from qbe.store.packing import pack
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
+from qbe.format.packing import pack
 
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -269,7 +269,7 @@ def test_one_graph_serves_every_bits_and_nothing_waits(m: int) -> None:
 @on_gpu
 @pytest.mark.parametrize("m", [3, 70])
 def test_opcheck(m: int) -> None:
-    from qbe.kernels import ops  # noqa: F401 - registers the op
+    from qbe.kernels.ops import nested_linear as ops  # noqa: F401 - registers the op
 
     case = Case(m, 64, 200)
     x, packed, meta, bits, original, bias, slices, exponent = case.args(case.mixed())

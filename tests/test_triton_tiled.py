@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from qbe.errors import QBEError
-from qbe.kernels import ops
+from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.triton.layout import from_device_layout, group_size_of, to_device_layout
 from qbe.kernels.triton.nested_linear import nested_linear
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 from test_triton_kernel import CUDA, INTERPRET, LAYOUTS, Case, close, on_device, on_gpu, run_in_interpreter
 
 

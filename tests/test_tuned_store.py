@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qbe.about import hardware as about_hardware
+from qbe.cli.info import hardware as about_hardware
 from qbe.kernels.tuning import store as module
 from qbe.kernels.tuning.store import TunedStore
 from qbe.kernels.tuning.tunable import Problem, hardware, key_of

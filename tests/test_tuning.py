@@ -15,9 +15,10 @@ from torch import nn
 from torch.func import functional_call
 
 from models_tiny import tiny_model
-from qbe.store import scales, tuning
-from qbe.store.codes import quantise
-from qbe.store.layout import SliceLayout
+from qbe.format import scales
+from qbe.store import tuning
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable
 from qbe.store.tuning import Nested, tune

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from qbe.hardware import HardwareProfile, detect
 from qbe.kernels.reference import eight_bit_rows as reference
 from qbe.kernels.reference.activations import word
-from qbe.store import scales
-from qbe.store.layout import SliceLayout
+from qbe.format import scales
+from qbe.format.layout import SliceLayout
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, close, on_device, on_gpu, run_in_interpreter
 from test_triton_tiled import tiled
 

@@ -21,7 +21,7 @@ from qbe.models import pull
 
 if TYPE_CHECKING:
     from qbe.engine.engine import Engine, Request, Result
-    from qbe.engine.sampling_params import SamplingParams
+    from qbe.engine.sampling.sampling_params import SamplingParams
     from qbe.store.native_formats import native_config
     from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
 
@@ -54,7 +54,7 @@ _LAZY = {
     "Engine": "qbe.engine.engine",
     "Request": "qbe.engine.engine",
     "Result": "qbe.engine.engine",
-    "SamplingParams": "qbe.engine.sequence",
+    "SamplingParams": "qbe.engine.scheduling.sequence",
     "NestedTensor": "qbe.store.nested_tensor",
     "NestedWeightConfig": "qbe.store.nested_tensor",
     "native_config": "qbe.store.native_formats",

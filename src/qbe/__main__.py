@@ -1,6 +1,6 @@
 """`python -m qbe` is `qbe`."""
 
-from qbe.cli import main
+from qbe.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -32,9 +32,9 @@ class Budget:
             8-bit numbers; the output head and the few sites that would cost most keep 16.
         careful_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with 16.
         refresh: choose again while the answer is written, within what tier or range allow, when it has become hard or
-            easy to predict and stays so (`qbe.records.refresh`); not beside `bits`.
+            easy to predict and stays so (`qbe.refresh.monitor`); not beside `bits`.
         cascade: let what the attention of layers shows of a token of the answer choose the bits of later layers'
-            weights, around the same average (`qbe.engine.cascade`).
+            weights, around the same average (`qbe.engine.adaptive.cascade`).
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
             0.05 bits where the model has enough key heads for it. Or `turbo2` or `turbo4`: keys in TurboQuant's form
             everywhere. None leaves the choice to the policy.

@@ -62,7 +62,7 @@ ACTIVATION_LOSS = 1e-3
 # of the calibration text: on other text up to 1.5 times as much was measured (docs/quality.md).
 NATIVE_LOSS = ACTIVATION_LOSS / 2
 KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
-TURBO = 64  # added to 2 or 4: that many bits, keys in TurboQuant's form (`qbe.kernels.kv_blocks`)
+TURBO = 64  # added to 2 or 4: that many bits, keys in TurboQuant's form (`qbe.format.kv_blocks`)
 TURBO_KINDS = {"turbo2": TURBO | 2, "turbo4": TURBO | 4}  # name in budgets -> what stands for it among KV bits
 KVBits = int | tuple[int, ...]  # of a layer: one for all of its key heads, or one for each
 

@@ -24,15 +24,15 @@ from vllm_serving import split_model
 
 from qbe.vllm import metrics, transfer
 from qbe.vllm.answer import Answer
-from qbe.vllm.asked import Asked
-from qbe.vllm.course import Course
+from qbe.vllm.request_options import Asked
+from qbe.vllm.blueprint_history import Course
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.loader import scaled
 from qbe.vllm.measured import MeasuredLater
-from qbe.vllm.salt import MARK, resalt, salt_of
+from qbe.vllm.cache_salt import MARK, resalt, salt_of
 from qbe.vllm.served import describe
 from qbe.vllm.service_tier import ServiceTier, with_args
-from qbe.vllm.ticket import KEY, Ticket
+from qbe.vllm.blueprint_payload import KEY, Ticket
 
 GEARS = (4, 6, 8, FULL_BITS)
 
@@ -179,8 +179,8 @@ def test_folds_are_powers_of_two_on_both_sides() -> None:
 
 def test_an_answer_is_refreshed_and_recorded() -> None:
     from qbe.policies.uniform import UniformPolicy
-    from qbe.records.refresh import Monitor
-    from qbe.records.thresholds import RUN, WINDOW, Thresholds
+    from qbe.refresh.monitor import Monitor
+    from qbe.refresh.thresholds import RUN, WINDOW, Thresholds
 
     class Wider(UniformPolicy):
         """The widest gear for hard queries."""

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import qbe
 from models_tiny import TOKENS, tiny_tokenizer
 from qbe.records import Record, RecordStore
-from qbe.records.thresholds import Thresholds, save
+from qbe.refresh.thresholds import Thresholds, save
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.prepare import quantise_to
 

@@ -1,4 +1,4 @@
-"""How hard a token is to predict, read from its logits: what a refresh (`qbe.records.refresh`) goes by."""
+"""How hard a token is to predict, read from its logits: what a refresh (`qbe.refresh.monitor`) goes by."""
 
 from __future__ import annotations
 

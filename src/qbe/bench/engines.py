@@ -14,8 +14,8 @@ from torch import nn
 from qbe.bench.measure import Failed, Sample
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.sequence import Sequence
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.models import load_model, pull
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.nesting import nest_model

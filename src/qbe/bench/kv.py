@@ -18,7 +18,7 @@ from qbe.bench.report import Row, rows_beside
 from qbe.blueprint import Blueprint
 from qbe.engine.devices import out_of_memory
 from qbe.errors import QBEError
-from qbe.kernels.kv_blocks import FULL_BITS, KV_BITS, PAGE_SIZE
+from qbe.format.kv_blocks import FULL_BITS, KV_BITS, PAGE_SIZE
 from qbe.kvcache.pages import KVShape, PagePool, pages_for
 from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar

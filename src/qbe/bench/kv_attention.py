@@ -14,8 +14,8 @@ from qbe.bench.kv_cases import Case, Cases
 from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Sample, attempt
 from qbe.bench.passes import check, whole
-from qbe.kernels.attention_ops import paged_attention, shared_attention
-from qbe.kernels.kv_blocks import sealed_pages
+from qbe.kernels.ops.paged_attention import paged_attention, shared_attention
+from qbe.format.kv_blocks import sealed_pages
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.kvcache.prompt import Prompt, attend_prompt
 from qbe.kvcache.shares import Shares

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from qbe.bench.machine import free_bytes
-from qbe.kernels.kv_blocks import FULL_BITS, KV_BITS
+from qbe.format.kv_blocks import FULL_BITS, KV_BITS
 from qbe.kvcache.allocator import Page, PageAllocator
 from qbe.kvcache.attention import in_runs
 from qbe.kvcache.pages import KVBits, KVShape, PagePool, page_bytes, pages_for

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qbe.engine.guesses import TEXT, Speculation
-from qbe.engine.sequence import Sequence as Running
+from qbe.engine.speculation.draft_tokens import TEXT, Speculation
+from qbe.engine.scheduling.sequence import Sequence as Running
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from qbe.bench.traffic import folder_of
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request, Result
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 
 FOLDER = "json_schemas"

@@ -27,7 +27,7 @@ from qbe.bench.traffic import Arrival, Traffic
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.progress import bar
 
 Found = TypeVar("Found")

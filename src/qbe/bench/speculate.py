@@ -15,15 +15,15 @@ from qbe.bench.decode import LLAMA_8B, random_llama
 from qbe.bench.engines import random_prompt
 from qbe.bench.machine import Limits
 from qbe.bench.measure import Failed, Sample, take_turns
-from qbe.bench.questions import PROMPTS, questions
+from qbe.datasets.questions import PROMPTS, questions
 from qbe.bench.replayed import Recorded, Replayed
 from qbe.bench.report import Row, rows_beside
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.guesses import TEXT, Costs
-from qbe.engine.reader import Reader
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.speculation import ROWS
+from qbe.engine.speculation.draft_tokens import TEXT, Costs
+from qbe.engine.speculation.ngram_proposer import Reader
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.speculation.speculator import ROWS
 from qbe.engine.tokenize import encode
 from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar

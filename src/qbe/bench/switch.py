@@ -24,8 +24,8 @@ from qbe.bench.measure import Failed, Measured, Sample, take_turns
 from qbe.bench.report import COUNT, Row
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.sequence import Sequence
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.progress import bar
 from qbe.sites import SiteTable
 from qbe.store.plan import Plan

@@ -15,9 +15,9 @@ from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch.fx import Graph, Node
 
 from qbe.compile import merge
-from qbe.kernels import fused_ops, merged_ops, ops
+from qbe.kernels.ops import fused as fused_ops, merged_linear as merged_ops, nested_linear as ops
 from qbe.kernels.triton.layout import group_size_of, padded_shape
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 
 ROWS = 16  # of the decode kernels
 TOGETHER = 3  # weights of one of their launches

@@ -9,7 +9,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from qbe.kernels import merged_ops, ops
+from qbe.kernels.ops import merged_linear as merged_ops, nested_linear as ops
 
 _aten = torch.ops.aten
 # Nodes that only look at their input: they can be moved to where it is.

@@ -1,4 +1,4 @@
-"""The way of a request to its blueprint: its prompt becomes tokens, then `qbe.choosing`; with the time of each part."""
+"""The way of a request to its blueprint: its prompt becomes tokens, then `qbe.selection.selector`; with the time of each part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from qbe.analysis.profile import PromptSignals
 from qbe.blueprint import Blueprint
 from qbe.cache import BlueprintCache
 from qbe.cache.traffic import Asked
-from qbe.choosing import BlueprintChooser
-from qbe.engine.longest import longest
+from qbe.selection.selector import BlueprintChooser
+from qbe.engine.token_length import longest
 from qbe.engine.result import Request
-from qbe.engine.room import Room
+from qbe.engine.context_limit import Room
 from qbe.engine.tokenize import encode
 from qbe.errors import QBEError, about
 from qbe.explain import Explanation
@@ -24,7 +24,7 @@ from qbe.policies import Policy
 from qbe.policies.cascade import steering
 from qbe.policies.per_token import Routers
 from qbe.policies.routers import widths_of
-from qbe.records import thresholds
+from qbe.refresh import thresholds
 from qbe.sites import SiteTable
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
-from qbe.engine import shortcuts
-from qbe.engine.cascade import Cascade, steers
-from qbe.engine.guesses import Speculation
-from qbe.engine.kv_size import default_kv_tokens, with_kv
-from qbe.engine.routing import check_columns, is_routed
-from qbe.engine.runner import Runner, can_pack, use_paged_attention
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.scheduler import Scheduler, Work
-from qbe.engine.sequence import Sequence
-from qbe.engine.speculation import ROWS, Speculator
-from qbe.engine.taking import take
-from qbe.engine.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
+from qbe.engine.execution import patch_modules as shortcuts
+from qbe.engine.adaptive.cascade import Cascade, steers
+from qbe.engine.speculation.draft_tokens import Speculation
+from qbe.engine.scheduling.kv_size import default_kv_tokens, with_kv
+from qbe.engine.adaptive.routing import check_columns, is_routed
+from qbe.engine.execution.runner import Runner, can_pack, use_paged_attention
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.scheduler import Scheduler, Work
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.speculation.speculator import ROWS, Speculator
+from qbe.engine.speculation.accept_tokens import take
+from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.kernels.cpu import native

@@ -22,11 +22,11 @@ from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import Prompt, Request, Result
-from qbe.engine.runner import can_pack
-from qbe.engine.sampling_params import MOST_ANSWERS, SamplingParams
+from qbe.engine.execution.runner import can_pack
+from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
 from qbe.engine.stream import Stream
 from qbe.engine.tokenize import eos_ids
-from qbe.engine.tuner_host import TunerHost
+from qbe.engine.execution.tuner_host import TunerHost
 from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.kernels.tuning.tunable import KernelCache, kernel_cache

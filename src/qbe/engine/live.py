@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from qbe.analysis.profile import QueryProfile
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.result import Request, Result
-from qbe.engine.routing import Read
-from qbe.engine.sequence import Sequence
+from qbe.engine.adaptive.routing import Read
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.explain import Explanation
 from qbe.records import Record
-from qbe.records.refresh import Refresh
+from qbe.refresh.monitor import Refresh
 from qbe.sites import FULL_BITS
 
 

@@ -15,15 +15,15 @@ from qbe.engine.chooser import Choice, Chooser
 from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.live import Live
-from qbe.engine.logprobs import prompt_scoring
-from qbe.engine.moments import Moments
+from qbe.engine.sampling.logprobs import prompt_scoring
+from qbe.engine.adaptive.activation_statistics import Moments
 from qbe.engine.result import Request, Result
-from qbe.engine.sequence import Sequence
+from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
-from qbe.records.refresh import Monitor, Refresh
-from qbe.records.thresholds import moved
+from qbe.refresh.monitor import Monitor, Refresh
+from qbe.refresh.thresholds import moved
 from qbe.sites import FULL_BITS, SiteTable
 
 P = ParamSpec("P")

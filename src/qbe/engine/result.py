@@ -9,10 +9,10 @@ from typing import Any
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint, weights_by_bits
 from qbe.budget import Budget
-from qbe.engine.constraint import Constraint
-from qbe.engine.sampling_params import SamplingParams
-from qbe.engine.sequence import FIRST_COME, Place
-from qbe.records.refresh import Refresh
+from qbe.engine.sampling.constraint import Constraint
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.sequence import FIRST_COME, Place
+from qbe.refresh.monitor import Refresh
 from qbe.sites import FULL_BITS, SiteTable
 
 Prompt = str | list[dict[str, Any]] | list[int]
@@ -63,7 +63,7 @@ class Result:
         pages_raised: those of them that were read again at 16 bits.
         host_bytes: bytes of these, most of them in host memory.
         routed: gear -> weights of the nested sites that a token read at it, on average, where routers chose that within
-            the forward pass (`qbe.engine.routing`); empty where the blueprints say it.
+            the forward pass (`qbe.engine.adaptive.routing`); empty where the blueprints say it.
         parts: the blueprints that it had and how many of the computed tokens each; more than one after a refresh.
         refreshes: where its blueprint was exchanged while it wrote, and why.
         raised_tokens, lowered_tokens: of the answer, whose attention raised or lowered the bits of later layers; those

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from qbe.engine.result import Prompt
-from qbe.engine.room import Room
+from qbe.engine.context_limit import Room
 from qbe.errors import QBEError
 
 

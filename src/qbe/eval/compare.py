@@ -1,7 +1,7 @@
 """Policies side by side on the same queries: fidelity to 16 bits by teacher forcing, and answers.
 
 Every query runs at 16 bits once and then under each policy and budget; what was measured before is taken from
-`qbe.eval.results`. The KV cache has 16 bits throughout: what differs is the bits of the weights.
+`qbe.datasets.results`. The KV cache has 16 bits throughout: what differs is the bits of the weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.fidelity import Fidelity, Teacher
-from qbe.eval.items import Encoded, Item, encode
-from qbe.eval.results import Results, digest
+from qbe.datasets.items import Encoded, Item, encode
+from qbe.datasets.results import Results, digest
 from qbe.sites import FULL_BITS, SiteTable
 
 TOGETHER = 8  # answers that are written in the same steps

@@ -13,10 +13,10 @@ import sys
 from typing import Any
 
 from qbe.budget import Budget
-from qbe.commands.console import say
+from qbe.cli.console import say
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.likelihood import Continuation, likelihoods
 from qbe.sites import FULL_BITS

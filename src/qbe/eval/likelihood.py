@@ -9,7 +9,7 @@ import torch
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.engine.scoring import Scored, score
+from qbe.engine.sampling.scoring import Scored, score
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
-from qbe.eval.haystack import Haystack
+from qbe.datasets.haystack import Haystack
 from qbe.sites import FULL_BITS
 
 CITIES = (

@@ -12,13 +12,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from qbe.eval.intervals import LEVEL, RESAMPLES
+from qbe.datasets.intervals import LEVEL, RESAMPLES
 from qbe.eval.needle import Cell, Found, Grid, Outcome, Setting
 from qbe.store.nested_tensor import nested_linears
 
 if TYPE_CHECKING:
     from qbe.engine.engine import Engine
-    from qbe.eval.results import Results
+    from qbe.datasets.results import Results
 
 
 def conditions(engine: Engine) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qbe.eval.compare import FULL, Measured, Outcome, Query, Setting
-from qbe.eval.intervals import Numbers, difference, interval, verdict
+from qbe.datasets.intervals import Numbers, difference, interval, verdict
 
 BASELINES = ("static", "fixed", "random", "uniform")
 SLACK = 0.05  # bits by which averages may differ that are held against each other

@@ -8,7 +8,7 @@ from typing import Any
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
-from qbe.records.thresholds import Thresholds
+from qbe.refresh.thresholds import Thresholds
 from qbe.sites import FULL_BITS, Site, SiteTable
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
-from qbe.records.thresholds import EASY, HARD, RUN, WINDOW, moved
+from qbe.refresh.thresholds import EASY, HARD, RUN, WINDOW, moved
 from qbe.sites import FULL_BITS, KVBits, KVSite, Role, Site, SiteTable, kv_width
 
 # In the order in which a token meets them.

@@ -12,7 +12,7 @@ from qbe.errors import QBEError
 from qbe.sites import SiteTable
 
 if TYPE_CHECKING:
-    from qbe.engine.sequence import Sequence
+    from qbe.engine.scheduling.sequence import Sequence
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Trace:
         entropy, margin: [tokens], of the distribution that the token was drawn from, nats and logits; empty where
             nobody measured them.
         cascade: [tokens], by how many bits of the average the cascade raised (or lowered) that pass.
-        refreshes: as `qbe.records.refresh.Refresh.describe`.
+        refreshes: as `qbe.refresh.monitor.Refresh.describe`.
         texts: [tokens], each token by itself.
     """
 

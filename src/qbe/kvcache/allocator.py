@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from qbe.kernels.kv_blocks import ALIGN, FULL_BITS
+from qbe.format.kv_blocks import ALIGN, FULL_BITS
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Page:
 
     @property
     def entry(self) -> int:
-        """What a block table says of it (`qbe.kernels.kv_blocks`): the address of its frame while it has one."""
+        """What a block table says of it (`qbe.format.kv_blocks`): the address of its frame while it has one."""
         return self.address | self.format.number if self.frame is None else self.frame
 
     @property

@@ -26,8 +26,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from qbe.errors import QBEError
-from qbe.kernels import attention_ops, bounded_ops
-from qbe.kernels.kv_blocks import NO_ORIGINAL, sealed_pages
+from qbe.kernels.ops import paged_attention as attention_ops, bounded_attention as bounded_ops
+from qbe.format.kv_blocks import NO_ORIGINAL, sealed_pages
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.pages import PAGE_SIZE, entries_of, pages_for
 from qbe.kvcache.prompt import Prompt, attend_prompt
@@ -69,7 +69,7 @@ class Span:
 
 @dataclass
 class Bounds:
-    """What bounded attention has more than the plain one: see `qbe.kernels.bounded_ops`."""
+    """What bounded attention has more than the plain one: see `qbe.kernels.ops.bounded_attention`."""
 
     originals: torch.Tensor
     limits: torch.Tensor
@@ -80,14 +80,14 @@ class Bounds:
 class DecodeLayout:
     """A step of one new token for each sequence, in tensors whose shapes do not change from step to step.
 
-    slots, tables, lengths: see `qbe.kernels.attention_ops.paged_attention`.
+    slots, tables, lengths: see `qbe.kernels.ops.paged_attention.paged_attention`.
     entropy: per layer what that op writes there; None for a layer without attention.
     bounds: None when no sequence of the step is bounded.
     several: whether any sequence has several rows, one after the other, the later of which see the earlier ones' keys.
     observe: called after the attention of each layer, within the step; None: nobody asks.
     rows: int64 `[n]`, their numbers in the step; None: all of them, in order.
     shares: found before the step by who runs it; None: each attention finds out for itself.
-    steady: on a GPU a row comes out the same whatever rows are beside it (`qbe.kernels.attention_ops`).
+    steady: on a GPU a row comes out the same whatever rows are beside it (`qbe.kernels.ops.paged_attention`).
     """
 
     cache: PagedCache

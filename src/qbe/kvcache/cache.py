@@ -11,7 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from qbe.errors import QBEError
-from qbe.kernels.kv_pages import write_rows
+from qbe.kernels.ops.kv_pages import write_rows
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.attention import CACHE, DecodeLayout, OpenLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool

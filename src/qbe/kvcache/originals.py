@@ -1,4 +1,4 @@
-"""16-bit originals of sealed pages, in host memory: what bounded attention reads again (`qbe.kernels.bounded_ops`).
+"""16-bit originals of sealed pages, in host memory: what bounded attention reads again (`qbe.kernels.ops.bounded_attention`).
 
 An original is a copy of a page's frame, made when the page is sealed and kept as long as the page is. Memory is taken
 in slabs as it is needed, pinned where the device is a GPU, whose kernels then read it in place.
@@ -11,7 +11,7 @@ import warnings
 import torch
 
 from qbe.hardware import free_memory
-from qbe.kernels.kv_blocks import ALIGN
+from qbe.format.kv_blocks import ALIGN
 from qbe.kvcache.pages import PagePool
 
 SLAB_BYTES = 1 << 26

@@ -1,4 +1,4 @@
-"""The memory of the KV cache: pages of 16, 8, 4 and 2 bits side by side (layout: `qbe.kernels.kv_blocks`)."""
+"""The memory of the KV cache: pages of 16, 8, 4 and 2 bits side by side (layout: `qbe.format.kv_blocks`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from qbe.errors import QBEError
-from qbe.kernels.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
-from qbe.kernels.kv_pages import read_pages, seal_pages
+from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
+from qbe.kernels.ops.kv_pages import read_pages, seal_pages
 from qbe.kvcache.allocator import Format, Page
 from qbe.sites import TURBO_KINDS, KVBits, kv_width
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from qbe.kernels.cpu import prompt_attention as on_cpu
-from qbe.kernels.kv_blocks import sealed_pages
+from qbe.format.kv_blocks import sealed_pages
 from qbe.kvcache.allocator import Format, Page
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, entries_of, pages_for
 

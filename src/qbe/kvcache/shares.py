@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.kernels import attention_ops
+from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kvcache.pages import PagePool
 
 
 class Shares:
-    """What `qbe.kernels.attention_ops.share_pages` finds, for every layer of a pool.
+    """What `qbe.kernels.ops.paged_attention.share_pages` finds, for every layer of a pool.
 
     Args:
         pool: its pages.

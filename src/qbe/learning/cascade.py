@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from qbe.engine.runner import can_pack
+from qbe.engine.execution.runner import can_pack
 from qbe.errors import QBEError
-from qbe.eval.items import Item, encode
+from qbe.datasets.items import Item, encode
 from qbe.kvcache.cache import decoder_config
 from qbe.learning.distil import PROMPT, Batch, Text, batched, sliced
 from qbe.learning.gates import train_routers
@@ -132,7 +132,7 @@ def entropies(model: Any, modules: Sequence[str]) -> Iterator[list[torch.Tensor]
 def entropy_of(weights: torch.Tensor) -> torch.Tensor:
     """Of causal attention's weights [..., tokens, tokens], over the logarithm of the tokens seen [..., tokens].
 
-    As `qbe.kernels.cascade_ops` has it, a token that is alone counts as two.
+    As `qbe.kernels.ops.cascade` has it, a token that is alone counts as two.
     """
     seen = torch.arange(1, weights.shape[-2] + 1, device=weights.device, dtype=torch.float32).clamp(min=2)
     return -torch.special.xlogy(weights.float(), weights.float()).sum(-1) / seen.log()

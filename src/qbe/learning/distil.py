@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from qbe.errors import QBEError
-from qbe.eval.items import Item, encode
+from qbe.datasets.items import Item, encode
 from qbe.policies.routers import Block, Network, Numbers, blocks_of, static_gears, widths_of
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qbe.engine.runner import can_pack
+from qbe.engine.execution.runner import can_pack
 from qbe.errors import QBEError
-from qbe.eval.items import Item
-from qbe.kernels.routing_ops import worths_of
+from qbe.datasets.items import Item
+from qbe.kernels.ops.routing import worths_of
 from qbe.kvcache.cache import decoder_config
 from qbe.learning import distil
 from qbe.learning.distil import Batch, Routers, Student, batches, sliced, solve, split, worth

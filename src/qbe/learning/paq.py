@@ -13,9 +13,9 @@ from qbe.analysis.encoder import default_encoder
 from qbe.engine.engine import Engine
 from qbe.errors import QBEError
 from qbe.eval.compare import FULL, Comparison, Outcome, Setting
-from qbe.eval.intervals import interval
-from qbe.eval.items import Item
-from qbe.eval.results import Results
+from qbe.datasets.intervals import interval
+from qbe.datasets.items import Item
+from qbe.datasets.results import Results
 from qbe.policies.learned import Learned
 from qbe.policies.paq import THRESHOLDS, logarithms
 from qbe.sites import FULL_BITS

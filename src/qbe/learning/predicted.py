@@ -19,8 +19,8 @@ from scipy.special import polygamma
 from qbe.analysis.encoder import default_encoder
 from qbe.analysis.profile import PromptSignals
 from qbe.errors import QBEError
-from qbe.eval.items import Item, encode
-from qbe.eval.results import Results, digest
+from qbe.datasets.items import Item, encode
+from qbe.datasets.results import Results, digest
 from qbe.learning.sensitivities import estimate
 from qbe.policies.learned import Learned
 from qbe.policies.predicted import VECTOR, features

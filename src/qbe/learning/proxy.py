@@ -15,7 +15,7 @@ from qbe import policies
 from qbe.analysis.profile import QueryProfile
 from qbe.budget import Budget
 from qbe.errors import QBEError
-from qbe.eval.intervals import interval
+from qbe.datasets.intervals import interval
 from qbe.files import reason
 from qbe.learning.fitting import network
 from qbe.policies import Policy

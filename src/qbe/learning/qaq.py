@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qbe.eval.items import Item
+from qbe.datasets.items import Item
 from qbe.learning import distil
 from qbe.learning.distil import Batch, Routers, Student, batches, descend, sliced, solve, split, worth
 from qbe.policies.learned import Learned

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from qbe.kernels.routing_ops import worths_of
+from qbe.kernels.ops.routing import worths_of
 from qbe.learning import distil
 from qbe.learning.distil import Batch, watched
 from qbe.learning.gates import Gates, train_routers

@@ -45,7 +45,7 @@ def check(table: SiteTable, packs: bool) -> None:
     """Raises QBEError for a model that has no cascade.
 
     Args:
-        packs: whether tokens of different sequences share a forward of it (`qbe.engine.runner.can_pack`).
+        packs: whether tokens of different sequences share a forward of it (`qbe.engine.execution.runner.can_pack`).
     """
     name = table.model_name or "this model"
     if not packs:

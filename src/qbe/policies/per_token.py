@@ -19,7 +19,7 @@ LEVELS = 256  # thresholds: of averages that rise evenly from the lowest width t
 
 @dataclass(frozen=True)
 class Routers:
-    """What an engine needs to route tokens (`qbe.engine.routing`).
+    """What an engine needs to route tokens (`qbe.engine.adaptive.routing`).
 
     Attributes:
         blocks, networks: for each block the network whose scores, for each of its sites and each slice after the first,

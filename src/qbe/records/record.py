@@ -51,7 +51,7 @@ class Record:
         entropies: of the output distribution, nats per token; None when not measured.
         margins: by how much the likeliest token's logit exceeded the next one's, per token; None when not measured.
         drafted_tokens, accepted_tokens: see `qbe.engine.result.Result`; None in files of older versions.
-        refreshes: where the blueprint was exchanged and why, as `qbe.records.refresh.Refresh.describe`; None for never.
+        refreshes: where the blueprint was exchanged and why, as `qbe.refresh.monitor.Refresh.describe`; None for never.
         analysis_ms, policy_ms, prefill_ms, decode_ms: time spent in each part, milliseconds.
         error: what went wrong, one line; None when nothing did.
         kv_error: what attention was bounded to; None when it was not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from qbe.engine.logprobs import Logprob
+from qbe.engine.sampling.logprobs import Logprob
 from qbe.engine.result import Prompt
 from qbe.server.errors import APIError
 from qbe.server.exchange import Asked, Exchange
@@ -15,7 +15,7 @@ from qbe.server.protocol import CompletionRequest
 from qbe.server.requests import FORMAT, Frame, check_model, check_stream, format_grammar, sampling
 from qbe.server.service import Service
 from qbe.server.wire import DONE, event
-from qbe.server.words import Position
+from qbe.server.token_text import Position
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 

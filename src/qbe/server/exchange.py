@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher
 
 from qbe.engine.result import Prompt, Request, Result
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.server.contract import Terms
 from qbe.server.errors import APIError

@@ -54,7 +54,7 @@ def json_schema(schema: dict[str, Any], param: str) -> str:
 
 
 class GrammarConstraint:
-    """One answer's way through a grammar (`qbe.engine.constraint.Constraint`)."""
+    """One answer's way through a grammar (`qbe.engine.sampling.constraint.Constraint`)."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary

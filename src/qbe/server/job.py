@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qbe.engine.chooser import Choice
-from qbe.engine.logprobs import Logprob
+from qbe.engine.sampling.logprobs import Logprob
 from qbe.engine.result import Request, Result
 
 if TYPE_CHECKING:

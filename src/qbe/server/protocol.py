@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from qbe.budget import MOST_KV_ERROR, check_kv_bits
-from qbe.engine.sampling_params import MOST_ANSWERS
+from qbe.engine.sampling.sampling_params import MOST_ANSWERS
 from qbe.errors import QBEError
 from qbe.sites import FULL_BITS, KV_BITS
 

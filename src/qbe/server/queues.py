@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 from qbe.engine.chooser import Choice
 from qbe.engine.result import Request
-from qbe.engine.sequence import Place, Sequence
+from qbe.engine.scheduling.sequence import Place, Sequence
 from qbe.server.admission import Admission
 from qbe.server.errors import APIError
 from qbe.server.settings import TIER_NAMES, Settings, TierName
 from qbe.server.speed import Speed
 
 if TYPE_CHECKING:
-    from qbe.engine.scheduler import Scheduler
+    from qbe.engine.scheduling.scheduler import Scheduler
     from qbe.server.exchange import Asked
 
 
 class TierQueues:
-    """The order of a server's answers, as `qbe.engine.scheduler.Scheduler.choose` and `prompt_tokens`.
+    """The order of a server's answers, as `qbe.engine.scheduling.scheduler.Scheduler.choose` and `prompt_tokens`.
 
     Args:
         settings: those in use now.

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from qbe import __version__
-from qbe.engine.sampling_params import SamplingParams
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.server import contract
 from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError

@@ -35,7 +35,7 @@ from qbe.server.settings import Settings
 from qbe.server.settings_file import Watched
 from qbe.server.speed import Speed
 from qbe.server.watching import watch
-from qbe.server.words import Words
+from qbe.server.token_text import Words
 from qbe.server.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from qbe.engine.engine import Engine
-from qbe.engine.sequence import Place, Status
+from qbe.engine.scheduling.sequence import Place, Status
 from qbe.errors import QBEError
 from qbe.server.job import Cancelled, Delta, Event, Job
 

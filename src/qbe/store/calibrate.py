@@ -25,10 +25,10 @@ from qbe.hardware import Format, detect
 from qbe.progress import bar
 from qbe.sites import FULL_BITS
 from qbe.store import descent, kept
-from qbe.store.codes import quantise
-from qbe.store.layout import SliceLayout
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
-from qbe.store.packing import pack
+from qbe.format.packing import pack
 from qbe.store.tuning import Nested, tune
 
 TOKENS = 32768  # of the text that are used, at most

@@ -47,7 +47,7 @@ typedef struct {
     float *pull;            /* [precisions, k] (weight - what is read) times Hessian */
 } Row;
 
-/* Scale and offset of group g at precision i, as qbe/store/scales.py decodes them. */
+/* Scale and offset of group g at precision i, as qbe/format/scales.py decodes them. */
 static inline void decode(const Problem *p, const Row *r, int i, int64_t g, float *scale, float *offset) {
     const int last = i == p->precisions - 1;
     const float span = (float)(1 << (p->total - p->width[i]));

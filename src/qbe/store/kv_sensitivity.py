@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from qbe.kernels.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
-from qbe.kernels.kv_pages import read_pages, seal_pages
+from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
+from qbe.kernels.ops.kv_pages import read_pages, seal_pages
 from qbe.sites import KVSite, SiteTable
 from qbe.store.sensitivity import decoder_layers, divergence, full_bits, logits_of, recorded_outputs, replay
 

@@ -16,7 +16,7 @@ from torch import nn
 from qbe.kernels.reference import eight_bit_rows
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.sites import SiteTable
-from qbe.store import scales
+from qbe.format import scales
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.sensitivity import lowered_divergence
 

@@ -21,13 +21,13 @@ from torchao.utils import TorchAOBaseTensor
 
 from qbe.compile.backend import register
 from qbe.errors import QBEError
-from qbe.kernels import ops
-from qbe.kernels.gradients import without_gradient
+from qbe.kernels.ops import nested_linear as ops
+from qbe.kernels.ops.gradients import without_gradient
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
-from qbe.store.codes import quantise
-from qbe.store.layout import SliceLayout, check_group_size, padded
-from qbe.store.packing import pack
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout, check_group_size, padded
+from qbe.format.packing import pack
 
 UNIFORM_ROWS = 256  # from here on a GPU makes the weight once, when it knows the words of all rows to be the same
 
@@ -36,10 +36,10 @@ class NestedTensor(TorchAOBaseTensor):
     """A weight [N, K] stored as nested codes; `F.linear` with it reads each row at that row's own bits.
 
     Tensor data:
-        packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.store.layout`); on a GPU uint8
+        packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.format.layout`); on a GPU uint8
             [bytes], the same in the order its kernels read (`qbe.kernels.triton.layout`).
-        meta: uint8 [2P, N, Kp/group_size], scales and offsets (`qbe.store.scales`).
-        bits: int32 [rows] or [1]: word of precision of each row of the input (`qbe.kernels.ops`); one serves all
+        meta: uint8 [2P, N, Kp/group_size], scales and offsets (`qbe.format.scales`).
+        bits: int32 [rows] or [1]: word of precision of each row of the input (`qbe.kernels.ops.nested_linear`); one serves all
             rows. `set_bits` sets it. An engine binds it to a row of its plan, and a write to the plan changes the
             precision of the next call. Kernels read it while they run and cannot refuse what is not a gear: they take
             its lowest byte, read the original from 16 on (so for 99 and -1 too) and below it the highest precision that
@@ -55,7 +55,7 @@ class NestedTensor(TorchAOBaseTensor):
             A prompt then needs no kernel that asks each row (`qbe.kernels.triton.uniform_linear`).
         native: float8_e4m3fn or int8, in which such a prompt is multiplied on a GPU where its activations have 8 bits;
             None, as long as nobody sets it: tiled weights then have 16-bit products, whatever the word says.
-        wide: results are float32 and not rounded to the model's dtype (`qbe.kernels.ops`), as an engine has its logits.
+        wide: results are float32 and not rounded to the model's dtype (`qbe.kernels.ops.nested_linear`), as an engine has its logits.
     """
 
     tensor_data_names = ["packed", "meta", "bits"]  # noqa: RUF012  (torchao's protocol)
@@ -115,7 +115,7 @@ class NestedTensor(TorchAOBaseTensor):
     def from_weight(
         cls, weight: torch.Tensor, slices: Sequence[int] = (4, 2, 2), group_size: int = 64, keep_original: bool = True
     ) -> NestedTensor:
-        """Quantises a float weight [N, K]. Raises QBEError for what `qbe.store.codes.quantise` refuses."""
+        """Quantises a float weight [N, K]. Raises QBEError for what `qbe.format.codes.quantise` refuses."""
         layout = SliceLayout.of(slices)
         codes, meta, exponent = quantise(weight.detach(), layout, group_size)
         bits = torch.tensor([FULL_BITS if keep_original else layout.total_bits], dtype=torch.int32)

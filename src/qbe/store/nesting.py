@@ -17,7 +17,7 @@ from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
 from qbe.store import known, sensitivity, smoothing
 from qbe.store.calibrate import calibrate
 from qbe.store.folding import Fold, apply_exact, edges
-from qbe.store.layout import BLOCK, SliceLayout
+from qbe.format.layout import BLOCK, SliceLayout
 from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, set_weight
 from qbe.tagger import tag

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qbe.errors import QBEError
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
 PLACES = ("device", "host")

@@ -9,13 +9,13 @@ from typing import Any
 
 from qbe.analysis import QueryProfile
 from qbe.blueprint import Blueprint, tokens_by_bits
-from qbe.choosing import BlueprintChooser
+from qbe.selection.selector import BlueprintChooser
 from qbe.records import Record
-from qbe.records.refresh import Cause, Monitor, Refresh
-from qbe.records.thresholds import moved
+from qbe.refresh.monitor import Cause, Monitor, Refresh
+from qbe.refresh.thresholds import moved
 from qbe.sites import FULL_BITS, SiteTable
-from qbe.vllm.course import Course
-from qbe.vllm.ticket import Ticket
+from qbe.vllm.blueprint_history import Course
+from qbe.vllm.blueprint_payload import Ticket
 
 # A stop string is found in the front end, which aborts the request: here that is a cancellation, too.
 REASONS = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "cancelled"}

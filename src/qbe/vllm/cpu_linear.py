@@ -2,7 +2,7 @@
 
 Sums of another order would give another token now and then. vLLM packs 16-bit weights for its product and drops the
 plain ones, so nothing is kept twice. Which rows those are is known on the host (`qbe.vllm.full_rows`): the custom op
-(`qbe.kernels.numbered_ops`) asks there while a step runs, as vLLM's attention asks its forward context, under
+(`qbe.kernels.ops.numbered_linear`) asks there while a step runs, as vLLM's attention asks its forward context, under
 torch.compile, too; where no row is at 16 bits it need not ask.
 """
 
@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from qbe.kernels import merged_ops, numbered_ops, ops  # noqa: F401  (they define the custom ops)
+from qbe.kernels.ops import merged_linear as merged_ops, numbered_linear as numbered_ops, nested_linear as ops  # noqa: F401  (they define the custom ops)
 from qbe.kernels.reference.activations import eight_bits, has_eight
 from qbe.store.plan import Plan
 from qbe.vllm.full_rows import FullRows

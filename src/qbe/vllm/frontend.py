@@ -16,18 +16,18 @@ from vllm.exceptions import VLLMValidationError
 from qbe import policies
 from qbe.analysis import Analyzer
 from qbe.cache import open_cache
-from qbe.choosing import BlueprintChooser
+from qbe.selection.selector import BlueprintChooser
 from qbe.errors import QBEError
 from qbe.models.folder_weights import lazy_state_dict
 from qbe.models.load import load_config_and_tokenizer
-from qbe.records import thresholds
+from qbe.refresh import thresholds
 from qbe.sites import Role
 from qbe.vllm import metrics, transfer
-from qbe.vllm.asked import Asked
+from qbe.vllm.request_options import Asked
 from qbe.vllm.config import QBEConfig
-from qbe.vllm.salt import salt_of
+from qbe.vllm.cache_salt import salt_of
 from qbe.vllm.served import Served
-from qbe.vllm.ticket import KEY, Ticket
+from qbe.vllm.blueprint_payload import KEY, Ticket
 
 MOST_TEXT = 1 << 16  # characters of `qbe_text` that are looked at: other requests wait meanwhile
 

@@ -9,7 +9,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from qbe.kernels import merged_ops, ops  # noqa: F401  (they define the custom ops)
+from qbe.kernels.ops import merged_linear as merged_ops, nested_linear as ops  # noqa: F401  (they define the custom ops)
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.placement import device_layout
 from qbe.store.plan import Plan

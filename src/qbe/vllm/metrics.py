@@ -6,7 +6,7 @@ from prometheus_client import Counter, Histogram
 
 from qbe.blueprint import Blueprint
 from qbe.sites import SiteTable
-from qbe.vllm.ticket import Ticket
+from qbe.vllm.blueprint_payload import Ticket
 
 REQUESTS = Counter("qbe:requests", "Requests that got a blueprint.", ["policy", "tier"])
 BITS = Histogram(

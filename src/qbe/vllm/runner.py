@@ -12,10 +12,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from qbe.analysis.difficulty import difficulty
 from qbe.blueprint import Blueprint
 from qbe.vllm.config import QBEConfig
-from qbe.vllm.course import Course
+from qbe.vllm.blueprint_history import Course
 from qbe.vllm.full_rows import Runs
 from qbe.vllm.measured import measured
-from qbe.vllm.ticket import Ticket, blueprint_of
+from qbe.vllm.blueprint_payload import Ticket, blueprint_of
 
 
 class PlannedRunner(GPUModelRunner):

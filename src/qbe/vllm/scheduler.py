@@ -12,12 +12,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from qbe.analysis import Analyzer
-from qbe.records import RecordStore, RecordWriter, thresholds
-from qbe.records.refresh import Monitor
+from qbe.records import RecordStore, RecordWriter
+from qbe.refresh import thresholds
+from qbe.refresh.monitor import Monitor
 from qbe.vllm import transfer
 from qbe.vllm.answer import Answer
-from qbe.vllm.salt import resalt
-from qbe.vllm.ticket import KEY, Ticket
+from qbe.vllm.cache_salt import resalt
+from qbe.vllm.blueprint_payload import KEY, Ticket
 
 
 class PlannedScheduler(Scheduler):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from qbe.vllm.asked import PREFIX
+from qbe.vllm.request_options import PREFIX
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 

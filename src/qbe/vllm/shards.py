@@ -13,9 +13,9 @@ from vllm.model_executor.utils import set_weight_attrs
 from qbe.errors import QBEError
 from qbe.sites import Site
 from qbe.store.folding import AGAIN
-from qbe.store.layout import BLOCK, SliceLayout, padded
+from qbe.format.layout import BLOCK, SliceLayout, padded
 from qbe.store.nested_tensor import NestedTensor
-from qbe.store.packing import from_blocks, to_blocks
+from qbe.format.packing import from_blocks, to_blocks
 from qbe.vllm.served import Served
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 from qbe.vllm import QUANTIZATION
-from qbe.vllm.ticket import KEY, Ticket
+from qbe.vllm.blueprint_payload import KEY, Ticket
 
 MOVE = ("NixlConnector", "NixlPullConnector")
 NAME_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")

@@ -212,7 +212,7 @@ static void write_all(uint8_t *memory, const int32_t *words, const int64_t *slot
         }
 }
 
-/* `write_rows` of qbe/kernels/kv_pages.py. Returns 0; -1: a slot outside of the memory (nothing was done). */
+/* `write_rows` of qbe/kernels/ops/kv_pages.py. Returns 0; -1: a slot outside of the memory (nothing was done). */
 int64_t qbe_write_rows(const void *key, const void *value, void *memory, const int32_t *words, const int64_t *slots,
                        const AttentionShape *s) {
     for (int64_t b = 0; b < s->batch; b++)
@@ -221,8 +221,8 @@ int64_t qbe_write_rows(const void *key, const void *value, void *memory, const i
     return 0;
 }
 
-/* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.attention_ops says, words
-   contiguous, out [batch, heads, value_dim] contiguous; bounds NULL or as qbe.kernels.bounded_ops says. Returns 0; -1: a
+/* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.ops.paged_attention says, words
+   contiguous, out [batch, heads, value_dim] contiguous; bounds NULL or as qbe.kernels.ops.bounded_attention says. Returns 0; -1: a
    slot, length or page outside of the memory (nothing was done); -2: out of memory. */
 int64_t qbe_bounded_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *words,
                               const int64_t *slots, const int64_t *tables, const int64_t *lengths, float *entropy,

@@ -1,7 +1,7 @@
 /* Which pages qbe::bounded_attention reads again from their originals. The bound and its proof are in
    reference/bounded_attention.py, whose names these are. Included by attention.c. */
 
-/* Tensors as qbe.kernels.bounded_ops says, all contiguous but originals, whose rows are those of the tables. */
+/* Tensors as qbe.kernels.ops.bounded_attention says, all contiguous but originals, whose rows are those of the tables. */
 struct Bounds {
     const int64_t *originals;
     const float *limits;

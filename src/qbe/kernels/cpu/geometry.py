@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from qbe.store.layout import BLOCK, SliceLayout
+from qbe.format.layout import BLOCK, SliceLayout
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbering of store.c
 ROW_DTYPES = {**DTYPES, torch.float16: 2}  # of x and y of nested weights

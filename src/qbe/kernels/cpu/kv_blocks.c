@@ -1,4 +1,4 @@
-/* Blocks of the KV cache's pages as C sees them (qbe/kernels/kv_blocks.py): where they are, and their numbers unpacked.
+/* Blocks of the KV cache's pages as C sees them (qbe/format/kv_blocks.py): where they are, and their numbers unpacked.
    Included by attention.c. Written in vectors of 16 floats, which the compiler maps to what each path has. */
 
 #define LANES 16

@@ -25,7 +25,7 @@ DEFINE_BLOCKS(avx512, TARGET_AVX512)
 #define READ(BACKEND) scalar_read
 #endif
 
-/* `seal_pages` of qbe/kernels/kv_pages.py, words int32 [layers, ALIGN, kv_heads]. Returns 0; -2: out of memory. */
+/* `seal_pages` of qbe/kernels/ops/kv_pages.py, words int32 [layers, ALIGN, kv_heads]. Returns 0; -2: out of memory. */
 int64_t qbe_seal_pages(uint8_t *memory, const int32_t *words, const int64_t *sources, const int64_t *targets,
                        int64_t layers, int64_t pages, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
                        int32_t dtype, int32_t backend) {
@@ -47,7 +47,7 @@ int64_t qbe_seal_pages(uint8_t *memory, const int32_t *words, const int64_t *sou
     return 0;
 }
 
-/* `read_pages` of qbe/kernels/kv_pages.py, words int32 [ALIGN, kv_heads]. Returns 0; -2: out of memory. */
+/* `read_pages` of qbe/kernels/ops/kv_pages.py, words int32 [ALIGN, kv_heads]. Returns 0; -2: out of memory. */
 int64_t qbe_read_pages(const uint8_t *memory, const int32_t *words, const int64_t *entries, int64_t pages,
                        int64_t kv_heads, int64_t key_dim, int64_t value_dim, int32_t dtype, uint8_t *keys,
                        uint8_t *values, int32_t backend) {

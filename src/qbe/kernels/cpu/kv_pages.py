@@ -9,14 +9,14 @@ import torch
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES
 from qbe.kernels.cpu.paged_attention import AttentionShape, compiled_for
-from qbe.kernels.kv_blocks import FORMATS
+from qbe.format.kv_blocks import FORMATS
 from qbe.kernels.reference import kv_pages as reference
 
 
 def write_rows(
     key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """See `qbe.kernels.kv_pages.write_rows`. Raises RuntimeError for shapes that do not belong together, or a slot
+    """See `qbe.kernels.ops.kv_pages.write_rows`. Raises RuntimeError for shapes that do not belong together, or a slot
     outside of the memory."""
     if not compiled_for(key.dtype):
         reference.write_rows(key, value, memory, blocks, slots)
@@ -49,7 +49,7 @@ def seal_pages(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> None:
-    """See `qbe.kernels.kv_pages.seal_pages`. Raises MemoryError where its working buffers find no room."""
+    """See `qbe.kernels.ops.kv_pages.seal_pages`. Raises MemoryError where its working buffers find no room."""
     if not compiled_for(dtype):
         reference.seal_pages(memory, blocks, sources, targets, shape, dtype)
         return
@@ -65,7 +65,7 @@ def seal_pages(
 def read_pages(
     memory: torch.Tensor, blocks: torch.Tensor, entries: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `qbe.kernels.kv_pages.read_pages`. Raises MemoryError where its working buffers find no room."""
+    """See `qbe.kernels.ops.kv_pages.read_pages`. Raises MemoryError where its working buffers find no room."""
     if not compiled_for(dtype):
         return reference.read_pages(memory, blocks, entries, shape, dtype)
     kv_heads, key_dim, value_dim = shape

@@ -15,16 +15,7 @@ from pathlib import Path
 
 import torch
 
-from qbe.kernels import (
-    attention_ops,
-    cascade_ops,
-    merged_ops,
-    norm_ops,
-    numbered_ops,
-    ops,
-    rotary_ops,
-    routing_ops,
-)  # fmt: skip
+from qbe.kernels.ops import paged_attention as attention_ops, cascade as cascade_ops, merged_linear as merged_ops, rms_norm as norm_ops, numbered_linear as numbered_ops, nested_linear as ops, rotary as rotary_ops, routing as routing_ops  # fmt: skip
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import ROW_DTYPES
 from qbe.kernels.cpu.nested_linear import many_full, many_rows

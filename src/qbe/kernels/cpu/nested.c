@@ -1,7 +1,7 @@
 /* The CPU kernels of qbe::nested_linear and qbe::paged_attention: a plain shared object, called through ctypes (see
    nested_linear.py, paged_attention.py).
 
-   Layout and semantics: qbe/store/layout.py, qbe/store/scales.py, qbe/kernels/reference/nested_linear.py.
+   Layout and semantics: qbe/format/layout.py, qbe/format/scales.py, qbe/kernels/reference/nested_linear.py.
 
    Every row of x goes through the same operations in the same order, or through others that end in the same integers, whatever
    rows it shares the call with: a row's result does not depend on its batch. */
@@ -56,7 +56,7 @@ static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
 #include "prompt_attention.c"
 
-#include "around.c"
+#include "norm_rope.c"
 
 #include "difficulty.c"
 

@@ -43,7 +43,7 @@ def nested_linears(
     slices: Sequence[int],
     exponents: Sequence[int],
 ) -> torch.Tensor:
-    """Arguments and result as those of `qbe.kernels.merged_ops.nested_linears`.
+    """Arguments and result as those of `qbe.kernels.ops.merged_linear.nested_linears`.
 
     Each part of the result is, bit for bit, that of `qbe.kernels.cpu.nested_linear`.
 

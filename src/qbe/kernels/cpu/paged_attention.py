@@ -11,7 +11,7 @@ import torch
 
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES
-from qbe.kernels.kv_blocks import FORMATS
+from qbe.format.kv_blocks import FORMATS
 from qbe.kernels.reference.bounded_attention import bounded_attention as bounded_reference
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 
@@ -57,7 +57,7 @@ def paged_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """Arguments and result as those of `qbe.kernels.attention_ops.paged_attention`.
+    """Arguments and result as those of `qbe.kernels.ops.paged_attention.paged_attention`.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a slot, length or page outside of the memory.
@@ -89,7 +89,7 @@ def bounded_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """Arguments and result as those of `qbe.kernels.bounded_ops.bounded_attention`; errors as of `paged_attention`."""
+    """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`; errors as of `paged_attention`."""
     if not _compiled_for(query, key, value):
         return bounded_reference(
             query, key, value, memory, blocks, slots, tables, lengths, entropy, originals, limits, counts, scaling,

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from qbe.kernels.cpu import build
-from qbe.kernels.kv_blocks import FORMATS, PAGE_SIZE, STRETCH, sealed_pages
+from qbe.format.kv_blocks import FORMATS, PAGE_SIZE, STRETCH, sealed_pages
 
 _threads = torch.get_num_threads
 

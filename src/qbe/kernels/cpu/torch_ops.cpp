@@ -306,7 +306,7 @@ bool of_floats(std::initializer_list<const Tensor *> tensors) {
     return fits;
 }
 
-// `qbe.kernels.routing_ops`, for the few rows of a decode step. Written there in torch, that is a dozen calls a block.
+// `qbe.kernels.ops.routing`, for the few rows of a decode step. Written there in torch, that is a dozen calls a block.
 Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears,
              Tensor sizes, Tensor steering, Tensor words, Tensor spent, int64_t who) {
     const int dtype = dtype_of(x);
@@ -351,7 +351,7 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
     return out;
 }
 
-// `qbe.kernels.cascade_ops`.
+// `qbe.kernels.ops.cascade`.
 Tensor cascade(Tensor attended, Tensor entropy, Tensor lengths, std::optional<Tensor> rows, Tensor seen, Tensor inner,
                Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor steering,
                Tensor words, int64_t point) {
@@ -400,7 +400,7 @@ Tensor cascade(Tensor attended, Tensor entropy, Tensor lengths, std::optional<Te
     return out;
 }
 
-// `qbe.kernels.norm_ops`. Means are torch's own, who knows in which order it adds.
+// `qbe.kernels.ops.rms_norm`. Means are torch's own, who knows in which order it adds.
 Tensor rms_norm(Tensor x, Tensor weight, double eps) {
     const int64_t dims = x.dim(), k = dims ? x.size(dims - 1) : 0, rows = k ? x.numel() / k : 0;
     if (backend < AVX512 || dims > 8 || !rows || dtype_of(x) != 1 || dtype_of(weight) != 1 || !x.is_contiguous() ||
@@ -425,7 +425,7 @@ Tensor rms_norm(Tensor x, Tensor weight, double eps) {
     return y;
 }
 
-// `qbe.kernels.rotary_ops`; the result lies in memory as x does: token by token.
+// `qbe.kernels.ops.rotary`; the result lies in memory as x does: token by token.
 Tensor rotate(Tensor x, Tensor cos, Tensor sin) {
     bool fits = backend >= AVX512 && dtype_of(x) == 1 && x.dim() == 4 && x.size(0) == 1 && x.size(3) % 2 == 0 &&
                 x.stride(3) == 1 && x.numel() > 0;

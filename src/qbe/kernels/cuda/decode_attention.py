@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float) -> bool:
-    """Whether there is a kernel for such arguments of `qbe.kernels.attention_ops.paged_attention`."""
+    """Whether there is a kernel for such arguments of `qbe.kernels.ops.paged_attention.paged_attention`."""
     return (
         query.is_cuda
         and torch.version.hip is None
@@ -160,7 +160,7 @@ def _share_kernel(device: torch.device) -> Any:
 def share(
     blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
 ) -> None:
-    """See `qbe.kernels.attention_ops.share_pages`."""
+    """See `qbe.kernels.ops.paged_attention.share_pages`."""
     layers, count, (batch, pages), kv_heads = blocks.shape[0], cuts.shape[1] - 1, tables.shape, blocks.shape[2]
     shared = 4 * batch * kv_heads
     kernel = _share_kernel(blocks.device)
@@ -190,7 +190,7 @@ def launch(
     cuts: torch.Tensor | None = None,
     steady: bool = False,
 ) -> torch.Tensor:
-    """`qbe.kernels.attention_ops.paged_attention`, where `serves` says so, on a device with so many processors.
+    """`qbe.kernels.ops.paged_attention.paged_attention`, where `serves` says so, on a device with so many processors.
 
     cuts: what `share` found for this layer, int32 `[processors + 1, 2]`.
     steady: a row comes out the same whatever rows are beside it.

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.kv_blocks import FULL_BITS, NO_ORIGINAL, PAGE_SIZE, TURBO, block
+from qbe.format.kv_blocks import FULL_BITS, NO_ORIGINAL, PAGE_SIZE, TURBO, block
 from qbe.kernels.reference.kv_pages import LARGEST, error_bound, find, read_pages, write_rows
 from qbe.kernels.reference.rotation import rotate
 from qbe.sites import kv_width
@@ -104,7 +104,7 @@ def bounded_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """Arguments and result as those of `qbe.kernels.bounded_ops.bounded_attention`. It waits for the device."""
+    """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`. It waits for the device."""
     write_rows(key, value, memory, blocks, slots)
     heads, shape, dtype = query.shape[1], (key.shape[1], key.shape[2], value.shape[2]), key.dtype
     repeat, full = heads // shape[0], block(FULL_BITS, *shape[1:], dtype.itemsize)

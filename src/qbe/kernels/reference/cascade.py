@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from qbe.kernels.cascade_ops import WHO
-from qbe.kernels.routing_ops import worths_of
+from qbe.kernels.ops.cascade import WHO
+from qbe.kernels.ops.routing import worths_of
 
 
 def cascade(
@@ -26,7 +26,7 @@ def cascade(
     words: torch.Tensor,
     point: int,
 ) -> torch.Tensor:
-    """Arguments as those of `qbe.kernels.cascade_ops.cascade`. It waits for the device."""
+    """Arguments as those of `qbe.kernels.ops.cascade.cascade`. It waits for the device."""
     heads = entropy.shape[1]
     for i, (of_heads, length) in enumerate(zip(entropy, lengths.tolist(), strict=True)):
         row = i if rows is None else int(rows[i])

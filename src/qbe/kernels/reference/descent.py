@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.store import scales
-from qbe.store.layout import SliceLayout
+from qbe.format import scales
+from qbe.format.layout import SliceLayout
 
 FLAT = 1e-4  # of a group whose codes say nothing that its offset does not say, scale and offset stay
 

@@ -12,7 +12,7 @@ import ctypes
 
 import torch
 
-from qbe.kernels.kv_blocks import ALIGN, DEVIATION, FULL_BITS, LEVELS, PAGE_SIZE, TURBO, block
+from qbe.format.kv_blocks import ALIGN, DEVIATION, FULL_BITS, LEVELS, PAGE_SIZE, TURBO, block
 from qbe.kernels.reference.rotation import rotate
 from qbe.sites import kv_width
 
@@ -85,7 +85,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 def write_rows(
     key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Arguments as those of `qbe.kernels.kv_pages.write_rows`."""
+    """Arguments as those of `qbe.kernels.ops.kv_pages.write_rows`."""
     full = block(FULL_BITS, key.shape[2], value.shape[2], key.element_size())
     words, offsets = blocks[0].long(), slots % ALIGN
     begins = (slots - offsets)[:, None] + words - words % ALIGN  # of blocks, [T, kv_heads]
@@ -102,7 +102,7 @@ def seal_pages(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> None:
-    """Arguments as those of `qbe.kernels.kv_pages.seal_pages`. It waits for the device."""
+    """Arguments as those of `qbe.kernels.ops.kv_pages.seal_pages`. It waits for the device."""
     kv_heads, key_dim, value_dim = shape
     full = block(FULL_BITS, key_dim, value_dim, dtype.itemsize)
     for words in blocks:
@@ -143,7 +143,7 @@ def read_pages(
     dtype: torch.dtype,
     wide: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and result as those of `qbe.kernels.kv_pages.read_pages`, but in `wide` if it is given. It waits
+    """Arguments and result as those of `qbe.kernels.ops.kv_pages.read_pages`, but in `wide` if it is given. It waits
     for the device.
     """
     kv_heads, key_dim, value_dim = shape
@@ -201,7 +201,7 @@ def rearrange(
     itemsize: int,
     back: bool = False,
 ) -> torch.Tensor:
-    """A copy of `memory` with the sealed blocks of these pages as they lie on a GPU (`qbe.kernels.kv_blocks`).
+    """A copy of `memory` with the sealed blocks of these pages as they lie on a GPU (`qbe.format.kv_blocks`).
 
     back: from there to how they lie on a CPU.
     """

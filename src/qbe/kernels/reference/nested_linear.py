@@ -8,9 +8,9 @@ import torch
 
 from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
 from qbe.sites import FULL_BITS
-from qbe.store import scales
-from qbe.store.layout import SliceLayout
-from qbe.store.packing import unpack
+from qbe.format import scales
+from qbe.format.layout import SliceLayout
+from qbe.format.packing import unpack
 
 
 def dequantise(
@@ -19,8 +19,8 @@ def dequantise(
     """The weight at a precision of the store.
 
     Args:
-        packed: uint8 [total_bits, N*Kp/8] (`qbe.store.packing`).
-        meta: uint8 [2P, N, G] (`qbe.store.scales`).
+        packed: uint8 [total_bits, N*Kp/8] (`qbe.format.packing`).
+        meta: uint8 [2P, N, G] (`qbe.format.scales`).
 
     Returns:
         float32 [N, K].

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kernels.reference.kv_pages import read_pages, write_rows
 
 
@@ -22,7 +22,7 @@ def paged_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """Arguments and result as those of `qbe.kernels.attention_ops.paged_attention`. It waits for the device."""
+    """Arguments and result as those of `qbe.kernels.ops.paged_attention.paged_attention`. It waits for the device."""
     write_rows(key, value, memory, blocks, slots)
     heads, shape = query.shape[1], (key.shape[1], key.shape[2], value.shape[2])
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32

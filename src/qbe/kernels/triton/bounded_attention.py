@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from qbe.kernels.kv_blocks import FULL_BITS, block
+from qbe.format.kv_blocks import FULL_BITS, block
 from qbe.kernels.triton.page_notes import NOTES
 from qbe.kernels.triton.paged_attention import Noted, walk
 from qbe.kernels.triton.raise_pages_kernel import raise_pages_kernel
@@ -34,7 +34,7 @@ def bounded_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """See `qbe.kernels.bounded_ops.bounded_attention`. Long batches (prompts) go in parts: the notes need room."""
+    """See `qbe.kernels.ops.bounded_attention.bounded_attention`. Long batches (prompts) go in parts: the notes need room."""
     parts = []
     for at in range(0, query.shape[0], MOST_ROWS):
         rows = slice(at, at + MOST_ROWS)

@@ -13,7 +13,7 @@ import torch
 
 from qbe.kernels.triton.layout import TILE, padded_shape, unit
 from qbe.kernels.tuning.tunable import Config, Problem, processors
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 
 MOST_SPLITS = 8
 PROGRAMS = 2  # a processor: the splits nearest to that many programs are tried

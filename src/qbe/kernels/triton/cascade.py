@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.cascade_ops import WHO
+from qbe.kernels.ops.cascade import WHO
 from qbe.kernels.triton.tiled_linear import early
 
 _WIDTH = 1024  # numbers of attention at a time
@@ -33,7 +33,7 @@ def cascade(
     words: torch.Tensor,
     point: int,
 ) -> torch.Tensor:
-    """Arguments as those of `qbe.kernels.cascade_ops.cascade`."""
+    """Arguments as those of `qbe.kernels.ops.cascade.cascade`."""
     n, heads = entropy.shape
     out, width, hidden = torch.empty_like(attended), attended[0].numel(), inner.shape[1]
     inputs, sites = (point + 1) * heads, len(words)

@@ -20,7 +20,7 @@ from qbe.kernels.triton.tiled_quantise import quantised_bytes, store_quantised
 def norm(
     x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float, inputs: int, group: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `qbe.kernels.fused_ops.add_norm`; without `added` the first result has no elements."""
+    """See `qbe.kernels.ops.fused.add_norm`; without `added` the first result has no elements."""
     k = x.shape[-1]
     rows = x.reshape(-1, k).contiguous()
     more = None if added is None else added.reshape(-1, k).contiguous()
@@ -38,7 +38,7 @@ def norm(
 
 
 def gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `qbe.kernels.fused_ops.gate`."""
+    """See `qbe.kernels.ops.fused.gate`."""
     k = gate.shape[-1]
     gates, ups = gate.reshape(-1, k), up.reshape(-1, k)
     m = len(gates)

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache in Triton: device functions that load and unpack them (`qbe.kernels.kv_blocks`).
+"""Blocks of the KV cache in Triton: device functions that load and unpack them (`qbe.format.kv_blocks`).
 
 Addresses are in bytes. The same memory is given as uint8 and as the model's dtype (numbers).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.kernels.kv_blocks import LEVELS, PAGE_SIZE, TURBO, Block
+from qbe.format.kv_blocks import LEVELS, PAGE_SIZE, TURBO, Block
 
 PAGE = tl.constexpr(PAGE_SIZE)
 TURBO4 = tl.constexpr(TURBO | 4)
@@ -22,7 +22,7 @@ MAGNITUDES = tl.constexpr(sum(level << 8 * i for i, level in enumerate(LEVELS[4]
 
 @triton.constexpr_function
 def part(name, kind, key_dim, value_dim, item):
-    """A part of `qbe.kernels.kv_blocks.Block`; Triton refuses kernels that refer to a cached function."""
+    """A part of `qbe.format.kv_blocks.Block`; Triton refuses kernels that refer to a cached function."""
     return getattr(Block(kind, key_dim, value_dim, item), name)
 
 

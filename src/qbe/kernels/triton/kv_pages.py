@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qbe.kernels.kv_blocks import DEVIATION, LEVELS, PAGE_SIZE
+from qbe.format.kv_blocks import DEVIATION, LEVELS, PAGE_SIZE
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
     SEALED_KINDS,
@@ -249,7 +249,7 @@ def seal_pages(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> None:
-    """See `qbe.kernels.kv_pages.seal_pages`."""
+    """See `qbe.kernels.ops.kv_pages.seal_pages`."""
     seal_kernel[(sources.shape[0], shape[0], blocks.shape[0])](
         memory, memory.view(dtype), blocks, sources, targets, blocks.stride(0),
         **_sizes(shape, dtype), num_warps=4,
@@ -259,7 +259,7 @@ def seal_pages(
 def read_pages(
     memory: torch.Tensor, blocks: torch.Tensor, entries: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `qbe.kernels.kv_pages.read_pages`."""
+    """See `qbe.kernels.ops.kv_pages.read_pages`."""
     kv_heads, key_dim, value_dim = shape
     pages = entries.shape[0]
     keys, values = (

@@ -1,13 +1,13 @@
 """The packed buffer as the GPU kernels read it: tiles of 64 outputs, runs of 64 bytes, scales beside each other.
 
-Made once from the canonical layout (`qbe.store.layout`), when a weight is placed on a GPU. One flat uint8 buffer, told
+Made once from the canonical layout (`qbe.format.layout`), when a weight is placed on a GPU. One flat uint8 buffer, told
 from the canonical one by its single dimension, holds, with N and K padded to whole tiles and units by zeros:
 
     parts   [N/64, K*w/512, 64, 64] each, most significant first: a run of 64 bytes of one output; bits [j*w, j*w+w) of
             byte u of run t belong to input (t*8/w + j)*64 + u. One shift and one mask give 64 inputs of one group.
     meta    [P, N/64, K/256, 64, 256/group_size, 2]: scale and zero point, then ratio and offset of each lower
             precision: the pairs of an output for 256 inputs are one word of 4 or 8 bytes.
-    largest float32 [P, N]: a bound of the magnitudes of each output's weights (`qbe.store.scales.largest_of_rows`).
+    largest float32 [P, N]: a bound of the magnitudes of each output's weights (`qbe.format.scales.largest_of_rows`).
     counts  int32 [N/16], zero between launches: how many parts of a split sum have arrived. They belong to the weight,
             so that a CUDA graph needs no workspace; two streams must not multiply by one weight at once.
 """
@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 
 from qbe.errors import QBEError
-from qbe.store import scales
-from qbe.store.layout import SliceLayout
-from qbe.store.packing import pack, unpack
+from qbe.format import scales
+from qbe.format.layout import SliceLayout
+from qbe.format.packing import pack, unpack
 
 RUN = 64  # bytes of one output in a run
 TILE = 64  # outputs of a tile

@@ -14,7 +14,7 @@ from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel, nested_li
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_linear import tiled_linear
 from qbe.kernels.tuning.tunable import Config, Problem, Tunable
-from qbe.store.layout import BLOCK, SliceLayout
+from qbe.format.layout import BLOCK, SliceLayout
 
 DECODE_ROWS = 64  # up to here rows share one tile and codes are multiplied undequantised
 LEAST_ROWS = 16  # of a tile: fewer rows are launched as so many are, so that each comes out the same
@@ -86,7 +86,7 @@ def nested_linear(
     config: Config | None = None,
     ready: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y[r] = x[r] @ W(bits[r]).T + bias on a GPU. Arguments and result as the custom op's (`qbe.kernels.ops`).
+    """y[r] = x[r] @ W(bits[r]).T + bias on a GPU. Arguments and result as the custom op's (`qbe.kernels.ops.nested_linear`).
 
     One kernel reads the canonical buffer; a flat one is in the layout made for GPUs (`layout`) and has faster ones.
     `bits` is read by the kernel only: the launch is the same for every content, so a captured CUDA graph serves them

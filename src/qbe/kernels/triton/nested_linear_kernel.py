@@ -40,7 +40,7 @@ def _load_words(packed_ptr, n_long, N, blocks, block, col, wanted, FIRST: tl.con
 def _unpack_words(words, col, code0, code1, WIDTH: tl.constexpr):
     """Appends a part's bits to the codes of a block's first and second 32 inputs, four codes to an int32.
 
-    Field j of byte u belongs to input 8*WIDTH*j + u (`qbe.store.layout`); col is the word's place in its 32 inputs.
+    Field j of byte u belongs to input 8*WIDTH*j + u (`qbe.format.layout`); col is the word's place in its 32 inputs.
     """
     FIELD: tl.constexpr = ((1 << WIDTH) - 1) * 0x01010101
     shift = (col // (2 * WIDTH)) * WIDTH
@@ -79,7 +79,7 @@ def _input_order(i):
 
 @triton.jit
 def _scale_offset(scale, zero, ratio, offset, exponent, SHIFT: tl.constexpr):
-    """Decodes the uint8 meta of a precision SHIFT bits below the widest, as `qbe.store.scales.decode` does."""
+    """Decodes the uint8 meta of a precision SHIFT bits below the widest, as `qbe.format.scales.decode` does."""
     s = ((scale.to(tl.int32) << 19) + (exponent << 23)).to(tl.float32, bitcast=True)
     o = zero.to(tl.float32)
     if SHIFT > 0:

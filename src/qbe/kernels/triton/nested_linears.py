@@ -16,7 +16,7 @@ from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
 from qbe.kernels.triton.tiled_linear import DECODE_ROWS, quantised, split_launch
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 
 TOGETHER = 3  # weights of one launch
 
@@ -34,7 +34,7 @@ def nested_linears(
     ready: torch.Tensor | None = None,
     wide: bool = False,
 ) -> torch.Tensor:
-    """See `qbe.kernels.merged_ops.nested_linears`. Many rows, float32 and other layouts take a call for each weight.
+    """See `qbe.kernels.ops.merged_linear.nested_linears`. Many rows, float32 and other layouts take a call for each weight.
 
     `config` is what a trial launches with; by itself the best one known. `ready` is x quantised, if that is made.
     `wide` gives float32, of a single weight.

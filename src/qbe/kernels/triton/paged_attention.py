@@ -9,7 +9,7 @@ import torch
 import triton
 
 from qbe.kernels.cuda import decode_attention
-from qbe.kernels.kv_blocks import PAGE_SIZE
+from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_attention_kernel
 from qbe.kernels.triton.rotation import rotate_queries_kernel
 
@@ -58,10 +58,10 @@ def paged_attention(
     cuts: torch.Tensor | None = None,
     steady: bool = False,
 ) -> torch.Tensor:
-    """See `qbe.kernels.attention_ops.paged_attention`. Any head sizes, any ratio of query to key heads up to 64.
+    """See `qbe.kernels.ops.paged_attention.paged_attention`. Any head sizes, any ratio of query to key heads up to 64.
 
     The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere, which needs no `cuts`.
-    `steady` is `qbe.kernels.attention_ops.steady_attention`.
+    `steady` is `qbe.kernels.ops.paged_attention.steady_attention`.
     """
     if decode_attention.serves(query, key, value, softcap):
         return decode_attention.launch(

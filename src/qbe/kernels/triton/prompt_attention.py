@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qbe.kernels.kv_blocks import PAGE_SIZE, STRETCH, sealed_pages
+from qbe.format.kv_blocks import PAGE_SIZE, STRETCH, sealed_pages
 from qbe.kernels.triton.kv_blocks import PAGE, full_keys, full_values
 from qbe.kernels.triton.kv_pages import read_pages
 from qbe.kernels.triton.page_walk import LOG2E, capped

@@ -25,7 +25,7 @@ from qbe.kernels.triton.tiled_prefill import PREFILL_ROWS, prefill
 from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 
 DECODE_ROWS = 16
 _HALF_BLOCK = 16384  # inputs of a row that `half_rows_kernel` holds at once

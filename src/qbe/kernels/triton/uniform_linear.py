@@ -16,7 +16,7 @@ from qbe.kernels.triton.dequantise import dequantise
 from qbe.kernels.triton.eight_bit_rows import eight_bit_rows
 from qbe.kernels.triton.layout import TILE, padded_shape
 from qbe.sites import FULL_BITS
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 
 CACHED_BYTES = 32 << 20  # of the weight made at once: what a GPU's L2 cache holds until it is multiplied
 LEAST_OUTPUTS = 2048  # made at once: a product of fewer does not fill the GPU

@@ -18,7 +18,7 @@ from qbe.kernels.triton.kv_blocks import PAGE
 def write_rows(
     key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Arguments as those of `qbe.kernels.attention_ops.paged_attention`."""
+    """Arguments as those of `qbe.kernels.ops.paged_attention.paged_attention`."""
     rows, kv_heads, key_dim = key.shape
     value_dim = value.shape[2]
     write_rows_kernel[(rows, kv_heads)](

@@ -8,7 +8,7 @@ import torch
 
 from qbe.errors import QBEError
 from qbe.kernels.tuning.tunable import Choice, Config, Problem
-from qbe.store.layout import SliceLayout
+from qbe.format.layout import SliceLayout
 
 EXPONENT = 104  # of the scales: results of random codes then fit float16
 NARROW = 512  # outputs of the weights that results are compared on

@@ -1,0 +1,1 @@
+"""The `qbe` command: `main.py` puts the commands together, a file each."""

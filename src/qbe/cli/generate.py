@@ -1,0 +1,237 @@
+"""Commands that take a prompt: `qbe generate`, `qbe chat` and `qbe explain`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qbe.cli.console import err, out, print_json, say, with_options
+from qbe.cli.live import check_live, watch
+from qbe.cli.options import DEFAULT, ActivationBits, Analysis, Answers, Bits, CarefulTokens, Cascade, Chat, Compile, Device, Dtype, Greedy, Json, KVBits, KVError, KVTokens, MaxTokens, MinP, Model, Originals, Penalty, Policy, Refresh, Seed, Speculate, Stop, Temperature, Tier, TopK, TopP, Tune, make_budget, make_engine, make_params
+from qbe.errors import QBEError
+from qbe.files import check_writable
+
+if TYPE_CHECKING:
+    from qbe.budget import Budget
+    from qbe.engine.engine import Engine, Result
+    from qbe.engine.sampling.sampling_params import SamplingParams
+
+Prompt = Annotated[str, typer.Argument(help="the prompt; - reads it from standard input")]
+
+
+def generate(
+    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
+    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, tier: Tier = "default",
+    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
+    kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, n: Answers = 1, chat: Chat = False,
+    refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
+    speculate: Speculate = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Answer one prompt at the precision chosen for it, streaming the text.
+
+    Several answers (--n) come one after the other when all are written; with --json as a list.
+    """
+    text = _prompt(prompt)
+    from qbe.engine.sampling.sampling_params import MOST_ANSWERS
+
+    if not 1 <= n <= MOST_ANSWERS:
+        raise QBEError(f"--n is {n}, but must be a whole number, 1 to {MOST_ANSWERS}")
+    params = make_params(
+        max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, speculate
+    )
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
+    with make_engine(
+        model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
+        quiet=as_json, speculate=speculate,
+    ) as engine:  # fmt: skip
+        asked: Any = [{"role": "user", "content": text}] if chat else text
+        several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
+        results = several or [_stream(engine, asked, params, budget, quiet=as_json)]
+    if as_json:
+        print_json([r.describe() for r in results] if several else results[0].describe())
+    for result in results:
+        if result.error is not None:
+            raise QBEError(result.error)
+        if several and not as_json:
+            print(result.text, flush=True)
+        if not as_json:
+            _summary(result)
+
+
+def chat(
+    context: typer.Context, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
+    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, tier: Tier = "default",
+    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
+    kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0, seed: Seed = None,
+    refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
+    speculate: Speculate = False, tune: Tune = False, as_json: Json = False,
+    live: Annotated[bool, typer.Option("--live", help="draw bits per layer as they move, on a terminal")] = False,
+) -> None:  # fmt: skip
+    """Talk with the model; every message gets its own blueprint. /clear starts over, /exit or Ctrl-D ends.
+
+    With --json every answer is one line of JSON.
+    """
+    if live:
+        check_live(as_json)
+    params = make_params(
+        max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None, speculate
+    )
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
+    with make_engine(
+        model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
+        speculate=speculate,
+    ) as engine:  # fmt: skip
+        from qbe.engine.tokenize import check_chat
+
+        check_chat(engine.tokenizer, model)
+        if sys.stdin is None:
+            raise QBEError("standard input is closed; a chat needs one")
+        if isinstance(sys.stdin, io.TextIOWrapper):  # bad bytes then reach `_utf8`, which refuses that line alone
+            sys.stdin.reconfigure(errors="surrogateescape")
+        messages: list[dict[str, str]] = []
+        while True:
+            try:
+                line = input("you> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                break
+            if line in ("/exit", "/quit"):
+                break
+            if line == "/clear":
+                messages = []
+                continue
+            if not line:
+                continue
+            try:
+                asked = [*messages, {"role": "user", "content": _utf8(line, "the message")}]
+                if live:
+                    result, _ = watch(engine, asked, params, budget, live=True)
+                else:
+                    result = _stream(engine, asked, params, budget, quiet=as_json)
+                if result.error is not None:
+                    raise QBEError(result.error)
+            except QBEError as error:  # a message too long, say: the conversation so far is kept
+                say(with_options(str(error), context.find_root().command), "red")
+                continue
+            except KeyboardInterrupt:
+                err.print("(stopped)")
+                continue
+            messages = [*asked, {"role": "assistant", "content": result.text}]
+            if as_json:
+                print_json(result.describe())
+            else:
+                _summary(result)
+
+
+def explain(
+    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
+    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, kv_bits: KVBits = None,
+    kv_error: KVError = None, max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False,
+    cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
+    html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="answer greedily and write how bits moved: a picture (.png) or .json")
+    ] = None,
+) -> None:  # fmt: skip
+    """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
+    text = _prompt(prompt)
+    if trace is not None:
+        from qbe.explain import trace_picture
+
+        trace_picture.check(trace)
+    check_writable(trace=trace, html=html)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
+    with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
+        asked: Any = [{"role": "user", "content": text}] if chat else text
+        params = make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None)
+        found = engine.explain(asked, params, budget=budget)
+        if trace is not None:
+            result, moved = watch(engine, asked, params, budget)
+            if result.error is not None:
+                raise QBEError(result.error)
+            trace_picture.write(moved, trace)
+            err.print(f"wrote {str(trace).encode('utf-8', 'replace').decode()}", markup=False, highlight=False)
+    if html is not None:
+        from qbe.explain.html import render as page
+        from qbe.files import write_text
+
+        write_text(html, page(found, prompt=text))
+        err.print(f"wrote {str(html).encode('utf-8', 'replace').decode()}", markup=False, highlight=False)
+    if as_json:
+        print_json(found.describe())
+    elif html is None:
+        from qbe.explain.terminal import render
+
+        out.print(render(found))
+
+
+def _prompt(argument: str) -> str:
+    if argument == "-":
+        if sys.stdin is None:
+            raise QBEError("standard input is closed; give the prompt as an argument")
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise QBEError(f"standard input is not valid UTF-8 (byte {error.start}); convert it first") from None
+    else:
+        text = _utf8(argument, "the prompt")
+    if not text.strip():
+        raise QBEError("the prompt is empty; give some text, or - to read it from standard input")
+    return text
+
+
+def _utf8(text: str, what: str) -> str:
+    """Bytes that were no UTF-8 arrive from the shell as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise QBEError(f"{what} is not valid UTF-8 (character {error.start}); convert it first") from None
+    return text
+
+
+def _stream(engine: Engine, prompt: Any, params: SamplingParams, budget: Budget, quiet: bool = False) -> Result:
+    stream = engine.stream(prompt, params, budget=budget)
+    for piece in stream:
+        if not quiet:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if not quiet:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return stream.result
+
+
+def _summary(result: Result) -> None:
+    from qbe.explain.terminal import shares, strip
+
+    line = shares(result.routed) if result.routed else strip(result.blueprint, result.table)
+    eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
+    eight += f" ({result.careful_tokens} tokens 16)" if result.careful_tokens else ""
+    kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
+    if result.pages_read:
+        kv += f" ({result.pages_raised / result.pages_read:.1%} read again at 16)"
+    guesses = f", {result.accepted_tokens} of {result.drafted_tokens} guesses right" if result.drafted_tokens else ""
+    line.append(
+        f"  {result.average_weight_bits:.2f} bits{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"
+        f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s{guesses}",
+        style="dim",
+    )
+    err.print(line, soft_wrap=True)
+    if result.raised_tokens or result.lowered_tokens:
+        err.print(
+            f"  cascade: {result.raised_tokens} tokens raised, {result.lowered_tokens} lowered",
+            style="dim", highlight=False,
+        )  # fmt: skip
+    for r in result.refreshes:
+        err.print(
+            f"  refresh after {r.token} tokens, {r.kind}: {r.entropy:.2f} nats, margin {r.margin:.1f}; "
+            f"{r.bits_before:.2f} to {r.bits:.2f} bits",
+            style="dim", highlight=False,
+        )  # fmt: skip

@@ -1,0 +1,132 @@
+"""The `qbe` command. Parses, calls the library, prints; a QBEError becomes one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import warnings
+from typing import Annotated, Any
+
+import typer
+
+from qbe.cli.bench import app as bench
+from qbe.cli.cache import app as cache
+from qbe.cli.generate import chat, explain, generate
+from qbe.cli.console import say, usage, with_options
+from qbe.cli.ledger import ledger
+from qbe.cli.models import info, pull, quantize
+from qbe.cli.records import records
+from qbe.errors import QBEError
+from qbe.cli.eval import app as evaluate
+from qbe.files import reason
+from qbe.cli.train import app as train
+from qbe.cli.serve import serve
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
+)
+for _command in (generate, chat, explain, quantize, pull, info, records, ledger, serve):
+    app.command()(_command)
+app.add_typer(bench, name="bench")
+app.add_typer(evaluate, name="eval")
+app.add_typer(cache, name="cache")
+app.add_typer(train, name="train")
+# What a wrong option or command raises; Typer carries its own copy of click, whose classes it does not export.
+USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from qbe import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and end")]
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Quantization Blueprint Engine: the precision of every layer, chosen for each query."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `qbe`. Exit code 0, 2 for bad input (one line on stderr), 130 interrupted, 141 after `| head`."""
+    warnings.showwarning = _warn  # type: ignore[assignment]
+    warnings.simplefilter("ignore", SyntaxWarning)  # of a library that is compiled on its first import
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where they are ignored (nohup)
+            signal.signal(signal.SIGINT, _interrupted)
+    try:
+        if sys.stdout is None:
+            raise QBEError("standard output is closed; redirect it to a file, or to /dev/null to discard it")
+        code = app(argv, standalone_mode=False)
+        sys.stdout.flush()
+    except QBEError as error:
+        _fail(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except (BrokenPipeError, SystemExit) as error:  # click and rich turn a closed pipe into exit code 1
+        if not _reader_left(error):
+            raise
+        # What a shell reports for a program that SIGPIPE ended, as it ends `cat`. The signal itself stays ignored: it
+        # would also end us when a connection to the hub breaks. What is still buffered goes nowhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        sys.exit(128 + signal.SIGPIPE)
+    except RuntimeError as error:  # an exit within an op that torch calls through C++ comes out as one
+        if _told_to_end.is_set():
+            sys.exit(128 + signal.SIGTERM)
+        if not _was_interrupted.is_set() or "API call failed" not in str(error):
+            raise
+        sys.exit(130)
+    except OSError as error:
+        if error.filename is not None:  # not a stream of ours: a defect that should be seen whole
+            raise
+        _fail(f"the output cannot be written: {reason(error)}")
+    except USAGE_ERRORS as error:
+        if not error.format_message():  # `qbe` alone: the help has been printed
+            sys.exit(2)
+        _fail(usage(error))
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+_told_to_end = threading.Event()
+_was_interrupted = threading.Event()
+
+
+def _terminated(*_: object) -> None:
+    """SIGTERM (a scheduler, `timeout`, `docker stop`) takes the way of an exit: nothing half-written stays behind."""
+    _told_to_end.set()
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _interrupted(*_: object) -> None:
+    """SIGINT, which is Ctrl-C."""
+    _was_interrupted.set()
+    raise KeyboardInterrupt
+
+
+def _reader_left(error: BaseException | None) -> bool:
+    """Whether a closed pipe is behind it: whoever read our output has enough."""
+    while error is not None and not isinstance(error, BrokenPipeError):
+        error = error.__context__
+    return error is not None
+
+
+def _warn(message: Warning | str, *_rest: Any) -> None:
+    say(str(message), "yellow")
+
+
+def _fail(message: str) -> None:
+    say(with_options(message, typer.main.get_group(app)), "red")
+    sys.exit(2)

@@ -1,0 +1,79 @@
+"""Commands about models and their stores: `qbe quantize`, `qbe pull` and `qbe info`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qbe.cli.console import err, out, print_json
+from qbe.cli.options import DEFAULT, Device, Json, Model
+from qbe.errors import QBEError
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="hub id, transformers folder, GGUF file or built-in name")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder to write; it must not exist yet")],
+    group_size: Annotated[int, typer.Option(help="inputs that share a scale, a multiple of 64")] = 64,
+    slices: Annotated[str, typer.Option(help="widths of the slices, most significant first")] = "4,2,2",
+    calibrate: Annotated[
+        Path | None, typer.Option(help="text to choose the codes on (minutes; better at 6 bits and fewer)")
+    ] = None,
+    device: Device = "auto", as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write a model's nested store and its measured sensitivities as a folder that every command takes."""
+    from qbe.engine.devices import pick_device
+    from qbe.store.nested_tensor import NestedWeightConfig
+    from qbe.store.prepare import quantise_to
+
+    try:
+        widths = tuple(int(s) for s in slices.split(","))
+    except ValueError:
+        raise QBEError(f"--slices '{slices}' is not a list of whole numbers; give 4,2,2 for example") from None
+    config = NestedWeightConfig(group_size, widths)
+    quantise_to(model, output, config, pick_device(device), text=calibrate, progress=err.is_terminal)
+    described = _about(str(output))
+    if as_json:
+        print_json(described)
+    else:
+        store = described["store"]
+        out.print(
+            f"wrote {output}: {store['nested_sites']} sites, {store['bits_per_weight']:.2f} bits a weight",
+            highlight=False,
+        )
+
+
+def pull(
+    name: Annotated[str, typer.Argument(help="hub id, folder, GGUF file or built-in name")] = DEFAULT,
+    as_json: Json = False,
+) -> None:
+    """Fetch a model into the cache and print where it lies."""
+    from qbe.models import pull as fetch
+
+    path = fetch(name, progress=err.is_terminal)
+    if as_json:
+        print_json({"name": name, "path": str(path)})
+    else:
+        print(path)
+
+
+def info(
+    model: Model = DEFAULT,
+    verify: Annotated[bool, typer.Option("--verify", help="compare the checksums of a QBE folder's files")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a model's sites and roles, its nested store, and what this machine offers."""
+    described = _about(model, verify=verify)
+    if as_json:
+        print_json(described)
+        return
+    from qbe.cli.info import render
+
+    out.print(render(described))
+
+
+def _about(model: str, verify: bool = False) -> dict[str, Any]:
+    from qbe.cli.info import about
+
+    return about(model, verify=verify, progress=err.is_terminal)

@@ -1,0 +1,205 @@
+"""`qbe serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qbe.cli.options import DEFAULT, Compile, Device, Dtype, KVTokens, Model, Originals, Policy, Tune
+from qbe.errors import QBEError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from qbe.engine.engine import Engine
+    from qbe.server.service import Service
+
+_CUT_S = 5  # after `drain_s`, for what is cut to say so; then connections are closed whatever they do
+_FORCE_S = 1.0  # the same after a second signal
+
+
+def serve(
+    model: Model = DEFAULT,
+    host: Annotated[str, typer.Option(help="address to listen on; all but this machine's own need keys")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port; 0 takes a free one and prints it")] = 8000,
+    config: Annotated[Path | None, typer.Option(help="TOML file of tiers, prices, limits and keys")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
+    policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
+    max_sequences: Annotated[int, typer.Option(help="answers that are written at once")] = 16,
+    kv_tokens: KVTokens = None, compile: Compile = False, tune: Tune = False,
+    new_key: Annotated[str | None, typer.Option(help="print a new key for this name with its TOML, and end")] = None,
+) -> None:  # fmt: skip
+    """Serve a model over HTTP as OpenAI does; every request may say what precision, time and price it wants."""
+    try:
+        import fastapi  # noqa: F401
+        import llguidance  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
+    from qbe.records.ledger import Ledger
+    from qbe.server.connections import protocol
+    from qbe.server.guard import HEADER_BYTES
+    from qbe.server.keys import new_key as make_key
+    from qbe.server.observe import logs, traces
+    from qbe.server.settings_file import Watched
+
+    if new_key is not None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", new_key):
+            raise QBEError(f"--new-key '{new_key}': a name has letters, digits, - and _ only")
+        key, lines = make_key(new_key)
+        print(f"# the key, shown only now: {key}\n{lines}", end="")
+        return
+    watched = Watched(config)
+    public = not _loopback(host)
+    if public and not watched.current.keys:
+        raise QBEError(
+            f"--host {host} lets others connect, but there are no keys: make one with 'qbe serve --new-key NAME', put "
+            "it into a file and give --config FILE, or stay at --host 127.0.0.1"
+        )
+    sending, book = traces.start(), Ledger(ledger)
+    book.write([])  # now it is there, or says why it cannot be
+    listening = _listen(host, port)
+    from qbe.server.app import make_app  # seconds, with all of torch: only what can start takes them
+
+    logs.start(lambda: watched.current)
+    failures: list[BaseException] = []
+    services: list[Service] = []
+    drain_s = watched.current.limits.drain_s
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    def service() -> Service:
+        from qbe.server.service import Service
+
+        def make() -> Engine:
+            from transformers.utils import logging as advice
+
+            from qbe.engine.engine import Engine
+            from qbe.records import RecordStore, RecordWriter
+
+            advice.set_verbosity_error()
+            return Engine(
+                model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=max_sequences,
+                kv_tokens=kv_tokens, compile=compile, tune=tune, records=RecordWriter(RecordStore()),
+                progress=sys.stderr.isatty(),
+            )  # fmt: skip
+
+        services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
+        return services[0]
+
+    class Server(uvicorn.Server):
+        """Drains on the first signal, ends on the second; the exit code after a drain is 0."""
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            """A signal came."""
+            if self.should_exit:
+                for one in services:
+                    one.drain(0.0)
+                force = threading.Timer(_FORCE_S if services else 0.0, self._force)
+                force.daemon = True
+                force.start()
+            self.should_exit = True
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """Wait for what runs, but not for ever."""
+            for one in services:
+                one.drain(drain_s)
+            await super().shutdown(sockets)
+
+        def _force(self) -> None:
+            self.force_exit = True
+
+    server = Server(
+        uvicorn.Config(
+            _ending(make_app(service)), log_level="error", access_log=False, http=protocol(lambda: watched.current),
+            ws="none", lifespan="on", h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
+            timeout_graceful_shutdown=drain_s + _CUT_S,
+        )
+    )  # fmt: skip
+    address, bound = listening.getsockname()[:2]
+    print(f"listening on http://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn listens to them, a moment later
+        signal.signal(number, server.handle_exit)
+    server.run(sockets=[listening])
+    if failures:
+        raise failures[0]
+
+
+def _ending(app: ASGIApp) -> ASGIApp:
+    """The application, with an answer to those who are still there when the server's end cancels them.
+
+    That comes late, to a client that reads slowly or not at all, or with a second signal. uvicorn would print a
+    traceback of each and say 500.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        begun: list[Message] = []
+        done = False
+
+        async def sent(message: Message) -> None:
+            nonlocal done
+            await send(message)
+            if message["type"] == "http.response.start":
+                begun.append(message)
+            done = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await app(scope, receive, sent if scope["type"] == "http" else send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CUT_S / 10):
+                    await _say_why(begun, done, scope, receive, send)
+
+    return answer
+
+
+async def _say_why(begun: list[Message], done: bool, scope: Scope, receive: Receive, send: Send) -> None:
+    """That the server ends, to a client that has got these messages and may have got its whole answer."""
+    from qbe.server.exchange import SHUTTING_DOWN
+    from qbe.server.wire import event
+
+    if not begun:
+        await SHUTTING_DOWN.response()(scope, receive, send)
+    elif not done:
+        streams = any(b"text/event-stream" in value for _, value in begun[0]["headers"])
+        await send({"type": "http.response.body", "body": event(SHUTTING_DOWN.body()) if streams else b""})
+
+
+def _loopback(host: str) -> bool:
+    """Whether only this machine can connect to this address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 65536:
+        raise QBEError(f"--port {port} is out of range; give 0 to 65535")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, proto)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)
+    except OSError as error:
+        raise QBEError(f"--host {host} --port {port} cannot be listened on: {error.strerror or error}") from None
+    listening.setblocking(False)
+    return listening

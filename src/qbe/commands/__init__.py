@@ -1,1 +1,0 @@
-"""The commands of `qbe`; `qbe.cli` puts them together."""

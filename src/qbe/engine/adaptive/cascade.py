@@ -1,0 +1,138 @@
+"""The cascade: the entropy of attention gives a token the bits of later layers' weights, within the same pass.
+
+After the attention of a few layers `qbe::cascade` scores what each slice of the weights up to the next such layer is
+worth to a row (`qbe.policies.cascade`) and writes the gears to the plan, from which they are read a moment later. It
+acts on the tokens of an answer, each of which is a row of its own; a prompt runs as its blueprint says.
+
+What a row got comes to the host with the token, stays with the sequence, and makes of its blueprint the one that the
+token really had: for a token that is computed again after a preemption, and for whoever counts bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from qbe.blueprint import Blueprint
+from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.sequence import Move, Sequence
+from qbe.kernels.ops.cascade import cascade
+from qbe.format.kv_blocks import PAGE_SIZE
+from qbe.policies.cascade import NAME, points_of, steering
+from qbe.policies.per_token import Routers
+from qbe.sites import SiteTable
+from qbe.store.plan import Plan
+
+
+class Cascade:
+    """Of one engine.
+
+    Args:
+        routers: what was learned.
+        sites: the model's.
+        plan: of the engine, of one row for each token.
+    """
+
+    def __init__(self, routers: Routers, sites: SiteTable, plan: Plan) -> None:
+        self.routers, self.sites, self._plan, device = routers, sites, plan, plan.device
+        self._points = {layer: point for point, layer in enumerate(points_of(sites))}
+        heads = routers.networks[0].inner.shape[0] if routers.networks else 0
+        self._seen = torch.zeros(plan.max_rows, len(self._points) * heads, device=device)
+        self._networks = [[torch.from_numpy(t).to(device) for t in vars(n).values()] for n in routers.networks]
+        self._words = [plan.words[b.sites[0] : b.sites[-1] + 1] for b in routers.blocks]
+        self._thresholds = torch.from_numpy(routers.thresholds).to(device)
+        self._gears = torch.tensor(routers.widths, dtype=torch.int32, device=device)
+        self._copy = torch.zeros(
+            plan.words.numel() * plan.words.is_cuda, dtype=torch.int32, pin_memory=plan.words.is_cuda
+        )
+        sizes = np.array([s.parameters for s in sites.nested], np.float64)
+        self._shares = sizes / sizes.sum()
+        self._average = lru_cache(maxsize=4096)(lambda bits: float(self._shares @ np.array(bits)))
+        self._moved = lru_cache(maxsize=4096)(_moved)
+
+    def observe(
+        self, layer: int, attended: torch.Tensor, entropy: torch.Tensor, lengths: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """After the attention of a layer, within the pass: `qbe.kvcache.attention.Observe`."""
+        point = self._points.get(layer)
+        if point is None:
+            return attended
+        return cascade(
+            attended, entropy, lengths, rows, self._seen, self._networks[point], self._thresholds, self._gears,
+            self._plan.steering, self._words[point], point,
+        )  # fmt: skip
+
+    def begin(self, sequence: Sequence) -> None:
+        """Let the answer of a request that asks for it be steered, at the level that keeps its average."""
+        plain = replace(sequence.blueprint, steering=None)
+        sequence.past.append((len(sequence.prompt_ids), plain))
+        sequence.blueprint, sequence.moved = self.steered(plain, sequence), self._moved
+
+    def steered(self, blueprint: Blueprint, sequence: Sequence) -> Blueprint:
+        """The blueprint with the steering that makes up for the bits that a sequence had too many of, or too few.
+
+        None where a refresh has brought it beyond what the routers can give: its tokens then have what it says.
+        """
+        bits = blueprint.weight_bits
+        return replace(blueprint, steering=steering(self.routers, self.sites, bits, sequence.excess, PAGE_SIZE))
+
+    def fetch(self, work: Many[Work]) -> Callable[[Sequence], None] | None:
+        """Begin to bring what a step that has run gave its rows to the host.
+
+        Returns:
+            to be called for each token that the step has computed of an answer, in order, once the device has been
+            waited for: the sequence keeps its bits. None where nobody's rows are.
+        """
+        rows, at = dict[tuple[str, int], int](), 0
+        for w in work:
+            if w.draft is None and w.count == 1 and w.sequence.moved is not None:
+                rows[w.sequence.request_id, w.start] = at
+            at += w.count
+        if not rows:
+            return None
+        words = self._plan.words[:, :at]
+        if words.is_cuda:
+            here = self._copy[: words.numel()].view_as(words)
+            here.copy_(words, non_blocking=True)
+            words = here
+        numbers = words.numpy()
+
+        def keep(sequence: Sequence) -> None:
+            row = rows.get((sequence.request_id, len(sequence.token_ids) - 1))
+            if row is not None and len(sequence.token_ids) > len(sequence.prompt_ids):
+                self.keep(sequence, (numbers[:, row] & 255).astype(np.uint8))
+
+        return keep
+
+    def keep(self, sequence: Sequence, bits: npt.NDArray[np.uint8]) -> None:
+        """A token of the answer has gone through the model with these. Where it fills a page the level follows.
+
+        Nowhere else: a step that checks guesses ends before, so that none of its rows has a level that another way
+        through the same tokens would not have had.
+        """
+        position, own = len(sequence.token_ids) - 1, sequence.blueprint
+        shift = float(self._shares @ bits) - self._average(own.weight_bits)
+        sequence.moves.append(Move(bits.tobytes(), shift))
+        sequence.excess += shift
+        if position % PAGE_SIZE == PAGE_SIZE - 1:
+            now = self.steered(own, sequence)
+            if now != own:
+                sequence.past.append((position + 1, own))
+                sequence.blueprint = now
+
+
+def _moved(blueprint: Blueprint, bits: bytes) -> Blueprint:
+    """What a token of this blueprint with these weight bits really had; nobody steers that."""
+    return replace(blueprint, weight_bits=tuple(bits), steering=None)
+
+
+def steers(blueprint: Blueprint) -> bool:
+    """Whether the cascade may move rows of this blueprint."""
+    return blueprint.steering is not None and blueprint.steering.by == NAME

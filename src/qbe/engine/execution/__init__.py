@@ -1,0 +1,1 @@
+"""Running the model on a step: eager, compiled, or from a CUDA graph."""

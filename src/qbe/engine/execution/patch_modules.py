@@ -1,0 +1,139 @@
+"""On a CPU: modules of a model that call QBE's ops themselves in eager steps.
+
+A step of few rows spends as long on torch's calls as on products. A nested layer here skips the way through `F.linear`
+and its tensor subclass; a norm and rotary embeddings are one op each in place of eight and of fourteen
+(`qbe.kernels.ops.rms_norm`, `rotary_ops`), wherever a trial shows that these have the same bits. Whatever they do not
+serve goes the model's own way, and so does what is compiled (`aside`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from qbe.kernels.ops import nested_linear as ops
+from qbe.kernels.cpu import build
+from qbe.kernels.ops.rms_norm import rms_norm
+from qbe.kernels.ops.rotary import rotate
+from qbe.store.nested_tensor import NestedTensor, nested_linears
+
+_ROTARY = "apply_rotary_pos_emb"  # the name of the function in transformers' models
+SERVED = torch.bfloat16  # of what norms and rotary embeddings take
+
+
+def take(model: nn.Module) -> None:
+    """Let the modules of `model` take them; once, and for good."""
+    for _, layer, _ in nested_linears(model):
+        _replace(layer, _linear)
+    if build.backend() not in ("avx512", "amx"):  # where the ops would be torch's dozen again
+        return
+    functions: dict[object, Callable[..., Any] | None] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__.endswith("RMSNorm") and _same_norm(module):
+            _replace(module, _norm)
+        names = getattr(getattr(kind.forward, "__code__", None), "co_names", ())
+        if _ROTARY in names and isinstance(kind.forward, types.FunctionType):
+            if kind not in functions:
+                functions[kind] = _with_rotary(kind.forward)
+            if functions[kind] is not None:
+                _replace(module, functions[kind])
+
+
+@contextmanager
+def aside(model: nn.Module, rotary: bool = True) -> Iterator[None]:
+    """Inside the block `model` has none of them: dynamo follows the modules' own code, which Inductor fuses better.
+
+    Args:
+        rotary: rotary embeddings, too. Of many tokens Inductor makes seven passes where the op makes two.
+    """
+    taken = [m for m in model.modules() if getattr(m.__dict__.get("forward"), "is_shortcut", False)]
+    taken = [m for m in taken if rotary or not getattr(m.forward, "rotates", False)]
+    kept = [m.__dict__.pop("forward") for m in taken]
+    try:
+        yield
+    finally:
+        for module, forward in zip(taken, kept, strict=True):
+            module.forward = forward
+
+
+def _replace(module: nn.Module, forward: Any) -> None:
+    if "forward" not in module.__dict__:
+        forward.is_shortcut = True
+        module.forward = types.MethodType(forward, module)  # which is copied with the module
+
+
+def _linear(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    weight = self._parameters["weight"]
+    assert isinstance(weight, NestedTensor)
+    bits, width = weight.bits, x.shape[-1]
+    rows = x.numel() // width if width else 0
+    fits = width == weight.in_features and x.dtype is weight.logical_dtype and bits.shape[0] >= rows > 0
+    if torch.is_grad_enabled() or not fits or weight.packed.dim() == 1:
+        return nn.Linear.forward(self, x)
+    return ops.nested_linear(
+        x, weight.packed, weight.meta, bits[:rows], weight.original, self._parameters["bias"], weight.slices,
+        weight.exponent, weight.wide,
+    )  # fmt: skip
+
+
+def _eps(module: nn.Module) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled() or hidden_states.dtype is not SERVED:
+        y: torch.Tensor = type(self).forward(self, hidden_states)
+        return y
+    return rms_norm(hidden_states, self._parameters["weight"], _eps(self))  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def _same_norm(module: nn.Module) -> bool:
+    """Whether it is `qbe::rms_norm`."""
+    weight, eps = module._parameters.get("weight"), _eps(module)
+    if weight is None or weight.dtype is not SERVED or weight.dim() != 1 or not isinstance(eps, float):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, len(weight), generator=generator).to(SERVED)
+    try:
+        return torch.equal(type(module).forward(module, x), rms_norm(x, weight, eps))
+    except (RuntimeError, TypeError):  # it is called in another way
+        return False
+
+
+def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
+    """`forward` with the op in the place of its module's function; None where that is another one."""
+    plain = forward.__globals__[_ROTARY]
+
+    def rotary(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        served = all(t.dtype is SERVED for t in (q, k, cos, sin))  # OLMo's cosines are float32
+        if rest or named or torch.is_grad_enabled() or not served or cos.shape[-1] != q.shape[-1]:
+            found: tuple[torch.Tensor, torch.Tensor] = plain(q, k, cos, sin, *rest, **named)
+            return found
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, 2, 5, 8), (1, 1, 5, 8), (1, 5, 8), (1, 5, 8)
+    given = [torch.randn(size, generator=generator).to(SERVED) for size in sizes]
+    try:
+        with torch.inference_mode():
+            same = all(torch.equal(a, b) for a, b in zip(rotary(*given), plain(*given), strict=True))
+    except (RuntimeError, TypeError, ValueError):
+        same = False
+    if not same:
+        return None
+    own = types.FunctionType(
+        forward.__code__, {**forward.__globals__, _ROTARY: rotary}, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    own.__kwdefaults__ = forward.__kwdefaults__
+    own.rotates = True  # type: ignore[attr-defined]
+    return own

@@ -1,0 +1,259 @@
+"""Runs the model on one step's work: inputs, plan, pages, forward, logits."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributions import Categorical
+from transformers import PretrainedConfig
+
+from qbe.engine.adaptive import entropy
+from qbe.engine.execution.decode import DecodeStep, batch_sizes
+from qbe.engine.adaptive.activation_statistics import gathering
+from qbe.engine.execution.prompt_step import PromptStep
+from qbe.engine.adaptive.routing import Routing
+from qbe.engine.sampling.sampler import Scores, likeliest
+from qbe.engine.scheduling.scheduler import Work
+from qbe.errors import QBEError
+from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_sealed, step
+from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
+from qbe.policies.per_token import Routers
+from qbe.progress import bar
+from qbe.store.plan import Plan
+
+log = logging.getLogger(__name__)
+
+COMPILED_ROWS = 16  # of the largest step that is compiled on a CPU: 12 s of compilation each, 4 s once it is cached
+
+# Rotary embeddings whose frequencies depend on the longest position of the forward.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def can_pack(config: PretrainedConfig) -> bool:
+    """Whether tokens of different sequences may share one forward: nothing but attention mixes tokens."""
+    if is_recurrent(config):
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    return not any(k.get("rope_type") in _LENGTH_DEPENDENT_ROPE for k in kinds)
+
+
+def recompute_length(config: PretrainedConfig) -> int | None:
+    """The length at which rotary frequencies change for good and the cache must be made anew (LongRoPE), if any."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return None if original is None else int(original) + 1
+
+
+def use_paged_attention(model: nn.Module) -> None:
+    """Route the model's attention through `qbe.kvcache.attention`.
+
+    Raises:
+        QBEError: a model that does not take its attention from transformers' AttentionInterface.
+    """
+    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    if decoder_config(model)._attn_implementation != ATTENTION:
+        raise QBEError(f"{type(model).__name__} brings its own attention code: QBE cannot run this model")
+
+
+class Runner:
+    """Runs steps.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode, with paged attention.
+        cache: its pages.
+        plan: its precisions, bound to it.
+
+    Attributes:
+        packed: whether one forward serves all sequences of a step; otherwise each has its own.
+        recurrent: whether the model has layers with a state.
+        recompute_at: see `recompute_length`.
+        decode: runs steps of one new token per sequence, once `prepare_decode` made it.
+        prompts: runs other steps on a CPU, once `compile_steps` made it.
+        observe: called after the attention of each layer, for its rows of one token (`qbe.kvcache.attention.Observe`).
+        routing: routers in the forward pass, if a policy has them (`route`).
+    """
+
+    def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
+        self.model, self.cache, self.plan = model, cache, plan
+        cache.attach(model)
+        self.config = decoder_config(model)
+        self.packed, self.recurrent = can_pack(self.config), is_recurrent(self.config)
+        self.recompute_at = recompute_length(self.config)
+        self.device = plan.device
+        self.decode: DecodeStep | None = None
+        self.prompts: PromptStep | None = None
+        self.observe: Observe | None = None
+        self.routing: Routing | None = None
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = cache_argument(model)
+        self._takes_positions = "position_ids" in names
+        self._takes_keep = "logits_to_keep" in names
+
+    def route(self, routers: Routers) -> None:
+        """Let these routers, and no others, run in the forward pass; what was captured or compiled is made anew.
+
+        Raises:
+            QBEError: a model whose tokens cannot have bits of their own.
+        """
+        if self.routing is not None:
+            if self.routing.digest == routers.digest:
+                return
+            self.routing.remove()
+            self.routing = None
+        self.prompts = None  # dynamo would compile no module's hooks
+        self.routing = Routing(self.model, self.plan, routers)
+        if self.decode is not None:
+            self.decode.renew()
+
+    @staticmethod
+    def keeps_logits(model: nn.Module) -> bool:
+        """Whether the model's output head can be made to see only the rows whose logits are wanted."""
+        return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.inference_mode()
+    def step(self, work: Many[Work]) -> Scores:
+        """Run the work and advance each sequence's `computed`.
+
+        Returns:
+            On the model's device, a row for every work that samples, in order; valid until the next step.
+        """
+        fixed = self.decode if self.decode is not None and self.decode.serves(work) else None
+        if fixed is not None:
+            scores = fixed.run(work)
+            entropy.note(work, fixed.entropy, self.cache)
+        else:
+            logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
+            if any(w.sequence.scoring for w in work):
+                logits = self._hand_out(work, logits)
+            scores = Scores(logits, likeliest(logits))
+            for row, w in enumerate(w for w in work if w.samples):
+                if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
+                    w.sequence.moments.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
+        if self.routing is not None:
+            self.routing.count(work, head_sees_all=fixed is not None or not self._takes_keep)
+        for w in work:
+            if w.certain:
+                w.sequence.computed = w.start + w.count
+        # Prompts seal their pages layer by layer (`PagedCache.update`).
+        alone = [w for w in work if w.count == 1]
+        full = [p for w in alone for p in newly_sealed(w.sequence.pages, w.start, w.start + 1)]
+        self.cache.pool.seal(self.cache.pool.to_seal(full))
+        return scores
+
+    def _hand_out(self, work: Many[Work], logits: torch.Tensor) -> torch.Tensor:
+        """Give logits `[kept rows, vocabulary]` to those who want them; returns the rows of every work that samples."""
+        at, last = 0, []
+        for w in work:
+            rows, at = logits[at : at + len(w.kept)], at + len(w.kept)
+            if w.sequence.scoring is not None and len(rows):
+                w.sequence.scoring.take(w.kept.start, rows)
+            if w.samples:
+                last.append(at - 1)
+        return logits[last]
+
+    def _gathering(self, work: Many[Work], tokens: int) -> AbstractContextManager[None] | None:
+        """In which what prompts show to policies that read them (`qbe.engine.adaptive.activation_statistics`) is gathered, if any does."""
+        at, parts = 0, []
+        for w in work:
+            if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
+                if w.start == 0:
+                    w.sequence.moments.restart()
+                parts.append((slice(at, at + w.count), w.sequence.moments))
+            at += w.count
+        return gathering(self.model, self.plan.table, parts, tokens) if parts else None
+
+    def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, several: int = 0) -> None:
+        """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
+
+        Args:
+            largest: sequences of the largest step.
+            pages: pages that one sequence can have.
+            compile: compile steps: on a CPU of up to `COMPILED_ROWS` sequences and those with prompts, on a GPU of one,
+                and of up to 4 rows of `several`.
+            progress: show that it is under way.
+            several: be ready for steps of sequences that have several rows, up to so many.
+        """
+        if not self._takes_positions:
+            return
+        decode = DecodeStep(self.model, self.cache, self.plan, largest, pages, self._cache_name)
+        self.decode, decode.observe = decode, self.observe
+        if self.device.type == "cuda":
+            with bar("capturing decode steps", len(batch_sizes(largest)), progress) as advance:
+                self.decode = decode if decode.capture(advance, several) else None
+        if compile and self.device.type == "cpu":
+            self.compile_steps(progress, COMPILED_ROWS, prompts=self._takes_keep)
+        elif compile:
+            self.compile_steps(progress, min(several, 4))
+
+    def compile_steps(self, progress: bool, rows: int = 1, prompts: bool = False) -> None:
+        """Compile the steps of up to so many rows, if steps run at fixed shapes; on a GPU each takes minutes."""
+        if self.decode is None:
+            return
+        sizes = [s for s in batch_sizes(self.decode.largest) if s <= max(1, rows)]
+        with bar("compiling steps", len(sizes) + prompts, progress) as advance:
+            for size in sizes:
+                self.decode.compile(size)
+                advance()
+            if prompts and self.routing is None:
+                try:
+                    self.prompts = PromptStep(self.model, self.cache, self._cache_name)
+                except RuntimeError as error:  # what dynamo and Inductor raise
+                    log.warning("steps with prompts run without torch.compile: %s", str(error).splitlines()[0])
+                advance()
+
+    def _forward(self, work: Many[Work]) -> torch.Tensor:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        kept: list[int] = []
+        spans: list[Span] = []
+        for w in work:
+            s = w.sequence
+            spans.append(Span(len(ids), w.count, w.start, s.pages, s.kv_limit))
+            ids += s.token_ids[w.start : w.start + w.count]
+            positions += range(w.start, w.start + w.count)
+            if s.pages:
+                slots += [slot_of(s.pages, p) for p in range(w.start, w.start + w.count)]
+            kept += [len(ids) - w.start - w.count + position for position in w.kept]
+        # The head must see a row even when no sequence samples.
+        rows = kept or [len(ids) - 1]
+        runs = [w.sequence.rows(w.start, w.count) for w in work]
+        owners = [w.sequence.blueprint_at(p) for w in work for p in w.kept] or [runs[-1][-1][0]]
+        self.plan.write([run for r in runs for run in r], owners)
+        # One small copy to the device for all indices.
+        both = torch.tensor(ids + positions + slots + rows).to(self.device, non_blocking=True)
+        t = len(ids)
+        input_ids, position_ids, slot_ids, keep = both.split([t, t, len(slots), len(rows)])
+        arguments: dict[str, object] = {"input_ids": input_ids[None], self._cache_name: self.cache, "use_cache": True}
+        if self._takes_positions:
+            arguments["position_ids"] = position_ids[None]
+        if self._takes_keep:
+            arguments["logits_to_keep"] = keep
+        if self.recurrent:
+            sequence = work[0].sequence
+            if sequence.recurrent is None:
+                sequence.recurrent = new_state(self.config)
+            self.cache.use_state(sequence.recurrent)
+        layout = StepLayout(self.cache, spans, slot_ids, self.observe)
+        gathering = self._gathering(work, t)
+        if self.prompts is not None and gathering is None and self.prompts.serves(work):
+            logits = self.prompts.run(layout, input_ids, position_ids, keep)
+        else:
+            with gathering or nullcontext(), step(layout):
+                logits = self.model(**arguments).logits[0]
+        if layout.single is not None:
+            entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)
+        if layout.bounded:
+            for w, counts in zip(work, layout.counted(), strict=True):
+                w.sequence.count(*counts)
+        if not self._takes_keep:
+            logits = logits.index_select(0, keep)
+        return logits[: len(kept)].float()

@@ -1,0 +1,248 @@
+"""Chooses each sequence's next token from its logits.
+
+Order: penalties, logit bias, constraint, temperature, top-k, top-p, min-p, then one draw: the order of transformers.
+All rows are treated at once, but every step of it depends on its own row alone, and the random number comes from the
+sequence's own generator: what a request writes does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import torch
+
+from qbe.analysis.difficulty import difficulty
+from qbe.engine.sampling.logprobs import logprobs
+from qbe.engine.scheduling.sequence import Sequence
+
+_NUCLEUS = (
+    1024  # top-p first looks among this many likeliest tokens; the whole vocabulary is sorted only if they fall short
+)
+
+_PART = 256  # logits of one part of `likeliest`
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:  # no inference_mode: AOTAutograd keeps no graph that enters it
+    """Each row's likeliest token, int64 `[n]`, the first of equals; -1 where logits `[n, vocabulary]` are no numbers.
+
+    A GPU gives a whole row to one block (28 us for 128 256 logits on an H200), so there it is done in two stages.
+    """
+    if not logits.is_cuda:
+        best, tokens = logits.max(dim=-1)
+        return torch.where(torch.isfinite(best), tokens, -1)
+    parts = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % _PART), value=-torch.inf)
+    best, within = parts.unflatten(-1, (-1, _PART)).max(dim=-1)
+    best, part = best.max(dim=-1, keepdim=True)
+    return torch.where(torch.isfinite(best), part * _PART + within.gather(-1, part), -1).squeeze(-1)
+
+
+class Scores(NamedTuple):
+    """What a step leaves for the tokens of n rows.
+
+    Attributes:
+        logits: float32 `[n, vocabulary]`.
+        best: their `likeliest`.
+        measured: their `difficulty`, where the step has it.
+    """
+
+    logits: torch.Tensor
+    best: torch.Tensor
+    measured: torch.Tensor | None = None
+
+    def rows(self, at: list[int]) -> Scores:
+        """Those of some rows."""
+        return Scores(self.logits[at], self.best[at], None if self.measured is None else self.measured[:, at])
+
+
+Guess = tuple[int, torch.Tensor]  # a token, and the distribution float32 `[vocabulary]` that it was drawn from
+
+
+@torch.inference_mode()
+def sample(scores: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None = None) -> list[int | None]:
+    """The next token of each sequence; those that ask for it also get the entropy of the model's distribution, or the
+    logarithms of likely tokens.
+
+    Args:
+        scores: of n rows; may be overwritten.
+        sequences: n of them.
+        guesses: of those tokens, where rejection sampling shall take one if it may (`accept`).
+
+    Returns:
+        n token ids; None where the logits are not numbers (NaN, infinite, or nothing but -inf, which a constraint may
+        leave).
+    """
+    told = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
+    raw = scores.logits[told] if told else None  # a copy
+    tokens = _choose(scores, sequences, guesses)
+    if raw is not None:
+        valid = [(row, i, t) for row, i in enumerate(told) if (t := tokens[i]) is not None]
+        rows = raw[[row for row, _, _ in valid]]
+        top = [sequences[i].params.logprobs or 0 for _, i, _ in valid]
+        for (_, i, _), found in zip(valid, logprobs(rows, [t for _, _, t in valid], top), strict=True):
+            sequences[i].logprobs.append(found)
+    return tokens
+
+
+def _choose(step: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None) -> list[int | None]:
+    logits, best, measured = step
+    asked = [i for i, s in enumerate(sequences) if s.difficult is not None or s.monitor is not None]
+    if not asked:
+        measured = None
+    elif measured is None:
+        measured = _measure(logits, best, asked)  # before the logits are overwritten
+    plain = [i for i, s in enumerate(sequences) if s.params.greedy and not _adjusts(s)]
+    found = best
+    if len(plain) < len(sequences):
+        valid = best >= 0
+        logits = adjust(logits, sequences)
+        if any(s.constraint is not None for s in sequences):
+            valid = valid & (logits.amax(dim=-1) > -torch.inf)
+        tokens = logits.argmax(dim=-1)
+        drawn = [i for i, s in enumerate(sequences) if not s.params.greedy]
+        if drawn:
+            rows = torch.tensor(drawn, device=logits.device)
+            chosen = [sequences[i] for i in drawn]
+            # Rows without valid logits get harmless ones; their token is not used.
+            scores = torch.where(valid[rows, None], logits[rows], torch.zeros_like(logits[rows]))
+            scores = filtered(scores, chosen)
+            tokens[rows] = draw(scores, [s.generator for s in chosen])
+            for at, i in enumerate(drawn):
+                if guesses is not None and (guess := guesses[i]) is not None:
+                    tokens[i] = accept(scores[at], *guess, sequences[i].generator)
+        found = torch.where(valid, tokens, -1)
+    if measured is None:
+        return [t if t >= 0 else None for t in found.tolist()]  # the step's one wait for the device
+    if found is not best:
+        measured[0] = found
+    numbers, entropies, margins = measured.tolist()  # or this one
+    for i in asked:
+        sequences[i].token_entropies.append(entropies[i])
+        sequences[i].token_margins.append(margins[i])
+    return [int(t) if t >= 0 else None for t in numbers]
+
+
+def _measure(logits: torch.Tensor, best: torch.Tensor, asked: list[int]) -> torch.Tensor:
+    """`difficulty`, `[3, n]`, of the rows that ask; on a GPU of all, because to pick some is launches more."""
+    if logits.is_cuda or len(asked) == len(logits):
+        return difficulty(logits, best)
+    measured = best.double().expand(3, -1).clone()
+    measured[:, asked] = difficulty(logits[asked], best[asked])
+    return measured
+
+
+def is_likeliest(sequence: Sequence) -> bool:
+    """Whether a sequence's next token is `best` and nothing else of the logits is asked for."""
+    told = sequence.params.logprobs is not None or sequence.difficult is not None or sequence.monitor is not None
+    return sequence.params.greedy and not _adjusts(sequence) and not told
+
+
+def _adjusts(sequence: Sequence) -> bool:
+    p = sequence.params
+    penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+    return penalised or bool(p.logit_bias) or sequence.constraint is not None
+
+
+def adjust(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
+    """Logits after penalties and logit bias, -inf where a constraint allows no token, `[n, vocabulary]`; in place."""
+    for row, sequence in zip(logits, sequences, strict=True):
+        p = sequence.params
+        if p.repetition_penalty != 1:
+            penalised = torch.where(row < 0, row * p.repetition_penalty, row / p.repetition_penalty)
+            row.copy_(torch.where(_seen(sequence, row), penalised, row))
+        if (p.presence_penalty or p.frequency_penalty) and sequence.output_ids:
+            written, times = torch.tensor(sequence.output_ids, device=row.device).unique(return_counts=True)
+            row[written] -= p.presence_penalty + p.frequency_penalty * times
+        if p.logit_bias:
+            tokens = torch.tensor(list(p.logit_bias), device=row.device)
+            row[tokens] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
+        if sequence.constraint is not None:
+            row.masked_fill_(~sequence.constraint.allowed().to(row.device, non_blocking=True), -torch.inf)
+    return logits
+
+
+def _seen(sequence: Sequence, row: torch.Tensor) -> torch.Tensor:
+    """bool `[vocabulary]`: tokens of the prompt and the answer. Kept on the sequence, a token is added each step."""
+    if sequence.seen is None:
+        sequence.seen = torch.zeros(len(row), dtype=torch.bool, device=row.device)
+        sequence.seen[torch.tensor(sequence.token_ids, device=row.device)] = True
+    else:
+        sequence.seen[sequence.token_ids[-1]] = True
+    return sequence.seen
+
+
+def filtered(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
+    """Logits over temperature, -inf where top-k, top-p or min-p drops a token; `[n, vocabulary]`.
+
+    Tokens are dropped by comparing with a threshold of their row, so ties at it stay together. A row's likeliest token
+    always stays.
+    """
+    device = logits.device
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+    params = [s.params for s in sequences]
+    # Subtracting the maximum first keeps the smallest temperatures finite.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
+    vocabulary = logits.shape[-1]
+
+    ks = [min(p.top_k, vocabulary) or vocabulary for p in params]
+    if min(ks) < vocabulary:
+        likeliest = logits.topk(max(k for k in ks if k < vocabulary), dim=-1).values
+        at = torch.tensor([min(k, likeliest.shape[-1]) - 1 for k in ks], device=device)[:, None]
+        limit = likeliest.gather(-1, at)
+        off = torch.tensor([k == vocabulary for k in ks], device=device)[:, None]
+        logits = logits.masked_fill((logits < limit) & ~off, float("-inf"))
+
+    if min(p.top_p for p in params) < 1:
+        logits = logits.masked_fill(logits < _nucleus(logits, column([p.top_p for p in params])), float("-inf"))
+
+    if max(p.min_p for p in params) > 0:
+        # p >= min_p * p_max is, with the maximum at 0, logit >= log(min_p).
+        logits = logits.masked_fill(logits < column([p.min_p for p in params]).log(), float("-inf"))
+    return logits
+
+
+def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The least logit `[n, 1]` of each row's nucleus: the fewest likeliest tokens whose probabilities reach `top_p`."""
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    for width in (min(_NUCLEUS, logits.shape[-1]), logits.shape[-1]):
+        values = logits.topk(width, dim=-1).values
+        cumulative = (values - total).exp().cumsum(dim=-1)
+        if width == logits.shape[-1] or bool((cumulative[:, -1:] >= top_p).all()):
+            break
+    # A token stays when the sum before it has not reached top_p yet.
+    inside = torch.nn.functional.pad(cumulative[:, :-1], (1, 0)) < top_p
+    limit = values.masked_fill(~inside, float("inf")).amin(dim=-1, keepdim=True)
+    return torch.where(top_p < 1, limit, float("-inf"))
+
+
+def draw(logits: torch.Tensor, generators: Many[torch.Generator]) -> torch.Tensor:
+    """A token for each row of logits `[n, vocabulary]`, drawn with the row's generator; int64 `[n]`.
+
+    One uniform number per row against the cumulative distribution in float64, in the order of the vocabulary.
+    """
+    uniform = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    point = uniform.to(logits.device, non_blocking=True)[:, None] * cumulative[:, -1:]
+    # right=True: the first token whose sum exceeds the point, which has a probability above zero.
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def accept(logits: torch.Tensor, guess: int, proposal: torch.Tensor, generator: torch.Generator) -> int:
+    """A token drawn from logits `[vocabulary]`: the guess, as often as that keeps their distribution p.
+
+    Rejection sampling (Leviathan et al. 2023, algorithm 1): the guess stays with probability min(1, p / q); else the
+    token is drawn from what p has above q.
+
+    Args:
+        proposal: q, float32 `[vocabulary]`, what the guess was drawn from.
+    """
+    p, q = logits.double().softmax(-1), proposal.double()
+    first, second = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+    if first * float(q[guess]) < float(p[guess]):
+        return guess
+    above = (p - q).clamp_min_(0).cumsum(-1)
+    point = (second * above[-1:]).contiguous()
+    return min(int(torch.searchsorted(above, point, right=True)), len(p) - 1)

@@ -1,0 +1,1 @@
+"""Which tokens run in the next step, and on which pages."""

@@ -1,0 +1,178 @@
+"""The pages of each sequence: which it begins with, which it writes, when they are sealed and found by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qbe.engine.scheduling.sequence import Sequence, Status
+from qbe.format.kv_blocks import FULL_BITS, PAGE_SIZE, sealed_pages
+from qbe.kvcache.allocator import Format, PageAllocator
+from qbe.kvcache.prefix import page_key
+
+
+class Paging:
+    """Gives pages to sequences and takes them back.
+
+    Args:
+        allocator: the pages.
+        chunked: whether a prompt may be spread over steps.
+        reusable: whether a page's contents depend on the tokens before it alone, so that sequences may share it.
+        format_of: the format of a sequence's page of this number.
+
+    Attributes:
+        copies: frames of pages that were shared and are written to next, each with that of its copy; to be copied
+            before the step.
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, chunked: bool, reusable: bool, format_of: Callable[[Sequence, int], Format]
+    ) -> None:
+        self.allocator, self.chunked, self.reusable, self.format_of = allocator, chunked, reusable, format_of
+        self.copies: list[tuple[int, int]] = []
+
+    def capacity(self, sequence: Sequence) -> int:
+        """Tokens that the whole cache holds at the bits that a sequence has now."""
+        format, page = self._next_format(sequence), self.allocator.page_bytes
+        total = self.allocator.num_pages * page
+        if format.full:
+            return self.allocator.num_pages * PAGE_SIZE
+        if not self.chunked:
+            rest = total - self._first(sequence)
+            return (1 + rest // (format.nbytes + page)) * PAGE_SIZE if rest >= 0 else 0
+        known = max(1, len(sequence.sealed_bits))  # pages whose bits do not change any more, and the first one
+        used = sum(self.format_of(sequence, i).nbytes for i in range(known))
+        rest = total - used - 2 * page
+        if rest >= 0:
+            return (known + rest // format.nbytes) * PAGE_SIZE
+        return PAGE_SIZE if known == 1 and used + page <= total else 0
+
+    def needs(self, sequence: Sequence) -> int:
+        """Bytes for its tokens when they are computed alone: sealed pages, and the frames of a step."""
+        format, pages = self._next_format(sequence), -(-len(sequence.token_ids) // PAGE_SIZE)
+        frame = 0 if format.full else self.allocator.page_bytes
+        if self.chunked:
+            return self._first(sequence) + (pages - 1) * format.nbytes + min(2, pages) * frame
+        return self._first(sequence) + (pages - 1) * (format.nbytes + frame)
+
+    def _first(self, sequence: Sequence) -> int:
+        """Bytes of its first page; with its frame, where all pages have one at once."""
+        format = self.format_of(sequence, 0)
+        return format.nbytes + (0 if format.full or self.chunked else self.allocator.page_bytes)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Give it the pages that are known already; its last token is always computed.
+
+        Its first token of its own must not look back on a page at 16 bits, which nobody keeps: it goes on after a whole
+        stretch of pages, or where the pages known have 16 bits for good. Where its twin still writes the page in which
+        the prompt ends, it begins with all of its pages. The first of the two that writes to that one takes a copy.
+        """
+        sequence.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
+        # Whoever wants logits of its tokens computes them.
+        most = sequence.alike if sequence.scoring is None else min(sequence.alike, sequence.scoring.start)
+        if sequence.moments is not None:
+            most = 0
+        # Pages that hold tokens of a precision of their own are nobody else's.
+        while self.reusable and (end := (len(sequence.pages) + 1) * PAGE_SIZE) < tokens and end <= most:
+            key = self._key(sequence, len(sequence.pages))
+            page = self.allocator.find(key)
+            if page is None:
+                break
+            sequence.pages.append(page)
+            sequence.page_keys.append(key)
+        found = len(sequence.pages)
+        while sealed_pages(found) < found and not sequence.pages[found - 1].format.full:
+            found -= 1
+        sequence.sealed = found
+        self.allocator.release(sequence.pages[found:], len(sequence.pages) - found)
+        del sequence.pages[found:], sequence.page_keys[found:]
+        sequence.computed, last = found * PAGE_SIZE, (tokens - 1) // PAGE_SIZE
+        twin, sequence.twin = sequence.twin, None
+        if (
+            self.reusable
+            and twin is not None
+            and twin.status is Status.RUNNING
+            and twin.keyed_by == sequence.keyed_by
+            and twin.token_ids[:tokens] == sequence.token_ids
+            and last == (twin.computed + 1) // PAGE_SIZE  # not full after this step either
+            and sequence.computed < tokens - 1 <= min(twin.computed, twin.alike, sequence.alike)
+            and all(self.format_of(sequence, i) is twin.pages[i].format for i in range(found, last))
+        ):
+            sequence.pages += twin.pages[found : last + 1]
+            sequence.sealed = max(found, sealed_pages(last))
+            self.allocator.share(sequence.pages[found:], sequence.sealed - found)
+            sequence.computed = tokens - 1
+        for i in range(len(sequence.sealed_bits), sequence.computed // PAGE_SIZE):
+            sequence.sealed_bits.append(sequence.kv_bits_of(i))
+        if not sequence.preemptions:
+            sequence.cached = sequence.computed
+
+    def write(self, sequence: Sequence, end: int) -> bool:
+        """Whether `[computed, end)` can be written: there are pages, of the right formats and nobody else's."""
+        for i in range(sequence.computed // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            format = self.format_of(sequence, i)
+            if i == len(sequence.pages):
+                new = self.allocator.allocate(1, format)
+                if new is None:
+                    return False
+                sequence.pages += new
+            elif (page := sequence.pages[i]).owners > 1:
+                new = self.allocator.allocate(1, format)
+                if new is None:
+                    return False
+                self.copies.append((page.entry, new[0].entry))  # the page may lose its frame before the step
+                self.allocator.release([page])
+                sequence.pages[i] = new[0]
+            elif page.format != format:
+                if not self.allocator.reformat(page, format):
+                    return False
+            else:
+                continue
+            sequence.version += 1
+        return True
+
+    def complete(self, sequence: Sequence, start: int) -> None:
+        """Its tokens from `start` on have run: pages that are sealed now may be found by others."""
+        if sequence.keyed_by != sequence.first_key:
+            sequence.keyed_by = None
+        full = min(sequence.computed // PAGE_SIZE, len(sequence.pages))
+        for i in range(len(sequence.sealed_bits), full):
+            sequence.sealed_bits.append(sequence.kv_bits_of(i))
+        for i in range(sequence.sealed, sealed_pages(full)):
+            self.allocator.seal(sequence.pages[i])
+            sequence.sealed = i + 1
+            sequence.version += 1
+        for i in range(len(sequence.page_keys), full):
+            alike = (i + 1) * PAGE_SIZE <= sequence.alike
+            if not self.reusable or not alike or sequence.keyed_by is None:
+                break
+            if i >= sequence.sealed and not sequence.pages[i].format.full:
+                break
+            key = self._key(sequence, i)
+            sequence.page_keys.append(key)
+            self.allocator.publish(sequence.pages[i], key)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all of its pages back."""
+        self.allocator.release(sequence.pages, sequence.sealed)
+        sequence.pages, sequence.page_keys, sequence.sealed, sequence.recurrent = [], [], 0, None
+        sequence.version += 1
+
+    def _key(self, sequence: Sequence, i: int) -> bytes:
+        tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+        before = sequence.page_keys[i - 1] if i else b""
+        return page_key(before, sequence.first_key, sequence.kv_bits_of(i), tokens)
+
+    def _next_format(self, sequence: Sequence) -> Format:
+        """Of the pages that it has not yet filled, the first one left out."""
+        return self.format_of(sequence, max(1, len(sequence.sealed_bits)))
+
+
+def average_bits(sequence: Sequence) -> float:
+    """Bits of a number in its pages: those of a sealed page, 16 in the others."""
+    bits = total = 0.0
+    for i, page in enumerate(sequence.pages):
+        tokens = min(PAGE_SIZE, sequence.computed - i * PAGE_SIZE)
+        if tokens > 0:
+            bits += tokens * (page.format.average if i < sequence.sealed else FULL_BITS)
+            total += tokens
+    return bits / total if total else float(FULL_BITS)

@@ -1,0 +1,1 @@
+"""Speculative decoding by the model itself at fewer bits, or by n-grams."""

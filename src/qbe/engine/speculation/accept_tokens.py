@@ -1,0 +1,48 @@
+"""The tokens that a step gives to its sequences: one each, or several where guesses are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+from qbe.engine.sampling.sampler import Scores, is_likeliest, sample
+from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.speculation.speculator import guess_of
+
+
+def take(rows: Many[Work], scores: Scores, advance: Callable[[Sequence, int | None], None]) -> None:
+    """Samples every row's token.
+
+    Of a sequence that checks guesses the rows are taken one after the other, as if each had been a step, until one
+    gives another token than was guessed.
+
+    Args:
+        rows: those of the step that sample, in order.
+        scores: theirs, as from `Runner.step`.
+        advance: called with each token in its turn; gives it to its sequence and ends that when it was the last. The
+            first one has been sampled for all sequences before it is called.
+    """
+    chains: dict[Sequence, list[int]] = {}
+    for i, w in enumerate(rows):
+        chains.setdefault(w.sequence, []).append(i)
+    known = scores.best.tolist() if len(chains) < len(rows) and all(map(is_likeliest, chains)) else None
+    depth = 0
+    while chains:
+        at, sequences = [own[depth] for own in chains.values()], list(chains)
+        if known is not None:
+            tokens: list[int | None] = [known[i] if known[i] >= 0 else None for i in at]
+        else:
+            part = scores if len(at) == len(rows) else scores.rows(at)
+            tokens = sample(part, sequences, [guess_of(s, depth) for s in sequences])
+        for s, token in zip(sequences, tokens, strict=True):
+            advance(s, token)
+            own = s.speculation
+            right = own is not None and own.right(depth, token)
+            if right and s.finish_reason is None:
+                s.computed += 1  # the row of the guess has computed it
+                continue
+            del chains[s]
+            if own is not None and own.guesses:
+                own.checked(depth + right, refused=not right and depth < len(own.guesses))
+        depth += 1

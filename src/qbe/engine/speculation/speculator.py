@@ -1,0 +1,212 @@
+"""Speculative decoding (Leviathan et al. 2023) by the model itself: guesses come from fewer bits, or are read.
+
+Drafted tokens are rows of a decode step like any other. A draft row runs at a lower blueprint and gives a guess; the
+rows that check guesses run at the sequence's own, all of them in one step, and each says what follows the token before
+it. What a sequence writes comes from these rows alone, sampled one after the other as if each had been a step of its
+own, for as long as what was sampled is what had been guessed. The keys and values of a guess are written at draft bits
+first and overwritten by the row that checks it; what lies behind the last accepted token is overwritten later.
+
+Guesses stay within the page that is being filled and never fill it, so that no page is sealed with one in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+import torch
+
+from qbe.blueprint import Blueprint
+from qbe.engine.speculation.draft_tokens import TEXT, Costs, Outcomes, Speculation, progress
+from qbe.engine.speculation.ngram_proposer import Reader
+from qbe.engine.sampling.sampler import Guess, draw, filtered
+from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.format.kv_blocks import PAGE_SIZE
+from qbe.sites import SiteTable
+
+ROWS = {"cpu": 8, "cuda": 16}  # of a step that checks guesses: a CPU gives a row the same bits beside so many others
+MOST = 7  # guesses that are checked at once
+
+
+class Speculator:
+    """Decides for each decode step which sequences guess, and at which bits.
+
+    Args:
+        table: the model's sites.
+        rows: of a step that checks guesses, at most.
+        size_of: rows of a step -> rows that run, with those that pad it.
+
+    Attributes:
+        drafters: who may guess: `TEXT`, and bits below those of a sequence.
+        reader: what `TEXT` reads.
+        fared: how own drafts did, by their bits and those of what checks them.
+    """
+
+    def __init__(self, table: SiteTable, rows: int, size_of: Callable[[int], int]) -> None:
+        self.table, self.rows, self._size_of = table, rows, size_of
+        self.costs, self.drafters, self.reader = Costs(), {TEXT, *table.gears()}, Reader()
+        self.fared: dict[tuple[int, int], Outcomes] = {}
+        self._gear = TEXT  # of the draft steps that run now
+        self._done = self._left = 0  # of them
+        self._lower: dict[tuple[str, int], tuple[Blueprint, int]] = {}  # with the bytes that it reads
+        self._averages: dict[str, float] = {}
+
+    def extend(self, work: list[Work]) -> list[Work]:
+        """The work of a decode step with rows that guess or check guesses; the same work where that would not pay.
+
+        A draft step reads fewer bits only if all of its rows do: sequences draft together, or not at all.
+        """
+        able = [w for w in work if w.sequence.speculation is not None]
+        if not able:
+            return self.pause(work)
+        if self._left and not all(w in able and len(_of(w).guesses) == self._done for w in work):
+            self.pause(work)  # somebody is new
+        if not self._left and not any(_of(w).guesses for w in able):
+            self._choose(work, able)
+        if self._left:
+            self._done, self._left = self._done + 1, self._left - 1
+            return [self._draft(w) for w in work]
+        return [row for w in work for row in _checks(w)]
+
+    def pause(self, work: list[Work]) -> list[Work]:
+        """The same work: the step that comes neither guesses nor checks."""
+        self._left = 0
+        for w in work:
+            if w.sequence.speculation is not None:
+                w.sequence.speculation.drop()
+        return work
+
+    def measured(self, work: Many[Work], seconds: float) -> None:
+        """A decode step with these rows took so long."""
+        self.costs.add(self._size_of(len(work)), max(self._average(w.blueprint) for w in work), seconds)
+
+    @torch.inference_mode()
+    def guess(self, sequences: Many[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
+        """Take the guesses that a draft step gives, each drawn as its sequence draws tokens.
+
+        With a seed a guess is drawn with the number that will draw the token, so that both are the same where the
+        distributions nearly are; without one its distribution is kept, for rejection sampling.
+
+        Args:
+            logits: float32 `[n, vocabulary]`. best: their likeliest tokens int64 `[n]`.
+        """
+        tokens = best.clone()
+        drawn = [i for i, s in enumerate(sequences) if not s.params.greedy]
+        if drawn:
+            chosen = [sequences[i] for i in drawn]
+            scores = filtered(logits[drawn], chosen)
+            tokens[drawn] = draw(scores, [_generator(s) for s in chosen])
+            for s, row in zip(chosen, scores.softmax(-1), strict=True):
+                if s.params.seed is None:
+                    _of(s).proposals.append(row)
+        numbers = torch.where(best >= 0, tokens, -1).tolist()
+        for s, token in zip(sequences, numbers, strict=True):
+            _of(s).guesses.append(token)
+        if min(numbers) < 0:  # the logits were no numbers: what the sequences are worth at their own bits comes next
+            self._left = 0
+            for s in sequences:
+                _of(s).drop()
+
+    def _choose(self, work: Many[Work], able: Many[Work]) -> None:
+        """The way to the most tokens a second, by the acceptance so far: none, reading the text, or own drafts."""
+        n, bits = len(work), max(self._average(w.blueprint) for w in work)
+        usual = self.costs.of(self._size_of(n), bits)
+        if usual is None:
+            return  # the first step tells what a token costs
+
+        def seconds(rows: int, at: float) -> float:
+            """Of a step, hopeful where there was none."""
+            return self.costs.of(self._size_of(rows), at) or usual * min(1.0, at / bits)
+
+        fastest, source, count = n / usual, None, 0
+        gains = self._read(able) if TEXT in self.drafters else []
+        written = float(n)
+        for k, (gain, _) in enumerate(gains[: max(0, self.rows - n)], 1):
+            written += gain
+            if written / seconds(n + k, bits) > fastest:
+                fastest, source, count = written / seconds(n + k, bits), TEXT, k
+        most = min(self.rows // n - 1, *map(_room, work)) if len(able) == n else 0
+        for gear in (g for g in self.drafters if TEXT < g < bits):
+            low = max(self._average(self._lowered(w.blueprint, gear)[0]) for w in work)
+            for k in range(1, min(MOST, most) + 1 if low < bits else 1):
+                written = n * progress(self._outcomes(gear, bits).rate, k)
+                rate = written / (k * seconds(n, low) + seconds(n * (k + 1), bits))
+                if rate > fastest:
+                    fastest, source, count = rate, gear, k
+        for (gear, of), outcomes in self.fared.items():
+            if of == round(bits) and gear != source:
+                outcomes.pass_by(n)
+        for w in able:
+            own = _of(w)
+            if source is not None:
+                own.source, own.outcomes = source, self._outcomes(source, bits) if source else None
+            if source == TEXT and own.foreseen is not None:
+                checked = sum(of is own for _, of in gains[:count])
+                own.guesses = [token for token, _ in own.foreseen.guesses[:checked]]
+            elif source is not None and w.sequence.params.seed is not None:
+                own.generator = torch.Generator()
+                own.generator.set_state(w.sequence.generator.get_state())
+        self._gear, self._done, self._left = source or TEXT, 0, count if source else 0
+
+    def _read(self, able: Many[Work]) -> list[tuple[float, Speculation]]:
+        """Read for these sequences. Returns the tokens that each guess adds to what a step writes, the most first, and
+        whose it is; those of one sequence in their order."""
+        gains = list[tuple[float, Speculation]]()
+        for w in able:
+            own, tokens = _of(w), w.sequence.token_ids
+            if own.foreseen is not None:
+                self.reader.learn(own.foreseen, tokens)
+            own.foreseen, likely = self.reader.foresee(own.text, tokens, min(MOST, _room(w)))
+            gains += [(probability, own) for probability in likely]
+        return sorted(gains, key=lambda gain: -gain[0])
+
+    def _outcomes(self, drafter: int, bits: float) -> Outcomes:
+        return self.fared.setdefault((drafter, round(bits)), Outcomes())
+
+    def _draft(self, w: Work) -> Work:
+        own = _of(w)
+        lowered, nbytes = self._lowered(w.blueprint, self._gear)
+        own.draft_bytes += nbytes
+        return Work(w.sequence, w.start + len(own.guesses), 1, lowered)
+
+    def _lowered(self, blueprint: Blueprint, gear: int) -> tuple[Blueprint, int]:
+        key = blueprint.linear_key, gear
+        if key not in self._lower:
+            bits = tuple(min(b, gear) for b in blueprint.weight_bits)
+            lowered = replace(blueprint, weight_bits=bits, steering=None)
+            self._lower[key] = lowered, lowered.bytes_per_token(self.table)
+        return self._lower[key]
+
+    def _average(self, blueprint: Blueprint) -> float:
+        if blueprint.linear_key not in self._averages:
+            self._averages[blueprint.linear_key] = blueprint.average_weight_bits(self.table)
+        return self._averages[blueprint.linear_key]
+
+
+def guess_of(sequence: Sequence, at: int) -> Guess | None:
+    """The guess of this number, where rejection sampling decides on it."""
+    own = sequence.speculation
+    return None if own is None or at >= len(own.proposals) else (own.guesses[at], own.proposals[at])
+
+
+def _of(what: Work | Sequence) -> Speculation:
+    own = (what.sequence if isinstance(what, Work) else what).speculation
+    assert own is not None
+    return own
+
+
+def _generator(sequence: Sequence) -> torch.Generator:
+    return _of(sequence).generator or sequence.generator
+
+
+def _checks(w: Work) -> list[Work]:
+    """The row of a sequence's last token and those of its guesses."""
+    own = w.sequence.speculation
+    return [w] + [Work(w.sequence, w.start + 1 + i, 1) for i in range(0 if own is None else len(own.guesses))]
+
+
+def _room(w: Work) -> int:
+    """How many guesses a sequence may have: they do not fill its page, and leave a place for the token after them."""
+    return max(0, min(PAGE_SIZE - 2 - w.start % PAGE_SIZE, w.sequence.max_length - len(w.sequence.token_ids) - 1))

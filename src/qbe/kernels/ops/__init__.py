@@ -1,0 +1,1 @@
+"""The custom ops: schema, fake implementation and which kernel serves which device."""

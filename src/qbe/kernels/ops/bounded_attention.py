@@ -1,0 +1,75 @@
+"""The custom op of bounded attention: what reading pages at few bits can have changed is bounded, and pages that can
+have changed too much are read again, at 16 bits, from host memory, in the same call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_library = torch.library.Library("qbe", "FRAGMENT")
+_library.define(
+    "bounded_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
+    "Tensor tables, Tensor lengths, Tensor(b!) entropy, Tensor originals, Tensor limits, Tensor(c!) counts, "
+    "float scaling, int window, float softcap) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def bounded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    originals: torch.Tensor,
+    limits: torch.Tensor,
+    counts: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """`qbe.kernels.ops.paged_attention.paged_attention` whose error is bounded; only what is different is said here.
+
+    The bound and its proof are in `qbe.kernels.reference.bounded_attention`. Nothing waits for the device.
+
+    Args:
+        originals: int64 `[B, P]`, entries of the same pages at 16 bits, in host memory that the device can read
+            (addresses count from the beginning of `memory`, so they may lie before it or beyond its end) or in frames;
+            `NO_ORIGINAL` for a page that has none or needs none.
+        limits: float32 `[B]`: by how much a head's output may differ, in the Euclidean norm, from what pages of 16 bits
+            give, as a part of that output's norm. Infinity: as much as it may.
+        counts: int64 `[B, 3]`; added to: pages below 16 bits that were read, those of them that were read again, and
+            the bytes of these. A page counts once for each key head.
+
+    Returns:
+        `[B, heads, value_dim]` in query's dtype, contiguous.
+    """
+    return torch.ops.qbe.bounded_attention.default(
+        query, key, value, memory, blocks, slots, tables, lengths, entropy, originals, limits, counts, scaling, window,
+        softcap,
+    )  # fmt: skip
+
+
+@torch.library.register_fake("qbe::bounded_attention", lib=_library)
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
+    from qbe.kernels.cpu.paged_attention import bounded_attention as kernel
+
+    return kernel(query, key, value, *rest)  # type: ignore[arg-type]
+
+
+def _cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
+    from qbe.kernels.triton.bounded_attention import bounded_attention as kernel
+
+    return kernel(query, key, value, *rest)  # type: ignore[arg-type]
+
+
+_library.impl("bounded_attention", _cpu, "CPU")
+_library.impl("bounded_attention", _cuda, "CUDA")

@@ -1,0 +1,58 @@
+"""`qbe::numbered_linear`: a layer of nested weights called by its number.
+
+A compiled graph that passes a hundred layers' weights, words and shapes at every step spends more on handing them over
+than a small product takes. Here they are told once (`number`), and a call names the layer. On a CPU torch_ops.cpp
+multiplies without Python in between, as long as no row reads the 16-bit weights; every other call goes to the
+layer's own function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+ARGUMENTS = "Tensor x, Tensor? bias, int outputs, int layer"
+_KEEP = "keep_linear"  # torch_ops.cpp's alone
+_library = torch.library.Library("qbe", "FRAGMENT")
+_library.define(f"numbered_linear({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    f"{_KEEP}(int layer, Tensor[] packed, Tensor[] meta, Tensor[] words, int[] slices, int[] exponents) -> ()"
+)
+_layers: list[Run] = []
+
+
+def number(
+    run: Run,
+    packed: Sequence[torch.Tensor],
+    meta: Sequence[torch.Tensor],
+    words: Sequence[torch.Tensor],
+    slices: Sequence[int],
+    exponents: Sequence[int],
+) -> int:
+    """The number by which `torch.ops.qbe.numbered_linear` knows a layer from now on.
+
+    Args:
+        run: (x [..., K], bias [N] or None) -> [..., N] of x's dtype, for any rows.
+        packed, meta, slices, exponents: of the layer's parts, as in `qbe.kernels.ops.merged_linear`.
+        words: int32 [most rows] for each part, persistent: what is in them when the layer is called counts.
+    """
+    _layers.append(run)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"qbe::{_KEEP}", "CPU"):
+        torch.ops.qbe.keep_linear(len(_layers) - 1, list(packed), list(meta), list(words), slices, exponents)
+    return len(_layers) - 1
+
+
+def _cpu(x: torch.Tensor, bias: torch.Tensor | None, _outputs: int, layer: int) -> torch.Tensor:
+    return _layers[layer](x, bias)
+
+
+on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
+on_cpu.impl("numbered_linear", _cpu, "CPU")
+
+
+@torch.library.register_fake("qbe::numbered_linear", lib=_library)
+def _fake(x: torch.Tensor, _bias: torch.Tensor | None, outputs: int, _layer: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)

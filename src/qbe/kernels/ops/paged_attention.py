@@ -1,0 +1,202 @@
+"""The custom op of attention in a decode step: one new token for each sequence, read from pages.
+
+All of its arguments keep their shapes while sequences grow, come and go and change their precision, so that one CUDA
+graph, or one compiled step, serves every step of a batch size.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+_library = torch.library.Library("qbe", "FRAGMENT")
+_library.define(
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
+    "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "shared_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
+    "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap, Tensor cuts) "
+    "-> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "steady_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
+    "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "share_pages(Tensor blocks, Tensor windows, Tensor tables, Tensor lengths, Tensor(a!) cuts) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Writes each sequence's new key and value to its page, then lets its query attend to its own pages.
+
+    Every page is read at its own precision; see `qbe.format.kv_blocks` for its layout, entries and words.
+
+    Args:
+        query: `[B, heads, key_dim]`; any strides, as for key and value.
+        key: `[B, kv_heads, key_dim]`, of the new tokens; its dtype is that of pages of 16 bits.
+        value: `[B, kv_heads, value_dim]`.
+        memory: uint8, all pages; written at `slots`.
+        blocks: int32 `[FORMATS, kv_heads]`, the words of one layer; format 0 has 16 bits everywhere.
+        slots: int64 `[B]`, address of a page of format 0 | where in it the new token goes. Rows that pad a batch share
+            one slot.
+        tables: int64 `[B, P]`, entries of each sequence's pages; those past its length are not read.
+        lengths: int64 `[B]`, tokens of each sequence with the new one, 1 or more.
+        entropy: float32 `[B, heads]`; written: the entropy of each head's weights, in nats.
+        scaling: factor of the scores.
+        window: a query sees that many last tokens; 0 means all.
+        softcap: scores s become softcap * tanh(s / softcap); 0 means they stay.
+
+    Returns:
+        `[B, heads, value_dim]` in query's dtype, contiguous; sums are taken in float32.
+    """
+    return torch.ops.qbe.paged_attention.default(
+        query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap
+    )
+
+
+def share_pages(
+    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+) -> None:
+    """On a GPU: which pages each block of a decode step's attentions will read, for all layers of one shape.
+
+    Pages are shared out by what they cost to read, whatever the lengths of sequences and the precisions of their heads
+    and pages. Without this every block of every layer finds it out for itself, before it has anything to read.
+
+    Args:
+        blocks: int32 `[layers, FORMATS, kv_heads]`, their words.
+        windows: int32 `[layers]`; 0 means all keys are seen.
+        tables, lengths: as in `paged_attention`; of all layers.
+        cuts: int32 `[layers, processors + 1, 2]`, written: where each block's pages begin.
+    """
+    torch.ops.qbe.share_pages.default(blocks, windows, tables, lengths, cuts)
+
+
+def shared_attention(*arguments: torch.Tensor | float, cuts: torch.Tensor) -> torch.Tensor:
+    """On a GPU: `paged_attention` with what `share_pages` wrote for this layer, from these tables and lengths.
+
+    Args:
+        arguments: of `paged_attention`, in its order.
+        cuts: int32 `[processors + 1, 2]`.
+    """
+    return torch.ops.qbe.shared_attention.default(*arguments, cuts)
+
+
+def steady_attention(*arguments: torch.Tensor | float) -> torch.Tensor:
+    """On a GPU: `paged_attention` in which a row comes out the same, bit for bit, whatever rows are beside it.
+
+    Its pages are cut into parts by what a table has room for, which makes long contexts slower where rows are many.
+
+    Args:
+        arguments: of `paged_attention`, in its order.
+    """
+    return torch.ops.qbe.steady_attention.default(*arguments)
+
+
+@torch.library.register_fake("qbe::steady_attention", lib=_library)
+@torch.library.register_fake("qbe::paged_attention", lib=_library)
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.register_fake("qbe::shared_attention", lib=_library)
+def _fake_shared(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *where: torch.Tensor | float
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.register_fake("qbe::share_pages", lib=_library)
+def _fake_share(
+    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+) -> None:
+    pass
+
+
+def _cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    from qbe.kernels.cpu.paged_attention import paged_attention as kernel
+
+    return kernel(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap)
+
+
+def _cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+    cuts: torch.Tensor | None = None,
+    steady: bool = False,
+) -> torch.Tensor:
+    from qbe.kernels.triton.paged_attention import paged_attention as kernel
+
+    where = memory, blocks, slots, tables, lengths, entropy
+    return kernel(query, key, value, *where, scaling, window, softcap, cuts, steady)
+
+
+def _cuda_share(
+    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+) -> None:
+    from qbe.kernels.cuda.decode_attention import share
+
+    share(blocks, windows, tables, lengths, cuts)
+
+
+on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
+on_cpu.impl("paged_attention", _cpu, "CPU")
+_library.impl("paged_attention", _cuda, "CUDA")
+_library.impl("shared_attention", _cuda, "CUDA")
+_library.impl("steady_attention", functools.partial(_cuda, steady=True), "CUDA")
+_library.impl("share_pages", _cuda_share, "CUDA")

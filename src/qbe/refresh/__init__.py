@@ -1,0 +1,1 @@
+"""When an answer is hard, and when that is cause for another blueprint."""

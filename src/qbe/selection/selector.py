@@ -1,0 +1,91 @@
+"""The way of a query to its blueprint, in both engines: analysis of text and tokens, then cache or policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qbe import policies
+from qbe.analysis import Analyzer, QueryProfile
+from qbe.blueprint import Blueprint
+from qbe.budget import Budget
+from qbe.cache import BlueprintCache
+from qbe.errors import QBEError
+from qbe.policies import Policy
+from qbe.refresh.thresholds import Thresholds
+from qbe.sites import TURBO_KINDS, SiteTable
+
+
+class BlueprintChooser:
+    """Chooses the blueprints of one model's queries.
+
+    Args:
+        policy: serves queries that name none.
+        name: what the caller called it.
+        table: the model's sites.
+        analyzer: of the model.
+        thresholds: when an answer is hard or easy to predict; None where nobody learned that.
+        context: the model's context in tokens, None when it has no limit.
+        cache: asked before a policy is; None: policies are always asked.
+    """
+
+    def __init__(
+        self, policy: Policy, name: str, table: SiteTable, analyzer: Analyzer, thresholds: Thresholds | None,
+        context: int | None, cache: BlueprintCache | None = None,
+    ) -> None:  # fmt: skip
+        self.analyzer, self.thresholds, self.cache = analyzer, thresholds, cache
+        if cache is not None:
+            cache.prepare(policy)
+        _prepare(policy, table)
+        self._default, self._policies = policy, {name: policy}
+        self._table, self._context = table, context
+
+    def profile(self, text: str, words: Sequence[int], policy: Policy, context: int) -> QueryProfile:
+        """What a policy is told of a query.
+
+        Args:
+            text, words: to analyse, and its token ids.
+            context: tokens of the prompt and of the longest answer.
+        """
+        return self.within(self.analyzer.analyze(text, words, tier=getattr(policy, "analysis_tier", None)), context)
+
+    def within(self, profile: QueryProfile, context: int) -> QueryProfile:
+        """The profile with a context that the model can have."""
+        return replace(profile, context=context if self._context is None else min(context, self._context))
+
+    def blueprint(
+        self, policy: Policy, profile: QueryProfile, budget: Budget, near: bool = True
+    ) -> tuple[Blueprint, str | None]:
+        """The blueprint, and what the cache did (`Record.cache`). Raises QBEError when the budget cannot be met."""
+        budget = replace(budget, refresh=False, cascade=False)  # of these no policy chooses otherwise
+        turbo = TURBO_KINDS.get(str(budget.kv_bits))
+        if turbo is not None:  # policies choose numbers of bits
+            budget = replace(budget, kv_bits=None)
+        if self.cache is None:
+            blueprint, cached = policy.blueprint(profile, budget, self._table), None
+        else:
+            blueprint, cached = self.cache.blueprint(policy, profile, budget, near)
+        if turbo is not None:
+            blueprint = replace(blueprint, kv_bits=(turbo,) * self._table.layers, first_kv_bits=None)
+        return blueprint, cached
+
+    def policy(self, name: str | None) -> Policy:
+        """The policy of that name, or the default one. Raises QBEError where it cannot serve this model."""
+        if name is None:
+            return self._default
+        if name not in self._policies:
+            found = policies.load(name)
+            _prepare(found, self._table)
+            self._policies[name] = found
+        if self._policies[name].needs_sensitivity and not self._table.measured:
+            raise QBEError(
+                f"the policy '{name}' needs measured sensitivities, and this engine has none: start it with "
+                f"policy='{name}'; inside vLLM serve a folder that 'qbe quantize' wrote"
+            )
+        return self._policies[name]
+
+
+def _prepare(policy: Policy, table: SiteTable) -> None:
+    prepare = getattr(policy, "prepare", None)
+    if prepare is not None:
+        prepare(table)

@@ -1,0 +1,89 @@
+"""The text of single tokens, as logprobs show them."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from qbe.engine.sampling.logprobs import Logprob
+
+_LEAST = -9999.0  # JSON has no infinity
+
+
+class Position:
+    """How many characters of a text come before its next token; several tokens may make one."""
+
+    def __init__(self) -> None:
+        self._at, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def passed(self, token: bytes) -> int:
+        """Where the token begins; the next one begins after it."""
+        at = self._at
+        self._at += len(self._characters.decode(token))
+        return at
+
+
+class Words:
+    """Text and bytes of tokens.
+
+    Args:
+        tokenizer: of transformers.
+        exact: knows the bytes of tokens that are no whole characters; None where there is none.
+        eos_ids: tokens that end an answer and are no part of it.
+    """
+
+    def __init__(self, tokenizer: Any, exact: LLTokenizer | None, eos_ids: frozenset[int]) -> None:
+        self._tokenizer, self._exact, self._eos = tokenizer, exact, eos_ids
+        self.bytes = functools.lru_cache(maxsize=65536)(self._bytes)
+
+    def _bytes(self, token: int) -> bytes:
+        """The token's bytes; of a special one, its name's."""
+        if self._exact is None or self._exact.is_special_token(token):
+            text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+            return text.encode("utf-8", "replace")
+        return self._exact.decode_bytes([token])
+
+    def text(self, token: int) -> str:
+        """The same as text."""
+        return self.bytes(token).decode("utf-8", "replace")
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of a prompt that came as tokens."""
+        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return text
+
+    def within(self, found: list[Logprob]) -> list[Logprob]:
+        """Without a token that ended the answer."""
+        return [f for f in found if f.token not in self._eos]
+
+    def for_chat(self, found: list[Logprob]) -> list[dict[str, Any]]:
+        """As a chat answer has it: `choices[].logprobs.content`."""
+        return [{**self._one(f.token, f.logprob), "top_logprobs": [self._one(t, p) for t, p in f.top]} for f in found]
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": max(logprob, _LEAST), "bytes": list(self.bytes(token))}
+
+    def for_completion(self, found: list[Logprob | int], position: Position, top: int) -> dict[str, Any]:
+        """As a completion has it: four lists.
+
+        Args:
+            found: of each token; a plain id for a prompt's first token, of which nothing is known.
+            position: of the first one; it moves on.
+            top: how many likely tokens were asked for; with 0 there are no `top_logprobs`.
+        """
+        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for f in found:
+            token = f if isinstance(f, int) else f.token
+            text, offset = self.text(token), position.passed(self.bytes(token))
+            likely: dict[str, float] | None = None
+            if isinstance(f, Logprob):
+                likely = {}
+                for one, logprob in (*f.top, (f.token, f.logprob)):
+                    likely.setdefault(self.text(one), max(logprob, _LEAST))
+            values = text, max(f.logprob, _LEAST) if isinstance(f, Logprob) else None, likely, offset
+            for name, value in zip(lists, values, strict=True):
+                lists[name].append(value)
+        return lists if top else {**lists, "top_logprobs": None}
