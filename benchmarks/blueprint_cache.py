@@ -36,8 +36,8 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.cache import BlueprintCache
 from qbe.cache.fingerprint import Fingerprint
-from qbe.cache.memory import Entry, Memory
-from qbe.cache.traffic import Asked, read_lengths, with_lengths
+from qbe.cache.memory import CachedBlueprint, Memory
+from qbe.cache.traffic import LoggedRequest, read_lengths, with_lengths
 from qbe.engine.engine import Engine
 from qbe.files import write_text
 
@@ -74,7 +74,7 @@ def lookups() -> list[dict[str, Any]]:
     while memory.entries < ENTRIES:
         profile, budget = next(made), draw.choice(BUDGETS)
         query = Fingerprint(profile, budget)
-        memory.open(query.cell, [Entry(query.cell, query.digest, query.bits, 0, sys.maxsize, blueprint)])
+        memory.open(query.cell, [CachedBlueprint(query.cell, query.digest, query.bits, 0, sys.maxsize, blueprint)])
         if len(kept) < ROUNDS * ROUND:
             kept.append((profile, budget))
     rows = []
@@ -101,7 +101,7 @@ def lookups() -> list[dict[str, Any]]:
     return rows
 
 
-def read_prompts(data: Path, first: bool) -> list[Asked]:
+def read_prompts(data: Path, first: bool) -> list[LoggedRequest]:
     """Prompts to warm the cache with (`first`), or to replay; each once."""
     rows = [
         json.loads(line)["question"]
@@ -113,12 +113,12 @@ def read_prompts(data: Path, first: bool) -> list[Asked]:
         if (i % 3 != 0) == first:
             task = json.loads(line)
             found += [f"{task['instruction']}\n{case['input']}".strip() for case in task["instances"]]
-    prompts = [Asked(text) for text in dict.fromkeys(found)]
+    prompts = [LoggedRequest(text) for text in dict.fromkeys(found)]
     random.Random(0).shuffle(prompts)
     return prompts
 
 
-def profiles(engine: Engine, traffic: Sequence[Asked], tier: int | None) -> list[QueryProfile]:
+def profiles(engine: Engine, traffic: Sequence[LoggedRequest], tier: int | None) -> list[QueryProfile]:
     """The profiles of these requests."""
     analyzer = Analyzer(engine.model.get_input_embeddings().weight, tier=tier)
     texts = [a.text or "" for a in traffic]

@@ -19,10 +19,10 @@ every token of prompt and answer choose its own bits; fixed has the average of t
 from __future__ import annotations
 
 import argparse
+import collections.abc
 import json
 import statistics
 import time
-from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -35,17 +35,17 @@ import torch
 
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.datasets.intervals import interval
+from qbe.datasets.items import encode, read_training
 from qbe.engine.adaptive.cascade import Cascade
 from qbe.engine.scheduling.sequence import Scoring, Sequence, Status
 from qbe.eval.fidelity import Teacher
-from qbe.datasets.intervals import interval
-from qbe.datasets.items import encode, read_training
 from qbe.learning.cascade import HIDDEN
 from qbe.learning.distil import worth
 from qbe.learning.gates import begin
 from qbe.policies.cascade import blocks_of
-from qbe.policies.per_token import LEVELS, Routers
-from qbe.policies.routers import Network, widths_of
+from qbe.policies.per_token import LEVELS, TokenRouters
+from qbe.policies.routers import Network, gear_bits
 from qbe.refresh import thresholds
 from qbe.refresh.monitor import Monitor
 from qbe.sites import FULL_BITS
@@ -103,7 +103,7 @@ def untrained(engine: qbe.Engine) -> None:
         networks.append(Network(inner, np.zeros(HIDDEN, np.float32), np.zeros((HIDDEN, len(bias)), np.float32), bias))
     worths = np.sort(np.concatenate([worth(table, [s]) for b in blocks for s in b.sites]))[::-1]
     thresholds = np.interp(np.linspace(0, 1, LEVELS), np.linspace(0, 1, len(worths)), worths).astype(np.float32)
-    made = Routers(blocks, tuple(networks), widths_of(table), thresholds, "untrained")
+    made = TokenRouters(blocks, tuple(networks), gear_bits(table), thresholds, "untrained")
     core.cascade = Cascade(made, table, core.plan)
     engine._chooser.cascade = made
     for part in (core.runner, core.runner.decode):
@@ -143,7 +143,7 @@ class Replay(Sequence):
         return [(b, len(list(run))) for b, run in groupby(self.given[start : start + count])]
 
 
-def run(engine: qbe.Engine, requests: Many[qbe.Request], watched: bool = False) -> list[Sequence]:
+def run(engine: qbe.Engine, requests: collections.abc.Sequence[qbe.Request], watched: bool = False) -> list[Sequence]:
     """Serves them together; their sequences. `watched`: measure tokens as a monitor does."""
     ids = [engine.submit(r) for r in requests]
     sequences = [engine.sequence(i) for i in ids]
@@ -192,7 +192,7 @@ def divergence(engine: qbe.Engine, s: Sequence, ways: dict[str, list[Blueprint]]
 
 def given_to(s: Sequence) -> list[Blueprint]:
     """What each of a sequence's tokens had."""
-    return [replace(s.blueprint_at(p), steering=None) for p in range(len(s.token_ids))]
+    return [replace(s.blueprint_at(p), dynamic_precision=None) for p in range(len(s.token_ids))]
 
 
 def shuffled(s: Sequence, given: list[Blueprint], seed: int) -> list[Blueprint]:
@@ -203,7 +203,7 @@ def shuffled(s: Sequence, given: list[Blueprint], seed: int) -> list[Blueprint]:
 
 
 def kl(
-    engine: qbe.Engine, prompts: Many[list[int]], tokens: int, seeds: int, bits: float, ways: Many[str]
+    engine: qbe.Engine, prompts: collections.abc.Sequence[list[int]], tokens: int, seeds: int, bits: float, ways: collections.abc.Sequence[str]
 ) -> dict[str, Any]:  # fmt: skip
     """Divergences of every answer, by way, and what they come to."""
     table, rows = engine.table, list[dict[str, Any]]()
@@ -269,7 +269,7 @@ def routed(
     return found
 
 
-def summary(rows: Many[dict[str, Any]], name: str) -> dict[str, Any]:
+def summary(rows: collections.abc.Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Divergence over that of the fixed blueprint of the same average, and over that of shuffled moves."""
     own, fixed = (np.array([r["kl"][k] for r in rows]) for k in (name, f"{name}, fixed"))
     told = {

@@ -18,10 +18,10 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
+from qbe.format.layout import SliceLayout
 from qbe.kernels.cpu import build, nested_linear
 from qbe.kernels.cpu.geometry import geometry
-from qbe.kernels.reference.activations import EIGHT, word
-from qbe.format.layout import SliceLayout
+from qbe.kernels.reference.activations import EIGHT, precision_word
 
 SHAPES = ((1536, 576), (576, 1536), (2048, 2048))
 ROWS = (1, 2, 4, 5, 8, 16, 32, 48, 64, 256)
@@ -43,19 +43,19 @@ def ways(
 ) -> dict[str, Callable[[], object]]:
     form = geometry(packed.shape, meta.shape, x.shape[1], LAYOUT.slices, EXPONENT)
 
-    def kernel(words: int) -> Callable[[], object]:
-        wanted = torch.full((x.shape[0],), words, dtype=torch.int32)
+    def kernel(precision_words: int) -> Callable[[], object]:
+        wanted = torch.full((x.shape[0],), precision_words, dtype=torch.int32)
         return lambda: nested_linear._few(x, packed, meta, wanted, None, None, form)
 
-    def called(words: int) -> Callable[[], object]:
-        wanted = torch.full((x.shape[0],), words, dtype=torch.int32)
+    def called(precision_words: int) -> Callable[[], object]:
+        wanted = torch.full((x.shape[0],), precision_words, dtype=torch.int32)
         return lambda: nested_linear.nested_linear(x, packed, meta, wanted, None, None, LAYOUT.slices, EXPONENT)
 
     return {
         "op": called(bits),
-        "op, 8-bit x": called(word(bits, EIGHT)),
+        "op, 8-bit x": called(precision_word(bits, EIGHT)),
         "kernel": kernel(bits),
-        "8-bit x": kernel(word(bits, EIGHT)),
+        "8-bit x": kernel(precision_word(bits, EIGHT)),
         "dequantised": lambda: nested_linear._dequantised(x, packed, meta, bits, None, form),
         "plain": lambda: linear(x, weight),
     }

@@ -33,9 +33,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qbe.engine.devices import pick_device
 from qbe.datasets.intervals import interval, ratio
 from qbe.datasets.items import encode, read
+from qbe.engine.devices import pick_device
 from qbe.policies.allocate import TOLERANCE, solve
 from qbe.policies.random import _draw
 from qbe.progress import bar

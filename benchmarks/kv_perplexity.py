@@ -4,11 +4,11 @@
 
 Text: WikiText-2's test split from `--data` (default $QBE_DATA or ../shared/data), windows of 4096 tokens; weights and
 activations in float32. A token sees its own page of 64 tokens at 16 bits, all but those of every eighth page the one
-before, too, and the others as they are sealed. A number is an average that the policy allocates from the measured
+before, too, and the others as they are quantised. A number is an average that the policy allocates from the measured
 sensitivities, the text's first page at 8 bits at least; `4.4-` without that page, `u4` every page at 4 bits. Printed
 are perplexity and how far it is over 16 bits, the KL divergence from 16 bits at every eighth token with its standard
 error (nats), and how many times smaller than in bfloat16 the cache of a whole window is, scales and the open page
-included; then the same if its last full page waited to be sealed, as seven of eight do.
+included; then the same if its last full page waited to be quantised, as seven of eight do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.sampling.scoring import Scored, score
-from qbe.format.kv_blocks import FULL_BITS, PAGE_SIZE, block
+from qbe.format.kv_blocks import FULL_BITS, PAGE_SIZE, head_layout
 from qbe.kvcache.pages import PagePool
 from qbe.models import load_model, pull
 from qbe.policies.kv import FIRST_PAGE_BITS, allocate_kv
@@ -44,17 +44,18 @@ def page(pool: PagePool, bits: tuple[Any, ...]) -> int:
     for shape, of_layer in zip(pool.shapes, bits, strict=True):
         if shape is not None:
             heads = of_layer if isinstance(of_layer, tuple) else (of_layer,) * shape.kv_heads
-            total += sum(block(b, shape.key_dim, shape.value_dim, 2).nbytes for b in heads)
+            total += sum(head_layout(b, shape.key_dim, shape.value_dim, 2).nbytes for b in heads)
     return total
 
 
-def smaller(pool: PagePool, blueprint: Blueprint, tokens: int, frames: int) -> float:
-    """Memory of so many tokens in bfloat16 over that at a blueprint's bits, with so many frames beside sealed pages."""
+def smaller(pool: PagePool, blueprint: Blueprint, tokens: int, staging_pages: int) -> float:
+    """Memory of so many tokens in bfloat16 over that at a blueprint's bits, with so many staging pages beside quantised
+    pages."""
     full, first, low = (page(pool, bits) for bits in (
         (FULL_BITS,) * len(blueprint.kv_bits), blueprint.kv_bits_of(0), blueprint.kv_bits
     ))  # fmt: skip
     pages = tokens // PAGE_SIZE
-    return pages * full / (first + (pages - 1) * low + (frames * full if low < full else 0))
+    return pages * full / (first + (pages - 1) * low + (staging_pages * full if low < full else 0))
 
 
 def main() -> None:

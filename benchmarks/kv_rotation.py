@@ -3,9 +3,9 @@
     python benchmarks/kv_rotation.py [--model NAME] [--data DIR] [--window N] [--tokens N] [--kinds ...] [--json FILE]
 
 Text: WikiText-2's test split from `--data` (default $QBE_DATA or ../shared/data), float32, weights at 16 bits. Every
-token sees its own page at 16 bits and the pages before it as they are sealed, as in the engine; pages are sealed and
-read by the reference (`qbe.kernels.reference.kv_pages`). `keys` and `values` say which of the two are sealed. Without
-rotation the same format holds the numbers as they are; no kernel reads that, it is here for comparison.
+token sees its own page at 16 bits and the pages before it as they are quantised, as in the engine; pages are quantised
+and read by the reference (`qbe.kernels.reference.kv_pages`). `keys` and `values` say which of the two are quantised.
+Without rotation the same format holds the numbers as they are; no kernel reads that, it is here for comparison.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kernels.reference import kv_pages as reference
 from qbe.kernels.reference.rotation import rotate
 from qbe.models import load_model
-from qbe.sites import TURBO, TURBO_KINDS, kv_width
+from qbe.sites import TURBO, TURBO_KINDS, kv_number_bits
 
 ROWS = 256  # queries at a time
 
 
-def sealed_keys(keys: torch.Tensor, kind: int, rotated: bool) -> torch.Tensor:
-    """Keys `[heads, n, dim]`, n a number of full pages, as they come back from sealed pages."""
+def quantised_keys(keys: torch.Tensor, kind: int, rotated: bool) -> torch.Tensor:
+    """Keys `[heads, n, dim]`, n a number of full pages, as they come back from quantised pages."""
     out = torch.empty_like(keys)
     for page, to in zip(_pages(keys), _pages(out), strict=True):
-        x, bits = rotate(page) if rotated else page, kv_width(kind)
+        x, bits = rotate(page) if rotated else page, kv_number_bits(kind)
         if kind > TURBO:
             codes, *scales = reference.turbo_keys(x, bits)
             x = reference.turbo_numbers(codes, *scales, bits)
@@ -44,10 +44,10 @@ def sealed_keys(keys: torch.Tensor, kind: int, rotated: bool) -> torch.Tensor:
     return out
 
 
-def sealed_values(values: torch.Tensor, kind: int, rotated: bool) -> torch.Tensor:
+def quantised_values(values: torch.Tensor, kind: int, rotated: bool) -> torch.Tensor:
     """The same for values."""
     x = rotate(values) if rotated else values
-    codes, scale, low = reference.quantise(x.flatten(0, 1), kv_width(kind))
+    codes, scale, low = reference.quantise(x.flatten(0, 1), kv_number_bits(kind))
     x = (codes * scale.float()[:, None] + low.float()[:, None]).view_as(values)
     return rotate(x) if rotated else x
 
@@ -57,7 +57,7 @@ def _pages(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Cache:
-    """An attention function of transformers that sees earlier pages sealed."""
+    """An attention function of transformers that sees earlier pages quantised."""
 
     def __init__(self) -> None:
         self.kind, self.parts, self.rotated = 16, "", True
@@ -70,9 +70,9 @@ class Cache:
         keys, values, n = key[0], value[0], key.shape[2]
         full = n // PAGE_SIZE * PAGE_SIZE
         seen = [keys, values]
-        for i, (part, seal) in enumerate((("keys", sealed_keys), ("values", sealed_values))):
+        for i, (part, quantise) in enumerate((("keys", quantised_keys), ("values", quantised_values))):
             if self.kind != 16 and part in self.parts:
-                seen[i] = torch.cat([seal(seen[i][:, :full], self.kind, self.rotated), seen[i][:, full:]], 1)
+                seen[i] = torch.cat([quantise(seen[i][:, :full], self.kind, self.rotated), seen[i][:, full:]], 1)
         group = query.shape[1] // keys.shape[0]
         rows = query[0].view(keys.shape[0], group, n, -1) * scaling
         out = []
@@ -104,8 +104,8 @@ def main() -> None:
 
     loaded, cache = load_model(args.model, dtype="float32"), Cache()
     model = loaded.model
-    AttentionInterface.register("sealed", cache)
-    model.config._attn_implementation = "sealed"
+    AttentionInterface.register("quantised", cache)
+    model.config._attn_implementation = "quantised"
     ids = loaded.tokenizer((args.data / "wikitext2_test.txt").read_text()[: 8 * args.tokens])["input_ids"]
     windows = torch.tensor(ids[: args.tokens // args.window * args.window]).view(-1, args.window)
     full, rows = [], []

@@ -15,15 +15,15 @@ import os
 import sys
 from pathlib import Path
 
+from qbe.datasets.haystack import read_essays
 from qbe.engine.engine import Engine
 from qbe.errors import QBEError
-from qbe.datasets.haystack import read_essays
-from qbe.eval.needle import ANSWER_TOKENS, Cell, Grid, run
+from qbe.eval.needle import ANSWER_TOKENS, Grid, Needle, run
 from qbe.progress import bar
 from qbe.sites import FULL_BITS
 
 
-def found(args: argparse.Namespace, text: str, grid: Grid, piece: int) -> list[set[Cell]]:
+def found(args: argparse.Namespace, text: str, grid: Grid, piece: int) -> list[set[Needle]]:
     """Cells found at 16 bits and by default with prompts cut after so many tokens."""
     room = 2 * (max(grid.lengths) + ANSWER_TOKENS + 64)
     with (

@@ -20,18 +20,18 @@ from pathlib import Path
 
 import numpy as np
 
-from qbe.engine.engine import Engine
-from qbe.eval.compare import Comparison, Outcome, Setting
 from qbe.datasets.intervals import interval, verdict
 from qbe.datasets.items import Item, read
 from qbe.datasets.results import Results, identity
+from qbe.engine.engine import Engine
+from qbe.eval.compare import Comparison, ComparisonResult, Setting
 from qbe.models.load import quiet
 from qbe.progress import bar
 
 NEAR, ATTEMPTS = 0.005, 5  # bits
 
 
-def measured(engine: Engine, items: list[Item], settings: list[Setting], results: Results) -> Outcome:
+def measured(engine: Engine, items: list[Item], settings: list[Setting], results: Results) -> ComparisonResult:
     comparison = Comparison(engine, items, settings, results)
     if comparison.skipped:
         raise SystemExit(comparison.skipped[0])
@@ -39,7 +39,7 @@ def measured(engine: Engine, items: list[Item], settings: list[Setting], results
         return comparison.run(tick)
 
 
-def numbers(outcome: Outcome, setting: Setting, dataset: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def numbers(outcome: ComparisonResult, setting: Setting, dataset: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divergence summed over a query's tokens, their number and their bits, each [queries]."""
     of = [q.measured[setting] for q in outcome.queries if dataset in ("all", q.item.dataset)]
     columns = zip(*((m.fidelity.kl, m.fidelity.tokens, m.bits) for m in of), strict=True)

@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from qbe.bench.client import Answered
-from qbe.bench.goodput import Bound, Search, Trial, in_turns, quantile
+from qbe.bench.goodput import Bound, Search, TraceReplay, in_turns, quantile
 from qbe.bench.serve import FULL_SETTINGS
-from qbe.bench.serve_sizes import Sizes
+from qbe.bench.serve_sizes import ServeSizes
 from qbe.bench.traffic import Arrival, Traffic
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
@@ -106,7 +106,7 @@ class Replay:
         return found
 
 
-def bound(engine: Engine, sizes: Sizes, settings: Settings) -> dict[str, object]:
+def bound(engine: Engine, sizes: ServeSizes, settings: Settings) -> dict[str, object]:
     """The highest rates."""
     full = Settings.model_validate(tomllib.loads(FULL_SETTINGS))
     ways = [settings, full]
@@ -124,8 +124,8 @@ def bound(engine: Engine, sizes: Sizes, settings: Settings) -> dict[str, object]
     for turn in range(sizes.rounds):
         searches = [Search(limit, len(alone) / sum(a.seconds for a in alone), sizes.halvings) for _ in ways]
 
-        def trial(number: int, rate: float, turn: int = turn) -> Trial:
-            found = Trial.of(rate, Replay(engine, ways[number]).run(traffic.take(sizes.requests, rate, turn)))
+        def trial(number: int, rate: float, turn: int = turn) -> TraceReplay:
+            found = TraceReplay.of(rate, Replay(engine, ways[number]).run(traffic.take(sizes.requests, rate, turn)))
             print(f"  {('tiers', '16 bits')[number]:8} {rate:5.2f}/s: first {found.first_s:.2f} s, each "
                   f"{found.per_token_s * 1e3:.0f} ms, {found.bits:.2f} bits", flush=True)  # fmt: skip
             bits[number].append(found.bits)
@@ -139,7 +139,7 @@ def bound(engine: Engine, sizes: Sizes, settings: Settings) -> dict[str, object]
     return {"bound": vars(limit), "tiers": best[0], "16 bits": best[1], "bits": float(np.mean(bits[0]))}
 
 
-def priority(engine: Engine, sizes: Sizes, settings: Settings) -> dict[str, object]:
+def priority(engine: Engine, sizes: ServeSizes, settings: Settings) -> dict[str, object]:
     """First tokens of priority requests, milliseconds."""
     traffic = Traffic(sizes.data, sizes.trace, sizes.shrink, sizes.shares)
     filled = Settings.model_validate(tomllib.loads(FILLED))
@@ -198,10 +198,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     for name, value in (("requests", 32), ("rounds", 2), ("probes", 60), ("flood", 24)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--slack", type=float, default=Sizes.slack, help="the bound, in times of an answer alone")
+    parser.add_argument("--slack", type=float, default=ServeSizes.slack, help="the bound, in times of an answer alone")
     parser.add_argument("--compile", action="store_true", help="decode steps as those of `qbe serve --compile`")
     args = parser.parse_args()
-    sizes = Sizes(data=args.data, requests=args.requests, rounds=args.rounds, slack=args.slack, probes=args.probes,
+    sizes = ServeSizes(data=args.data, requests=args.requests, rounds=args.rounds, slack=args.slack, probes=args.probes,
                   flood=args.flood)  # fmt: skip
     text = args.config.read_text() if args.config else ""
     settings = Settings.model_validate(tomllib.loads(text))

@@ -31,15 +31,15 @@ import torch
 
 from qbe.bench.speculate import CHOSEN, WITHOUT, Free
 from qbe.blueprint import Blueprint
+from qbe.datasets.items import DATASETS, encode, read
 from qbe.engine.core import Core
 from qbe.engine.devices import pick_device
-from qbe.engine.speculation.draft_tokens import TEXT, Costs
-from qbe.engine.speculation.ngram_proposer import Reader
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, Costs
+from qbe.engine.speculation.ngram_proposer import NgramProposer
 from qbe.errors import QBEError
-from qbe.datasets.items import DATASETS, encode, read
 from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar
 from qbe.store.prepare import prepare
@@ -70,13 +70,13 @@ def difference(core: Core, plain: Sequence, made: Sequence) -> dict[str, object]
     return {"token": at, "tokens": [theirs, ours], "logits": rows[-1][[theirs, ours]].tolist(), "best": best}
 
 
-def guesses(asked: list[Sequence]) -> dict[str, tuple[int, int]]:
+def draft_tokens(asked: list[Sequence]) -> dict[str, tuple[int, int]]:
     """By drafter: how many were checked, and how many of them were right."""
     drafted, accepted = Counter[str](), Counter[str]()
     for sequence in asked:
         own = sequence.speculation
         for drafter, count in ({} if own is None else own.drafted_by).items():
-            name = "the text" if drafter == TEXT else f"{drafter} bits"
+            name = "the text" if drafter == NGRAM_DRAFTER else f"{drafter} bits"
             drafted[name] += count
             accepted[name] += own.accepted_by[drafter]
     return {name: (count, accepted[name]) for name, count in sorted(drafted.items()) if count}
@@ -103,7 +103,7 @@ def main() -> None:
     if speculator is None:
         raise QBEError("this engine has no steps of several rows: no request can speculate")
     blueprint = Blueprint.of("identity", core.table, (args.bits,) * len(core.table.nested))
-    lowest, everyone = min(core.table.gears()), {TEXT, *core.table.gears()}
+    lowest, everyone = min(core.table.gears()), {NGRAM_DRAFTER, *core.table.gears()}
     ways = {
         WITHOUT: None, CHOSEN: (Costs(), everyone), f"drafts at {lowest} bits": (Free(args.bits), {lowest}),
         WITHOUT + QUEUE: None, CHOSEN + QUEUE: (Costs(), everyone),
@@ -112,8 +112,8 @@ def main() -> None:
     def answers(numbers: range, batch: int, way: str) -> list[Sequence]:
         if ways[way] is not None:
             speculator.costs, speculator.drafters = ways[way]
-            speculator.reader = Reader()  # which does not know the answers yet
-        while core.scheduler.allocator.drop_idle():
+            speculator.reader = NgramProposer()  # which does not know the answers yet
+        while core.scheduler.allocator.evict():
             pass  # what others left
         core.scheduler.max_sequences = batch
         params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True, speculate=ways[way] is not None)
@@ -133,7 +133,7 @@ def main() -> None:
             beside = WITHOUT + QUEUE if way == CHOSEN + QUEUE else WITHOUT
             pairs = list(zip(mine, made[beside], made[way], strict=True))
             parted = [(i, a, b) for i, a, b in pairs if a.output_ids != b.output_ids]
-            told, equal = guesses(made[way]), len(pairs) - len(parted)
+            told, equal = draft_tokens(made[way]), len(pairs) - len(parted)
             cases.append({
                 "batch": batch, "way": way, "beside": beside, "answers": len(pairs), "equal": equal, "guesses": told,
             })  # fmt: skip

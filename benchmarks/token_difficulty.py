@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.distributions import Categorical
 
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 from qbe.sites import Role
 from qbe.store.prepare import prepare
 
@@ -44,9 +44,9 @@ def main() -> None:
         """Log probabilities of each window; `careful` bool [windows, 256] are the rows with 16-bit activations."""
         found = []
         for row, at in zip(windows, careful, strict=True):
-            low = torch.where(at, word(args.weights), word(args.weights, 8)).to(torch.int32)
+            low = torch.where(at, precision_word(args.weights), precision_word(args.weights, 8)).to(torch.int32)
             for site in table.nested:
-                full = torch.full_like(low, word(args.weights))
+                full = torch.full_like(low, precision_word(args.weights))
                 model.get_submodule(site.name).weight.bits = full if site.role is Role.OUTPUT_HEAD else low
             found.append(model(input_ids=row[None], use_cache=False).logits[0].float().log_softmax(-1))
         return found

@@ -26,14 +26,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from qbe.datasets.items import read
 from qbe.engine.devices import pick_device
 from qbe.errors import QBEError
-from qbe.datasets.items import read
 from qbe.kernels.ops.routing import worths_of
 from qbe.learning.distil import Batch, batches, watched
 from qbe.learning.sensitivities import lowered
 from qbe.policies import load
-from qbe.policies.routers import blocks_of, widths_of
+from qbe.policies.routers import blocks_of, gear_bits
 from qbe.progress import bar
 from qbe.store.prepare import PreparedModel, prepare
 
@@ -51,7 +51,7 @@ class Damages:
 
     def __init__(self, prepared: PreparedModel, texts: list[Batch], draws: int, seed: int, tick) -> None:
         self.table, self.model = prepared.table, prepared.model
-        self.blocks, self.widths = blocks_of(self.table), widths_of(self.table)
+        self.blocks, self.widths = blocks_of(self.table), gear_bits(self.table)
         self.sites = [s for b in self.blocks for s in b.sites]
         self.sizes = np.array([self.table.nested[s].parameters for s in self.sites], np.float64)
         routers = {policy: trained for policy in POLICIES if (trained := self._routers(policy)) is not None}

@@ -25,9 +25,9 @@ import numpy as np
 from qbe import Budget, policies
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
+from qbe.datasets.intervals import interval
 from qbe.engine.engine import Engine
 from qbe.eval.fidelity import Fidelity, Teacher
-from qbe.datasets.intervals import interval
 from qbe.models.load import quiet
 from qbe.progress import bar
 from qbe.sites import FULL_BITS

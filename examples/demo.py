@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 import qbe
-from qbe.engine.result import Prompt
+from qbe.engine.result import PromptInput
 from qbe.explain.terminal import strip
 
 PROMPTS = {
@@ -27,7 +27,7 @@ def main() -> None:
     with qbe.Engine(progress=True, max_sequences=1) as engine:
         params = qbe.SamplingParams(max_tokens=120)
         for title, question in PROMPTS.items():
-            messages: Prompt = [{"role": "user", "content": question}]
+            messages: PromptInput = [{"role": "user", "content": question}]
             why = engine.explain(messages)
             out.rule(f"[bold]{title}[/]", align="left")
             out.print(f"[bold]{question}[/]")

@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from qbe.bench import linears
-from qbe.bench.machine import Limits, hardware
-from qbe.bench.report import HIGHER_IS_BETTER, Report, Row
-from qbe.bench.weights import Part, Token
+from qbe.bench.machine import Roofline, hardware
+from qbe.bench.report import HIGHER_IS_BETTER, BenchmarkReport, Row
+from qbe.bench.weights import LinearGroup, Token
 
-LIMITS = Limits(bandwidth=1e9, flops=1e10)
-TOKEN = Token("tiny", 2, (Part("a", 64, 128, 2), Part("b", 96, 256)), Part("head", 256, 128))
+LIMITS = Roofline(bandwidth=1e9, flops=1e10)
+TOKEN = Token("tiny", 2, (LinearGroup("a", 64, 128, 2), LinearGroup("b", 96, 256)), LinearGroup("head", 256, 128))
 THIN = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 512,
 }  # fmt: skip
-LINEARS = linears.Sizes(TOKEN, rows=(1, 5), rounds=3)
+LINEARS = linears.LinearSizes(TOKEN, rows=(1, 5), rounds=3)
 CPU = torch.device("cpu")
 
 
 def described(rows: list[Row], device: torch.device) -> list[dict[str, Any]]:
     """The rows as they come back from strict JSON, each checked."""
-    report = Report("test", hardware(device, LIMITS), {}, rows)
+    report = BenchmarkReport("test", hardware(device, LIMITS), {}, rows)
     found = json.loads(json.dumps(report.describe(), allow_nan=False))
     assert {"hardware", "conditions", "rows"} <= set(found)
     assert found["rows"]

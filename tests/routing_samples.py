@@ -11,20 +11,20 @@ import torch
 from torch.nn.functional import linear
 
 from conftest import tiny_llama
-from qbe.blueprint import Blueprint, Steering
+from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.policies import cascade
 from qbe.policies.learned import Learned, write
-from qbe.policies.per_token import LEVELS, Routers
-from qbe.policies.routers import Network, blocks_of, named, widths_of
+from qbe.policies.per_token import LEVELS, TokenRouters
+from qbe.policies.routers import Network, blocks_of, gear_bits, named
 from qbe.sites import SiteTable
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.nesting import nest_model
 
 
-def random_routers(table: SiteTable, seed: int = 0, inputs: int = 128) -> Routers:
+def random_routers(table: SiteTable, seed: int = 0, inputs: int = 128) -> TokenRouters:
     """Whose tokens and sites differ, with thresholds from what few slices reach to what most do."""
     rng = np.random.default_rng(seed)
-    blocks, slices = blocks_of(table, head=True), len(widths_of(table)) - 1
+    blocks, slices = blocks_of(table, head=True), len(gear_bits(table)) - 1
 
     def matrix(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
@@ -34,13 +34,13 @@ def random_routers(table: SiteTable, seed: int = 0, inputs: int = 128) -> Router
         scores = len(block.sites) * slices
         networks.append(Network(matrix(inputs, 8) / 10, matrix(8), matrix(8, scores), matrix(scores)))
     thresholds = np.linspace(6, -6, LEVELS, dtype=np.float32)
-    return Routers(blocks, tuple(networks), widths_of(table), thresholds, f"random {seed}")
+    return TokenRouters(blocks, tuple(networks), gear_bits(table), thresholds, f"random {seed}")
 
 
-def random_cascade(table: SiteTable, seed: int = 0, heads: int = 4) -> Routers:
+def random_cascade(table: SiteTable, seed: int = 0, heads: int = 4) -> TokenRouters:
     """The same of what attention shows, at every point."""
     rng = np.random.default_rng(seed)
-    blocks, slices = cascade.blocks_of(table), len(widths_of(table)) - 1
+    blocks, slices = cascade.blocks_of(table), len(gear_bits(table)) - 1
 
     def matrix(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
@@ -51,7 +51,7 @@ def random_cascade(table: SiteTable, seed: int = 0, heads: int = 4) -> Routers:
         inner = matrix((point + 1) * heads, 8) * 3
         networks.append(Network(inner, -inner.sum(0) / 2, matrix(8, scores) * 3, matrix(scores)))
     thresholds = np.linspace(6, -6, LEVELS, dtype=np.float32)
-    return Routers(blocks, tuple(networks), widths_of(table), thresholds, f"random cascade {seed}")
+    return TokenRouters(blocks, tuple(networks), gear_bits(table), thresholds, f"random cascade {seed}")
 
 
 def keep_cascade(table: SiteTable, seed: int = 0) -> Path:
@@ -64,13 +64,17 @@ def keep_cascade(table: SiteTable, seed: int = 0) -> Path:
 def steered(table: SiteTable, level: int | None, gear: int = 6, seed: int = 0) -> Blueprint:
     """Every site at a gear; at a level of the routers of that seed, if there is one."""
     found = Blueprint.of("mobi", table, (gear,) * len(table.nested))
-    return found if level is None else replace(found, steering=Steering("routers", level, f"random {seed}"))
+    return (
+        found
+        if level is None
+        else replace(found, dynamic_precision=DynamicPrecision("routers", level, f"random {seed}"))
+    )
 
 
 class Reference:
     """The tiny model, which reads each token's weights by itself."""
 
-    def __init__(self, routers: Routers) -> None:
+    def __init__(self, routers: TokenRouters) -> None:
         self.routers, self.model = routers, tiny_llama()
         self.table = nest_model(self.model, "tiny", NestedWeightConfig(), progress=False)
         self.gears: list[list[int]] = []  # for each site, by token
@@ -87,9 +91,9 @@ class Reference:
 
         def hook(_module, args, kwargs) -> None:  # type: ignore[no-untyped-def]
             x = (args[0] if args else kwargs["hidden_states"])[0]
-            if self._blueprint.steering is None:
+            if self._blueprint.dynamic_precision is None:
                 return
-            threshold = self.routers.thresholds[self._blueprint.steering.level]
+            threshold = self.routers.thresholds[self._blueprint.dynamic_precision.level]
             for token, row in enumerate(x.numpy()):
                 scores = network.scores(row).reshape(len(block.sites), -1)
                 for site, (worth, *falls) in zip(block.sites, scores, strict=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from qbe.engine.scheduling.scheduler import Scheduler, Work
-from qbe.kvcache.allocator import Format, PageAllocator
+from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
+from qbe.kvcache.allocator import PageAllocator, PageFormat
 
-FULL = Format(0, 16 * 256)
-LOW = Format(1, 5 * 256)
+FULL = PageFormat(0, 16 * 256)
+LOW = PageFormat(1, 5 * 256)
 
 
 def scheduler(pages: int = 64, tokens: int = 16, sequences: int = 4, context: int | None = 256, **kw: Any) -> Scheduler:
@@ -16,7 +16,7 @@ def scheduler(pages: int = 64, tokens: int = 16, sequences: int = 4, context: in
     return Scheduler(allocator, max_batch_tokens=tokens, max_sequences=sequences, context=context, **kw)
 
 
-def advance(s: Scheduler) -> list[Work]:
+def advance(s: Scheduler) -> list[ScheduledTokens]:
     """One step of a model that always says 1."""
     work = s.schedule()
     for w in work:
@@ -31,5 +31,5 @@ def advance(s: Scheduler) -> list[Work]:
     return work
 
 
-def shape(work: list[Work]) -> list[tuple[str, int, int]]:
+def shape(work: list[ScheduledTokens]) -> list[tuple[str, int, int]]:
     return [(w.sequence.request_id, w.start, w.count) for w in work]

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 
 from qbe.cli.main import main
-from qbe.records.ledger import Entry, Ledger
+from qbe.records.ledger import Ledger, LedgerEntry
 
 WHERE, _, NUMBER = os.environ["QBE_TEST_DIES"].partition(":")
 left = int(NUMBER)
@@ -21,7 +21,7 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def counted(self: Ledger, entries: Sequence[Entry]) -> None:
+def counted(self: Ledger, entries: Sequence[LedgerEntry]) -> None:
     global left
     left -= 1
     if left == 0 and WHERE == "before":

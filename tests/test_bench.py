@@ -15,13 +15,13 @@ import torch
 
 from bench_samples import CPU, LIMITS, LINEARS, THIN, TOKEN, described
 from qbe.bench import batch, decode, linears, prefill, switch
-from qbe.bench.engines import Work, blueprint_at, core_of, peers_of
+from qbe.bench.engines import DecodeRun, blueprint_at, core_of, peers_of
 from qbe.bench.machine import hardware, measure_limits
 from qbe.bench.measure import Failed
 from qbe.bench.passes import WHOLE
 from qbe.bench.weights import random_weights
 from qbe.hardware import HardwareProfile
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_linears(device: torch.device) -> None:
 
 
 def test_batch(device: torch.device) -> None:
-    rows = described(batch.run(device, LIMITS, batch.Sizes(TOKEN, rows=(5,), rounds=3)), device)
+    rows = described(batch.run(device, LIMITS, batch.BatchSizes(TOKEN, rows=(5,), rounds=3)), device)
     assert {r["bits"] for r in rows} == {"4+6+8", "1x8, 4x4"}
     assert {r["peer"] for r in rows} == {"all rows at 8", "a launch per precision"}
     assert all(r["peer_value"] for r in rows)
@@ -77,7 +77,7 @@ def test_every_layer_has_memory_of_its_own() -> None:
 
 
 def test_decode_with_peers(folder: Path) -> None:
-    sizes = decode.Sizes(folder, averages=(4, 5, 16), prompt=3, steps=3, rounds=3)
+    sizes = decode.DecodeSizes(folder, averages=(4, 5, 16), prompt=3, steps=3, rounds=3)
     rows = described(decode.run(CPU, LIMITS, sizes), CPU)
     assert sorted({r["bits"] for r in rows}) == [4, pytest.approx(5, abs=0.2), 16]
     by_peer = {p: [r for r in rows if r["peer"] == p] for p in (decode.SAME, "transformers", "llama.cpp")}
@@ -87,7 +87,7 @@ def test_decode_with_peers(folder: Path) -> None:
 
 
 def test_decode_of_a_random_model(device: torch.device) -> None:
-    rows = described(decode.run(device, LIMITS, decode.Sizes(THIN, (4, 16), prompt=3, steps=3, rounds=3)), device)
+    rows = described(decode.run(device, LIMITS, decode.DecodeSizes(THIN, (4, 16), prompt=3, steps=3, rounds=3)), device)
     cases = ("batch 1", "batch 1, compiled")
     assert [(r["shape"].split(", ", 2)[-1], r["bits"], r["peer"]) for r in rows] == [(c, 4, decode.SAME) for c in cases]
     assert rows[0]["peer_value"]
@@ -95,16 +95,16 @@ def test_decode_of_a_random_model(device: torch.device) -> None:
 
 def test_prefill_of_a_model_and_of_linears(folder: Path, device: torch.device) -> None:
     if device.type == "cpu":
-        rows = described(prefill.run(CPU, LIMITS, prefill.Sizes(folder, 20, (4, 16), rounds=3)), CPU)
+        rows = described(prefill.run(CPU, LIMITS, prefill.PrefillSizes(folder, 20, (4, 16), rounds=3)), CPU)
         assert {(r["bits"], r["peer"]) for r in rows} == {
             (b, p) for b in (4, 16) for p in ("transformers", "llama.cpp")
         }
         assert all(r["unit"] == "tokens/s" for r in rows)
-    alone = replace(prefill.sizes_for(device), linears=linears.Sizes(TOKEN, (40,), (4, 8, 16), rounds=3))
+    alone = replace(prefill.sizes_for(device), linears=linears.LinearSizes(TOKEN, (40,), (4, 8, 16), rounds=3))
     rows = described(prefill.run(device, LIMITS, alone), device)
     assert {r["bits"] for r in rows} == {4, 8, 16}
     assert not any("one prompt" in r["shape"] for r in rows)
-    long = linears.Sizes(TOKEN, (256,), (4, 16), rounds=3, prompts=(8, 16))
+    long = linears.LinearSizes(TOKEN, (256,), (4, 16), rounds=3, prompts=(8, 16))
     rows = described(prefill.run(device, LIMITS, replace(alone, linears=long)), device)
     shown = {(r["bits"], r["shape"].partition("one prompt, ")[2]) for r in rows}
     assert shown == {(b, kind) for b in (4, 16) for kind in ("", "8-bit activations", "16-bit activations")}
@@ -122,13 +122,13 @@ def test_prompts_are_timed_in_the_devices_own_format(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(linears, "call", spy)
     monkeypatch.setattr(linears, "detect", lambda device: HardwareProfile("cuda:0", "made up", 1, 1, (9, 0)))
     weights = random_weights(TOKEN, CPU, (64,))
-    linears.prompt(weights, linears.random_inputs(TOKEN, 256, CPU), word(4, 8), 64)()
-    assert set(seen) == {(word(4, 8), torch.float8_e4m3fn)}
+    linears.prompt(weights, linears.random_inputs(TOKEN, 256, CPU), precision_word(4, 8), 64)()
+    assert set(seen) == {(precision_word(4, 8), torch.float8_e4m3fn)}
     assert not any(w.native or w.uniform for of in weights.nested[64].values() for w in of)
 
 
 def test_switch(device: torch.device) -> None:
-    rows = described(switch.run(device, LIMITS, switch.Sizes(THIN, (1, 3), writes=3, steps=2, rounds=3)), device)
+    rows = described(switch.run(device, LIMITS, switch.SwitchSizes(THIN, (1, 3), writes=3, steps=2, rounds=3)), device)
     kinds = {f"{what}, {kind}" for what in ("Plan.write", "decode step") for kind in ("seen", "new")}
     assert {r["what"] for r in rows[:-1]} == kinds
     assert len(rows) == 2 * 4 + 1
@@ -179,7 +179,7 @@ def test_blueprints_meet_an_average(folder: Path) -> None:
 
 
 def test_whole_model_peers_of_a_folder(folder: Path) -> None:
-    peers = peers_of(folder, CPU, Work([1, 2, 3], 2), False)
+    peers = peers_of(folder, CPU, DecodeRun([1, 2, 3], 2), False)
     assert isinstance(peers["llama.cpp"], Failed)
     running = peers["transformers"]
     assert not isinstance(running, Failed)

@@ -18,9 +18,9 @@ from qbe import cli
 from qbe.bench import linears, switch
 from qbe.cli.bench import BENCHMARKS, measure
 from qbe.bench.machine import hardware
-from qbe.bench.measure import Failed, Measured
+from qbe.bench.measure import Failed, Timing
 from qbe.bench.plot import draw
-from qbe.bench.report import Report, Row
+from qbe.bench.report import BenchmarkReport, Row
 from qbe.errors import QBEError
 
 
@@ -50,7 +50,7 @@ def test_every_benchmark_has_sizes_and_is_found(name: str, monkeypatch: pytest.M
     import importlib
 
     module = importlib.import_module(f"qbe.bench.{name}")
-    rows = [Row("w", "s", "c", 4, Measured(2, 1, 3, 5), "p", Measured(4, 3, 5, 5), "us", 1.0)]
+    rows = [Row("w", "s", "c", 4, Timing(2, 1, 3, 5), "p", Timing(4, 3, 5, 5), "us", 1.0)]
     monkeypatch.setattr(module, "run", lambda device, limits, sizes, progress: rows)
     monkeypatch.setattr("qbe.bench.machine.measure_limits", lambda device: LIMITS)
     for device in ("cpu", "cuda"):
@@ -59,7 +59,7 @@ def test_every_benchmark_has_sizes_and_is_found(name: str, monkeypatch: pytest.M
 
 def test_a_picture_shows_missing_peers_and_long_reports(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    value, peer = Measured(2.0, 1.9, 2.2, 5), Measured(3.0, 2.9, 3.1, 5)
+    value, peer = Timing(2.0, 1.9, 2.2, 5), Timing(3.0, 2.9, 3.1, 5)
     rows = [
         Row(f"work {i}", "8x8", f"M {m}", 4, value, name, theirs, "us", limit)
         for m in (1, 16, 64, 65)
@@ -67,27 +67,27 @@ def test_a_picture_shows_missing_peers_and_long_reports(tmp_path: Path) -> None:
         for name, theirs, limit in (("peer", peer, 1.0), ("gone", Failed("not there"), None))
     ]
     rows.append(switch._recaptured([None], 3, "9 sites"))
-    draw(Report("test", hardware(CPU, LIMITS), {}, rows), tmp_path / "a.png")
+    draw(BenchmarkReport("test", hardware(CPU, LIMITS), {}, rows), tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 20_000
     with pytest.raises(QBEError, match="cannot be written"):
-        draw(Report("test", hardware(CPU, LIMITS), {}, rows), tmp_path / "none" / "a.png")
+        draw(BenchmarkReport("test", hardware(CPU, LIMITS), {}, rows), tmp_path / "none" / "a.png")
 
 
-def row(ours: Measured, theirs: Measured | Failed, unit: str = "us", added: Measured | None = None) -> Row:
+def row(ours: Timing, theirs: Timing | Failed, unit: str = "us", added: Timing | None = None) -> Row:
     return Row("w", "s", "c", 4, ours, "p", theirs, unit, added=added)
 
 
 def test_what_lies_within_the_quartiles_is_neither_better_nor_worse() -> None:
-    two, three, wide = Measured(2, 1.9, 2.2, 5), Measured(3, 2.9, 3.1, 5), Measured(3, 2, 4, 5)
+    two, three, wide = Timing(2, 1.9, 2.2, 5), Timing(3, 2.9, 3.1, 5), Timing(3, 2, 4, 5)
     assert row(two, three).ratio_spread == pytest.approx((2.9 / 2.2, 3.1 / 1.9))
     assert row(two, three, "tokens/s").ratio_spread == pytest.approx((1.9 / 3.1, 2.2 / 2.9))
     assert (row(two, three).better, row(three, two).better, row(two, three, "tokens/s").better) == (True, False, False)
     assert row(two, wide).better is None
     assert row(two, Failed("gone")).better is row(two, Failed("gone")).ratio_spread is None
     # What was measured in pairs is judged by the differences of the pairs.
-    for added, better in ((Measured(1, 0.5, 2, 5), False), (Measured(-1, -2, -0.5, 5), True), (wide.times(0), None)):
+    for added, better in ((Timing(1, 0.5, 2, 5), False), (Timing(-1, -2, -0.5, 5), True), (wide.times(0), None)):
         assert row(two, wide, added=added).better is better
-    assert row(two, three, added=Measured(1, -1, 2, 5)).better is None
+    assert row(two, three, added=Timing(1, -1, 2, 5)).better is None
 
 
 def test_a_picture_has_quartiles_and_colours_no_noise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_a_picture_has_quartiles_and_colours_no_noise(monkeypatch: pytest.Monkey
     drawn: list[Any] = []
     save = figure.Figure.savefig
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
-    two, three, wide = Measured(2, 1.9, 2.2, 5), Measured(3, 2.9, 3.1, 5), Measured(3, 1.5, 4, 5)
+    two, three, wide = Timing(2, 1.9, 2.2, 5), Timing(3, 2.9, 3.1, 5), Timing(3, 1.5, 4, 5)
     ratios = [row(two, three), row(three, two), row(two, wide)]
-    times = [row(two, two, added=a) for a in (Measured(-9, -12, -4, 5), Measured(5, 2, 6, 5), Measured(5, -1, 6, 5))]
+    times = [row(two, two, added=a) for a in (Timing(-9, -12, -4, 5), Timing(5, 2, 6, 5), Timing(5, -1, 6, 5))]
     for rows, start in ((ratios, 1), (times, 0)):
-        draw(Report("test", hardware(CPU, LIMITS), {}, rows), tmp_path / "a.png")
+        draw(BenchmarkReport("test", hardware(CPU, LIMITS), {}, rows), tmp_path / "a.png")
         (axes,) = drawn.pop().axes
         colours = [to_hex(bar.get_facecolor()) for bar in axes.patches]
         assert colours == [plot._BETTER, plot._WORSE, plot._NOISE]

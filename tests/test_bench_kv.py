@@ -15,15 +15,15 @@ import torch
 
 from qbe import QBEError, cli
 from qbe.bench import kv
-from qbe.bench.kv_attention import SDPA, SDPA_GROUPED, Decode, Seal, halved
+from qbe.bench.kv_attention import SDPA, SDPA_GROUPED, Decode, Quantise, halved
 from qbe.bench.kv_cases import Cases, choices, mixture
-from qbe.bench.machine import Limits
-from qbe.format.kv_blocks import KV_BITS, PAGE_SIZE, block
+from qbe.bench.machine import Roofline
+from qbe.format.kv_blocks import KV_BITS, PAGE_SIZE, head_layout
 from qbe.kvcache.pages import KVShape
 from bench_samples import CPU, LIMITS, described
 
 SHAPE = KVShape(3, 32, 16)
-SIZES = kv.Sizes(6, SHAPE, 5 * PAGE_SIZE, (1, 4), 2, 2 * PAGE_SIZE, rounds=3, model=None, dtype=torch.bfloat16)
+SIZES = kv.KVSizes(6, SHAPE, 5 * PAGE_SIZE, (1, 4), 2, 2 * PAGE_SIZE, rounds=3, model=None, dtype=torch.bfloat16)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,8 +66,8 @@ def test_pages_have_the_bits_and_the_numbers_of_their_case(device: torch.device)
     assert {p.format.number for p in cases.found["16"].pages} == {0}
     wanted = choices(4, 3, 4, (8,))
     for name, case in cases.found.items():
-        assert case.tables.shape == (4, 5)
-        assert (case.tables[:, -1] == cases.full[:, -1]).all(), "the last page is open"
+        assert case.block_tables.shape == (4, 5)
+        assert (case.block_tables[:, -1] == cases.full[:, -1]).all(), "the last page is open"
         bits = [b if isinstance(b, tuple) else (b,) * 3 for b in wanted[name][0]]
         assert sorted(p.format.bits[1] for p in case.pages) == sorted(bits)
         formats = [p.format.number for p in case.pages]
@@ -75,12 +75,12 @@ def test_pages_have_the_bits_and_the_numbers_of_their_case(device: torch.device)
     full = cases.pool.read(1, cases.full[2])
     errors = {}
     for bits in ("8", "4", "2"):
-        found = cases.pool.read(1, cases.found[bits].tables[2])
+        found = cases.pool.read(1, cases.found[bits].block_tables[2])
         errors[bits] = max(float((a - b).abs().max()) for a, b in zip(found, full, strict=True))
     assert 0 < errors["8"] < errors["4"] < errors["2"] < 3
     assert 0.9 < full[0].float().std() < 1.1
     size = sum(cases.found["4"].pages[0].format.nbytes for _ in range(4 * 4)) + 4 * cases.pool.page_bytes
-    assert cases.found["4"].nbytes == size == 16 * 2 * 3 * block(4, 32, 16, 2).nbytes + 4 * cases.pool.page_bytes
+    assert cases.found["4"].nbytes == size == 16 * 2 * 3 * head_layout(4, 32, 16, 2).nbytes + 4 * cases.pool.page_bytes
 
 
 def test_rows(device: torch.device) -> None:
@@ -105,7 +105,7 @@ def test_rows(device: torch.device) -> None:
     assert {r["shape"] for r in lengths} == {"6/3 heads of 32, 257 to 65 tokens, batch 4"}
     assert {r["bits"] for r in rows if r["what"] == "prompt attention"} == {16, 8, 4, 2}
     assert {r["shape"] for r in rows if r["what"] == "prompt attention"} == {"6/3 heads of 32, 128 tokens after 192"}
-    assert {r["bits"] for r in rows if r["what"] == "sealing a page"} == {8, 4, 2}
+    assert {r["bits"] for r in rows if r["what"] == "quantising a page"} == {8, 4, 2}
 
 
 def test_different_lengths_have_as_many_tokens_as_equal_ones() -> None:
@@ -123,11 +123,11 @@ def test_different_lengths_have_as_many_tokens_as_equal_ones() -> None:
 
 def test_limits_are_bytes_over_bandwidth() -> None:
     cases = Cases(2, SHAPE, 4, 5 * PAGE_SIZE, (), torch.bfloat16, CPU)
-    slow = Limits(bandwidth=1e6, flops=1e15)
+    slow = Roofline(bandwidth=1e6, flops=1e15)
     case = cases.found["2"]
     assert Decode(cases, 6).seconds(case, slow) == (case.nbytes + 2 * 4 * 6 * (32 + 16) * 2) / 1e6
-    moved = 4 * (cases.pool.page_bytes + 2 * 3 * block(2, 32, 16, 2).nbytes)
-    assert Seal(cases).seconds(case, slow) == moved / 1e6
+    moved = 4 * (cases.pool.page_bytes + 2 * 3 * head_layout(2, 32, 16, 2).nbytes)
+    assert Quantise(cases).seconds(case, slow) == moved / 1e6
 
 
 def test_a_kernel_that_reads_something_else_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +174,11 @@ def test_memory_of_a_models_pages(tiny_folder: Path, tmp_path: Path, monkeypatch
     rows = described(kv.memory(tiny_folder, 256, False), CPU)
     assert [r["bits"] for r in rows] == [16, 8, 4, 2, "default"]
     item = 4  # the model is float32: 2 layers, 2 key heads of 32
-    sealed = {b: 2 * 2 * block(b, 32, 32, item).nbytes for b in KV_BITS}
+    quantised = {b: 2 * 2 * head_layout(b, 32, 32, item).nbytes for b in KV_BITS}
     for row in rows[1:4]:
-        assert row["ours"] == (4 * sealed[row["bits"]] + sealed[16]) / 256
-        assert row["ratio"] == pytest.approx(sealed[16] * 4 / 256 / row["ours"])
-    assert rows[0]["ours"] == 4 * sealed[16] / 256
+        assert row["ours"] == (4 * quantised[row["bits"]] + quantised[16]) / 256
+        assert row["ratio"] == pytest.approx(quantised[16] * 4 / 256 / row["ours"])
+    assert rows[0]["ours"] == 4 * quantised[16] / 256
     assert rows[4]["note"].endswith("the default policy's choice at 256 tokens")
 
 

@@ -18,7 +18,7 @@ import torch
 from bench_samples import CPU, LIMITS, LINEARS, TOKEN, described
 from qbe.bench import linears
 from qbe.bench.linear_peers import BF16, LinearPeer, PreparedPeers
-from qbe.bench.measure import Failed, Measured, Sample, take_turns
+from qbe.bench.measure import Failed, Timing, Sample, take_turns
 from qbe.bench.passes import WHOLE, check, one_pass, whole
 from qbe.bench.weights import random_weights
 
@@ -38,7 +38,7 @@ def test_systems_take_turns_and_the_first_round_does_not_count() -> None:
         {"o": system("o", [99, 1, 2, 3])}, {"p": system("p", [99, 4, 8, 6])}, 3, lambda: ticks.append(1)
     )
     assert calls == ["o", "p", "p", "o", "o", "p", "p", "o"]
-    assert ours["o"]["x"] == Measured(2, 1.5, 2.5, 3)
+    assert ours["o"]["x"] == Timing(2, 1.5, 2.5, 3)
     found = theirs["p"]
     assert not isinstance(found, Failed)
     assert found["x"].median == 6

@@ -16,9 +16,9 @@ import pytest
 
 from bench_samples import CPU, LIMITS, described
 from qbe.bench.client import Answered
-from qbe.bench.goodput import Bound, Search, Trial, in_turns, quantile
+from qbe.bench.goodput import Bound, Search, TraceReplay, in_turns, quantile
 from qbe.bench.serve import run
-from qbe.bench.serve_sizes import Sizes
+from qbe.bench.serve_sizes import ServeSizes
 from qbe.bench.traffic import Traffic
 from qbe.errors import QBEError
 from server_process import save_tiny
@@ -46,15 +46,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sizes(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Sizes:
+def sizes(data: Path, tmp_path_factory: pytest.TempPathFactory) -> ServeSizes:
     model = save_tiny(tmp_path_factory.mktemp("bench") / "model")
-    return Sizes(
+    return ServeSizes(
         model=model, policy="uniform", data=data, shrink=16, requests=4, halvings=0, rounds=1, batch=2, tokens=4,
         probes=5, flood=3, schemas=4, schema_tokens=40,
     )  # fmt: skip
 
 
-def measured(sizes: Sizes, part: str, **more: Any) -> dict[str, dict[str, Any]]:
+def measured(sizes: ServeSizes, part: str, **more: Any) -> dict[str, dict[str, Any]]:
     return {row["what"]: row for row in described(run(CPU, LIMITS, replace(sizes, parts=(part,), **more)), CPU)}
 
 
@@ -83,44 +83,44 @@ def test_the_search_finds_the_highest_rate() -> None:
     limits = (3.7, 0.9)
     searches = [Search(Bound(1.0, 1.0), 0.5, 6) for _ in limits]
 
-    def trial(number: int, rate: float) -> Trial:
+    def trial(number: int, rate: float) -> TraceReplay:
         late = 2.0 if rate > limits[number] else 0.5
-        return Trial(rate, late, 0.1, 6.0, 0)
+        return TraceReplay(rate, late, 0.1, 6.0, 0)
 
     in_turns(searches, trial)
     assert [s.best for s in searches] == pytest.approx(limits, rel=0.03)
     assert searches[0].best <= limits[0]
     easy = Search(Bound(1.0, 1.0), 0.5, 6)
-    in_turns([easy], lambda _, rate: Trial(rate, 0.1, 0.1, 6.0, 0))
+    in_turns([easy], lambda _, rate: TraceReplay(rate, 0.1, 0.1, 6.0, 0))
     assert easy.best > 10  # it ends, although no rate is too high
     hard = Search(Bound(1.0, 1.0), 0.5, 6)
-    in_turns([hard], lambda _, rate: Trial(rate, 2.0, 0.1, 6.0, 0))
+    in_turns([hard], lambda _, rate: TraceReplay(rate, 2.0, 0.1, 6.0, 0))
     assert hard.best == 0  # and although none is low enough
 
 
 def test_a_refused_answer_meets_no_bound() -> None:
     good = Answered(200, 0.1, 0.01, 1.0, 10, 5.0)
     refused = Answered(429, float("inf"), 0.0, 0.1, 0, 0.0, "full")
-    assert Trial.of(1.0, [good] * 20).over(Bound(0.2, 0.02)) <= 1
-    assert Trial.of(1.0, [good] * 15 + [refused] * 5).over(Bound(0.2, 0.02)) > 1
+    assert TraceReplay.of(1.0, [good] * 20).over(Bound(0.2, 0.02)) <= 1
+    assert TraceReplay.of(1.0, [good] * 15 + [refused] * 5).over(Bound(0.2, 0.02)) > 1
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
 
 
-def test_requests_within_a_bound(sizes: Sizes) -> None:
+def test_requests_within_a_bound(sizes: ServeSizes) -> None:
     (row,) = measured(sizes, "bound", slack=1e6).values()  # one that a busy machine meets, too
     assert row["unit"] == "requests/s"
     assert row["peer"] == "all at 16 bits"
     assert row["ours"] == row["peer_value"] > 0  # no rate was too high
 
 
-def test_overhead_and_priority(sizes: Sizes) -> None:
+def test_overhead_and_priority(sizes: ServeSizes) -> None:
     found = measured(sizes, "overhead")
     assert len(found) == 1  # two cases of one name: wall clock and CPU time
     found = measured(sizes, "priority")
     assert found["first token, p99"]["ours"] >= found["first token, p50"]["ours"] > 0
 
 
-def test_schemas(sizes: Sizes) -> None:
+def test_schemas(sizes: ServeSizes) -> None:
     found = measured(sizes, "schemas")
     valid, token = found["valid answers"], found["a token"]
     assert valid["ours"] == valid["peer_value"] == 3
@@ -128,7 +128,7 @@ def test_schemas(sizes: Sizes) -> None:
     assert token["ours"] > 0
 
 
-def test_half_of_the_connections_hang_up_and_nothing_stays(sizes: Sizes) -> None:
+def test_half_of_the_connections_hang_up_and_nothing_stays(sizes: ServeSizes) -> None:
     found = measured(sizes, "soak", connections=160, soak_s=4.0, soak_shrink=2)
     answered, files = found["answered"], found["open files"]
     assert answered["ours"] == answered["peer_value"] > 40

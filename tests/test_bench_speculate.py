@@ -26,7 +26,9 @@ def folder(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_speculate(folder: Path, device: torch.device) -> None:
-    sizes = speculate.Sizes(folder, speculate.PROMPTS[:2], 20, targets=(8,), batches=(1, 2), compile=False, rounds=3)
+    sizes = speculate.SpeculateSizes(
+        folder, speculate.PROMPTS[:2], 20, targets=(8,), batches=(1, 2), compile=False, rounds=3
+    )
     rows = described(speculate.run(CPU, LIMITS, sizes), CPU)
     ways = [speculate.CHOSEN, "drafts at 4 bits", "drafts at 6 bits", speculate.READ]
     assert [r["shape"].split(", ", 1)[1] for r in rows] == [f"batch {n}, {way}" for n in (1, 2) for way in ways]
@@ -34,7 +36,7 @@ def test_speculate(folder: Path, device: torch.device) -> None:
     assert all(
         r["note"].startswith("accepted") and "no guesses" not in r["note"] for r in rows if "draft" in r["shape"]
     )
-    random = replace(sizes, model=THIN, rates={8: {4: 1.0, 6: 0.0}}, batches=(1,), guesses=2)
+    random = replace(sizes, model=THIN, rates={8: {4: 1.0, 6: 0.0}}, batches=(1,), draft_tokens=2)
     rows = described(speculate.run(device, LIMITS, random), device)
     assert [r["shape"].split(", ")[-1] for r in rows] == [speculate.CHOSEN, "drafts at 4 bits", "drafts at 6 bits"]
     assert [r["note"].split()[1] for r in rows if "drafts" in r["shape"]] == ["100.0%", "0.0%"]
@@ -45,7 +47,7 @@ def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_wi
     folder: Path, device: torch.device
 ) -> None:
     """The same guesses are read, and as many of them are right, as where the answers come from."""
-    own = speculate.Sizes(folder, speculate.PROMPTS[:3], 40, targets=(8,), compile=False)
+    own = speculate.SpeculateSizes(folder, speculate.PROMPTS[:3], 40, targets=(8,), compile=False)
     replayed = replace(own, model={**THIN, "vocab_size": 512}, rates={8: {4: 0.0, 6: 0.0}}, recorded=folder)
     asked, scripts = speculate._recorded(device, replayed, progress=False)
     told = []
@@ -55,7 +57,7 @@ def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_wi
         assert core.speculator is not None
         core.speculator.costs, core.speculator.rows, core.speculator.drafters = speculate.Free(8), 4, {speculate.TEXT}
         told.append(speculate.Told())
-        case = speculate.Case(core, prompts, sizes, 1, 8, script)
+        case = speculate.SpeculateCase(core, prompts, sizes, 1, 8, script)
         speculate.answer(case, True, told[-1], random.Random(0))
     assert told[0].answers == told[1].answers == list(scripts[8].values())
     assert told[0].drafted == told[1].drafted > told[0].accepted == told[1].accepted > 0
@@ -63,7 +65,7 @@ def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_wi
 
 def test_replayed_guesses_are_right_at_the_recorded_rate_whatever_the_model_writes() -> None:
     replayed = speculate.Replayed({4: 0.8, 6: 0.0}, random.Random(0), request("r", [1], None))
-    replayed.guesses, replayed.source = [5, 6], 4
+    replayed.draft_tokens, replayed.source = [5, 6], 4
     outcomes = [replayed.right(i % 2, token=99) for i in range(4000)]
     assert sum(outcomes) / len(outcomes) == pytest.approx(0.8, abs=0.02)
     assert not replayed.right(2, token=5)  # there is no third guess
@@ -74,13 +76,15 @@ def test_replayed_guesses_are_right_at_the_recorded_rate_whatever_the_model_writ
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) -> None:
     """Three guesses, all right: four tokens for three draft steps and one that checks four rows of each answer."""
-    sizes = speculate.Sizes(THIN, speculate.PROMPTS[:2], 18, (8,), (batch,), {8: {4: 1.0, 6: 0.0}}, compile=False)
+    sizes = speculate.SpeculateSizes(
+        THIN, speculate.PROMPTS[:2], 18, (8,), (batch,), {8: {4: 1.0, 6: 0.0}}, compile=False
+    )
     core, prompts = speculate._core(device, sizes, [], progress=False)
     assert core.speculator is not None
     core.speculator.drafters, core.speculator.costs = {4}, speculate.Free(8)
-    core.speculator.rows = batch * (sizes.guesses + 1)
+    core.speculator.rows = batch * (sizes.draft_tokens + 1)
     told, run, rows = speculate.Told(), core.runner.step, list[tuple[int, bool]]()
-    case = speculate.Case(core, prompts[:batch], sizes, batch, 8, {})
+    case = speculate.SpeculateCase(core, prompts[:batch], sizes, batch, 8, {})
 
     def step(work):
         rows.append((len(work), work[0].draft is not None))
@@ -100,7 +104,7 @@ def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) 
 
 def test_questions_of_data_sets_are_mixed_with_these_and_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(qbe.QBEError, match=r"there is no gsm8k in .*; give --data the folder that holds '[^']+'$"):
-        speculate.with_traffic(speculate.Sizes(), tmp_path)
+        speculate.with_traffic(speculate.SpeculateSizes(), tmp_path)
     (tmp_path / "gsm8k_test500.jsonl").write_text('{"question": "1 + 1?", "answer": "2 #### 2"}\n')
     (tmp_path / "gsm8k_train4000.jsonl").write_text('{"question": "1 + 2?", "answer": "3 #### 3"}\n')
     (tmp_path / "wikitext2_valid.txt").write_text("some words " * 400)
@@ -111,7 +115,7 @@ def test_questions_of_data_sets_are_mixed_with_these_and_a_missing_file_is_named
         file.write(
             '{"prompt": "def f():", "canonical_solution": " pass", "test": "", "entry_point": "f", "task_id": "h"}\n'
         )
-    asked = speculate.with_traffic(speculate.Sizes(), tmp_path).prompts
+    asked = speculate.with_traffic(speculate.SpeculateSizes(), tmp_path).prompts
     assert len(asked) == len(speculate.PROMPTS) + 3
     assert set(speculate.PROMPTS) < set(asked)
     assert asked[: len(speculate.PROMPTS)] != speculate.PROMPTS

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_samples import PAGE_SIZE
+from qbe.format.kv_blocks import FULL_BITS, NO_ORIGINAL, head_layout
 from qbe.kernels.ops import bounded_attention as bounded_ops
-from qbe.format.kv_blocks import FULL_BITS, NO_ORIGINAL, block
 from qbe.kernels.reference.bounded_attention import bounded_attention as reference
 from qbe.kernels.reference.bounded_attention import number_error, page_bounds, pages_to_raise
 from qbe.kernels.reference.kv_pages import quantise
@@ -23,7 +23,7 @@ from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interp
 if INTERPRET:
     from triton_bounds import reached
 
-BY_ROW = ("query", "key", "value", "slots", "tables", "lengths", "entropy", "originals", "limits", "counts")
+BY_ROW = ("query", "key", "value", "slots", "block_tables", "lengths", "entropy", "originals", "limits", "counts")
 
 
 def bounded_case(
@@ -34,8 +34,8 @@ def bounded_case(
     flat: float = 0.05,
     **more: Any,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Arguments with the sealed pages' originals in host memory, and that memory; queries are scaled by `flat`, which
-    makes bounds small enough that some pages pass."""
+    """Arguments with the quantised pages' originals in host memory, and that memory; queries are scaled by `flat`,
+    which makes bounds small enough that some pages pass."""
     arguments, memory = case(shape, lengths, dtype, more.pop("formats", PLAIN), with_memory=True, **more)
     arguments["query"] = arguments["query"] * flat
     size, sources = memory.sizes[0], sorted(memory.sources.values())
@@ -43,12 +43,12 @@ def bounded_case(
     host = host[(arguments["memory"].data_ptr() - host.data_ptr()) % 256 :]
     if INTERPRET:
         reached(host)
-    originals = torch.full_like(arguments["tables"], NO_ORIGINAL)
+    originals = torch.full_like(arguments["block_tables"], NO_ORIGINAL)
     for i, source in enumerate(sources):
         host[i * size : (i + 1) * size] = memory.data[source : source + size]
     for target, source in memory.sources.items():
         at = host.data_ptr() - arguments["memory"].data_ptr() + sources.index(source) * size
-        originals[arguments["tables"] == target] = at
+        originals[arguments["block_tables"] == target] = at
     arguments |= {
         "originals": originals, "limits": torch.tensor(limits, device=DEVICE),
         "counts": torch.zeros(len(lengths), 3, dtype=torch.long, device=DEVICE),
@@ -56,7 +56,7 @@ def bounded_case(
     return {name: arguments[name] for name in _ORDER}, host
 
 
-_ORDER = ("query", "key", "value", "memory", "blocks", "slots", "tables", "lengths", "entropy", "originals", "limits",
+_ORDER = ("query", "key", "value", "memory", "head_offsets", "slots", "block_tables", "lengths", "entropy", "originals", "limits",
           "counts", "scaling", "window", "softcap")  # fmt: skip
 
 
@@ -69,7 +69,9 @@ def at_16_bits(arguments: dict[str, Any]) -> dict[str, Any]:
     """What `paged_attention` takes, with every page that has an original read from it."""
     own = {k: v for k, v in copied(arguments).items() if k not in ("originals", "limits", "counts")}
     own["memory"] = arguments["memory"]  # addresses count from it
-    own["tables"] = torch.where(arguments["originals"] == NO_ORIGINAL, own["tables"], arguments["originals"])
+    own["block_tables"] = torch.where(
+        arguments["originals"] == NO_ORIGINAL, own["block_tables"], arguments["originals"]
+    )
     return own
 
 
@@ -142,7 +144,7 @@ def test_limits_are_kept(window: int, softcap: float) -> None:
     arguments, _host = bounded_case("llama", [400] * 5, limits, flat=0.05, formats=[16, 8, 4, (8, 16)])
     for name in ("query", "key", "value"):
         arguments[name] = arguments[name][2:3].expand(5, -1, -1).clone()
-    for name in ("tables", "originals"):
+    for name in ("block_tables", "originals"):
         arguments[name] = arguments[name][2:3].repeat(5, 1)
     arguments["slots"] = arguments["slots"][2:3].repeat(5)
     arguments |= {"window": window, "softcap": softcap}
@@ -150,7 +152,7 @@ def test_limits_are_kept(window: int, softcap: float) -> None:
     lowest = plain(**{k: v for k, v in copied(arguments).items() if k not in ("originals", "limits", "counts")})
     found = reference(**arguments)
     checked, raised, moved = arguments["counts"].T.tolist()
-    full = block(FULL_BITS, 128, 128, 4).nbytes
+    full = head_layout(FULL_BITS, 128, 128, 4).nbytes
     assert checked[0] == 0
     assert len(set(checked[1:])) == 1
     assert raised[1] == 0 < raised[2] < raised[3] <= raised[4] == checked[4]

@@ -15,7 +15,8 @@ from qbe import Budget, Engine, QBEError, SamplingParams
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.kernels.ops import paged_attention as attention_ops, bounded_attention as bounded_ops
+from qbe.kernels.ops import bounded_attention as bounded_ops
+from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kvcache import originals
 from qbe.kvcache.pages import PAGE_SIZE
 from test_kv_engine import core, kv
@@ -57,7 +58,7 @@ def logits(c: Core, r: Sequence, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2-softcap", "jamba"])
 def test_threshold_0_is_16_bits(name: str) -> None:
-    prompt = prompts(480)[0]  # on to where a stretch of pages begins, so that short windows see a sealed one
+    prompt = prompts(480)[0]  # on to where a stretch of pages begins, so that short windows see a quantised one
     wanted = logits(core(name), request("r", prompt, kv(16), max_tokens=90), 60)
     low = request("low", prompt, bounded(0.0, 4, 2), max_tokens=90)
     found = logits(core(name), low, 60)
@@ -135,7 +136,7 @@ def test_preempted_requests_resume_with_the_same_answer() -> None:
     assert run(small, *requests) == expected
     assert sum(r.preemptions for r in requests) > 0
     assert small.scheduler.allocator.free == 6
-    while small.scheduler.allocator.drop_idle():
+    while small.scheduler.allocator.evict():
         pass
     assert len(small.originals._free) == len(small.originals._at), "every original went with its page"
 

@@ -19,7 +19,7 @@ from qbe.analysis.features import FEATURES
 from qbe.blueprint import Blueprint
 from qbe.budget import TIERS, Budget
 from qbe.cache.fingerprint import BITS, Fingerprint
-from qbe.cache.memory import GROUP_ENTRIES, NEAR_BITS, Entry, Memory
+from qbe.cache.memory import GROUP_ENTRIES, NEAR_BITS, CachedBlueprint, Memory
 from qbe.policies import kv
 from qbe.sites import SiteTable
 
@@ -65,8 +65,10 @@ def test_a_fingerprint_depends_on_the_features_alone_and_the_cell_on_the_rest() 
         changed = Fingerprint(other, budget)
         assert changed.cell != found.cell
         assert (changed.digest, changed.bits) == (found.digest, found.bits)
-    eight, careful = (Fingerprint(profile, Budget(activation_bits=8, careful_tokens=c)) for c in (False, True))
-    assert eight.cell != careful.cell
+    eight, full_activations = (
+        Fingerprint(profile, Budget(activation_bits=8, high_precision_tokens=c)) for c in (False, True)
+    )
+    assert eight.cell != full_activations.cell
 
 
 def test_tier_one_has_fingerprints_too() -> None:
@@ -93,7 +95,7 @@ def test_a_repeated_query_is_an_exact_hit_and_one_like_it_a_near_one() -> None:
 
 def test_a_near_hit_is_bounded() -> None:
     memory, cell = Memory(100), ("cell",)
-    memory.open(cell, [Entry(cell, b"a", 0, 0, 9, ANY)])
+    memory.open(cell, [CachedBlueprint(cell, b"a", 0, 0, 9, ANY)])
     within, beyond = ((1 << n) - 1 for n in (NEAR_BITS, NEAR_BITS + 1))
     assert memory.get(Query(cell, b"b", within), 5) == (ANY, "near")
     assert memory.get(Query(cell, b"b", beyond), 5) is None
@@ -157,12 +159,12 @@ def test_groups_and_memory_are_bounded_and_the_oldest_go() -> None:
     memory = Memory(3 * GROUP_ENTRIES)
     cells = [(c,) for c in range(4)]
     for cell in cells[:3]:
-        memory.open(cell, (Entry(cell, i.to_bytes(2), 0, 0, 9, ANY) for i in range(GROUP_ENTRIES + 5)))
+        memory.open(cell, (CachedBlueprint(cell, i.to_bytes(2), 0, 0, 9, ANY) for i in range(GROUP_ENTRIES + 5)))
     assert memory.entries == 3 * GROUP_ENTRIES
     far = 2**64 - 1
     assert memory.get(Query((0,), (4).to_bytes(2), far), 0) is None  # overwritten
     assert memory.get(Query((0,), (5).to_bytes(2), far), 0) == (ANY, "exact")
-    memory.open(cells[3], [Entry(cells[3], b"x", 0, 0, 9, ANY)])
+    memory.open(cells[3], [CachedBlueprint(cells[3], b"x", 0, 0, 9, ANY)])
     assert [c in memory for c in cells] == [True, False, True, True]  # cell 0 was asked for last
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import ARITHMETIC, CODE, FACT
 from qbe import Budget, Engine, QBEError, SamplingParams
-from qbe.cache.traffic import Asked, read_lengths, read_traffic
+from qbe.cache.traffic import LoggedRequest, read_lengths, read_traffic
 from qbe.cli.main import app, main
 from qbe.records import RecordStore, export
 
@@ -45,7 +45,7 @@ def test_the_cache_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.Monke
     with engine_at(tmp_path, blueprint_cache=False) as engine:
         assert [engine.explain(FACT).cache for _ in range(2)] == [None, None]
         assert engine.blueprint_cache is None
-        engine.warm([Asked(FACT)])
+        engine.warm([LoggedRequest(FACT)])
     monkeypatch.setenv("QBE_BLUEPRINTS", "off")
     with engine_at(tmp_path) as engine:
         assert engine.blueprint_cache is None
@@ -76,7 +76,7 @@ def test_warming_makes_hits_and_records_serve_as_a_log(tmp_path: Path) -> None:
     traffic = read_traffic(log)
     assert {a.text for a in traffic} == {None}
     with engine_at(tmp_path, blueprint_cache=tmp_path / "b.sqlite", analysis_tier=3) as engine:
-        engine.warm([*traffic, Asked(ARITHMETIC)])
+        engine.warm([*traffic, LoggedRequest(ARITHMETIC)])
         assert [engine.explain(p, FEW, budget=Budget(tier="flex")).cache for p in (FACT, CODE)] == ["exact"] * 2
         assert engine.explain(ARITHMETIC).cache == "exact"
         assert engine.explain(FACT, FEW).cache == "miss"  # another budget

@@ -12,16 +12,16 @@ from torch import nn
 
 from models_tiny import tiny_model, tiny_tokenizer, write_folder
 from qbe.errors import QBEError
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
+from qbe.format.packing import pack
 from qbe.kernels.reference import descent as reference
 from qbe.store import calibrate as module
 from qbe.store import checkpoint, descent, kept, tuning
 from qbe.store import prepare as prepare_module
 from qbe.store.calibrate import calibrate, damped, read_tokens, second_moments
-from qbe.format.codes import quantise
-from qbe.format.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nested_linears
 from qbe.store.nesting import nestable
-from qbe.format.packing import pack
 from qbe.store.prepare import prepare, quantise_to
 from qbe.tagger import tag
 

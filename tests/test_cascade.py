@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from engine_models import build, prompts, request, run
-from qbe.blueprint import Blueprint, Steering
+from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.compile.backend import register
-from qbe.engine.execution.captured import Kind
 from qbe.engine.core import Core
+from qbe.engine.execution.captured import Kind
 from qbe.engine.scheduling.sequence import Move, Sequence
 from qbe.errors import QBEError
 from qbe.kvcache.attention import step as step_of
-from qbe.policies.cascade import POINTS, blocks_of, level_of, load, points_of, steering
+from qbe.policies.cascade import POINTS, blocks_of, dynamic_precision, level_of, load, points_of
 from qbe.policies.learned import path_of
-from qbe.policies.per_token import LEVELS, Routers
+from qbe.policies.per_token import LEVELS, TokenRouters
 from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
 from qbe.store.nested_tensor import nest
 from qbe.store.nesting import with_store
@@ -41,7 +41,7 @@ def core_of(device: torch.device | str = "cpu", seed: int | None = 0, **sizes: A
 
 def at(core: Core, bits: int = 6, kv: int = 16, steered: bool = True) -> Blueprint:
     plain = Blueprint.of("b", core.table, (bits,) * len(core.table.nested), kv_bits=(kv,) * core.table.layers)
-    return replace(plain, steering=Steering("cascade", 128)) if steered else plain
+    return replace(plain, dynamic_precision=DynamicPrecision("cascade", 128)) if steered else plain
 
 
 def asked(core: Core, name: str, prompt: list[int], tokens: int = TOKENS, kv: int = 16, **params: Any) -> Sequence:
@@ -59,13 +59,13 @@ def test_rows_are_moved_within_the_pass_and_the_next_one_begins_anew(device: tor
         core.step()
         position = len(one.token_ids) - 2  # whose step has run
         if position >= 20 and other.finish_reason is None:
-            words = (core.plan.words[:, :2] & 255).cpu()
-            seen.append((position, tuple(words[:, 0].tolist())))
-            assert words[:, 1].tolist() == [6] * len(core.table.nested)
+            precision_words = (core.plan.precision_words[:, :2] & 255).cpu()
+            seen.append((position, tuple(precision_words[:, 0].tolist())))
+            assert precision_words[:, 1].tolist() == [6] * len(core.table.nested)
     assert len(seen) > 50
     for position, bits in seen:
         assert one.blueprint_at(position).weight_bits == bits
-        assert one.blueprint_at(position).steering is None
+        assert one.blueprint_at(position).dynamic_precision is None
     moved = {bits for _, bits in seen}
     assert {4, 6, 8} == {b for bits in moved for b in bits}  # up, down, and neither
     for bits in moved:
@@ -155,7 +155,7 @@ def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:
     assert guessed.speculation.accepted > 20
     assert guessed.output_ids == plain.output_ids
     assert guessed.moves == plain.moves
-    assert guessed.past == plain.past
+    assert guessed.blueprint_history == plain.blueprint_history
 
 
 def test_a_refresh_and_a_bound_keep_the_steering() -> None:
@@ -173,11 +173,11 @@ def test_a_refresh_and_a_bound_keep_the_steering() -> None:
     assert s.error is None
     assert len(s.moves) == TOKENS - 1
     assert s.pages_read > 0
-    assert s.blueprint.steering is not None
+    assert s.blueprint.dynamic_precision is not None
     assert s.blueprint.kv_error == 0.05
     spans = s.spans(s.cached, s.computed)
     assert sum(n for _, n in spans) == s.computed
-    assert all(b.steering is None for b, _ in spans)
+    assert all(b.dynamic_precision is None for b, _ in spans)
     average = other.average_weight_bits(core.table)
     own = [average if p >= 69 else 6 for p in range(20, 20 + len(s.moves))]
     had = [s.blueprint_at(p).average_weight_bits(core.table) for p in range(20, 20 + len(s.moves))]
@@ -193,7 +193,7 @@ def test_a_refresh_beyond_what_routers_can_give_is_not_steered_until_the_next_on
         for tokens, bits in ((30, 16), (80, 6)):
             if len(s.output_ids) == tokens:
                 assert core.refresh(s, at(core, bits, steered=False))
-                assert (s.blueprint.steering is None) == (bits == 16)
+                assert (s.blueprint.dynamic_precision is None) == (bits == 16)
     assert len(s.moves) == TOKENS - 1
     assert all(set(m.bits) == {16} and m.shift == 0 for m in s.moves[30:78])
     assert len({m.bits for m in s.moves[80:]}) > 2
@@ -211,7 +211,11 @@ def test_the_average_stays_where_it_was() -> None:
     assert page[0] > 0.3
     assert page == sorted(page, reverse=True)
     assert abs(page[-1]) < page[0] / 4
-    levels = [b.steering.level for b in (*(b for _, b in s.past), s.blueprint) if b.steering is not None]
+    levels = [
+        b.dynamic_precision.level
+        for b in (*(b for _, b in s.blueprint_history), s.blueprint)
+        if b.dynamic_precision is not None
+    ]
     assert levels[0] > min(levels)
     assert s.excess == pytest.approx(sum(m.shift for m in s.moves))
 
@@ -243,12 +247,12 @@ def test_a_level_is_an_average() -> None:
     sites, routers = core.table, random_cascade(core.table)
     routed = {s for b in routers.blocks for s in b.sites}
     for bits in (4, 6, 8, 16):
-        found = steering(routers, sites, (bits,) * len(sites.nested))
+        found = dynamic_precision(routers, sites, (bits,) * len(sites.nested))
         assert (found is None) == (bits != 6)
     mixed = tuple(6 if i in routed else 8 for i in range(len(sites.nested)))
     average = Blueprint.of("b", sites, mixed).average_weight_bits(sites)
     assert level_of(routers, sites, mixed, average) == pytest.approx((LEVELS - 1) / 2)
-    found = [steering(routers, sites, mixed, excess, 64) for excess in (-999.0, -9.0, 0.0, 9.0, 999.0)]
+    found = [dynamic_precision(routers, sites, mixed, excess, 64) for excess in (-999.0, -9.0, 0.0, 9.0, 999.0)]
     levels = [f.level for f in found if f is not None]
     assert levels == sorted(levels, reverse=True)
     assert len(set(levels)) == 5
@@ -264,7 +268,7 @@ def test_models_that_run_one_sequence_a_pass_do_without() -> None:
     s = asked(core, "s", prompts(9)[0], 5)
     run(core, s)
     assert core.cascade is None
-    assert s.blueprint.steering is None
+    assert s.blueprint.dynamic_precision is None
     assert s.moves == []
 
 
@@ -278,7 +282,7 @@ def test_routers_are_kept_for_the_store_that_they_were_learned_on(
     made, path = random_cascade(sites), keep_cascade(sites)
     assert path == path_of("cascade", sites)
     found = load(sites)
-    assert isinstance(found, Routers)
+    assert isinstance(found, TokenRouters)
     assert (found.blocks, found.widths) == (made.blocks, made.widths)
     with pytest.raises(QBEError, match=r"another store.*qbe train cascade"):
         load(sites.with_sensitivity({sites.nested[0].name: {4: 0.5}}))

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qbe.blueprint import Steering
-from qbe.kernels.ops.cascade import cascade as op
+from qbe.blueprint import DynamicPrecision
 from qbe.kernels.cpu import native
-from qbe.kernels.reference.cascade import cascade as reference
+from qbe.kernels.ops.cascade import cascade as op
 from qbe.kernels.ops.routing import worths_of
+from qbe.kernels.reference.cascade import cascade as reference
 from qbe.policies.per_token import LEVELS
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
@@ -32,8 +32,12 @@ def case(seed: int, n: int, sites: int, heads: int, points: int, with_rows: bool
     """Random arguments; a third of the rows is steered by others or nobody, and one row in ten has no number."""
     g = torch.Generator().manual_seed(seed)
     max_rows = n + 5
-    steering = torch.tensor(
-        [0, Steering("routers", 7).word, *(Steering("cascade", v).word for v in (0, 110, 140, 255))]
+    dynamic_precision = torch.tensor(
+        [
+            0,
+            DynamicPrecision("routers", 7).precision_word,
+            *(DynamicPrecision("cascade", v).precision_word for v in (0, 110, 140, 255)),
+        ]
     )
     entropy = torch.rand(points, n, heads, generator=g) * 4
     entropy[0, torch.rand(n, generator=g) < 0.1, 0] = torch.nan
@@ -49,32 +53,36 @@ def case(seed: int, n: int, sites: int, heads: int, points: int, with_rows: bool
         "rows": torch.randperm(max_rows, generator=g)[:n] if with_rows else None,
         "seen": torch.full((max_rows, points * heads), -1.0), "networks": [network(p) for p in range(points)],
         "thresholds": torch.linspace(300, -300, LEVELS), "gears": torch.tensor(GEARS, dtype=torch.int32),
-        "steering": steering[torch.randint(0, 6, (max_rows,), generator=g)].int(),
-        "words": torch.full((points * sites, max_rows), 16, dtype=torch.int32) | EIGHT,
+        "dynamic_precision": dynamic_precision[torch.randint(0, 6, (max_rows,), generator=g)].int(),
+        "precision_words": torch.full((points * sites, max_rows), 16, dtype=torch.int32) | EIGHT,
     }  # fmt: skip
 
 
 def run(kernel: Any, arguments: dict[str, Any], device: str) -> list[torch.Tensor]:
     """Words and what was seen after all points, one after the other."""
     own = {k: v.clone().to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    points, sites = len(own["networks"]), len(own["words"]) // len(own["networks"])
+    points, sites = len(own["networks"]), len(own["precision_words"]) // len(own["networks"])
     rows = None if own["rows"] is None else own["rows"].to(device)
     attended = torch.randn(own["entropy"].shape[1], 3, 100, device=device)
     for point in range(points):
         network = [t.to(device) for t in own["networks"][point]]
         out = kernel(
             attended, own["entropy"][point], own["lengths"], rows, own["seen"], *network, own["thresholds"],
-            own["gears"], own["steering"], own["words"][point * sites : (point + 1) * sites], point,
+            own["gears"], own["dynamic_precision"], own["precision_words"][point * sites : (point + 1) * sites], point,
         )  # fmt: skip
         assert torch.equal(out, attended)
         assert out.data_ptr() != attended.data_ptr()
-    return [own[k].cpu() for k in ("words", "seen")]
+    return [own[k].cpu() for k in ("precision_words", "seen")]
 
 
 def served(*arguments: Any) -> torch.Tensor:
     """The op as the engine calls it."""
-    *first, inner, inner_bias, outer, outer_bias, thresholds, gears, steering, words, point = arguments
-    return op(*first, (inner, inner_bias, outer, outer_bias), thresholds, gears, steering, words, point)
+    *first, inner, inner_bias, outer, outer_bias, thresholds, gears, dynamic_precision, precision_words, point = (
+        arguments
+    )
+    return op(
+        *first, (inner, inner_bias, outer, outer_bias), thresholds, gears, dynamic_precision, precision_words, point
+    )
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor], arguments: dict[str, Any]) -> None:
@@ -85,26 +93,26 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor], arguments: dic
         inner, inner_bias, outer, outer_bias = (t.double() for t in arguments["networks"][int(site) // sites])
         units = (expected[1][row, : len(inner)].double() @ inner + inner_bias).relu()
         worth = worths_of((units @ outer + outer_bias).view(sites, -1))[int(site) % sites]
-        threshold = arguments["thresholds"][int(arguments["steering"][row]) & 255]
+        threshold = arguments["thresholds"][int(arguments["dynamic_precision"][row]) & 255]
         assert float((worth - threshold).abs().min()) < NEAR
 
 
 def test_the_reference_by_hand() -> None:
     """One head and unit, two sites of three widths; rows with much and little entropy, and one that is nobody's."""
-    words = torch.full((2, 4), 16 | EIGHT, dtype=torch.int32)
+    precision_words = torch.full((2, 4), 16 | EIGHT, dtype=torch.int32)
     seen = torch.zeros(4, 2)
     seen[:, 0] = torch.tensor([0.5, 0.5, math.nan, 0.5])
     reference(
         torch.zeros(4, 1, 1), torch.tensor([[2.0], [0.4], [2.0], [2.0]]), torch.tensor([20, 40, 20, 20]), None, seen,
         torch.tensor([[1.0], [2.0]]), torch.tensor([-1.0]),  # the unit is 2 share - 0.5
         torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([0.0, -30.0, 0.7, 0.0]), torch.linspace(1, 0, LEVELS),
-        torch.tensor(GEARS, dtype=torch.int32), torch.tensor([Steering("cascade", 127).word] * 3 + [0]).int(), words, 1,
+        torch.tensor(GEARS, dtype=torch.int32), torch.tensor([DynamicPrecision("cascade", 127).precision_word] * 3 + [0]).int(), precision_words, 1,
     )  # fmt: skip
     assert seen[:2, 1].tolist() == pytest.approx([2 / math.log(20), 0.4 / math.log(40)])
     assert 2 * 2 / math.log(20) - 0.5 > 128 / 255 > 2 * 0.4 / math.log(40) - 0.5
     # The second slice of the first site is worth the unit, and so is its third; of the second site 0.7 and 0.7 - ln 2.
-    assert (words & 255).tolist() == [[8, 4, 16, 16], [6, 6, 16, 16]]
-    assert bool((words >> 8 == 8).all())
+    assert (precision_words & 255).tolist() == [[8, 4, 16, 16], [6, 6, 16, 16]]
+    assert bool((precision_words >> 8 == 8).all())
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,7 @@ from engine_models import NO_SITES, build, prompts, request
 from qbe import Engine
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.tuning.compiling import Compilation, CompilePool, collecting
 from qbe.sites import Role
 from qbe.store.nested_tensor import nested_linears
@@ -167,7 +167,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
                     layer(torch.zeros(m, layer.weight.in_features, dtype=torch.bfloat16))
         for weight in weights[::2]:
             for width, activations in itertools.product((4, 6, 8), (8, 16)):
-                weight.uniform = word(width, activations)
+                weight.uniform = precision_word(width, activations)
                 torch.nn.functional.linear(torch.zeros(300, weight.in_features, dtype=torch.bfloat16), weight)
     assert {c.key for c in later} <= {c.key for c in found}
     assert len(found) < 50
@@ -187,14 +187,14 @@ def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("qbe.kernels.ops.paged_attention.paged_attention", paged_attention)
     monkeypatch.setattr("qbe.kernels.ops.bounded_attention.bounded_attention", bounded_attention)
     monkeypatch.setattr("qbe.kvcache.prompt.has_kernel", lambda query: True)
-    for name in ("seal_pages", "read_pages"):
+    for name in ("quantise_pages", "read_pages"):
         monkeypatch.setattr(f"qbe.kvcache.pages.{name}", getattr(kv_pages, name))
     monkeypatch.setattr("qbe.kvcache.cache.write_rows", write_rows)
     with torch.inference_mode(), collecting() as found:
         for call in attention_launches(core.runner.cache, 4):
             call()
     kernels = {
-        "rotate_queries_kernel", "decode_attention_kernel", "combine_kernel", "prompt_attention_kernel", "seal_kernel",
+        "rotate_queries_kernel", "decode_attention_kernel", "combine_kernel", "prompt_attention_kernel", "quantise_kernel",
         "read_kernel", "raise_pages_kernel", "write_rows_kernel",
     }  # fmt: skip
     assert {c.name for c in found} == kernels

@@ -14,7 +14,7 @@ from qbe.kernels.cpu import nested_linear as cpu
 from qbe.kernels.cpu import nested_linears as merged
 from qbe.kernels.cpu.geometry import geometry
 from qbe.kernels.reference import nested_linear as reference
-from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, weight_bits, word
+from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, precision_word, weight_bits
 from qbe.sites import FULL_BITS
 from test_cpu_kernel import LAYOUTS, allowed, problem
 
@@ -74,7 +74,7 @@ def test_the_rounding_is_the_references(path: str) -> None:
     k = 192
     a = problem(k, k, 64, (8,), 9, torch.float32, 3, bias=False)
     a["original"] = torch.eye(k)
-    a["bits"] = torch.full((9,), word(16, EIGHT), dtype=torch.int32)
+    a["bits"] = torch.full((9,), precision_word(16, EIGHT), dtype=torch.int32)
     a["x"][4] = 0
     a["x"][5, :64] *= 1e-36
     a["x"][6, 70] = 3e4
@@ -87,12 +87,12 @@ def test_rows_that_torch_multiplies_are_rounded_like_the_references(
     path: str, k: int, group: int, dtype: torch.dtype
 ) -> None:
     a = problem(8, k, group, (4, 2, 2), 40, dtype, 6)
-    x, words = a["x"], torch.where(torch.arange(40) % 3 == 1, 6, word(6, EIGHT)).to(torch.int32)
+    x, precision_words = a["x"], torch.where(torch.arange(40) % 3 == 1, 6, precision_word(6, EIGHT)).to(torch.int32)
     x[2], x[3, 5], x[5, k - 1], x[6, : min(k, 64)] = 0, float("inf"), float("nan"), 1e-36
     form = geometry(a["packed"].shape, a["meta"].shape, k, (4, 2, 2), a["exponent"])
-    expected = torch.where(has_eight(words)[:, None], eight_bits(x, form.group).to(dtype), x)
+    expected = torch.where(has_eight(precision_words)[:, None], eight_bits(x, form.group).to(dtype), x)
     for rows in (x, x.T.contiguous().T):
-        torch.testing.assert_close(cpu.rounded(rows, words, form), expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(cpu.rounded(rows, precision_words, form), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,7 +117,9 @@ def test_row_does_not_depend_on_its_batch(path: str, dtype: torch.dtype, group: 
 def test_what_is_not_finite_stays_in_its_row(path: str, dtype: torch.dtype) -> None:
     for wrong in (float("inf"), float("-inf"), float("nan")):
         a = problem(33, 200, 64, (4, 2, 2), 6, dtype, 4)
-        a["bits"] = torch.tensor([4, word(4, EIGHT), 8, word(8, EIGHT), 6, word(16, EIGHT)], dtype=torch.int32)
+        a["bits"] = torch.tensor(
+            [4, precision_word(4, EIGHT), 8, precision_word(8, EIGHT), 6, precision_word(16, EIGHT)], dtype=torch.int32
+        )
         clean = cpu.nested_linear(**a)
         a["x"][1, 70] = a["x"][2, 130] = wrong
         found = cpu.nested_linear(**a)

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 import qbe
 from conftest import choose
-from qbe.kernels.ops import nested_linear as ops
-from qbe.kernels.cpu import build
-from qbe.kernels.cpu import nested_linear as cpu
-from qbe.kernels.cpu.nested_linears import nested_linears
-from qbe.kernels.reference import nested_linear as reference
-from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, weight_bits, word
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
+from qbe.kernels.cpu import build
+from qbe.kernels.cpu import nested_linear as cpu
+from qbe.kernels.cpu.nested_linears import nested_linears
+from qbe.kernels.ops import nested_linear as ops
+from qbe.kernels.reference import nested_linear as reference
+from qbe.kernels.reference.activations import EIGHT, eight_bits, has_eight, precision_word, weight_bits
 
 LAYOUTS = [(4, 2, 2), (3, 1, 1, 1, 2), (1,) * 8, (8,), (4, 4), (2, 4, 2), (5,), (2, 1)]
 COMPILED = build.library() is not None
@@ -82,8 +82,8 @@ def allowed(a: dict[str, Any], exact: torch.Tensor, through_torch: torch.Tensor 
     worst, eye = torch.zeros_like(exact), torch.eye(x.shape[1])
     rounded = fixed + step * torch.as_tensor(through_torch).view(-1, 1) * x.abs()
     for bits in weight_bits(a["bits"]).unique().tolist():
-        words = torch.full((len(eye),), bits, dtype=torch.int32)
-        weight = reference.nested_linear(**{**a, "x": eye, "bits": words, "bias": None})  # [k, n]
+        precision_words = torch.full((len(eye),), bits, dtype=torch.int32)
+        weight = reference.nested_linear(**{**a, "x": eye, "bits": precision_words, "bias": None})  # [k, n]
         at = weight_bits(a["bits"]) == bits
         worst[at] = rounded[at] @ weight.abs()
     return 4e-6 * largest + step * exact.abs() + worst
@@ -138,14 +138,14 @@ def test_equals_reference_at_real_sizes(path: str, n: int, k: int, group: int, r
 def test_wide_results_are_float32_and_not_rounded(path: str, rows: int, dtype: torch.dtype) -> None:
     a = problem(100, 320, 64, (4, 2, 2), rows, dtype, 5)
     assert (a["bits"] >= 16).any() or rows < 17
-    found, exact = cpu.nested_linear(**a, wide=True), reference.nested_linear(**{**a, "x": a["x"].float()})
+    found, exact = cpu.nested_linear(**a, float32_output=True), reference.nested_linear(**{**a, "x": a["x"].float()})
     assert found.dtype == torch.float32
     through_torch = (a["bits"] >= 16) & (dtype is torch.float32)
     rounding = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype] * exact.abs()
     assert ((found - exact).abs() <= allowed(a, exact, through_torch) - rounding + 2.0**-23 * exact.abs()).all()
     if dtype is not torch.float32:
         assert not torch.equal(found, found.to(dtype).float())
-    alone = cpu.nested_linear(**{**a, "x": a["x"][:1], "bits": a["bits"][:1]}, wide=True)
+    alone = cpu.nested_linear(**{**a, "x": a["x"][:1], "bits": a["bits"][:1]}, float32_output=True)
     torch.testing.assert_close(alone, found[:1], rtol=1e-5, atol=1e-4)
     if rows < 12 and path != "torch" and dtype is not torch.float16:
         assert torch.equal(found.to(dtype), cpu.nested_linear(**a))
@@ -175,10 +175,12 @@ def test_few_rows_that_share_codes_are_each_as_alone(
     if path == "torch":
         pytest.skip("the compiled kernel's")
     draw = torch.Generator().manual_seed(n)
-    words = torch.tensor([word(b, x) for b in (*SliceLayout(slices).precisions, 16) for x in (EIGHT, 16)])
+    precision_words = torch.tensor(
+        [precision_word(b, x) for b in (*SliceLayout(slices).precisions, 16) for x in (EIGHT, 16)]
+    )
     for rows in (2, 3, 8, 11):
         a = problem(n, k, group, slices, rows, torch.bfloat16, rows)
-        a["bits"] = words[torch.randint(0, len(words), (rows,), generator=draw)].int()
+        a["bits"] = precision_words[torch.randint(0, len(precision_words), (rows,), generator=draw)].int()
         together = cpu.nested_linear(**a)
         for r in range(rows):
             alone = cpu.nested_linear(**{**a, "x": a["x"][r : r + 1], "bits": a["bits"][r : r + 1]})
@@ -189,7 +191,7 @@ def test_few_rows_that_share_codes_are_each_as_alone(
 def test_a_row_of_float16_does_not_depend_on_its_batch(path: str, rows: int) -> None:
     """Nor on the layers that share its call. AVX-512 reads it as it is; the other paths as float32."""
     a = problem(100, 320, 64, (4, 2, 2), rows, torch.float16, 2)
-    a["bits"] = torch.tensor([4, 6, 8, word(4, EIGHT)], dtype=torch.int32).repeat(rows // 4 + 1)[:rows]
+    a["bits"] = torch.tensor([4, 6, 8, precision_word(4, EIGHT)], dtype=torch.int32).repeat(rows // 4 + 1)[:rows]
     together = cpu.nested_linear(**a)
     pairs = ([a[name]] * 2 for name in ("packed", "meta", "bits"))
     twice = nested_linears(a["x"], *pairs, [], [a["bias"]] * 2, a["slices"], [a["exponent"]] * 2)
@@ -267,8 +269,8 @@ def test_shapes_and_strides(path: str) -> None:
     plain = cpu.nested_linear(**a)
     assert torch.equal(cpu.nested_linear(**{**a, "x": a["x"].view(2, 3, 100)}), plain.view(2, 3, 33))
     assert torch.equal(cpu.nested_linear(**{**a, "x": a["x"].T.contiguous().T}), plain)
-    wide = a["bits"].repeat_interleave(2)[::2]
-    assert torch.equal(cpu.nested_linear(**{**a, "bits": wide}), plain)
+    float32_output = a["bits"].repeat_interleave(2)[::2]
+    assert torch.equal(cpu.nested_linear(**{**a, "bits": float32_output}), plain)
     empty = {**a, "x": a["x"][:0].view(0, 3, 100), "bits": a["bits"][:0]}
     assert cpu.nested_linear(**empty).shape == (0, 3, 33)
 
@@ -400,9 +402,9 @@ def test_what_is_no_number_stays_in_its_row_of_many(path: str, k: int, rows: int
     found = cpu.nested_linear(**{**a, "x": x})
     others = torch.arange(rows) != 5
     assert found[5].isnan().all()
-    wide = torch.cat([a["x"], torch.full_like(a["x"], torch.nan)], 1)[:, :k]
+    float32_output = torch.cat([a["x"], torch.full_like(a["x"], torch.nan)], 1)[:, :k]
     assert torch.equal(found[others], clean[others])
-    assert torch.equal(cpu.nested_linear(**{**a, "x": wide}), clean)
+    assert torch.equal(cpu.nested_linear(**{**a, "x": float32_output}), clean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -418,9 +420,9 @@ def test_tiles_make_the_same_bits(k: int, group: int, dtype: torch.dtype, monkey
             pytest.skip(str(error))
         for rows in (4, 5, 16, 17, 35):
             a = problem(37, k, group, (4, 2, 2), rows, dtype, rows)
-            for words in (6, word(4, EIGHT), word(8, EIGHT)):
-                a["bits"].fill_(words)
-                found.setdefault((rows, words), []).append(cpu.nested_linear(**a))
+            for precision_words in (6, precision_word(4, EIGHT), precision_word(8, EIGHT)):
+                a["bits"].fill_(precision_words)
+                found.setdefault((rows, precision_words), []).append(cpu.nested_linear(**a))
     build.backend.cache_clear()
     build.number.cache_clear()
     assert all(torch.equal(*both) for both in found.values())

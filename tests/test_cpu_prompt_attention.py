@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kv_samples import PAGE_SIZE, full_pages, prompt_in_pages
+from qbe.format.kv_blocks import quantised_pages
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.prompt_attention import prompt_attention, serves
-from qbe.format.kv_blocks import sealed_pages
 from qbe.kvcache.pages import KVShape, PagePool
-from qbe.kvcache.prompt import Prompt
+from qbe.kvcache.prompt import PromptSpan
 from qbe.sites import KVBits
 
 pytestmark = pytest.mark.skipif(build.backend() != "avx512", reason="needs AVX-512 with bfloat16")
@@ -22,26 +22,26 @@ MIXED: list[KVBits] = [4, 8, 68, 16, 66, 2]
 ODD: list[KVBits] = [(2, 16), 4, (8, 68)]
 
 
-def attended(pool: PagePool, prompt: Prompt, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    shape, words = pool.shapes[0], pool.words[0]
+def attended(pool: PagePool, prompt: PromptSpan, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    shape, head_offsets = pool.shapes[0], pool.head_offsets[0]
     assert shape is not None
-    assert words is not None
+    assert head_offsets is not None
     assert serves(query, 0.0)
-    where = prompt.entries, prompt.frames, prompt.start
-    return prompt_attention(query[0], pool.memory, words, *where, shape.sizes, SCALING, window or 0)
+    where = prompt.block_ids, prompt.staging_pages, prompt.start
+    return prompt_attention(query[0], pool.memory, head_offsets, *where, shape.sizes, SCALING, window or 0)
 
 
-def written_out(pool: PagePool, prompt: Prompt, query: torch.Tensor, window: int | None) -> torch.Tensor:
-    sealed, exact = (pool.read(0, entries) for entries in (prompt.entries, prompt.frames))
+def written_out(pool: PagePool, prompt: PromptSpan, query: torch.Tensor, window: int | None) -> torch.Tensor:
+    quantised, exact = (pool.read(0, block_ids) for block_ids in (prompt.block_ids, prompt.staging_pages))
     rows = []
     for row in range(prompt.count):
         at = prompt.start + row
-        boundary = sealed_pages(at // PAGE_SIZE) * PAGE_SIZE  # that far this token sees pages as they are sealed
+        boundary = quantised_pages(at // PAGE_SIZE) * PAGE_SIZE  # that far this token sees pages as they are quantised
         begin = max(0, at - window + 1) if window else 0
-        past = boundary - prompt.first_frame * PAGE_SIZE
+        past = boundary - prompt.first_staging_page * PAGE_SIZE
         k, v = (
             torch.cat([s[0, :, begin:boundary], e[0, :, past + max(0, begin - boundary) : past + at + 1 - boundary]], 1)
-            for s, e in zip(sealed, exact, strict=True)
+            for s, e in zip(quantised, exact, strict=True)
         )
         q = query[0, :, row].float().unflatten(0, (k.shape[0], -1))
         weights = (torch.einsum("hrd,hkd->hrk", q, k.float()) * SCALING).softmax(-1)
@@ -64,7 +64,7 @@ def test_it_is_attention(
     expected = written_out(pool, prompt, query, window)
     found = attended(pool, prompt, query, window).float()
     # Rounding: of the weights to 2^-9 of themselves, so at most that of the largest value; of the result once more.
-    largest = max(float(pool.read(0, e)[1].nan_to_num().abs().max()) for e in (prompt.entries, prompt.frames))
+    largest = max(float(pool.read(0, e)[1].nan_to_num().abs().max()) for e in (prompt.block_ids, prompt.staging_pages))
     torch.testing.assert_close(found, expected, rtol=2**-8, atol=largest * 2**-9)
 
 
@@ -76,15 +76,17 @@ def test_a_row_does_not_depend_on_how_a_prompt_is_cut(bits: Sequence[KVBits], wi
     whole = attended(pool, prompt, query, window)
     for begin, end in ((0, 1), (0, 149), (13, 77), (149, 150), (200, 300)):
         first, pages = start + begin, -(-(start + end) // PAGE_SIZE)
-        frames = prompt.frames[sealed_pages(first // PAGE_SIZE) - prompt.first_frame : pages - prompt.first_frame]
-        part = Prompt(0, end - begin, first, prompt.entries[:pages], frames, prompt.formats)
+        staging_pages = prompt.staging_pages[
+            quantised_pages(first // PAGE_SIZE) - prompt.first_staging_page : pages - prompt.first_staging_page
+        ]
+        part = PromptSpan(0, end - begin, first, prompt.block_ids[:pages], staging_pages, prompt.formats)
         assert torch.equal(attended(pool, part, query[:, :, begin:end], window), whole[begin:end])
 
 
 def test_what_is_no_number_shows() -> None:
     pool, prompt, query = prompt_in_pages(KVShape(2, 16, 16), 4, 0, 20, FULL, torch.bfloat16)
-    frame = int(prompt.frames[0]) // pool.page_bytes
-    full_pages(pool, 0)[0][frame, 1, 7] = torch.nan
+    staging_page = int(prompt.staging_pages[0]) // pool.page_bytes
+    full_pages(pool, 0)[0][staging_page, 1, 7] = torch.nan
     found = attended(pool, prompt, query)
     assert found[7:, 2:].isnan().all()
     assert found[:, :2].isfinite().all()
@@ -93,15 +95,21 @@ def test_what_is_no_number_shows() -> None:
 
 def test_arguments_that_do_not_belong_together() -> None:
     pool, prompt, query = prompt_in_pages(KVShape(2, 16, 16), 4, 100, 20, FULL, torch.bfloat16)
-    words = pool.words[0]
-    assert words is not None
+    head_offsets = pool.head_offsets[0]
+    assert head_offsets is not None
 
-    def call(entries: torch.Tensor = prompt.entries, frames: torch.Tensor = prompt.frames, key_dim: int = 16) -> None:
-        prompt_attention(query[0], pool.memory, words, entries, frames, 100, (2, key_dim, 16), SCALING, 0)
+    def call(
+        block_ids: torch.Tensor = prompt.block_ids,
+        staging_pages: torch.Tensor = prompt.staging_pages,
+        key_dim: int = 16,
+    ) -> None:
+        prompt_attention(
+            query[0], pool.memory, head_offsets, block_ids, staging_pages, 100, (2, key_dim, 16), SCALING, 0
+        )
 
     call()
-    for wrong in ({"entries": prompt.entries[:1]}, {"frames": prompt.frames[:1]}, {"key_dim": 18}):
+    for wrong in ({"block_ids": prompt.block_ids[:1]}, {"staging_pages": prompt.staging_pages[:1]}, {"key_dim": 18}):
         with pytest.raises(RuntimeError, match="do not belong together"):
             call(**wrong)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="outside of the KV cache's memory"):
-        call(frames=prompt.frames + len(pool.memory))
+        call(staging_pages=prompt.staging_pages + len(pool.memory))

@@ -27,7 +27,7 @@ from test_paged_attention import MIXED, case, copied, on_cpu, on_gpu_order, same
 from test_triton_kernel import CUDA, DEVICE
 
 HERE = Path(__file__).parent
-POINTERS = ("query", "key", "value", "memory", "blocks", "slots", "tables", "lengths", "cuts", "means", "sums", "spans",
+POINTERS = ("query", "key", "value", "memory", "head_offsets", "slots", "block_tables", "lengths", "cuts", "means", "sums", "spans",
             "out", "entropy")  # fmt: skip
 NUMBERS = ("parts", "start", "least", "batch", "kv_heads", "repeat", "window", "count")
 
@@ -64,7 +64,7 @@ class Cut:
     ahead: found by a kernel of its own.
     """
 
-    blocks: int = 5
+    head_offsets: int = 5
     start: int = 7
     least: int = 20
     parts: int = 0
@@ -75,13 +75,13 @@ def kernel_of(cut: Cut, late: bool) -> Any:
     """`qbe::paged_attention` with the emulated kernels."""
 
     def kernel(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor,
-        slots: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, entropy: torch.Tensor, scaling: float,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, head_offsets: torch.Tensor,
+        slots: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, entropy: torch.Tensor, scaling: float,
         window: int, softcap: float,
     ) -> torch.Tensor:  # fmt: skip
         batch, heads, dim = query.shape
         pairs, repeat = batch * key.shape[1], heads // key.shape[1]
-        count = pairs * cut.parts or cut.blocks
+        count = pairs * cut.parts or cut.head_offsets
         aligned = torch.empty(len(memory) + 256, dtype=torch.uint8)
         aligned = aligned[-aligned.data_ptr() % 256 :][: len(memory)].copy_(memory)
         means = torch.full((count + pairs, repeat, dim), math.nan)
@@ -90,8 +90,23 @@ def kernel_of(cut: Cut, late: bool) -> Any:
         out = torch.full((batch, heads, dim), math.nan, dtype=query.dtype)
         cuts = torch.full((count + 1, 2), -(2**31), dtype=torch.int32) if cut.ahead else None
         assert entropy.stride() == (heads, 1)
-        tensors = (query, key, value, aligned, blocks, slots, tables, lengths, cuts, means, sums, spans, out, entropy)
-        strides = (*query.stride(), *key.stride(), *value.stride(), tables.stride(0), tables.shape[1])
+        tensors = (
+            query,
+            key,
+            value,
+            aligned,
+            head_offsets,
+            slots,
+            block_tables,
+            lengths,
+            cuts,
+            means,
+            sums,
+            spans,
+            out,
+            entropy,
+        )
+        strides = (*query.stride(), *key.stride(), *value.stride(), block_tables.stride(0), block_tables.shape[1])
         given = Arguments(
             *(None if t is None else t.data_ptr() for t in tensors), (ctypes.c_int * 11)(*strides), scaling, softcap,
             cut.parts, cut.start, cut.least, batch, key.shape[1], repeat, window, count,
@@ -150,7 +165,7 @@ def test_runs_of_every_length(formats: list[int], parts: int) -> None:
 
 
 def test_a_list_of_full_pages_after_one_of_sealed_ones() -> None:
-    """What sealed pages left in the sums is turned back for the last page, whose list has no other."""
+    """What quantised pages left in the sums is turned back for the last page, whose list has no other."""
     length = 64 * 256 + 10
     check(case("two heads", [length], torch.float16, [16, 4], room=length), torch.float16, Cut(parts=1))
 
@@ -175,27 +190,27 @@ def test_pages_are_shared_out_by_cost(name: str, cut: Cut, monkeypatch: pytest.M
     lengths, formats = LENGTHS[name]
     arguments = case("smollm", lengths, torch.float16, formats, room=max(lengths))
     if CUDA:
-        monkeypatch.setattr("qbe.kernels.triton.paged_attention.processors", lambda device: cut.blocks)
+        monkeypatch.setattr("qbe.kernels.triton.paged_attention.processors", lambda device: cut.head_offsets)
         monkeypatch.setattr(decode_attention, "START", cut.start)
         monkeypatch.setattr(decode_attention, "LEAST", cut.least)
         monkeypatch.setattr(decode_attention, "parts_for", lambda *_: 0)
     check(arguments, torch.float16, cut)
 
 
-def pieces(lengths: list[int], bits: list[list[int]], blocks: int, window: int = 0) -> torch.Tensor:
+def pieces(lengths: list[int], bits: list[list[int]], head_offsets: int, window: int = 0) -> torch.Tensor:
     """Of each block what the pages cost that it reads, and how often it begins: what `plan.cuh` makes of a batch.
 
     bits: of the pages of each sequence, for all key heads (two) alike.
     """
     kinds = sorted({b for row in bits for b in row} | {16})
-    words = torch.tensor([[b | 256, b | 256] for b in kinds], dtype=torch.int32)
+    head_offsets = torch.tensor([[b | 256, b | 256] for b in kinds], dtype=torch.int32)
     width = max(map(len, bits))
-    tables = torch.tensor([[kinds.index(b) for b in row] + [2**50] * (width - len(row)) for row in bits])
-    found = torch.full((blocks, 4), -1, dtype=torch.int32)
-    tensors = words, tables, torch.tensor(lengths), found
+    block_tables = torch.tensor([[kinds.index(b) for b in row] + [2**50] * (width - len(row)) for row in bits])
+    found = torch.full((head_offsets, 4), -1, dtype=torch.int32)
+    tensors = head_offsets, block_tables, torch.tensor(lengths), found
     emulation().pieces(
         *(ctypes.c_void_p(t.data_ptr()) for t in tensors), width, 2, window,
-        len(lengths), blocks, decode_attention.START, decode_attention.LEAST,
+        len(lengths), head_offsets, decode_attention.START, decode_attention.LEAST,
     )  # fmt: skip
     return found
 
@@ -203,11 +218,11 @@ def pieces(lengths: list[int], bits: list[list[int]], blocks: int, window: int =
 COSTS = {16: 27, 8: 15, 4: 10, 2: 9}  # `cost_of`
 
 
-def spent(lengths: list[int], bits: list[list[int]], blocks: int) -> tuple[list[int], int]:
+def spent(lengths: list[int], bits: list[list[int]], head_offsets: int) -> tuple[list[int], int]:
     """What each block spends, beginnings included, and all pages together; every page is read once."""
     read = {(i, head): [0] * len(row) for i, row in enumerate(bits) for head in range(2)}
     times = []
-    for pair, page, last_pair, last_page in pieces(lengths, bits, blocks).tolist():
+    for pair, page, last_pair, last_page in pieces(lengths, bits, head_offsets).tolist():
         own = 0
         for p in range(pair, min(last_pair + (last_page > 0), 2 * len(lengths))):
             row = bits[p // 2]
@@ -276,7 +291,7 @@ def test_results_are_the_same_each_time() -> None:
     ("kv_heads", "pages", "parts"), [(8, 5, 1), (8, 128, 8), (8, 512, 16), (3, 512, 32), (200, 99, 1)]
 )
 def test_steady_parts_fill_a_device_and_are_not_short(kv_heads: int, pages: int, parts: int) -> None:
-    assert decode_attention.steady_parts(kv_heads, pages, 132) == parts
+    assert decode_attention.batch_invariant_splits(kv_heads, pages, 132) == parts
 
 
 @pytest.mark.parametrize("shape", ["llama", "smollm"])
@@ -285,13 +300,13 @@ def test_a_row_is_the_same_whatever_rows_are_beside_it(shape: str) -> None:
     arguments = case(shape, [2000, 3, 700, 65], torch.bfloat16, BY_HEAD, room=2000)
     if not CUDA:
         arguments = on_cpu(arguments)
-    parts = decode_attention.steady_parts(arguments["key"].shape[1], arguments["tables"].shape[1], 132)
+    parts = decode_attention.batch_invariant_splits(arguments["key"].shape[1], arguments["block_tables"].shape[1], 132)
     assert parts > 1
 
     def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         given = copied(arguments) | {"memory": on_gpu_order(copied(arguments))}
-        given |= {n: given[n][rows] for n in ("query", "key", "value", "slots", "tables", "lengths", "entropy")}
-        out = kernel()(**given, steady=True) if CUDA else kernel_of(Cut(parts=parts), False)(**given)
+        given |= {n: given[n][rows] for n in ("query", "key", "value", "slots", "block_tables", "lengths", "entropy")}
+        out = kernel()(**given, batch_invariant=True) if CUDA else kernel_of(Cut(parts=parts), False)(**given)
         return out, given["entropy"]
 
     together = run(slice(0, 4))
@@ -319,16 +334,16 @@ def test_numbers_may_lie_apart() -> None:
 
 @pytest.mark.parametrize("bits", [4, 2])
 def test_large_values_stay_finite_in_float16(bits: int) -> None:
-    """Sealed tokens whose weights are 2^7.5 times the first one's, times the scales of values of some thousands."""
+    """Quantised tokens whose weights are 2^7.5 times the first one's, times the scales of values of some thousands."""
     arguments: dict[str, Any] = case("two heads", [70], torch.float16, [16, bits])
     memory = Memory([(16,), (bits,)], (1, 64, 64), torch.float16, 4)
     query = arguments["query"][:, :1].cpu().float()
     keys = (query / query.norm() ** 2 * 7.5 * math.log(2) / arguments["scaling"]).expand(69, 1, 64)
     values = (500 if bits == 2 else 2500) * torch.randn(69, 1, 64, generator=torch.Generator().manual_seed(0))
-    entries = [memory.filled(1, keys[:64], values[:64]), memory.filled(0, keys[64:], values[64:])]
+    block_ids = [memory.filled(1, keys[:64], values[:64]), memory.filled(0, keys[64:], values[64:])]
     arguments |= {
-        "memory": memory.data.to(DEVICE), "blocks": memory.words.to(DEVICE),
-        "tables": torch.tensor([entries], device=DEVICE), "slots": torch.tensor([entries[1] + 5], device=DEVICE),
+        "memory": memory.data.to(DEVICE), "head_offsets": memory.head_offsets.to(DEVICE),
+        "block_tables": torch.tensor([block_ids], device=DEVICE), "slots": torch.tensor([block_ids[1] + 5], device=DEVICE),
         "key": torch.zeros_like(arguments["key"]),
     }  # fmt: skip
     expected = reference(**copied(arguments))

@@ -30,13 +30,13 @@ def one_page(dtype: torch.dtype, bits: int, sink: float, first: float, loud: flo
     if loud != 1:
         keys[5], values[5] = -sink * along, loud * values[5]
     memory = Memory([(16,), (bits,)], (1, DIM, DIM), dtype, 4)
-    sealed, last = memory.filled(1, keys, values), memory.page()
+    quantised, last = memory.filled(1, keys, values), memory.page()
     new = torch.zeros(1, 1, DIM).to(dtype)
     return {
         "query": query.to(DEVICE), "key": new.to(DEVICE), "value": (new + 1).to(DEVICE),
-        "memory": memory.data.to(DEVICE), "blocks": memory.words.to(DEVICE),
+        "memory": memory.data.to(DEVICE), "head_offsets": memory.head_offsets.to(DEVICE),
         "slots": torch.tensor([last], device=DEVICE),
-        "tables": torch.tensor([[sealed, last]], device=DEVICE), "entropy": torch.zeros(1, 1, device=DEVICE),
+        "block_tables": torch.tensor([[quantised, last]], device=DEVICE), "entropy": torch.zeros(1, 1, device=DEVICE),
         "lengths": torch.tensor([PAGE_SIZE + 1], device=DEVICE), "scaling": DIM**-0.5, "window": 0, "softcap": 0.0,
     }  # fmt: skip
 

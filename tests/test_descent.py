@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qbe.kernels.reference import descent as reference
-from qbe.store import descent
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
+from qbe.kernels.reference import descent as reference
+from qbe.store import descent
 
 SLICES = [(3, 1, 1, 1, 2), (4, 2, 2), (8,), (2, 1), (5, 3), (1,) * 8]
 

@@ -98,7 +98,7 @@ def test_a_new_blueprint_copies_no_weight(engine: Engine) -> None:
 
 def test_the_plan_is_what_the_model_ran_at(engine: Engine) -> None:
     blueprint = engine.generate(FACT, SamplingParams(max_tokens=3), budget=Budget(bits=5.5)).blueprint
-    assert engine.core.plan.words[:, 0].tolist() == list(blueprint.weight_bits)
+    assert engine.core.plan.precision_words[:, 0].tolist() == list(blueprint.weight_bits)
 
 
 def test_streaming_gives_the_same_text_and_stops_at_stop_strings(engine: Engine) -> None:

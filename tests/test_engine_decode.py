@@ -12,8 +12,8 @@ from engine_models import NO_SITES, build, greedy, prompts, request, run
 from kv_samples import full_pages
 from qbe import Engine
 from qbe.blueprint import Blueprint
-from qbe.engine.execution.captured import Kind
 from qbe.engine.core import Core
+from qbe.engine.execution.captured import Kind
 from qbe.engine.execution.decode import DecodeStep, batch_sizes
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.kvcache import attention
@@ -69,7 +69,7 @@ def test_a_thousand_blueprints_capture_nothing_and_equal_the_eager_steps(device:
     captures = decode.captures
     assert captures == (len(batch_sizes(5)) if device.type == "cuda" else 0)
     table, choose = core.table, random.Random(0)
-    pointers = [core.plan.words.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
+    pointers = [core.plan.precision_words.data_ptr(), decode._inputs.data_ptr(), decode._block_tables.data_ptr()]
     sequences = []
     for i in range(5):
         sequences.append(request(str(i), list(range(3 + 5 * i)), blueprint(table, choose), max_tokens=400))
@@ -92,7 +92,11 @@ def test_a_thousand_blueprints_capture_nothing_and_equal_the_eager_steps(device:
             w.sequence.computed += 1
     assert len(seen) >= 1000
     assert decode.captures == captures
-    assert pointers == [core.plan.words.data_ptr(), decode._inputs.data_ptr(), decode._tables.data_ptr()]
+    assert pointers == [
+        core.plan.precision_words.data_ptr(),
+        decode._inputs.data_ptr(),
+        decode._block_tables.data_ptr(),
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)], ids=str)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine_models import DEVICE, build, prompts, request
-from qbe.blueprint import Blueprint, Steering
+from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.engine.core import Core
 from qbe.errors import QBEError
 from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
@@ -37,15 +37,15 @@ def blueprint(*bits: int, activations: int = 16) -> Blueprint:
 
 def test_rows_get_their_blueprints_and_the_head_those_of_the_kept_rows() -> None:
     plan = Plan(TABLE, 8, CPU)
-    assert plan.words.tolist() == [[4] * 8] * 3
+    assert plan.precision_words.tolist() == [[4] * 8] * 3
     low, high = blueprint(4, 6, 8), blueprint(8, 16, 16)
     plan.write([(low, 1), (high, 3), (low, 2)], [low, high])
-    assert plan.words[0, :6].tolist() == [4, 8, 8, 8, 4, 4]
-    assert plan.words[1, :6].tolist() == [6, 16, 16, 16, 6, 6]
-    assert plan.words[2, :2].tolist() == [8, 16]
+    assert plan.precision_words[0, :6].tolist() == [4, 8, 8, 8, 4, 4]
+    assert plan.precision_words[1, :6].tolist() == [6, 16, 16, 16, 6, 6]
+    assert plan.precision_words[2, :2].tolist() == [8, 16]
     by_token = Plan(TABLE, 8, CPU, head_sees_kept=False)
     by_token.write([(low, 1), (high, 2)], [low, high])
-    assert by_token.words[2, :3].tolist() == [8, 16, 16]
+    assert by_token.precision_words[2, :3].tolist() == [8, 16, 16]
 
 
 def test_a_cell_holds_both_precisions_of_its_row() -> None:
@@ -53,11 +53,11 @@ def test_a_cell_holds_both_precisions_of_its_row() -> None:
     high, low = blueprint(4, 6, 8), blueprint(4, 6, 8, activations=8)
     assert high.key != low.key
     plan.write([(low, 1), (high, 1), (low, 1)], [low, high])
-    assert plan.words[0, :3].tolist() == [4 | 8 << 8, 4, 4 | 8 << 8]
-    assert plan.words[1, :3].tolist() == [6 | 8 << 8, 6, 6 | 8 << 8]
-    assert plan.words[2, :2].tolist() == [8, 8]  # the head keeps 16-bit activations
+    assert plan.precision_words[0, :3].tolist() == [4 | 8 << 8, 4, 4 | 8 << 8]
+    assert plan.precision_words[1, :3].tolist() == [6 | 8 << 8, 6, 6 | 8 << 8]
+    assert plan.precision_words[2, :2].tolist() == [8, 8]  # the head keeps 16-bit activations
     plan.gather(torch.tensor(plan.columns([high, low])))
-    assert plan.words[:, :2].tolist() == [[4, 4 | 8 << 8], [6, 6 | 8 << 8], [8, 8]]
+    assert plan.precision_words[:, :2].tolist() == [[4, 4 | 8 << 8], [6, 6 | 8 << 8], [8, 8]]
 
 
 def test_a_write_moves_nothing_but_its_own_few_bytes() -> None:
@@ -78,16 +78,16 @@ def test_a_write_moves_nothing_but_its_own_few_bytes() -> None:
 def test_the_same_rows_again_are_not_written() -> None:
     plan = Plan(TABLE, 4, CPU)
     plan.write([(blueprint(4, 4, 4), 2)], [blueprint(4, 4, 4)])
-    before = plan.words._version
+    before = plan.precision_words._version
     plan.write([(blueprint(4, 4, 4), 2)], [blueprint(4, 4, 4)])
-    assert plan.words._version == before
+    assert plan.precision_words._version == before
     plan.write([(blueprint(4, 6, 4), 2)], [blueprint(4, 6, 4)])
-    assert plan.words._version > before
+    assert plan.precision_words._version > before
 
 
 def test_steering_is_a_row_of_the_plan_and_what_it_moved_is_undone() -> None:
     plan = Plan(TABLE, 4, CPU)
-    fixed, moved = blueprint(4, 6, 8), replace(blueprint(4, 6, 8), steering=Steering("routers", 7))
+    fixed, moved = blueprint(4, 6, 8), replace(blueprint(4, 6, 8), dynamic_precision=DynamicPrecision("routers", 7))
     assert len({fixed.key, moved.key}) == len({fixed.linear_key, moved.linear_key}) == 2
     assert fixed.computed_key != moved.computed_key
     for write in (
@@ -95,16 +95,16 @@ def test_steering_is_a_row_of_the_plan_and_what_it_moved_is_undone() -> None:
         lambda: plan.gather(torch.tensor(plan.columns([fixed, moved, moved]))),
     ):
         write()
-        assert plan.steering[:3].tolist() == [0, 2 << 8 | 7, 2 << 8 | 7]
-        plan.words[:2, 1] = 8  # as an op of the step would
+        assert plan.dynamic_precision[:3].tolist() == [0, 2 << 8 | 7, 2 << 8 | 7]
+        plan.precision_words[:2, 1] = 8  # as an op of the step would
         write()
-        assert plan.words[:2, 1].tolist() == [4, 6]
+        assert plan.precision_words[:2, 1].tolist() == [4, 6]
 
 
 @pytest.mark.parametrize("wrong", [("nobody", 0), ("cascade", 256), ("cascade", -1)])
 def test_unknown_steering_is_refused(wrong: tuple[str, int]) -> None:
     with pytest.raises(QBEError, match=f"{wrong[0]}.*{wrong[1]}.*one of cascade"):
-        Steering(*wrong)
+        DynamicPrecision(*wrong)
 
 
 def test_more_blueprints_than_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +114,13 @@ def test_more_blueprints_than_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     for i in (*range(len(every)), *range(0, len(every), 5), *range(3)):
         chosen = [every[i], every[(i * 7) % 64], every[i]]
         plan.write([(b, 1) for b in chosen], chosen)
-        assert plan.words.T.tolist() == [list(b.weight_bits) for b in chosen]
+        assert plan.precision_words.T.tolist() == [list(b.weight_bits) for b in chosen]
 
 
 def test_a_plan_of_one_row_serves_one_blueprint() -> None:
     plan = Plan(TABLE, 1, CPU)
     plan.write([(blueprint(4, 6, 8), 100)], [blueprint(4, 6, 8)])
-    assert plan.words.flatten().tolist() == [4, 6, 8]
+    assert plan.precision_words.flatten().tolist() == [4, 6, 8]
     with pytest.raises(ValueError, match="two blueprints"):
         plan.write([(blueprint(4, 6, 8), 1), (blueprint(4, 4, 4), 1)], [])
     with pytest.raises(ValueError, match="5 rows do not fit a plan of 4"):
@@ -198,9 +198,9 @@ def test_every_nested_weight_is_bound() -> None:
     for i, site in enumerate(table.nested):
         weight = model.get_submodule(site.name).weight
         assert isinstance(weight, NestedTensor)
-        assert weight.bits.data_ptr() == core.plan.words[i].data_ptr()
+        assert weight.bits.data_ptr() == core.plan.precision_words[i].data_ptr()
         assert weight.bits.shape == (32,)
-        assert weight.wide == (site.role is Role.OUTPUT_HEAD)
+        assert weight.float32_output == (site.role is Role.OUTPUT_HEAD)
 
 
 def test_logits_are_the_heads_sums_in_float32() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_models import request
-from qbe.blueprint import Blueprint, Steering
+from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.engine.scheduling.sequence import Sequence, Status
 from qbe.errors import QBEError
 from qbe.format.kv_blocks import PAGE_SIZE
@@ -86,7 +86,7 @@ def test_low_bits_admit_more_and_their_refusal_states_the_numbers() -> None:
     s.add(r)
     while s.has_work():
         advance(s)
-    assert len(r.token_ids) == 6 * PAGE_SIZE, "two frames of sealed pages, one to write in and one to look back on"
+    assert len(r.token_ids) == 6 * PAGE_SIZE, "two frames of quantised pages, one to write in and one to look back on"
     assert r.preemptions == 0
 
 
@@ -100,7 +100,7 @@ def test_a_sequence_that_no_longer_fits_alone_ends_with_the_numbers() -> None:
     chosen[0] = FULL
     for _ in range(300):
         advance(s)
-    assert (r.finish_reason, s.stuck, s.has_work()) == ("error", [r], False)
+    assert (r.finish_reason, s.oversized, s.has_work()) == ("error", [r], False)
     assert "tokens do not fit in the KV cache" in (r.error or "")
     assert s.allocator.free == 4
 
@@ -134,8 +134,10 @@ def test_a_model_without_attention_needs_no_pages() -> None:
 
 
 def steered(name: str, routers: str, prompt: int = 1, tokens: int = 3) -> Sequence:
-    steering = Steering("routers", 9, routers) if routers else None
-    return request(name, [5] * prompt, Blueprint("", (4,), (16,), (16,), steering=steering), max_tokens=tokens)
+    dynamic_precision = DynamicPrecision("routers", 9, routers) if routers else None
+    return request(
+        name, [5] * prompt, Blueprint("", (4,), (16,), (16,), dynamic_precision=dynamic_precision), max_tokens=tokens
+    )
 
 
 def test_routers_are_exchanged_between_batches_of_those_that_were_there() -> None:
@@ -207,8 +209,8 @@ def test_any_traffic_is_served_to_the_end(
     at = 0
     for i, (prompt, tokens, gap, kind, routers) in enumerate(arrivals):
         at += gap
-        steering = Steering("routers", 9, routers) if routers else None
-        blueprint = Blueprint("", (4,), (16,), (4 if i in lowered else 16,), steering=steering)
+        dynamic_precision = DynamicPrecision("routers", 9, routers) if routers else None
+        blueprint = Blueprint("", (4,), (16,), (4 if i in lowered else 16,), dynamic_precision=dynamic_precision)
         pending.append((at, request(str(i), [5 + kind] * prompt, blueprint, max_tokens=tokens)))
     everyone = [r for _, r in pending]
     for now in range(10_000):
@@ -220,14 +222,17 @@ def test_any_traffic_is_served_to_the_end(
         deciding = {r.request_id for r in s.running if r.remaining == 1}
         oldest = s.running[0] if s.running else None
         work = advance(s)
-        assert len({r.blueprint.steering for r in (w.sequence for w in work) if r.blueprint.steering}) < 2
+        assert (
+            len({r.blueprint.dynamic_precision for r in (w.sequence for w in work) if r.blueprint.dynamic_precision})
+            < 2
+        )
         preempted = {r.request_id for r in s.waiting}
         assert deciding - preempted <= {w.sequence.request_id for w in work}, "a sequence that writes never waits"
         assert oldest is None or oldest not in s.waiting or oldest.alone_at, "nobody can starve the oldest one"
         assert sum(w.count for w in work) <= 16 or not chunked
         held = [p for r in s.running for p in r.pages]
         assert all(p.owners == held.count(p) for p in held)
-        taken = sum(p.format.nbytes + (0 if p.frame is None else FULL.nbytes) for p in set(held))
+        taken = sum(p.format.nbytes + (0 if p.staging_page is None else FULL.nbytes) for p in set(held))
         assert taken == 8 * FULL.nbytes - s.allocator.free_bytes
         assert all(len(r.pages) == -(-r.computed // PAGE_SIZE) for r in s.running)
         if not pending and not s.has_work():
@@ -235,4 +240,4 @@ def test_any_traffic_is_served_to_the_end(
     for r, (prompt, tokens, *_) in zip(everyone, arrivals, strict=True):
         assert r.finish_reason == "cancelled" or len(r.token_ids) == prompt + tokens
     assert s.allocator.free == s.allocator.num_pages
-    assert not s.stuck
+    assert not s.oversized

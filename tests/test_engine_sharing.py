@@ -57,7 +57,7 @@ def test_pages_take_the_format_that_a_sequence_has_when_they_are_filled() -> Non
     s.add(r)
     advance(s)
     assert [p.format for p in r.pages] == [LOW, LOW]
-    assert r.sealed == 0
+    assert r.quantised == 0
     chosen["r"] = FULL
     advance(s)
     assert [p.format for p in r.pages] == [LOW, FULL], "what is written stays, what is being filled follows"
@@ -72,7 +72,7 @@ def test_pages_take_the_format_that_a_sequence_has_when_they_are_filled() -> Non
 def test_a_twin_shares_the_open_page_until_one_of_the_two_writes() -> None:
     s = scheduler(tokens=256)
     one, two = (request(n, [5] * 100, max_tokens=60) for n in ("one", "two"))
-    two.twin = one
+    two.fork_parent = one
     s.add(one)
     advance(s)
     s.add(two)
@@ -80,8 +80,8 @@ def test_a_twin_shares_the_open_page_until_one_of_the_two_writes() -> None:
     assert shape(s.schedule()) == [("one", 100, 1), ("two", 99, 1)]
     assert two.pages[0] is one.pages[0]
     assert one.pages[1] is shared
-    assert s.paging.copies == [(shared.entry, two.pages[1].entry)], "copied once; the other one may then write"
-    assert (two.cached, two.twin) == (99, None)
+    assert s.paging.copies == [(shared.block_id, two.pages[1].block_id)], "copied once; the other one may then write"
+    assert (two.cached, two.fork_parent) == (99, None)
     while s.has_work():
         advance(s)
     assert s.allocator.free == s.allocator.num_pages
@@ -93,7 +93,7 @@ def test_a_twin_shares_the_open_page_until_one_of_the_two_writes() -> None:
 def test_a_twin_shares_no_page_that_is_sealed_or_will_be(length: int, steps: int, shares: bool) -> None:
     s = scheduler(tokens=256)
     one, two = (request(n, [5] * length, max_tokens=60) for n in ("one", "two"))
-    two.twin = one
+    two.fork_parent = one
     s.add(one)
     for _ in range(steps):
         advance(s)
@@ -102,7 +102,7 @@ def test_a_twin_shares_no_page_that_is_sealed_or_will_be(length: int, steps: int
     assert bool(s.paging.copies) is shares
     assert two.cached == (length - 1 if shares else 64)
     other = request("other", [5] * (length - 1) + [6], max_tokens=60)
-    other.twin = one
+    other.fork_parent = one
     s.add(other)
     s.schedule()
     assert other.cached == 64

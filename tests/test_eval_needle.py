@@ -19,7 +19,7 @@ from conftest import byte_tokenizer
 from qbe import Budget, QBEError
 from qbe.cli.eval import _settings
 from qbe.datasets.haystack import ESSAYS, Haystack, read_essays
-from qbe.eval.needle import ANSWER_TOKENS, Cell, Found, Grid, Outcome, run
+from qbe.eval.needle import ANSWER_TOKENS, Grid, Needle, NeedleResult, NeedleResults, run
 from qbe.eval.report import render, shown
 
 TEXT = " ".join(f"The {i}th lamp was lit at dusk." for i in range(40))
@@ -141,7 +141,7 @@ def test_16_bits_go_first_and_verdicts_are_about_what_they_find() -> None:
 
 
 def test_without_a_needle_found_at_16_bits_there_is_no_verdict() -> None:
-    outcome = Outcome((16, 4), [Found(Cell(9, 0.0, 0), s, False, "1", "", 9, 0, 16.0) for s in (16, 4)])
+    outcome = NeedleResults((16, 4), [NeedleResult(Needle(9, 0.0, 0), s, False, "1", "", 9, 0, 16.0) for s in (16, 4)])
     assert outcome.verdict(4) is None
     assert outcome.describe()["verdicts"][1]["finds_all_that_16_bits_find"] is None
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from cli_process import refused
 from conftest import as_read, byte_tokenizer, tiny_llama
 from qbe import Engine, QBEError
-from qbe.eval.compare import FULL, Comparison, Outcome, Setting, settings_of
 from qbe.datasets.items import Item, read
 from qbe.datasets.results import Results
+from qbe.eval.compare import FULL, Comparison, ComparisonResult, Setting, settings_of
 from qbe.eval.summary import _fair, describe, render
 from test_eval_answers import write_data
 
@@ -43,7 +43,7 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def outcome(engine: Engine, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def outcome(engine: Engine, data: Path, tmp_path_factory: pytest.TempPathFactory) -> ComparisonResult:
     settings = settings_of(("uniform", "static", "random", "tiered"), (5, 6), 2)
     results = Results(["tiny"], tmp_path_factory.mktemp("results"))
     return Comparison(engine, _short(read(ALL, data, 3)), settings, results).run()
@@ -75,7 +75,7 @@ def _short(items: list[Item]) -> list[Item]:
     return [replace(i, max_tokens=min(i.max_tokens, 6)) for i in items]
 
 
-def test_every_setting_runs_every_query(outcome: Outcome) -> None:
+def test_every_setting_runs_every_query(outcome: ComparisonResult) -> None:
     names = [(s.policy, s.bits, s.seed) for s in outcome.settings]
     assert names == [("static", 5, None), ("random", 5, 0), ("random", 5, 1), ("tiered", 5, None),
                      ("uniform", 6, None), ("static", 6, None), ("random", 6, 0), ("random", 6, 1),
@@ -93,7 +93,9 @@ def test_every_setting_runs_every_query(outcome: Outcome) -> None:
             assert (measured.answer is None) == (query.item.right is None)
 
 
-def test_bytes_are_counted_as_served_though_the_comparison_is_in_float32(outcome: Outcome, engine: Engine) -> None:
+def test_bytes_are_counted_as_served_though_the_comparison_is_in_float32(
+    outcome: ComparisonResult, engine: Engine
+) -> None:
     assert engine.core.pool.dtype is torch.float32
     for query in outcome.queries:
         full = query.blueprints[FULL]
@@ -105,7 +107,7 @@ def test_bytes_are_counted_as_served_though_the_comparison_is_in_float32(outcome
 
 
 @torch.inference_mode()
-def test_numbers_are_those_of_the_model_itself(outcome: Outcome, engine: Engine, data: Path) -> None:
+def test_numbers_are_those_of_the_model_itself(outcome: ComparisonResult, engine: Engine, data: Path) -> None:
     """Logits of a copy that was never nested, its weights replaced by what a blueprint reads."""
     query = next(q for q in outcome.queries if q.item.dataset == "text")
     setting = Setting("random", 5, 1)
@@ -127,7 +129,7 @@ def test_numbers_are_those_of_the_model_itself(outcome: Outcome, engine: Engine,
     assert abs(found.agreed - int((before.argmax(-1) == now.argmax(-1)).sum())) <= 2
 
 
-def test_rows_comparisons_and_flips(outcome: Outcome) -> None:
+def test_rows_comparisons_and_flips(outcome: ComparisonResult) -> None:
     described = json.loads(json.dumps(describe(outcome), allow_nan=False))
     assert len(described["rows"]) == len(outcome.settings) * 5
     for row in described["rows"]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from explain_samples import blueprint, dense, digits, explanation, hybrid, plain, printed
 from qbe.analysis.encoder import default_encoder
 from qbe.analysis.profile import QueryProfile
-from qbe.blueprint import Blueprint, Steering
+from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.budget import Budget
 from qbe.explain import Explanation, html, palette, terminal
 from qbe.explain.heatmap import HeatMap, size
@@ -84,14 +84,16 @@ def test_where_long_prompts_take_the_devices_format_is_told() -> None:
     assert says in " ".join(plain(printed(terminal.render(e))).split())
     assert says in html.render(e)
     assert e.describe()["long_prompts"] == {"format": "int8", "sites": [second.name]}
-    for other in (dataclasses.replace(e, prompt_format=None), dataclasses.replace(e, blueprint=low.careful)):
+    for other in (dataclasses.replace(e, prompt_format=None), dataclasses.replace(e, blueprint=low.full_activations)):
         assert "long prompts" not in plain(printed(terminal.render(other)))
         assert other.describe()["long_prompts"]["sites"] == []
 
 
 def test_that_tokens_choose_is_told() -> None:
     e = explanation(dense())
-    routed = dataclasses.replace(e, blueprint=dataclasses.replace(e.blueprint, steering=Steering("routers", 9)))
+    routed = dataclasses.replace(
+        e, blueprint=dataclasses.replace(e.blueprint, dynamic_precision=DynamicPrecision("routers", 9))
+    )
     for shown, says in ((routed, True), (e, False)):
         assert ("every token chooses bits" in " ".join(plain(printed(terminal.render(shown))).split())) == says
         assert ("Every token chooses bits" in html.render(shown)) == says

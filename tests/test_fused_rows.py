@@ -8,7 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import silu
 
 from qbe.compile.fuse import FuseRows, fuse
-from qbe.kernels.ops import fused as fused_ops, nested_linear as ops
+from qbe.kernels.ops import fused as fused_ops
+from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.triton.layout import to_device_layout
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, on_device, run_in_interpreter
 
@@ -39,9 +40,9 @@ def _kernels_on_cpu() -> object:
 
 def rms(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As transformers' LlamaRMSNorm."""
-    wide = h.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * wide.to(h.dtype)
+    float32_output = h.to(torch.float32)
+    float32_output = float32_output * torch.rsqrt(float32_output.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * float32_output.to(h.dtype)
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -104,16 +105,24 @@ class Weight:
     """A linear of a block on the tiled layout."""
 
     def __init__(self, n: int, k: int, m: int, slices: tuple[int, ...] = (4, 2, 2), bias: bool = False,
-                 wide: bool = False) -> None:  # fmt: skip
+                 float32_output: bool = False) -> None:  # fmt: skip
         self.case = Case(m, n, k, slices, bias=bias)
         self.packed = to_device_layout(self.case.packed, self.case.meta, self.case.layout, k, self.case.exponent)
-        self.bits, self.wide = self.case.mixed(), wide
+        self.bits, self.float32_output = self.case.mixed(), float32_output
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         c = self.case
         assert self.packed is not None
         return ops.nested_linear(
-            x, self.packed, c.meta, self.bits, c.original, c.bias, list(c.layout.slices), c.exponent, self.wide
+            x,
+            self.packed,
+            c.meta,
+            self.bits,
+            c.original,
+            c.bias,
+            list(c.layout.slices),
+            c.exponent,
+            self.float32_output,
         )
 
 
@@ -166,7 +175,7 @@ def test_a_block_with_what_was_fused(m: int, slices: tuple[int, ...]) -> None:
 def test_logits_stay_float32() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(1, 3, 192, device=DEVICE).bfloat16(), torch.randn(192, device=DEVICE).bfloat16()
-    head, other = Weight(64, 192, 3, wide=True), Weight(64, 192, 3)
+    head, other = Weight(64, 192, 3, float32_output=True), Weight(64, 192, 3)
     graph = traced(lambda x: (head(rms(x, w)), other(rms(x, w))), x)
     FuseRows()(graph.graph)
     fuse(graph.graph, DEVICE)

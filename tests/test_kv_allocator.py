@@ -1,4 +1,4 @@
-"""Who owns which bytes: random traffic, sealing, sharing, known pages and their eviction."""
+"""Who owns which bytes: random traffic, quantising, sharing, known pages and their eviction."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qbe.kvcache.allocator import Format, Page, PageAllocator
+from qbe.kvcache.allocator import Page, PageAllocator, PageFormat
 from qbe.kvcache.prefix import page_key
 
 PAGES = 13
-FORMATS = [Format(0, 16 * 256), Format(1, 9 * 256), Format(2, 5 * 256), Format(3, 3 * 256)]
+FORMATS = [PageFormat(0, 16 * 256), PageFormat(1, 9 * 256), PageFormat(2, 5 * 256), PageFormat(3, 3 * 256)]
 
 
 def ranges(page: Page) -> list[tuple[int, int]]:
     own = [(page.address, page.address + page.format.nbytes)]
-    return own if page.frame is None else [*own, (page.frame, page.frame + FORMATS[0].nbytes)]
+    return own if page.staging_page is None else [*own, (page.staging_page, page.staging_page + FORMATS[0].nbytes)]
 
 
 def check(allocator: PageAllocator, owned: list[Page], known: dict[bytes, Page]) -> None:
     """No byte has two pages and none is lost."""
-    idle = [p for p in known.values() if not p.owners and p.key is not None]
-    live = list(dict.fromkeys(owned)) + idle
+    evictable = [p for p in known.values() if not p.owners and p.key is not None]
+    live = list(dict.fromkeys(owned)) + evictable
     taken = sorted(r for page in live for r in ranges(page))
     everything = sorted([*taken, *allocator._holes])
     at = 0
@@ -31,7 +31,7 @@ def check(allocator: PageAllocator, owned: list[Page], known: dict[bytes, Page])
         at = end
     assert at == PAGES * FORMATS[0].nbytes
     for page in live:
-        assert (page.address if page.format.full else page.frame or 0) % FORMATS[0].nbytes == 0
+        assert (page.address if page.format.full else page.staging_page or 0) % FORMATS[0].nbytes == 0
         assert page.owners == owned.count(page)
     assert allocator.free_bytes == PAGES * FORMATS[0].nbytes - sum(
         e - b for p in dict.fromkeys(owned) for b, e in ranges(p)
@@ -50,7 +50,7 @@ def check(allocator: PageAllocator, owned: list[Page], known: dict[bytes, Page])
 def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int, int]]) -> None:
     allocator = PageAllocator(PAGES, FORMATS[0])
     owned: list[Page] = []  # one entry per owner
-    reads: list[bool] = []  # whether that owner reads the frame
+    reads: list[bool] = []  # whether that owner reads the staging page
     known: dict[bytes, Page] = {}
     for what, number, which, count in traffic:
         at = which % len(owned) if owned else 0
@@ -58,17 +58,17 @@ def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int
         if page is None or what < 3:
             new = allocator.allocate(count, FORMATS[number])
             if new is None:
-                assert not allocator.idle, "what nobody owns gives way first"
+                assert not allocator.evictable, "what nobody owns gives way first"
                 holes = [e - b for b, e in allocator._holes]
                 assert max(holes, default=0) < count * FORMATS[number].nbytes + (count + 1) * FORMATS[0].nbytes
             else:
                 owned += new
                 reads += [True] * len(new)
         elif what == 3 and reads[at]:
-            allocator.seal(page)
+            allocator.quantise(page)
             reads[at] = False
         elif what == 4:
-            also = page.format.full or (page.frame is not None and count > 2)
+            also = page.format.full or (page.staging_page is not None and count > 2)
             allocator.share([page], 0 if also else 1)
             owned.append(page)
             reads.append(also)
@@ -81,11 +81,11 @@ def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int
             if page.key == key:
                 known[key] = page
         elif what == 6 and page.key is None and page.owners == 1:
-            frame = page.address if page.format.full else page.frame
-            if frame is not None and page.format is not FORMATS[number]:
+            staging_page = page.address if page.format.full else page.staging_page
+            if staging_page is not None and page.format is not FORMATS[number]:
                 changed = allocator.reformat(page, FORMATS[number])
                 assert (page.format is FORMATS[number]) == changed
-                assert frame in (page.address, page.frame)
+                assert staging_page in (page.address, page.staging_page)
                 reads[at] |= changed
         elif what == 7:
             found = allocator.find(bytes([which % 9]))
@@ -98,14 +98,14 @@ def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int
         check(allocator, owned, known)
         for page in owned:
             reading = any(r for p, r in zip(owned, reads, strict=True) if p is page)
-            assert page.format.full or (page.frame is not None) == reading
+            assert page.format.full or (page.staging_page is not None) == reading
     for page, reading in zip(owned, reads, strict=True):
         allocator.release([page], 0 if reading else 1)
     assert allocator.free == PAGES
     everything = allocator.allocate(PAGES)
     assert everything is not None, "idle pages give way"
     assert sorted(p.address for p in everything) == [i * FORMATS[0].nbytes for i in range(PAGES)]
-    assert allocator.idle == allocator.free == 0
+    assert allocator.evictable == allocator.free == 0
 
 
 def test_low_bits_really_take_less() -> None:
@@ -113,8 +113,8 @@ def test_low_bits_really_take_less() -> None:
     pages: list[Page] = []
     while (new := allocator.allocate(1, FORMATS[2])) is not None:
         pages += new
-        allocator.seal(new[0])
-    assert len(pages) == 9 * 16 // 5, "all of the memory but one frame"
+        allocator.quantise(new[0])
+    assert len(pages) == 9 * 16 // 5, "all of the memory but one staging page"
 
 
 def test_double_free_and_sharing_a_free_page_are_errors() -> None:
@@ -133,10 +133,10 @@ def test_double_free_and_sharing_a_free_page_are_errors() -> None:
 def test_a_sealed_page_stays_what_it_is() -> None:
     allocator = PageAllocator(4, FORMATS[0])
     (page,) = allocator.allocate(1, FORMATS[1])
-    assert page.entry == page.frame
-    allocator.seal(page)
-    assert page.entry == page.address | 1 == page.sealed_entry
-    with pytest.raises(ValueError, match="sealed"):
+    assert page.block_id == page.staging_page
+    allocator.quantise(page)
+    assert page.block_id == page.address | 1 == page.quantised_block_id
+    with pytest.raises(ValueError, match="quantised"):
         allocator.reformat(page, FORMATS[2])
 
 
@@ -146,7 +146,7 @@ def test_known_pages_are_found_until_their_bytes_are_needed() -> None:
     for i, page in enumerate(pages):
         allocator.publish(page, bytes([i]))
     allocator.release(pages)
-    assert (allocator.free, allocator.idle) == (3, 3)
+    assert (allocator.free, allocator.evictable) == (3, 3)
     assert allocator.find(b"\0") is pages[0]
     assert allocator.free == 2
     allocator.release(pages[:1])

@@ -72,7 +72,7 @@ def test_models_that_run_one_sequence_at_a_time(name: str) -> None:
 
 
 def test_fewer_bits_are_further_from_16() -> None:
-    """By the logits after a prompt of which two pages are sealed."""
+    """By the logits after a prompt of which two pages are quantised."""
     prompt = prompts(210)[0]
     found = {}
     for bits in (16, *LOW):
@@ -131,7 +131,7 @@ def test_a_shared_prefix_changes_no_answer(bits: int, first: int | None) -> None
     ))  # fmt: skip
     assert run(c, before) == expected[:1]
     assert run(c, again, branch, fork, full)[:3] == expected
-    # Below 16 bits a sequence goes on after a whole stretch of sealed pages only.
+    # Below 16 bits a sequence goes on after a whole stretch of quantised pages only.
     cached = [0, 704, 576, 192] if bits == 16 else [0, 512, 512, 0]
     assert [r.cached for r in (before, again, branch, fork, full)] == [*cached, 0]
 
@@ -153,7 +153,7 @@ def test_the_longest_request_that_is_taken_runs_to_its_end(name: str, blueprint:
 
 @pytest.mark.parametrize(("blueprint", "pages", "tokens"), [(kv(4), 6, 640), (kv(8), 8, 576), (kv(4, first=8), 8, 900)])
 def test_a_long_prompt_in_a_pool_that_just_holds_it_runs_to_its_end(blueprint, pages: int, tokens: int) -> None:
-    """Its chunks take the frames of several pages at once."""
+    """Its chunks take the staging pages of several pages at once."""
     model = build("llama")
     model.config.max_position_embeddings = 4096
     c = Core(model, NO_SITES, kv_tokens=pages * PAGE_SIZE, max_batch_tokens=512)
@@ -179,7 +179,7 @@ def test_fewer_bits_are_not_taken_where_pages_of_more_leave_no_room_for_them() -
 def test_the_first_page_has_bits_of_its_own() -> None:
     c, r = core(), request("r", prompts(150)[0], kv(2, 16, first=8), max_tokens=60)
     run(c, r)
-    assert r.sealed_bits == [(8, 16, 8, 16), (2, 16, 2, 16), (2, 16, 2, 16)]
+    assert r.quantised_bits == [(8, 16, 8, 16), (2, 16, 2, 16), (2, 16, 2, 16)]
 
 
 def test_low_bits_hold_more() -> None:
@@ -201,7 +201,7 @@ def test_pages_follow_a_blueprint_that_is_exchanged() -> None:
     for _ in range(70):
         c.step()
     assert [p.format.bits[0][0] for p in r.pages] == [4, 2, 2]
-    assert [p.frame is None for p in r.pages] == [True, False, False]
+    assert [p.staging_page is None for p in r.pages] == [True, False, False]
     while c.has_work():
         c.step()
     assert r.computed == 169
@@ -216,11 +216,11 @@ def test_a_twin_goes_on_as_if_it_had_its_own_pages(bits: int, tokens: int) -> No
     c = core()
     requests = [request(str(i), prompt, kv(bits), seed=i, **params) for i in range(3)]
     c.add(requests[0])
-    for twin in requests[1:]:
+    for fork_parent in requests[1:]:
         for _ in range(5):
             c.step()
-        twin.twin = requests[0]
-        c.add(twin)
+        fork_parent.fork_parent = requests[0]
+        c.add(fork_parent)
     while c.has_work():
         c.step()
     assert [r.output_ids for r in requests] == expected
@@ -259,7 +259,7 @@ def test_what_is_not_a_number_in_a_sealed_page_ends_its_request() -> None:
     poisoned, fine = request("bad", [bad, *good], kv(4), max_tokens=8), request("good", good, max_tokens=8)
     assert run(c, poisoned, fine) == [[], *expected]
     assert poisoned.finish_reason == "error"
-    assert c.scheduler.allocator.idle == 1, "the pages of the good one only"
+    assert c.scheduler.allocator.evictable == 1, "the pages of the good one only"
     assert run(c, request("again", good, max_tokens=8), request("more", good, max_tokens=8)) == expected * 2
 
 
@@ -311,8 +311,8 @@ def test_the_budgets_kv_bits_reach_pages_and_results(tmp_path, bits: int | str, 
     again = engine.generate(prompt, params, budget=Budget(kv_bits=bits))
     plain = engine.generate(prompt, params)
     computed = low.prompt_tokens + 7
-    sealed = (computed // PAGE_SIZE - 1) * PAGE_SIZE
-    assert low.average_kv_bits == pytest.approx((sealed * 4 + (computed - sealed) * 16) / computed)
+    quantised = (computed // PAGE_SIZE - 1) * PAGE_SIZE
+    assert low.average_kv_bits == pytest.approx((quantised * 4 + (computed - quantised) * 16) / computed)
     assert plain.average_kv_bits == 16
     assert again.text == low.text
     assert (low.cached_tokens, again.cached_tokens, plain.cached_tokens) == (0, 512, 0)

@@ -19,7 +19,7 @@ from qbe.format.kv_blocks import FORMATS
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.records import RecordStore, export
 from qbe.sites import KVBits, KVSite
-from qbe.store.kv_sensitivity import sealed
+from qbe.store.kv_sensitivity import quantised
 
 HEADS: tuple[KVBits, ...] = ((4, 16), 8, (2, 8), (16, 4))
 
@@ -49,7 +49,7 @@ def by_hand(name: str, prompt: list[int], bits: tuple[KVBits, ...], tokens: int)
             (layer.v_proj, config.num_key_value_heads)))  # fmt: skip
         q, k = apply_rotary_pos_emb(q, k, *place)
         of = bits[layer.layer_idx]
-        low = sealed(k[0], v[0], of if isinstance(of, tuple) else (of,) * config.num_key_value_heads)
+        low = quantised(k[0], v[0], of if isinstance(of, tuple) else (of,) * config.num_key_value_heads)
         out = []
         for t in range(hidden.shape[1]):
             own = max(0, t // PAGE_SIZE - 1) * PAGE_SIZE  # and the page before it
@@ -76,7 +76,7 @@ def test_answers_with_bits_per_head_equal_attention_written_out() -> None:
     for tokens in (16, 512):
         r = request("r", prompt, kv(*HEADS), max_tokens=20)
         assert run(core(max_batch_tokens=tokens), r) == [expected]
-        assert r.sealed_bits == [HEADS] * 3
+        assert r.quantised_bits == [HEADS] * 3
         assert r.average_kv_bits == pytest.approx((128 * 8.25 + 91 * 16) / 219)
     assert run(core(), request("full", prompt, kv(16, 16, 16, 16), max_tokens=20)) != [expected]
 
@@ -98,13 +98,13 @@ def test_raised_pages_are_known_by_their_own_bits_and_shared_up_to_the_raise() -
     c, prompt = core(), prompts(500)[0]
     first = raising(c, prompt, 512, HEADS, 540)
     low = (4, 4, 4, 4)
-    assert first.sealed_bits == [low] * 8 + [HEADS] * 8
-    twin = request("twin", first.token_ids, kv(*low), max_tokens=5)
+    assert first.quantised_bits == [low] * 8 + [HEADS] * 8
+    fork_parent = request("fork_parent", first.token_ids, kv(*low), max_tokens=5)
     other = request("other", first.token_ids, kv(*HEADS), max_tokens=5)
-    run(c, twin, other)
-    assert (twin.cached, other.cached) == (8 * PAGE_SIZE, 0), "the ninth page is there, but at other bits"
+    run(c, fork_parent, other)
+    assert (fork_parent.cached, other.cached) == (8 * PAGE_SIZE, 0), "the ninth page is there, but at other bits"
     fresh = core()
-    assert run(fresh, request("twin", first.token_ids, kv(*low), max_tokens=5)) == [twin.output_ids]
+    assert run(fresh, request("fork_parent", first.token_ids, kv(*low), max_tokens=5)) == [fork_parent.output_ids]
 
 
 def test_a_raised_request_that_is_preempted_gets_the_same_pages_again() -> None:
@@ -117,7 +117,7 @@ def test_a_raised_request_that_is_preempted_gets_the_same_pages_again() -> None:
     r = raising(c, prompt, 128, HEADS)
     assert r.preemptions > 0
     assert r.output_ids == expected
-    assert r.sealed_bits[:2] == [(4, 4, 4, 4)] * 2
+    assert r.quantised_bits[:2] == [(4, 4, 4, 4)] * 2
 
 
 def test_a_raise_that_would_not_fit_is_left() -> None:
@@ -140,7 +140,7 @@ def test_more_precisions_than_there_are_numbers_pass_through_one_pool() -> None:
         r = request(str(i), prompt, kv((a, b), (c4, d), 4, 4 if i < FORMATS else 8), max_tokens=1)
         run(c, r)
         assert r.finish_reason == "length"
-    assert c.scheduler.allocator.idle > 0
+    assert c.scheduler.allocator.evictable > 0
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_a_running_request_is_raised_by_its_own_entropies(engine: Engine) -> Non
         while not engine.finished(running.request_id):
             engine.step()
         engine.take_result(running.request_id)
-        return running.sealed_bits
+        return running.quantised_bits
 
     try:
         loose = tuple(replace(s, entropy=(0.5, 1.0)) for s in table.kv)

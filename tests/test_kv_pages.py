@@ -1,4 +1,4 @@
-"""Pages sealed and read: the format's error bound, the reference by hand, the kernels against the reference."""
+"""Pages quantised and read: the format's error bound, the reference by hand, the kernels against the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_samples import PAGE_SIZE, Memory
-from qbe.format.kv_blocks import KV_BITS, block
+from qbe.format.kv_blocks import KV_BITS, head_layout
 from qbe.kernels.reference import kv_pages as reference
 from qbe.kernels.reference.bounded_attention import number_error
 from qbe.kernels.reference.rotation import rotate
@@ -68,10 +68,10 @@ def test_a_page_is_what_the_format_says() -> None:
     """Keys a channel at a time, values a token at a time, decoded here by hand; odd sizes are their own rotation."""
     memory = Memory([(16, 16), (2, 4)], (2, 3, 5), torch.float32, 3)
     keys, values = torch.randn(PAGE_SIZE, 2, 3), torch.randn(PAGE_SIZE, 2, 5)
-    entry = memory.filled(1, keys, values)
-    assert entry % 256 == 1
-    at = entry - 1 + block(2, 3, 5, 4).nbytes  # head 1, behind that of 2 bits
-    raw = memory.data[at : at + block(4, 3, 5, 4).nbytes].numpy()
+    block_id = memory.filled(1, keys, values)
+    assert block_id % 256 == 1
+    at = block_id - 1 + head_layout(2, 3, 5, 4).nbytes  # head 1, behind that of 2 bits
+    raw = memory.data[at : at + head_layout(4, 3, 5, 4).nbytes].numpy()
     values_at = 64 * 2  # keys leave room for rows of tokens, as they lie on a GPU
     scales = raw[values_at + 64 * 3 :].view("float16").astype("float64")
     for channel in range(3):
@@ -87,8 +87,8 @@ def test_a_page_is_what_the_format_says() -> None:
 
 
 def test_pages_take_the_room_of_their_bits() -> None:
-    full = block(16, 128, 128, 2).nbytes
-    ratios = {bits: full / block(bits, 128, 128, 2).nbytes for bits in KV_BITS}
+    full = head_layout(16, 128, 128, 2).nbytes
+    ratios = {bits: full / head_layout(bits, 128, 128, 2).nbytes for bits in KV_BITS}
     assert ratios[16] == 1
     assert ratios[8] > 1.9
     assert ratios[4] > 3.65
@@ -110,32 +110,32 @@ def case(shape: str, dtype: torch.dtype, seed: int = 0) -> tuple[Memory, list[in
 
 
 def check(
-    shape: str, dtype: torch.dtype, seal: Callable[..., None], read: Callable[..., object], device: str, gpu: bool
+    shape: str, dtype: torch.dtype, quantise: Callable[..., None], read: Callable[..., object], device: str, gpu: bool
 ) -> None:
     memory, sources, targets = case(shape, dtype)
-    arguments = memory.words[None], torch.tensor(sources), torch.tensor(targets), memory.shape, dtype
+    arguments = memory.head_offsets[None], torch.tensor(sources), torch.tensor(targets), memory.shape, dtype
     expected, found = memory.data.clone(), memory.data.clone().to(device)
-    reference.seal_pages(expected, *arguments)
-    seal(found, *(a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments))
+    reference.quantise_pages(expected, *arguments)
+    quantise(found, *(a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments))
     found = found.cpu()
-    rearranged = memory.words, torch.tensor(targets), memory.shape, dtype.itemsize
+    rearranged = memory.head_offsets, torch.tensor(targets), memory.shape, dtype.itemsize
     if gpu:
         found = reference.rearrange(found, *rearranged, back=True)
     # A code may differ by one where a number lies half way between two: what is read must not. Where channels fill no
     # whole bytes, what is left over of a block on a GPU is not what is on a CPU.
     if not gpu or SHAPES[shape][1] % 4 == 0:
         assert (expected.int() - found.int()).abs().sum(dtype=torch.int64) <= 0.001 * len(found) * 64
-    entries = torch.tensor([*targets, sources[0]])
-    before = reference.read_pages(found, memory.words, torch.tensor(sources), memory.shape, dtype, torch.float64)
-    after = reference.read_pages(found, memory.words, entries[:6], memory.shape, dtype, torch.float64)
-    wanted = reference.read_pages(expected, memory.words, entries[:6], memory.shape, dtype, torch.float64)
+    block_ids = torch.tensor([*targets, sources[0]])
+    before = reference.read_pages(found, memory.head_offsets, torch.tensor(sources), memory.shape, dtype, torch.float64)
+    after = reference.read_pages(found, memory.head_offsets, block_ids[:6], memory.shape, dtype, torch.float64)
+    wanted = reference.read_pages(expected, memory.head_offsets, block_ids[:6], memory.shape, dtype, torch.float64)
     for b, a, w in zip(before, after, wanted, strict=True):
         largest = (b - w).abs().amax()
         assert float((b - a).abs().amax()) <= float(largest) * 1.001
-    expected_read = reference.read_pages(found, memory.words, entries, memory.shape, dtype)
+    expected_read = reference.read_pages(found, memory.head_offsets, block_ids, memory.shape, dtype)
     if gpu:
         found = reference.rearrange(found, *rearranged)
-    found_read = read(found.to(device), memory.words.to(device), entries.to(device), memory.shape, dtype)
+    found_read = read(found.to(device), memory.head_offsets.to(device), block_ids.to(device), memory.shape, dtype)
     for e, f in zip(expected_read, found_read, strict=True):
         # Rotated sums of numbers up to 90: what is left of them may be small.
         torch.testing.assert_close(f.cpu(), e, rtol=2**-7 if dtype == torch.bfloat16 else 2e-3, atol=1e-4)
@@ -144,9 +144,9 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_cpu_kernels_are_the_reference(path: str, shape: str, dtype: torch.dtype) -> None:
-    from qbe.kernels.cpu.kv_pages import read_pages, seal_pages
+    from qbe.kernels.cpu.kv_pages import quantise_pages, read_pages
 
-    check(shape, dtype, seal_pages, read_pages, "cpu", gpu=False)
+    check(shape, dtype, quantise_pages, read_pages, "cpu", gpu=False)
 
 
 def written(write: Callable[..., None], shape: str, dtype: torch.dtype, device: str) -> None:
@@ -160,11 +160,16 @@ def written(write: Callable[..., None], shape: str, dtype: torch.dtype, device: 
     numbers[1][3, 0, 0] = -torch.inf
     found = memory.data.clone().to(device)
     given = [numbers[0].to(device), numbers[1].transpose(0, 1).contiguous().transpose(0, 1).to(device)]
-    write(*given, found, memory.words.to(device), torch.tensor([entry | at for entry, at in places], device=device))
-    keys, values = reference.read_pages(found.cpu(), memory.words, torch.tensor(pages), memory.shape, dtype)
+    write(
+        *given,
+        found,
+        memory.head_offsets.to(device),
+        torch.tensor([block_id | at for block_id, at in places], device=device),
+    )
+    keys, values = reference.read_pages(found.cpu(), memory.head_offsets, torch.tensor(pages), memory.shape, dtype)
     numbers[0][2, 0, 1] = torch.nan  # in a key infinity becomes this
     for read, new in ((keys, numbers[0]), (values, numbers[1])):
-        rows = [pages.index(entry) * PAGE_SIZE + at for entry, at in places]
+        rows = [pages.index(block_id) * PAGE_SIZE + at for block_id, at in places]
         torch.testing.assert_close(read[:, rows].transpose(0, 1), new, rtol=0, atol=0, equal_nan=True)
         others = [i for i in range(2 * PAGE_SIZE) if i not in rows]
         assert read[:, others].isnan().all(), "nothing else was written"
@@ -200,10 +205,10 @@ def test_a_slot_outside_of_the_memory(path: str) -> None:
     before = memory.data.clone()
     for slot in (len(memory.data), -256, memory.sizes[0] + PAGE_SIZE):
         with pytest.raises(RuntimeError, match="outside of the KV cache's memory"):
-            write_rows(key, value, memory.data, memory.words, torch.tensor([3, slot]))
+            write_rows(key, value, memory.data, memory.head_offsets, torch.tensor([3, slot]))
         assert torch.equal(memory.data, before)
     with pytest.raises(RuntimeError, match="do not belong together"):
-        write_rows(key, value[:1], memory.data, memory.words, torch.tensor([3, 4]))
+        write_rows(key, value[:1], memory.data, memory.head_offsets, torch.tensor([3, 4]))
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
@@ -217,23 +222,23 @@ def test_in_the_interpreter() -> None:
 def test_the_kernels_are_the_reference(shape: str, dtype: torch.dtype) -> None:
     if INTERPRET and dtype == torch.bfloat16:
         pytest.skip("the interpreter cuts bfloat16 instead of rounding it")
-    from qbe.kernels.triton.kv_pages import read_pages, seal_pages
+    from qbe.kernels.triton.kv_pages import quantise_pages, read_pages
 
-    check(shape, dtype, seal_pages, read_pages, DEVICE, gpu=True)
+    check(shape, dtype, quantise_pages, read_pages, DEVICE, gpu=True)
 
 
-def poisoned(seal: Callable[..., None], bad: float, device: str, kind: int, gpu: bool) -> None:
+def poisoned(quantise: Callable[..., None], bad: float, device: str, kind: int, gpu: bool) -> None:
     memory = Memory([(16,), (kind,)], (1, 16, 16), torch.float32, 3)
     keys, values = torch.randn(PAGE_SIZE, 1, 16), torch.randn(PAGE_SIZE, 1, 16)
     keys[5, 0, 3] = values[7, 0, 2] = bad
     source, target = memory.filled(0, keys, values), memory.page(1)
     data = memory.data.to(device)
     ids = torch.tensor([source], device=device), torch.tensor([target], device=device)
-    seal(data, memory.words[None].to(device), *ids, memory.shape, torch.float32)
+    quantise(data, memory.head_offsets[None].to(device), *ids, memory.shape, torch.float32)
     data = data.cpu()
     if gpu:
-        data = reference.rearrange(data, memory.words, torch.tensor([target]), memory.shape, 4, back=True)
-    read = reference.read_pages(data, memory.words, torch.tensor([target]), memory.shape, torch.float32)
+        data = reference.rearrange(data, memory.head_offsets, torch.tensor([target]), memory.shape, 4, back=True)
+    read = reference.read_pages(data, memory.head_offsets, torch.tensor([target]), memory.shape, torch.float32)
     assert read[0].isnan().all(), "a key's rotation has it in every channel"
     assert read[1][0, 7].isnan().all()
     assert int(read[1].isnan().sum()) == 16, "the other tokens keep their values"
@@ -242,26 +247,26 @@ def poisoned(seal: Callable[..., None], bad: float, device: str, kind: int, gpu:
 @pytest.mark.parametrize("kind", [8, 4, 2, 68, 66])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_a_number_is_not_lost(path: str, bad: float, kind: int) -> None:
-    from qbe.kernels.cpu.kv_pages import seal_pages
+    from qbe.kernels.cpu.kv_pages import quantise_pages
 
-    poisoned(seal_pages, bad, "cpu", kind, gpu=False)
+    poisoned(quantise_pages, bad, "cpu", kind, gpu=False)
 
 
 @on_device
 @pytest.mark.parametrize("kind", [8, 4, 2, 68, 66])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_a_number_is_not_lost_by_the_kernel(bad: float, kind: int) -> None:
-    from qbe.kernels.triton.kv_pages import seal_pages
+    from qbe.kernels.triton.kv_pages import quantise_pages
 
-    poisoned(seal_pages, bad, DEVICE, kind, gpu=True)
+    poisoned(quantise_pages, bad, DEVICE, kind, gpu=True)
 
 
 @pytest.mark.parametrize("kind", [2, 4, 8, 68, 66])
 @pytest.mark.parametrize("dims", [(8, 8), (5, 3), (40, 6)])
 def test_the_order_on_a_gpu_is_another_order_of_the_same_codes(kind: int, dims: tuple[int, int]) -> None:
     memory = Memory([(16, 16), (kind, kind)], (2, *dims), torch.float16, 3)
-    entry = memory.filled(1, torch.randn(PAGE_SIZE, 2, dims[0]), torch.randn(PAGE_SIZE, 2, dims[1]))
-    arguments = memory.words, torch.tensor([entry]), memory.shape, 2
+    block_id = memory.filled(1, torch.randn(PAGE_SIZE, 2, dims[0]), torch.randn(PAGE_SIZE, 2, dims[1]))
+    arguments = memory.head_offsets, torch.tensor([block_id]), memory.shape, 2
     there = reference.rearrange(memory.data, *arguments)
     assert not torch.equal(there, memory.data)
     back = reference.rearrange(there, *arguments, back=True)
@@ -273,9 +278,9 @@ def test_the_order_on_a_gpu_is_another_order_of_the_same_codes(kind: int, dims: 
         return
     # by hand: channel 1 of token 7 of head 1, rotated
     bits = kind
-    at = entry - 1 + block(bits, *dims, 2).nbytes
+    at = block_id - 1 + head_layout(bits, *dims, 2).nbytes
     row = -(-dims[0] * bits // 8)
     code = int(there[at + 7 * row + 1 % row]) >> (bits * (1 // row)) & (2**bits - 1)
     keys, _ = reference.read_pages(memory.data, *arguments[:3], torch.float16, torch.float64)
-    scale, low = there[at + block(bits, *dims, 2).key_scales :][4:8].view(torch.float16).double()
+    scale, low = there[at + head_layout(bits, *dims, 2).key_scales :][4:8].view(torch.float16).double()
     assert code * scale + low == pytest.approx(float(rotate(keys[1, 7])[1]), abs=1e-6)

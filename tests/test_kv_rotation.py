@@ -1,4 +1,4 @@
-"""The rotation of sealed pages and the sketch of turbo keys: their algebra, and what they are for."""
+"""The rotation of quantised pages and the sketch of turbo keys: their algebra, and what they are for."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_regular_keys_are_spread_too(dim: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_an_outlier_does_not_set_the_grid_of_all_others(dim: int, bits: int) -> None:
-    """Values with one large channel: sealed, they are closer than rounded as they are."""
+    """Values with one large channel: quantised, they are closer than rounded as they are."""
     g = torch.Generator().manual_seed(dim)
     values = torch.randn(PAGE_SIZE, 1, dim, generator=g)
     values[:, :, 3] += 30
     memory = Memory([(16,), (bits,)], (1, dim, dim), torch.float32, 3)
-    entry = memory.filled(1, values, values)
-    read = read_pages(memory.data, memory.words, torch.tensor([entry]), memory.shape, torch.float32)[1][0]
+    block_id = memory.filled(1, values, values)
+    read = read_pages(memory.data, memory.head_offsets, torch.tensor([block_id]), memory.shape, torch.float32)[1][0]
     codes, scale, low = quantise(values[:, 0], bits)
     plain = codes * scale.float()[:, None] + low.float()[:, None]
     errors = [float((x - values[:, 0]).square().mean()) for x in (read, plain)]

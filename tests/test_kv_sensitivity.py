@@ -27,7 +27,7 @@ TOKENS = (torch.arange(200) * 7 % 256)[None]
 def test_pages_come_back_as_sealing_leaves_them(device: torch.device) -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(3, 150, 32, device=device), torch.randn(3, 150, 24, device=device)
-    back = kv_sensitivity.sealed(keys, values, (4, 16, 2))
+    back = kv_sensitivity.quantised(keys, values, (4, 16, 2))
     for x, b, per_channel in ((keys, back[0], True), (values, back[1], False)):
         assert torch.equal(b[:, 128:], x[:, 128:]), "what fills no page stays"
         assert torch.equal(b[1], x[1])
@@ -42,7 +42,7 @@ def test_pages_come_back_as_sealing_leaves_them(device: torch.device) -> None:
                 # One code further at most where a rounding falls the other way.
                 torch.testing.assert_close(found, expected, rtol=1e-3, atol=float(scale.max()) * 1.01)
                 assert (found - expected).abs().mean() < 1e-3
-    assert kv_sensitivity.sealed(keys[:, :63], values[:, :63], (2, 2, 2))[0] is not None
+    assert kv_sensitivity.quantised(keys[:, :63], values[:, :63], (2, 2, 2))[0] is not None
 
 
 def test_a_layers_measure_is_the_kl_of_a_full_pass_and_its_heads_share_it(device: torch.device) -> None:
@@ -61,7 +61,9 @@ def test_a_layers_measure_is_the_kl_of_a_full_pass_and_its_heads_share_it(device
             for bits in (4, 2):
                 probe.bits = {layer: (bits, bits)}
                 every = model(input_ids=ids).logits[0]
-                torch.testing.assert_close(every[: 2 * PAGE_SIZE], first)  # of the sealed pages they see the first only
+                torch.testing.assert_close(
+                    every[: 2 * PAGE_SIZE], first
+                )  # of the quantised pages they see the first only
                 lowered = every[2 * PAGE_SIZE :].double().log_softmax(-1)
                 by_hand = float((full.exp() * (full - lowered)).sum(-1).mean())
                 assert sum(s.sensitivity[bits] for s in sites if s.layer == layer) == pytest.approx(by_hand, rel=1e-3)

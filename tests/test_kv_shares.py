@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine_models import NO_SITES, prompts, request, run
 from qbe.engine.core import Core
-from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.cuda import decode_attention
+from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kvcache.attention import DecodeLayout, attend_decode
 from qbe.kvcache.pages import KVShape, PagePool
 from qbe.kvcache.shares import Shares
@@ -36,11 +36,11 @@ def test_layers_of_a_shape_are_found_together(pool: PagePool, monkeypatch: pytes
     assert shares.windows == [0, 7, 100]
     assert not shares.pay(1, 50)
     assert shares.pay(2, 50)
-    tables, lengths = torch.zeros(2, 50, dtype=torch.long), torch.ones(2, dtype=torch.long)
-    shares.find(tables, lengths)
-    ((words, windows, given_tables, given_lengths, cuts),) = asked
-    assert (words.shape[0], windows.tolist()) == (2, [0, 100])
-    assert (given_tables is tables, given_lengths is lengths) == (True, True)
+    block_tables, lengths = torch.zeros(2, 50, dtype=torch.long), torch.ones(2, dtype=torch.long)
+    shares.find(block_tables, lengths)
+    ((head_offsets, windows, given_tables, given_lengths, cuts),) = asked
+    assert (head_offsets.shape[0], windows.tolist()) == (2, [0, 100])
+    assert (given_tables is block_tables, given_lengths is lengths) == (True, True)
     cuts[1].fill_(5)
     assert shares.cuts[2] is not None
     assert (shares.cuts[2] == 5).all()
@@ -70,7 +70,7 @@ def test_a_steady_step_has_an_attention_of_its_own(pool: PagePool, monkeypatch: 
     monkeypatch.setattr(attention_ops, "steady_attention", lambda *given: given[0] + 1)
     one = torch.zeros(1, dtype=torch.long)
     cache: Any = SimpleNamespace(pool=pool)
-    layout = DecodeLayout(cache, one, one[None], one + 1, [], steady=True)
+    layout = DecodeLayout(cache, one, one[None], one + 1, [], batch_invariant=True)
     q, k = torch.zeros(1, 4, 1, 64, dtype=torch.float16), torch.zeros(1, 2, 1, 64, dtype=torch.float16)
     assert (attend_decode(layout, 2, q, k, k, 1.0, None, None) == 1).all()
 
@@ -81,7 +81,7 @@ def test_compilers_know_what_the_op_gives() -> None:
         some = torch.empty(3, dtype=torch.long)
         out = attention_ops.shared_attention(q, k, k[..., :32], *[some] * 6, 1.0, 0, 0.0, cuts=some)
         assert out.shape == (3, 8, 32)
-        assert attention_ops.steady_attention(q, k, k[..., :32], *[some] * 6, 1.0, 0, 0.0).shape == (3, 8, 32)
+        assert attention_ops.batch_invariant_attention(q, k, k[..., :32], *[some] * 6, 1.0, 0, 0.0).shape == (3, 8, 32)
 
 
 @on_gpu

@@ -16,7 +16,7 @@ from kv_samples import full_pages
 from qbe.errors import QBEError
 from qbe.format.kv_blocks import FORMATS
 from qbe.kernels.reference.rotation import rotate
-from qbe.kvcache.allocator import Format, Page, PageAllocator
+from qbe.kvcache.allocator import Page, PageAllocator, PageFormat
 from qbe.kvcache.attention import Span, StepLayout, in_runs, paged_attention, step
 from qbe.kvcache.cache import PagedCache, slot_of
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, pages_for
@@ -26,11 +26,11 @@ MIXED = [16, 8, 4, 2, (2, 16), (16, 4)]
 
 def test_pool_shapes_differ_by_layer_and_start_at_16_bits(device: torch.device) -> None:
     pool = PagePool([KVShape(2, 8, 4), None, KVShape(3, 16, 16)], 5, torch.bfloat16, device)
-    assert pool.words[1] is None
+    assert pool.head_offsets[1] is None
     assert pool.full.number == 0
     assert pool.full.nbytes * 6 == pool.memory.numel()
     for layer, heads in ((0, 2), (2, 3)):
-        assert (pool.words[layer][0] % 256).tolist() == [16] * heads
+        assert (pool.head_offsets[layer][0] % 256).tolist() == [16] * heads
     # No two numbers share a byte.
     parts = [t for layer in (0, 2) for t in full_pages(pool, layer)]
     assert [len(t) for t in parts] == [5 + 1] * 4  # and the spare one
@@ -48,7 +48,7 @@ def test_formats_are_remembered_and_numbers_are_used_again(device: torch.device)
     assert (low.lowered(0), low.lowered(1), low.lowered(3)) == (True, False, False)
     assert pool.format(((4, 4, 4), 16, (2, 8), 16), uses) is low
     assert pool.format((16,) * 7, uses) is pool.full
-    assert (pool.words[2][low.number] % 256).tolist() == [2, 8]
+    assert (pool.head_offsets[2][low.number] % 256).tolist() == [2, 8]
     uses[low.number] = 1
     choices = product((2, 4, 8), repeat=6)
     for _ in range(600):
@@ -78,25 +78,26 @@ def test_sealing_at_one_layer_and_at_all_is_the_same(device: torch.device) -> No
         for layer in (0, 1, 3):
             for memory in full_pages(pool, layer):
                 memory.copy_(torch.randn(memory.shape, generator=g))
-        ids = pool.to_seal(pages)
+        ids = pool.to_quantise(pages)
         assert ids is not None
         if pool is pools[0]:
-            pool.seal(ids)
+            pool.quantise(ids)
         else:
             for layer in (0, 1, 3):
-                pool.seal(ids, layer)
+                pool.quantise(ids, layer)
         found.append(pool.memory)
-        entries = torch.tensor([p.sealed_entry for p in pages], device=device)
-        frames = torch.tensor([p.frame for p in pages], device=device)
+        block_ids = torch.tensor([p.quantised_block_id for p in pages], device=device)
+        staging_pages = torch.tensor([p.staging_page for p in pages], device=device)
         for layer in (0, 1, 3):
-            for x, y in zip(pool.read(layer, entries), pool.read(layer, frames), strict=True):
+            for x, y in zip(pool.read(layer, block_ids), pool.read(layer, staging_pages), strict=True):
                 assert 0 < float(rotate(x - y).abs().max()) < 1.5, "a step of 2 bits is some 1.2"
     assert torch.equal(*found)
 
 
 def _reference(q, k, v, own_k, own_v, start, window, softcap, scale):
     """Attention of one sequence written out: q [heads, n, d] at positions start.., k and v [kv_heads, start + n, d] as
-    sealed, own_k and own_v at 16 bits, which a token sees of its own page and, but for every eighth, the one before."""
+    quantised, own_k and own_v at 16 bits, which a token sees of its own page and, but for every eighth, the one
+    before."""
     repeat = q.shape[0] // k.shape[0]
     out = []
     for i in range(q.shape[1]):
@@ -151,13 +152,13 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
             random(heads, n, key_dim),
         )
         where = torch.tensor([slot_of(pages, p) for p in range(start + n)])
-        frames, offsets = where // pool.page_bytes, where % 256
+        staging_pages, offsets = where // pool.page_bytes, where % 256
         for memory, states in zip(full_pages(pool, 0), (k, v), strict=True):
-            memory[frames[:start], :, offsets[:start]] = states[:, :start].transpose(0, 1)
-        sealed = start // PAGE_SIZE if start // PAGE_SIZE % 8 == 0 else start // PAGE_SIZE - 1
-        pool.seal(pool.to_seal(pages[:sealed]))
-        for page in pages[:sealed]:
-            allocator.seal(page)
+            memory[staging_pages[:start], :, offsets[:start]] = states[:, :start].transpose(0, 1)
+        quantised = start // PAGE_SIZE if start // PAGE_SIZE % 8 == 0 else start // PAGE_SIZE - 1
+        pool.quantise(pool.to_quantise(pages[:quantised]))
+        for page in pages[:quantised]:
+            allocator.quantise(page)
         layout_spans.append(Span(row, n, start, pages))
         slots.append(where[start:].to(device))
         keys.append(k)
@@ -173,11 +174,13 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
         )
     assert out.shape == (1, row, heads, value_dim)
     for span, q, k, v in zip(layout_spans, queries, keys, values, strict=True):
-        entries = [p.sealed_entry if (i + 2) * PAGE_SIZE <= span.end else p.entry for i, p in enumerate(span.pages)]
+        block_ids = [
+            p.quantised_block_id if (i + 2) * PAGE_SIZE <= span.end else p.block_id for i, p in enumerate(span.pages)
+        ]
         if span.end // PAGE_SIZE % 8 == 0 and span.end >= PAGE_SIZE:
-            entries[span.end // PAGE_SIZE - 1] = span.pages[span.end // PAGE_SIZE - 1].sealed_entry
-        sealed = [t[0, :, : span.end] for t in pool.read(0, torch.tensor(entries, device=device))]
-        expected = _reference(q, *sealed, k, v, span.start, window, softcap, scale)
+            block_ids[span.end // PAGE_SIZE - 1] = span.pages[span.end // PAGE_SIZE - 1].quantised_block_id
+        quantised = [t[0, :, : span.end] for t in pool.read(0, torch.tensor(block_ids, device=device))]
+        expected = _reference(q, *quantised, k, v, span.start, window, softcap, scale)
         found = out[0, span.row : span.row + span.count].transpose(0, 1)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # the soft cap path has a float32 softmax
 
@@ -195,8 +198,8 @@ def test_what_attention_cannot_honour_is_named(what: dict[str, torch.Tensor]) ->
 
 
 def test_a_decode_step_reads_full_pages_of_one_format_in_a_run_unless_a_window_slides() -> None:
-    eight, four = Format(1, 512), Format(2, 256)
-    pages = [Page(f, 0, None) for f in (four, eight, four, Format(0, 1024), eight, eight)]
+    eight, four = PageFormat(1, 512), PageFormat(2, 256)
+    pages = [Page(f, 0, None) for f in (four, eight, four, PageFormat(0, 1024), eight, eight)]
     runs = in_runs(pages, 5, False)
     assert [p.format.number for p in runs] == [0, 1, 1, 2, 2, 1]
     assert runs[-1] is pages[-1], "the open page stays where positions say it is"

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from qbe.cli.main import main
 from qbe.errors import QBEError
-from qbe.records.ledger import APPLICATION_ID, COLUMNS, UNIT, Entry, Ledger
+from qbe.records.ledger import APPLICATION_ID, COLUMNS, UNIT, Ledger, LedgerEntry
 
 
-def entry(number: int = 0, **changes: Any) -> Entry:
+def entry(number: int = 0, **changes: Any) -> LedgerEntry:
     fields: dict[str, Any] = dict(
         id=f"r{number}-0", request=f"r{number}", key="alice", tier="flex", model="tiny", policy="uniform",
         began=f"2026-11-{number % 28 + 1:02}T00:00:00.000+00:00", finish="stop", prompt_tokens=10, cached_tokens=4,
         completion_tokens=5, weight_bits=5.0, kv_bits=16.0, tokens_by_bits={4: 5, 6: 5}, cost=7, currency="USD",
     )  # fmt: skip
-    return Entry(**fields | changes)
+    return LedgerEntry(**fields | changes)
 
 
 @pytest.fixture

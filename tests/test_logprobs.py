@@ -102,13 +102,13 @@ def run(engine: Engine, *requests: Request) -> list[Sequence]:
 
 def test_a_constraint_is_followed_and_ends_the_answer() -> None:
     with engine() as found:
-        words = [5, 5, 9, 300]
+        token_text = [5, 5, 9, 300]
         one, other = run(
             found,
-            Request("hello", SamplingParams(max_tokens=9, temperature=1.0, seed=1), constraint=Allows(words, 320)),
+            Request("hello", SamplingParams(max_tokens=9, temperature=1.0, seed=1), constraint=Allows(token_text, 320)),
             Request("hello", SamplingParams(max_tokens=9)),
         )
-        assert (one.output_ids, one.finish_reason) == (words, "stop")
+        assert (one.output_ids, one.finish_reason) == (token_text, "stop")
         assert len(other.output_ids) == 9  # the others of the batch are free
         (none,) = run(found, Request("hello", SamplingParams(), constraint=Allows([], 320)))
         assert (none.finish_reason, none.error, none.output_ids) == ("error", "nothing is left", [])

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from qbe.kernels.ops import paged_attention as attention_ops, merged_linear as merged_ops, nested_linear as ops
 from qbe.kernels.cpu import build, native
 from qbe.kernels.cpu import nested_linear as single
 from qbe.kernels.cpu import nested_linears as cpu
-from qbe.kernels.reference.activations import word
+from qbe.kernels.ops import merged_linear as merged_ops
+from qbe.kernels.ops import nested_linear as ops
+from qbe.kernels.ops import paged_attention as attention_ops
+from qbe.kernels.reference.activations import precision_word
 from test_cpu_build import run_python
 from test_cpu_kernel import problem
 from test_paged_attention import MIXED, case, copied, on_cpu
@@ -64,9 +66,11 @@ def test_weights_of_other_precisions_read_the_same_rows(path: str, rows: int, ac
     if path == "torch":
         pytest.skip("the compiled kernel's")
     a = problems(rows, torch.bfloat16, bias=False)
-    a["bits"] = [torch.full((rows,), word(b, activations), dtype=torch.int32) for b in (4, 8, 6)]
+    a["bits"] = [torch.full((rows,), precision_word(b, activations), dtype=torch.int32) for b in (4, 8, 6)]
     assert torch.equal(cpu.nested_linears(**a), one_by_one(a))
-    a["bits"][1] = torch.full((rows,), word(8, 24 - activations), dtype=torch.int32)  # which x is not laid out for
+    a["bits"][1] = torch.full(
+        (rows,), precision_word(8, 24 - activations), dtype=torch.int32
+    )  # which x is not laid out for
     assert torch.equal(cpu.nested_linears(**a), one_by_one(a))
 
 
@@ -101,8 +105,8 @@ def test_ops_without_python_are_those_in_python(compiled_ops: None, rows: int, d
             assert torch.equal(merged_ops.nested_linears(**a), cpu.nested_linears(**a))
             first = [a["packed"][0], a["meta"][0], a["bits"][0], a["originals"][0],
                      a["biases"][0] if bias else None, a["slices"], a["exponents"][0]]  # fmt: skip
-            for wide in (False, True):
-                found, expected = (m.nested_linear(a["x"], *first, wide) for m in (ops, single))
+            for float32_output in (False, True):
+                found, expected = (m.nested_linear(a["x"], *first, float32_output) for m in (ops, single))
                 assert found.dtype == expected.dtype
                 assert torch.equal(found, expected)
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qbe.format import scales
 from qbe.kernels.reference import eight_bit_rows
 from qbe.sites import ACTIVATION_LOSS, NATIVE_LOSS, Role, Site, SiteTable
-from qbe.format import scales
 from qbe.store import sensitivity_table
 from qbe.store.measure import with_measured
 from qbe.store.native_products import measure_native, multiplied_in

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.functional import linear
 
 from qbe.errors import QBEError
-from qbe.kernels.ops import merged_linear as merged_ops, nested_linear as ops
-from qbe.kernels.cpu import nested_linear as cpu
 from qbe.format.layout import SliceLayout
+from qbe.kernels.cpu import nested_linear as cpu
+from qbe.kernels.ops import merged_linear as merged_ops
+from qbe.kernels.ops import nested_linear as ops
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kv_samples import ALIGN, PAGE_SIZE, Memory
-from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.paged_attention import paged_attention as cpu_kernel
+from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.reference.kv_pages import read_pages, rearrange
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu, run_in_interpreter
@@ -51,7 +51,7 @@ def case(
     batch, per = len(lengths), -(-room // PAGE_SIZE)
     bits = [(f * 3)[:kv_heads] if isinstance(f, tuple) else (f,) * kv_heads for f in formats]
     memory = Memory(bits, (kv_heads, key_dim, value_dim), dtype, 2 * sum(-(-n // PAGE_SIZE) for n in lengths) + 2)
-    tables = torch.full((batch, per), 2**50, dtype=torch.long)
+    block_tables = torch.full((batch, per), 2**50, dtype=torch.long)
     slots = torch.zeros(batch, dtype=torch.long)
     where = [(i, p) for i, n in enumerate(lengths) for p in range(-(-n // PAGE_SIZE))]
     for at in torch.randperm(len(where), generator=g).tolist():
@@ -59,16 +59,16 @@ def case(
         last = (p + 1) * PAGE_SIZE >= lengths[i]
         count = min(PAGE_SIZE, lengths[i] - 1 - p * PAGE_SIZE)
         numbers = [torch.randn(count, kv_heads, d, generator=g) for d in (key_dim, value_dim)]
-        tables[i, p] = memory.filled(0 if last else (p + i) % len(formats), *numbers)
+        block_tables[i, p] = memory.filled(0 if last else (p + i) % len(formats), *numbers)
         if last:
-            slots[i] = tables[i, p] + count
+            slots[i] = block_tables[i, p] + count
     # as transformers hands them over: [1, heads, T, dim] seen as [T, heads, dim]
     new = [torch.randn(h, batch, d, generator=g).transpose(0, 1) for h, d in
            ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))]  # fmt: skip
     q, k, v = (t.to(DEVICE, dtype) for t in new)
     arguments = {
-        "query": q, "key": k, "value": v, "memory": memory.data.to(DEVICE), "blocks": memory.words.to(DEVICE),
-        "slots": slots.to(DEVICE), "tables": tables.to(DEVICE), "lengths": torch.tensor(lengths, device=DEVICE),
+        "query": q, "key": k, "value": v, "memory": memory.data.to(DEVICE), "head_offsets": memory.head_offsets.to(DEVICE),
+        "slots": slots.to(DEVICE), "block_tables": block_tables.to(DEVICE), "lengths": torch.tensor(lengths, device=DEVICE),
         "entropy": torch.full((batch, heads), -1.0, device=DEVICE), "scaling": key_dim**-0.5, "window": 0,
         "softcap": 0.0,
     }  # fmt: skip
@@ -86,8 +86,8 @@ def test_the_reference_is_attention_over_the_whole_sequence(window: int, softcap
     arguments |= {"window": window, "softcap": softcap}
     out = reference(**arguments)
     for i, n in enumerate(arguments["lengths"].tolist()):
-        entries = arguments["tables"][i, : -(-n // PAGE_SIZE)]
-        k, v = read_pages(arguments["memory"], arguments["blocks"], entries, (3, 64, 64), torch.float32)
+        block_ids = arguments["block_tables"][i, : -(-n // PAGE_SIZE)]
+        k, v = read_pages(arguments["memory"], arguments["head_offsets"], block_ids, (3, 64, 64), torch.float32)
         for head in range(9):
             scores = k[head // 3, :n] @ arguments["query"][i, head] / 8
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -98,7 +98,11 @@ def test_the_reference_is_attention_over_the_whole_sequence(window: int, softcap
             torch.testing.assert_close(arguments["entropy"][i, head], entropy, rtol=1e-4, atol=1e-5)
     for row in (0, 3):  # the new tokens are in their pages
         k, v = read_pages(
-            arguments["memory"], arguments["blocks"], arguments["tables"][row, :1], (3, 64, 64), torch.float32
+            arguments["memory"],
+            arguments["head_offsets"],
+            arguments["block_tables"][row, :1],
+            (3, 64, 64),
+            torch.float32,
         )
         assert torch.equal(k[:, int(arguments["slots"][row]) % ALIGN], arguments["key"][row])
         assert torch.equal(v[:, int(arguments["slots"][row]) % ALIGN], arguments["value"][row])
@@ -137,7 +141,7 @@ def test_a_sequence_does_not_depend_on_its_batch_on_the_cpu(path: str) -> None:
         torch.set_num_threads(1)
         alone = []
         for i in range(4):
-            own = {k: v[i : i + 1] if k in ("query", "key", "value", "slots", "tables", "lengths", "entropy") else v
+            own = {k: v[i : i + 1] if k in ("query", "key", "value", "slots", "block_tables", "lengths", "entropy") else v
                    for k, v in copied(arguments).items()}  # fmt: skip
             alone.append(cpu_kernel(**own))
         torch.set_num_threads(3)
@@ -154,13 +158,13 @@ def test_a_sequence_does_not_depend_on_its_batch_on_the_cpu(path: str) -> None:
         ("slots", torch.tensor([0, -1])),
         ("lengths", torch.tensor([3, 449])),
         ("lengths", torch.tensor([0, 20])),
-        ("tables", torch.full((2, 25), 2**50)),
-        ("tables", torch.full((2, 25), -256)),
-        ("tables", torch.full((2, 25), 255)),
-        ("tables", torch.zeros(2, 25)),
-        ("blocks", torch.full((ALIGN, 3), 3, dtype=torch.int32)),
-        ("blocks", torch.full((ALIGN, 3), 2**30 | 4, dtype=torch.int32)),
-        ("blocks", torch.zeros(ALIGN, 4, dtype=torch.int32)),
+        ("block_tables", torch.full((2, 25), 2**50)),
+        ("block_tables", torch.full((2, 25), -256)),
+        ("block_tables", torch.full((2, 25), 255)),
+        ("block_tables", torch.zeros(2, 25)),
+        ("head_offsets", torch.full((ALIGN, 3), 3, dtype=torch.int32)),
+        ("head_offsets", torch.full((ALIGN, 3), 2**30 | 4, dtype=torch.int32)),
+        ("head_offsets", torch.zeros(ALIGN, 4, dtype=torch.int32)),
         ("entropy", torch.zeros(2, 8)),
         ("slots", torch.zeros(3, dtype=torch.long)),
         ("query", torch.zeros(2, 10, 64)),
@@ -187,11 +191,13 @@ def test_in_the_interpreter() -> None:
 
 
 def on_gpu_order(arguments: dict[str, object]) -> torch.Tensor:
-    """The memory with sealed blocks as they lie on a GPU."""
-    memory, tables = arguments["memory"], arguments["tables"]
+    """The memory with quantised blocks as they lie on a GPU."""
+    memory, block_tables = arguments["memory"], arguments["block_tables"]
     shape = (arguments["key"].shape[1], arguments["key"].shape[2], arguments["value"].shape[2])
-    entries = tables[tables < len(memory)].cpu()
-    return rearrange(memory.cpu(), arguments["blocks"].cpu(), entries, shape, arguments["key"].itemsize).to(DEVICE)
+    block_ids = block_tables[block_tables < len(memory)].cpu()
+    return rearrange(memory.cpu(), arguments["head_offsets"].cpu(), block_ids, shape, arguments["key"].itemsize).to(
+        DEVICE
+    )
 
 
 def same(
@@ -201,7 +207,7 @@ def same(
     tolerance: float | None = None,
     gpu_order: bool = False,
 ) -> None:
-    """gpu_order: sealed blocks lie as on a GPU; so they do for the kernel in Triton, which None stands for."""
+    """gpu_order: quantised blocks lie as on a GPU; so they do for the kernel in Triton, which None stands for."""
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     expected_in, found_in = copied(arguments), copied(arguments)
     if kernel is None:
@@ -244,12 +250,12 @@ def test_rows_of_one_sequence_see_those_before_them(window: int) -> None:
     from qbe.kernels.triton.write_rows import write_rows
 
     def kernel(**given: Any) -> torch.Tensor:
-        write_rows(*(given[name] for name in ("key", "value", "memory", "blocks", "slots")))
+        write_rows(*(given[name] for name in ("key", "value", "memory", "head_offsets", "slots")))
         return paged_attention(**given)
 
     arguments = case("smollm", [20, 90, 200, 200, 200], torch.float32)
     for row in (3, 4):
-        arguments["tables"][row] = arguments["tables"][2]
+        arguments["block_tables"][row] = arguments["block_tables"][2]
         arguments["slots"][row] = arguments["slots"][2] + row - 2
         arguments["lengths"][row] += row - 2
     same(arguments | {"window": window}, torch.float32, kernel)

@@ -196,6 +196,6 @@ def test_ranges_that_are_none_are_refused_in_one_short_line(within: Any) -> None
 
 def test_careful_tokens_is_yes_or_no() -> None:
     with pytest.raises(QBEError, match="careful_tokens is 'no', but must be true or false"):
-        Budget(careful_tokens="no")  # type: ignore[arg-type]
+        Budget(high_precision_tokens="no")  # type: ignore[arg-type]
     with pytest.raises(QBEError, match="careful_tokens is for activation_bits 8, and they are 16"):
-        Budget(careful_tokens=True)
+        Budget(high_precision_tokens=True)

@@ -1,4 +1,4 @@
-"""The Triton kernel of a prompt's attention over sealed pages, against torch's attention page by page."""
+"""The Triton kernel of a prompt's attention over quantised pages, against torch's attention page by page."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_the_kernel_is_attention_page_by_page(dtype, start, count, window, softc
     pool, prompt, query = prompt_in_pages(shape, 6, start, count, bits, dtype, DEVICE)
     expected = attend_by_page(pool, 0, prompt, query, 0.2, window, softcap)
     memory = pool.memory
-    if INTERPRET:  # the pool has sealed its pages as a CPU's kernels read them
-        memory = rearrange(memory, pool.words[0], prompt.entries, shape.sizes, dtype.itemsize)
+    if INTERPRET:  # the pool has quantised its pages as a CPU's kernels read them
+        memory = rearrange(memory, pool.head_offsets[0], prompt.block_ids, shape.sizes, dtype.itemsize)
     found = prompt_attention(
-        query[0], memory, pool.words[0], prompt.entries, prompt.frames, start, shape.sizes, 0.2, window or 0,
+        query[0], memory, pool.head_offsets[0], prompt.block_ids, prompt.staging_pages, start, shape.sizes, 0.2, window or 0,
         softcap or 0.0,
     )  # fmt: skip
     torch.testing.assert_close(found[None], expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import request, run
 from qbe import Engine, QBEError
-from qbe.blueprint import Steering
+from qbe.blueprint import DynamicPrecision
+from qbe.engine.adaptive.routing import Read, Routing
 from qbe.engine.core import Core
 from qbe.engine.execution.decode import DecodeStep
-from qbe.engine.adaptive.routing import Read, Routing
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.kernels.cpu import native
 from qbe.kvcache.pages import PAGE_SIZE
-from qbe.policies.routers import blocks_of, widths_of
+from qbe.policies.routers import blocks_of, gear_bits
 from qbe.sites import SiteTable
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.nesting import nest_model
@@ -123,11 +123,11 @@ def test_a_compiled_step_routes_and_is_compiled_anew_for_other_routers(device: t
         work = made.scheduler.schedule()
         logits = decode.run(work)[0].clone()
         totals.append(made.runner.routing.spent[:, :, 0].sum(0).tolist())  # type: ignore[union-attr]
-        words = made.plan.words[:, 0].tolist()
+        precision_words = made.plan.precision_words[:, 0].tolist()
         made.plan.forget()
         eager = made.runner._forward(work)
         torch.testing.assert_close(logits, eager, rtol=1e-3, atol=1e-3 * float(eager.abs().max()))
-        assert words == made.plan.words[:, 0].tolist()
+        assert precision_words == made.plan.precision_words[:, 0].tolist()
         sequence.token_ids.append(int(logits.argmax()))
         sequence.computed += 1
     routed = sum(made.table.nested[s].parameters for b in blocks_of(made.table, head=True) for s in b.sites)
@@ -143,7 +143,7 @@ def test_another_blueprint_brings_its_own_level(reference: Reference) -> None:
     sequence = request("r", texts(20)[0], steered(made.table, 40), max_tokens=4)
     made.add(sequence)
     assert made.refresh(sequence, steered(made.table, 200))
-    assert sequence.blueprint.steering == Steering("routers", 200, "random 0")
+    assert sequence.blueprint.dynamic_precision == DynamicPrecision("routers", 200, "random 0")
 
 
 def test_preempted_requests_resume_with_the_same_answer(reference: Reference) -> None:
@@ -213,7 +213,7 @@ def test_blocks_follow_the_layers() -> None:
     assert [s for b in blocks for s in b.sites] == list(range(14))
     assert [b.head for b in blocks_of(table, head=True)] == [False] * 4 + [True]
     assert blocks_of(table, head=True)[-1].sites == (14,)
-    assert widths_of(table) == (4, 6, 8)
+    assert gear_bits(table) == (4, 6, 8)
     with pytest.raises(QBEError, match="no nested layers that a router could"):
         blocks_of(SiteTable(()))
 
@@ -237,18 +237,18 @@ def test_the_compiled_op_is_the_one_in_torch(
     thresholds = drawn(256).float() * 30
     gears = torch.arange(3, 4 + slices, dtype=torch.int32)
     sizes = torch.randint(1, 100, (sites,), generator=generator)
-    steering = torch.randint(0, 4 << 8, (24,), generator=generator, dtype=torch.int32)
-    words = torch.randint(0, 1 << 12, (sites, 24), generator=generator, dtype=torch.int32)
+    dynamic_precision = torch.randint(0, 4 << 8, (24,), generator=generator, dtype=torch.int32)
+    precision_words = torch.randint(0, 1 << 12, (sites, 24), generator=generator, dtype=torch.int32)
     spent = torch.randint(0, 9, (slices + 1, 24), generator=generator)
-    x, first = drawn(1, rows, inputs).to(dtype), words.clone()
+    x, first = drawn(1, rows, inputs).to(dtype), precision_words.clone()
     found = []
     for op in (torch.ops.qbe.route, torch.ops.qbe.route_python):
-        w, s = words.clone(), spent.clone()
-        found.append((op(x, *network, thresholds, gears, sizes, steering, w, s, 3), w, s[:, :rows]))
+        w, s = precision_words.clone(), spent.clone()
+        found.append((op(x, *network, thresholds, gears, sizes, dynamic_precision, w, s, 3), w, s[:, :rows]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     out, w, s = found[0]
     assert torch.equal(out, x)
-    others = (steering >> 8) != 3
+    others = (dynamic_precision >> 8) != 3
     others[rows:] = True
     assert torch.equal(w[:, others], first[:, others])
     assert torch.equal(w >> 8, first >> 8), "the activations' bits stay"

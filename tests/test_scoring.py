@@ -13,7 +13,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.sampling.scoring import Scored, score
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 from qbe.store.prepare import prepare_in_memory
 
 
@@ -45,7 +45,7 @@ def blueprints(table: Any) -> list[Blueprint]:
 def direct(model: Any, table: Any, ids: list[int], blueprint: Blueprint, device: torch.device) -> torch.Tensor:
     for site, w, a in zip(table.nested, blueprint.weight_bits, blueprint.activation_bits, strict=True):
         weight = model.get_submodule(site.name).weight
-        weight.bits = torch.tensor([word(w, a)], dtype=torch.int32, device=device)
+        weight.bits = torch.tensor([precision_word(w, a)], dtype=torch.int32, device=device)
     return model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float()
 
 

@@ -12,7 +12,7 @@ from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.server.contract import terms
 from qbe.server.errors import APIError
-from qbe.server.exchange import Asked, Exchange
+from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.job import Cancelled, Delta, Job
 from qbe.server.keys import Client
 from qbe.server.protocol import Contract
@@ -22,7 +22,7 @@ from qbe.server.settings import Settings
 def exchange(answers: int = 1, prompts: int = 2, **contract: Any) -> tuple[Exchange, list[Job], list[Job]]:
     """A request with jobs that nobody runs, the list of those cancelled, and of those ended."""
     given = terms("default", Contract(**contract), Settings(), 0.0)
-    asked = Asked(Client("me", None), ["x"] * prompts, SamplingParams(), answers, given)
+    asked = EngineRequest(Client("me", None), ["x"] * prompts, SamplingParams(), answers, given)
     cancelled, ended = list[Job](), list[Job]()
     found = Exchange(asked, cancelled.append, 30.0)
     choice: Any = ([0], None)

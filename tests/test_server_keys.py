@@ -167,11 +167,11 @@ def test_a_check_that_takes_too_long_is_ended(server: Running, keys: dict[str, s
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "never seen"}}}
         patch.setattr("qbe.server.grammar._WAITING", 1)
         with ThreadPoolExecutor(1) as pool:
-            stuck = pool.submit(ask, server, keys["all"], HI | {"response_format": wanted})
+            oversized = pool.submit(ask, server, keys["all"], HI | {"response_format": wanted})
             until(lambda: grammars._waiting == 1, "it is being checked")
             late = ask(server, keys["all"], HI | {"response_format": {"type": "grammar", "grammar": 'start: "a"'}})
             assert (late.status_code, late.json()["error"]["code"]) == (429, "queue_full")
-            answer = stuck.result(30)
+            answer = oversized.result(30)
     assert answer.status_code == 400
     assert "longer than 2 s" in answer.json()["error"]["message"]
     assert ask(server, keys["all"], HI | {"response_format": wanted, "max_tokens": 30}).status_code == 200

@@ -16,7 +16,7 @@ import httpx2
 import openai
 import pytest
 
-from qbe.records.ledger import UNIT, Entry, Ledger
+from qbe.records.ledger import UNIT, Ledger, LedgerEntry
 from server_process import save_tiny, serving
 from server_running import LIMIT_S, running, tiny_engine, until
 
@@ -98,7 +98,7 @@ class Clients:
                     one.usage = event["usage"]
 
 
-def check(book: Path, served: dict[str, Served], before: dict[str, Entry]) -> dict[str, Entry]:
+def check(book: Path, served: dict[str, Served], before: dict[str, LedgerEntry]) -> dict[str, LedgerEntry]:
     """Compare; returns the rows."""
     rows = {e.request: e for e in Ledger(book).entries()}
     assert len(rows) == len(Ledger(book).entries()), "a request is in it twice"
@@ -136,7 +136,7 @@ def test_whatever_is_killed_everything_served_is_billed_once(home: Path, monkeyp
     """The same ledger through one death after the other, at random writes and at random times."""
     dice = random.Random()  # another run, other moments
     options = ("--model", str(home / "model"), "--policy", "uniform", "--config", str(home / "serve.toml"))
-    rows: dict[str, Entry] = {}
+    rows: dict[str, LedgerEntry] = {}
     script = str(Path(__file__).with_name("serve_and_die.py"))
     points = [f"{where}:{dice.randint(2, 120)}" for where in ("before", "within", "after")] + [""]
     for number, point in enumerate(points):

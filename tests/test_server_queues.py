@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine_models import request
 from qbe.engine.scheduling.scheduler import Scheduler
 from qbe.engine.scheduling.sequence import Sequence, Status
-from qbe.kvcache.allocator import Format, PageAllocator
+from qbe.kvcache.allocator import PageAllocator, PageFormat
 from qbe.server.queues import TierQueues
 from qbe.server.settings import Settings, TierName
 from server_running import Running, running, tiny_engine, until
@@ -29,7 +29,7 @@ class Simulated:
     def __init__(self, places: int = 4, tokens: int = 16, **parts: Any) -> None:
         self.now, self._number = 0.0, 0
         self.scheduler = Scheduler(
-            PageAllocator(4096, Format(0, 4096)), max_batch_tokens=tokens, max_sequences=places, context=4096
+            PageAllocator(4096, PageFormat(0, 4096)), max_batch_tokens=tokens, max_sequences=places, context=4096
         )
         found = Settings.model_validate(parts)
         self.queues = TierQueues(lambda: found, places, tokens, lambda: self.now)
@@ -38,7 +38,7 @@ class Simulated:
     def ask(self, tier: TierName, tokens: int = 3, prompt: int = 2, slack: float | None = None) -> Sequence:
         self._number += 1
         found = request(f"{tier}{self._number}", [5] * prompt, max_tokens=tokens)
-        found.place = self.queues.place(tier, slack)
+        found.priority = self.queues.priority(tier, slack)
         self.scheduler.add(found)
         return found
 
@@ -54,7 +54,7 @@ class Simulated:
                 if len(w.sequence.token_ids) == w.sequence.max_length:
                     self.scheduler.finish(w.sequence, "length")
         self.now += STEP_S
-        return [w.sequence.place.tier for w in work]
+        return [w.sequence.priority.tier for w in work]
 
     def begun(self) -> list[str]:
         """Tiers in the order in which their answers begin, until all are done."""
@@ -65,7 +65,7 @@ class Simulated:
             for one in self.scheduler.running:
                 if one.request_id not in seen:
                     seen.add(one.request_id)
-                    order.append(one.place.tier)
+                    order.append(one.priority.tier)
         return order
 
 
@@ -128,7 +128,9 @@ def test_priority_begins_at_once_under_a_flood() -> None:
 
 def test_the_lowest_gives_its_pages_up_first() -> None:
     one = Simulated(places=4, tokens=128)
-    one.scheduler = Scheduler(PageAllocator(4, Format(0, 4096)), max_batch_tokens=128, max_sequences=4, context=4096)
+    one.scheduler = Scheduler(
+        PageAllocator(4, PageFormat(0, 4096)), max_batch_tokens=128, max_sequences=4, context=4096
+    )
     one.scheduler.choose = one.queues.choose
     old, young = one.ask("flex", tokens=200, prompt=50), one.ask("priority", tokens=200, prompt=50)
     while one.scheduler.has_work():
@@ -171,9 +173,9 @@ def test_a_wish_for_speed_passes_its_own_tier_alone() -> None:
         one.now += 0.001
         one.ask(tier, slack=slack)  # type: ignore[arg-type]
     assert one.begun() == ["default", "priority", "flex", "default", "flex"]
-    assert one.queues.place("flex", 0.0).rank == one.queues.place("default").rank
-    assert one.queues.place("flex", 12.0).rank == pytest.approx(one.now + 12)
-    assert one.queues.place("flex", 99.0).rank == one.queues.place("flex").rank
+    assert one.queues.priority("flex", 0.0).rank == one.queues.priority("default").rank
+    assert one.queues.priority("flex", 12.0).rank == pytest.approx(one.now + 12)
+    assert one.queues.priority("flex", 99.0).rank == one.queues.priority("flex").rank
 
 
 @pytest.fixture(scope="module")
@@ -220,13 +222,13 @@ def test_prompts_of_lower_tiers_leave_steps_short() -> None:
     for _ in range(4):
         one.ask("flex", prompt=40)
     one.step()
-    assert [(w.sequence.place.tier, w.count) for w in one.scheduler.last] == [("flex", 4)]
+    assert [(w.sequence.priority.tier, w.count) for w in one.scheduler.last] == [("flex", 4)]
     one.ask("priority", prompt=12)
     one.ask("default", prompt=40)
     one.step()  # priority's prompt leaves room for neither
-    assert [(w.sequence.place.tier, w.count) for w in one.scheduler.last] == [("priority", 12)]
+    assert [(w.sequence.priority.tier, w.count) for w in one.scheduler.last] == [("priority", 12)]
     one.step()
-    writing, *prompts = [(w.sequence.place.tier, w.count) for w in one.scheduler.last]
+    writing, *prompts = [(w.sequence.priority.tier, w.count) for w in one.scheduler.last]
     assert writing == ("priority", 1)
     assert prompts == [("default", 8)]  # flex, which may have 4, has no place beside it
     while one.scheduler.has_work():
@@ -241,4 +243,4 @@ def test_one_that_has_lost_patience_holds_up_nobody_of_a_higher_tier() -> None:
     one.now += 31
     one.ask("priority", prompt=30)
     one.step()
-    assert [(w.sequence.place.tier, w.count) for w in one.scheduler.last] == [("flex", 4), ("priority", 12)]
+    assert [(w.sequence.priority.tier, w.count) for w in one.scheduler.last] == [("flex", 4), ("priority", 12)]

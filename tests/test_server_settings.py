@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qbe.errors import QBEError
-from qbe.records.ledger import Entry, Ledger
+from qbe.records.ledger import Ledger, LedgerEntry
 from qbe.server.contract import terms
 from qbe.server.settings import Settings
 from qbe.server.settings_file import Watched, load
@@ -65,7 +65,7 @@ def test_the_highest_price_can_be_booked(tmp_path: Path) -> None:
     cost = terms("priority", None, settings, 0.0).cost(0, 0, 10**7, 16)
     Ledger(tmp_path / "ledger.sqlite").write(
         [
-            Entry(
+            LedgerEntry(
                 id="a-0", request="a", key="me", tier="priority", model="tiny", policy="uniform", began="2026-01-01",
                 finish="stop", prompt_tokens=0, cached_tokens=0, completion_tokens=10**7, weight_bits=16, kv_bits=16,
                 tokens_by_bits={16: 10**7}, cost=cost, currency=settings.prices.currency, joules=0.0, energy="model",

@@ -10,13 +10,13 @@ from torch import nn
 
 from conftest import tiny_llama
 from engine_models import DEVICE
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
+from qbe.format.packing import pack
 from qbe.kernels.reference.activations import eight_bits
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import ACTIVATION_LOSS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, Role, Site, SiteTable
-from qbe.format.codes import quantise
 from qbe.store.folding import LARGEST, edges
-from qbe.format.layout import SliceLayout
-from qbe.format.packing import pack
 from qbe.store.smoothing import Inputs, best_exponents, smooth
 from qbe.tagger import tag
 

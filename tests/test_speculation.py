@@ -14,13 +14,21 @@ import qbe
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import build, prompts, request, run
 from qbe.blueprint import Blueprint
-from qbe.engine.speculation import draft_tokens as kept
 from qbe.engine.core import Core
 from qbe.engine.execution.decode import DecodeStep
-from qbe.engine.speculation.draft_tokens import HOPE, LEAST, REST, Costs, Outcomes, Speculation, progress
 from qbe.engine.sampling.sampler import accept
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.speculation import draft_tokens as kept
+from qbe.engine.speculation.draft_tokens import (
+    PRIOR_RATE,
+    PRIOR_WEIGHT,
+    RETRY_INTERVAL,
+    AcceptanceStats,
+    Costs,
+    Speculation,
+    progress,
+)
 from qbe.engine.speculation.speculator import Speculator
 from qbe.sites import NESTABLE_ROLES
 from qbe.store.nested_tensor import nest
@@ -70,7 +78,7 @@ def test_greedy_answers_are_those_without(costs: Fixed, kv: int, device: torch.d
     """Two of them of few different tokens, so that their text is worth reading."""
     bias = [None, dict.fromkeys((5, 9, 11), 40.0), dict.fromkeys((7, 8), 40.0)]
 
-    fared: list[set[int]] = []
+    acceptance: list[set[int]] = []
 
     def answers(speculate: bool) -> list[Sequence]:
         made = core_of(costs, device)
@@ -78,13 +86,13 @@ def test_greedy_answers_are_those_without(costs: Fixed, kv: int, device: torch.d
         asked = [request(str(i), p, at(made, kv=kv), max_tokens=TOKENS, speculate=speculate, logit_bias=b)
                  for i, (p, b) in enumerate(zip(prompts(20, 61, 7), bias, strict=True))]  # fmt: skip
         run(made, *asked)
-        fared.append({gear for (gear, _), o in made.speculator.fared.items() if o.rate != HOPE})
+        acceptance.append({gear for (gear, _), o in made.speculator.acceptance.items() if o.rate != PRIOR_RATE})
         return asked
 
     plain, made = answers(False), answers(True)
     assert [s.output_ids for s in made] == [s.output_ids for s in plain]
     assert all(told(s).drafted >= told(s).accepted for s in made)
-    assert bool(fared[-1]) == (costs is OWN)
+    assert bool(acceptance[-1]) == (costs is OWN)
     assert sum(told(s).accepted for s in made) > 60
 
 
@@ -154,11 +162,11 @@ def test_rejection_sampling_keeps_a_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, other = (torch.randn(8, generator=generator) * 1.5 for _ in range(2))
     q = other.softmax(-1)
-    guesses = torch.multinomial(q, 8000, replacement=True, generator=generator).tolist()
-    found = Counter(accept(logits, g, q, generator) for g in guesses)
-    expected = logits.double().softmax(-1) * len(guesses)
-    assert chisquare([found[i] for i in range(8)], expected / expected.sum() * len(guesses)).pvalue > 1e-3
-    same = sum(accept(logits, g, logits.softmax(-1), generator) == g for g in guesses[:500])
+    draft_tokens = torch.multinomial(q, 8000, replacement=True, generator=generator).tolist()
+    found = Counter(accept(logits, g, q, generator) for g in draft_tokens)
+    expected = logits.double().softmax(-1) * len(draft_tokens)
+    assert chisquare([found[i] for i in range(8)], expected / expected.sum() * len(draft_tokens)).pvalue > 1e-3
+    same = sum(accept(logits, g, logits.softmax(-1), generator) == g for g in draft_tokens[:500])
     assert same == 500
 
 
@@ -226,22 +234,22 @@ def test_preempted_and_late_sequences_write_the_same() -> None:
 
 def test_expected_progress_is_that_of_a_simulation() -> None:
     generator = torch.Generator().manual_seed(0)
-    for rate, guesses in product((0.0, 0.3, 0.8, 1.0), (0, 1, 4)):
-        right = torch.rand(20000, guesses, generator=generator) < rate
+    for rate, draft_tokens in product((0.0, 0.3, 0.8, 1.0), (0, 1, 4)):
+        right = torch.rand(20000, draft_tokens, generator=generator) < rate
         written = 1 + right.int().cumprod(-1).sum(-1).double()
-        assert progress(rate, guesses) == pytest.approx(float(written.mean()), abs=0.03)
+        assert progress(rate, draft_tokens) == pytest.approx(float(written.mean()), abs=0.03)
 
 
 def test_a_drafter_that_loses_rests_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    o = Outcomes()
-    assert o.rate == HOPE
-    for _ in range(LEAST):
+    o = AcceptanceStats()
+    assert o.rate == PRIOR_RATE
+    for _ in range(PRIOR_WEIGHT):
         o.add(0, True)
     assert o.rate == 0.0
-    o.pass_by(REST - 1)
+    o.pass_by(RETRY_INTERVAL - 1)
     assert o.rate == 0.0
     o.pass_by(1)
-    assert o.rate == HOPE
+    assert o.rate == PRIOR_RATE
     o.add(30, False)
     o.add(1, True)
     assert o.rate == pytest.approx(31 / 32)
@@ -265,7 +273,7 @@ def test_a_drafter_that_loses_rests_and_is_tried_again(monkeypatch: pytest.Monke
     assert s.output_ids == run(core_of(), request("r", prompts(20)[0], at(made), max_tokens=200))[0]
     assert told(s).accepted == 0
     early = max(drafted[:70])
-    assert LEAST <= early == max(drafted[:120]) < max(drafted)  # both drafters, then none for a while
+    assert PRIOR_WEIGHT <= early == max(drafted[:120]) < max(drafted)  # both drafters, then none for a while
 
 
 def test_a_request_says_what_was_guessed_and_stops_where_it_would(tmp_path) -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from qbe.errors import QBEError
-from qbe.kernels.reference.nested_linear import dequantise
 from qbe.format import scales
 from qbe.format.layout import SliceLayout
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, quantize_
 from qbe.format.packing import from_blocks, pack, to_blocks, unpack
+from qbe.kernels.reference.nested_linear import dequantise
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, quantize_
 from qbe.store.placement import SMALL, place, tile
 
 LAYOUTS = [(4, 2, 2), (3, 1, 1, 1, 2), (1,) * 8, (8,), (5, 3), (4,), (2, 1), (3, 3), (7, 1)]

@@ -18,10 +18,10 @@ from qbe.budget import Budget
 from qbe.engine.core import Core
 from qbe.engine.sampling.sampler import Scores, likeliest, sample
 from qbe.engine.sampling.sampling_params import SamplingParams
-from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.kernels.cpu.nested_linear import many_rows
-from qbe.kvcache.pages import entries_of
+from qbe.kvcache.pages import block_ids_of
 from qbe.records import RecordStore
 from qbe.sites import NESTABLE_ROLES, SiteTable
 from qbe.store.nested_tensor import nest
@@ -81,26 +81,26 @@ def test_the_sampler_leaves_the_entropy_of_the_models_own_distribution() -> None
 
 def test_rows_are_runs_of_one_precision() -> None:
     b = Blueprint("b", (4, 4), (8, 16), (16,))
-    assert b.careful.activation_bits == (16, 16)
-    assert b.careful.weight_bits == b.weight_bits
-    assert b.careful.careful is b.careful
+    assert b.high_precision_positions.activation_bits == (16, 16)
+    assert b.high_precision_positions.weight_bits == b.weight_bits
+    assert b.high_precision_positions.high_precision_positions is b.high_precision_positions
     s = Sequence("s", list(range(10)), SamplingParams(), b, difficult=1.0)
     for entropy in (0.5, 2.0, 3.0, 0.1, 1.5):
         s.token_entropies.append(entropy)
         s.append(7)
-    assert s.careful == {11, 12, 14}
-    assert s.rows(0, 15) == [(b, 11), (b.careful, 2), (b, 1), (b.careful, 1)]
-    assert s.rows(12, 1) == [(b.careful, 1)]
+    assert s.high_precision_positions == {11, 12, 14}
+    assert s.rows(0, 15) == [(b, 11), (b.high_precision_positions, 2), (b, 1), (b.high_precision_positions, 1)]
+    assert s.rows(12, 1) == [(b.high_precision_positions, 1)]
     assert s.alike == 11
     s.computed = 12
-    assert s.careful_computed == 1
+    assert s.high_precision_computed == 1
 
 
 def test_the_row_of_a_difficult_token_alone_has_16_bit_activations(threshold: float) -> None:
     core = core_with(threshold)
     first, second = prompts(20, 33)
     watched = request(core, "a", first, low(core.table))
-    full = request(core, "b", second, low(core.table).careful)
+    full = request(core, "b", second, low(core.table).high_precision_positions)
     core.add(watched)
     core.add(full)
     assert full.difficult is None
@@ -109,12 +109,12 @@ def test_the_row_of_a_difficult_token_alone_has_16_bit_activations(threshold: fl
         core.step()
         position = watched.computed - 1
         if position >= len(first):
-            words = core.plan.words[0, :2].tolist()
-            seen.append(words[0] & EIGHT == 0)
-            assert (position in watched.careful) == seen[-1]
+            precision_words = core.plan.precision_words[0, :2].tolist()
+            seen.append(precision_words[0] & EIGHT == 0)
+            assert (position in watched.high_precision_positions) == seen[-1]
             assert watched.token_entropies[position - len(first)] > threshold or not seen[-1]
             if core.scheduler.get("b"):
-                assert words[1] & EIGHT == 0
+                assert precision_words[1] & EIGHT == 0
     assert len(seen) == TOKENS - 1
     assert 0.2 < sum(seen) / len(seen) < 0.8
     assert full.token_entropies == []
@@ -125,12 +125,12 @@ def test_every_token_difficult_is_a_blueprint_exchanged_after_the_prompt() -> No
     prompt = prompts(40)[0]
     watched = request(core, "a", prompt, low(core.table))
     (ids,) = run(core, watched)
-    assert len(watched.careful) == TOKENS
+    assert len(watched.high_precision_positions) == TOKENS
     plain = core_with(None)
     exchanged = request(plain, "b", prompt, low(plain.table))
     plain.add(exchanged)
     plain.step()
-    exchanged.blueprint = exchanged.blueprint.careful
+    exchanged.blueprint = exchanged.blueprint.full_activations
     while plain.has_work():
         plain.step()
     assert exchanged.output_ids == ids
@@ -150,31 +150,37 @@ def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int
     core = core_with(threshold, **sizes)
     asked = request(core, "a", prompt, low(core.table))
     core.add(asked)
-    snapshots, words, schedule = [], core.plan.words, core.scheduler.schedule
-    work: list[Work] = []
+    snapshots, precision_words, schedule = [], core.plan.precision_words, core.scheduler.schedule
+    work: list[ScheduledTokens] = []
     again: list[torch.Tensor] = []
 
-    def scheduled() -> list[Work]:
+    def scheduled() -> list[ScheduledTokens]:
         work[:] = schedule()
         return work
 
     core.scheduler.schedule = scheduled  # type: ignore[method-assign]
     while core.has_work():
         if len(asked.output_ids) in (30, 65) and asked.remaining == 1:
-            snapshots.append((len(asked.token_ids), set(asked.careful)))
+            snapshots.append((len(asked.token_ids), set(asked.high_precision_positions)))
             core.scheduler.restart(asked)
         again[:] = stepped(core, asked)
         (own,) = work
         at = range(own.start, own.start + own.count)
-        assert [w & EIGHT == 0 for w in words[0, : own.count].tolist()] == [p in asked.careful for p in at]
+        assert [w & EIGHT == 0 for w in precision_words[0, : own.count].tolist()] == [
+            p in asked.high_precision_positions for p in at
+        ]
     assert [n for n, _ in snapshots] == [100, 135]
-    assert all({p for p in asked.careful if p < n} == {p for p in before if p < n} for n, before in snapshots)
-    assert 0 < len(asked.careful) < TOKENS
+    assert all(
+        {p for p in asked.high_precision_positions if p < n} == {p for p in before if p < n} for n, before in snapshots
+    )
+    assert 0 < len(asked.high_precision_positions) < TOKENS
     same = next((i for i in range(TOKENS) if asked.output_ids[i] != expected.output_ids[i]), TOKENS)
     assert same >= 30  # nothing was computed again before
     # The first layer's keys and values come from the token and its precision alone, those of tokens computed once and
     # of tokens computed three times.
-    alike = len(prompt) + next((i for i in range(same) if careful(asked, i) != careful(expected, i)), same)
+    alike = len(prompt) + next(
+        (i for i in range(same) if high_precision_positions(asked, i) != high_precision_positions(expected, i)), same
+    )
     for once, thrice in zip(first, again, strict=True):
         assert len(once) == len(thrice) == len(prompt) + TOKENS - 1
         torch.testing.assert_close(thrice[:alike], once[:alike], rtol=1e-5, atol=1e-5)
@@ -182,30 +188,30 @@ def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int
     afresh = core_with(threshold, **sizes)
     length, known = snapshots[-1]
     rest = request(afresh, "b", asked.token_ids[:length], low(afresh.table), len(prompt) + TOKENS - length)
-    rest.careful = known
+    rest.high_precision_positions = known
     run(afresh, rest)
     assert rest.token_entropies == asked.token_entropies[length - len(prompt) :]
     assert rest.output_ids == asked.output_ids[length - len(prompt) :]
-    assert rest.careful == asked.careful
+    assert rest.high_precision_positions == asked.high_precision_positions
     # One that was never computed again: deeper down a number whose last bit differs may be rounded to another byte, and
     # all tokens that see it are other ones (on an H200 one of them, in the second layer, changes entropies by 0.3 %).
     # Last bits depend on how many rows are multiplied on a GPU, and on a CPU where torch multiplies many.
     if DEVICE == "cpu" and many_rows(torch.float32) == sys.maxsize:
         assert asked.output_ids == expected.output_ids
-        assert asked.careful == expected.careful
+        assert asked.high_precision_positions == expected.high_precision_positions
 
 
 def stepped(core: Core, sequence: Sequence) -> list[torch.Tensor]:
     """Keys and values [tokens, numbers] that the first layer has of a sequence after one more step."""
     pages = sequence.pages
     core.step()
-    found = core.pool.read(0, torch.tensor(entries_of(pages, 0), device=DEVICE))
+    found = core.pool.read(0, torch.tensor(block_ids_of(pages, 0), device=DEVICE))
     return [x.transpose(1, 2).flatten(0, 1)[: sequence.computed].flatten(1).cpu() for x in found]
 
 
-def careful(sequence: Sequence, token: int) -> bool:
+def high_precision_positions(sequence: Sequence, token: int) -> bool:
     """Whether a token of the answer is read with 16-bit activations."""
-    return len(sequence.token_ids) - len(sequence.output_ids) + token in sequence.careful
+    return len(sequence.token_ids) - len(sequence.output_ids) + token in sequence.high_precision_positions
 
 
 def test_decode_steps_of_fixed_shape_and_packed_ones_agree(threshold: float) -> None:
@@ -216,7 +222,7 @@ def test_decode_steps_of_fixed_shape_and_packed_ones_agree(threshold: float) -> 
     texts = prompts(20, 50, 9)
     pairs = [[request(c, str(i), t, low(c.table)) for i, t in enumerate(texts)] for c in (core, packed)]
     assert run(core, *pairs[0]) == run(packed, *pairs[1])
-    assert [r.careful for r in pairs[0]] == [r.careful for r in pairs[1]]
+    assert [r.high_precision_positions for r in pairs[0]] == [r.high_precision_positions for r in pairs[1]]
 
 
 def test_pages_with_such_tokens_are_nobody_elses(threshold: float) -> None:
@@ -224,7 +230,7 @@ def test_pages_with_such_tokens_are_nobody_elses(threshold: float) -> None:
     prompt = prompts(70)[0]
     first = request(core, "a", prompt, low(core.table))
     run(core, first)
-    assert min(first.careful) < 128
+    assert min(first.high_precision_positions) < 128
     again = request(core, "b", first.token_ids[:-1], low(core.table), 1)
     run(core, again)
     assert again.cached == 64  # the prompt's first page; the second one holds tokens that were computed in another way
@@ -239,14 +245,16 @@ def test_models_that_cannot_pack_are_left_alone() -> None:
     asked = request(core, "a", prompts(12)[0], low(core.table), 6)
     run(core, asked)
     assert asked.difficult is None
-    assert not asked.careful
+    assert not asked.high_precision_positions
 
 
 def test_results_and_records_tell_the_shares(tmp_path: Path) -> None:
     engine = qbe.Engine(tiny_llama(vocabulary=320), tokenizer=byte_tokenizer(), device=DEVICE, records=tmp_path / "r")
     assert engine.table.difficult_entropy is not None
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    eight = engine.generate("a first prompt", params, budget=Budget(bits=6, activation_bits=8, careful_tokens=True))
+    eight = engine.generate(
+        "a first prompt", params, budget=Budget(bits=6, activation_bits=8, high_precision_tokens=True)
+    )
     full = engine.generate("a first prompt", params, budget=Budget(bits=6))
     engine.close()
     records = RecordStore(tmp_path / "r").list()
@@ -255,11 +263,11 @@ def test_results_and_records_tell_the_shares(tmp_path: Path) -> None:
     assert entropies is not None
     assert len(entropies) == 24
     hard = sum(e > engine.table.difficult_entropy for e in entropies[:-1])  # the last token is not computed
-    assert eight.careful_tokens == hard
+    assert eight.high_precision_tokens == hard
     assert eight.describe()["usage"]["completion_tokens_details"]["careful_tokens"] == hard
     shares = records[1].tokens_by_activation_bits
     assert sum(shares.values()) == sum(records[0].tokens_by_activation_bits.values()) == 14 + 23
     assert shares.get(16, 0) >= hard
-    assert full.careful_tokens == 0
+    assert full.high_precision_tokens == 0
     assert records[0].tokens_by_activation_bits == {16: 14 + 23}
     assert records[0].entropies is None

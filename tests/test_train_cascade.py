@@ -16,11 +16,11 @@ from cli_process import qbe as command
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import build
 from qbe.budget import Budget
+from qbe.datasets.items import Form, Item
 from qbe.engine.result import Request
 from qbe.engine.sampling.sampling_params import SamplingParams
-from qbe.datasets.items import Form, Item
-from qbe.kernels.reference.cascade import cascade as reference
 from qbe.kernels.ops.routing import worths_of
+from qbe.kernels.reference.cascade import cascade as reference
 from qbe.learning import cascade as learning
 from qbe.learning import distil
 from qbe.learning.cascade import attention_of, drawn, entropies, of_answers, train
@@ -85,7 +85,7 @@ def test_only_an_answers_tokens_are_routed(tiny_folder: Path, home: Path) -> Non
     batch = of_answers(distil.batched(texts, CPU)[0])
     assert batch.routed.sum(1).tolist() == [3, 6] == batch.predicted.sum(1).tolist()
     with sliced(prepared, blocks) as student:
-        routers = distil.Routers([4] * len(blocks), [begin(table, b.sites) for b in blocks], 8, seed=0)
+        routers = distil.RouterNetworks([4] * len(blocks), [begin(table, b.sites) for b in blocks], 8, seed=0)
         gates = Gates(table, student, routers, lambda _block, x: x[..., :4])
         for name, parameter in routers.named_parameters():
             if name.startswith("outer"):
@@ -145,14 +145,14 @@ def test_networks_read_entropies_as_they_are(trained: tuple[Path, Path], monkeyp
         prepared.model(input_ids=torch.tensor([ids]))
     n, heads = len(ids), seen[0].shape[-1]
     assert [len(x.inner) for x in routers.networks] == [heads * (p + 1) for p in range(len(points))]
-    words, kept = torch.zeros(len(table.nested), n, dtype=torch.int32), torch.zeros(n, len(points) * heads)
+    precision_words, kept = torch.zeros(len(table.nested), n, dtype=torch.int32), torch.zeros(n, len(points) * heads)
     lengths = torch.arange(1, n + 1)
-    steering = torch.full((n,), 1 << 8 | 128, dtype=torch.int32)
+    dynamic_precision = torch.full((n,), 1 << 8 | 128, dtype=torch.int32)
     for point, (block, network) in enumerate(zip(routers.blocks, routers.networks, strict=True)):
         reference(
             torch.zeros(n, 1, 1), seen[point][0] * lengths.clamp(min=2).log()[:, None], lengths, None, kept,
             *map(torch.from_numpy, vars(network).values()), torch.from_numpy(routers.thresholds),
-            torch.tensor(routers.widths, dtype=torch.int32), steering, words[block.sites[0] : block.sites[-1] + 1],
+            torch.tensor(routers.widths, dtype=torch.int32), dynamic_precision, precision_words[block.sites[0] : block.sites[-1] + 1],
             point,
         )  # fmt: skip
         x = torch.cat([s[0] for s in seen[: point + 1]], -1)
@@ -160,7 +160,7 @@ def test_networks_read_entropies_as_they_are(trained: tuple[Path, Path], monkeyp
         scores = network.scores(x.numpy()).reshape(n, len(block.sites), -1)
         worth = np.concatenate([scores[..., :1], scores[..., :1] - np.logaddexp(0, scores[..., 1:]).cumsum(-1)], -1)
         bits = np.array(routers.widths)[(worth > routers.thresholds[128]).sum(-1)]
-        assert (words[list(block.sites)].numpy() == bits.T).mean() > 0.99
+        assert (precision_words[list(block.sites)].numpy() == bits.T).mean() > 0.99
 
 
 def test_an_engine_serves_it_and_the_average_is_kept(

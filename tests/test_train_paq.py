@@ -18,9 +18,9 @@ from qbe.analysis.encoder import default_encoder
 from qbe.analysis.profile import QueryProfile
 from qbe.budget import Budget
 from qbe.cli.main import main
-from qbe.eval.compare import FULL, Setting
 from qbe.datasets.items import Form, Item, read_training
 from qbe.datasets.results import Results
+from qbe.eval.compare import FULL, Setting
 from qbe.learning import paq
 from qbe.policies import learned
 from qbe.policies.paq import THRESHOLDS, _Sample, price

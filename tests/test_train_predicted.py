@@ -12,9 +12,9 @@ from conftest import tiny_llama
 from qbe import Engine, QBEError
 from qbe.analysis.profile import PromptSignals
 from qbe.budget import Budget
-from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.datasets.items import Form, Item
 from qbe.datasets.results import Results
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.learning import predicted
 from qbe.learning.sensitivities import estimate
 from qbe.policies import learned
@@ -41,7 +41,7 @@ def test_gradients_estimate_what_lowering_a_site_does() -> None:
     table = nest_model(model, "tiny", NestedWeightConfig(), progress=False)
     tokens, counted = texts()
     draws = 200
-    found, moments, entropy = estimate(model, table, tokens, counted, 6, draws)
+    found, activation_stats, entropy = estimate(model, table, tokens, counted, 6, draws)
     with torch.inference_mode(), full_bits(model, table) as weights:
         reference = model(input_ids=tokens, use_cache=False).logits
         log = reference[torch.arange(2), torch.tensor([8, 4])].log_softmax(-1)
@@ -58,7 +58,7 @@ def test_gradients_estimate_what_lowering_a_site_does() -> None:
             # The mean of 200 squares of normal numbers: a deviation of 10 %; four of them, and the third order.
             assert found[:, at] == pytest.approx(exact, rel=0.45), site.name
             means = torch.stack([seen[0][0, :9].square().mean(0), seen[0][1, :5].square().mean(0)])
-            torch.testing.assert_close(moments[at], means, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(activation_stats[at], means, rtol=1e-3, atol=1e-6)
     assert all("forward" not in vars(module) for _, module, _ in nested_linears(model))
 
 

@@ -14,22 +14,22 @@ import torch
 from engine_models import build
 from qbe import Engine, QBEError, Request, policies
 from qbe.analysis.profile import QueryProfile
-from qbe.blueprint import Steering
+from qbe.blueprint import DynamicPrecision
 from qbe.budget import Budget
 from qbe.cli.main import main
+from qbe.datasets.items import Form, Item
+from qbe.datasets.results import Results
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.eval.compare import Comparison, Setting
-from qbe.datasets.items import Form, Item
-from qbe.datasets.results import Results
 from qbe.learning import distil, mobi, qaq, tokenwise
-from qbe.learning.distil import Routers, descend, sliced
+from qbe.learning.distil import RouterNetworks, descend, sliced
 from qbe.learning.gates import Gates
 from qbe.policies import learned
 from qbe.policies.learned import Learned
 from qbe.policies.per_token import LEVELS
-from qbe.policies.routers import blocks_of, static_gears, widths_of
+from qbe.policies.routers import blocks_of, gear_bits, static_gears
 from qbe.sites import SiteTable
 from qbe.store.nested_tensor import nested_linears
 from qbe.store.prepare import PreparedModel, prepare
@@ -93,7 +93,7 @@ def test_a_student_with_gates_of_0_and_1_is_the_nested_model(folder: Path) -> No
 
 def test_a_step_goes_nowhere_by_bits_alone() -> None:
     """Worth that rises for every slice alike would only raise the threshold: no such step is made."""
-    routers = Routers([4], [np.array([0.3, -0.2, 0.5])], 32, seed=0)
+    routers = RouterNetworks([4], [np.array([0.3, -0.2, 0.5])], 32, seed=0)
     x, threshold = torch.randn(50, 4, generator=torch.Generator().manual_seed(1)), torch.tensor(0.1, requires_grad=True)
     share = torch.tensor([1.0, 2.0, 0.5])
     gates = (routers.scores(0, x) - threshold).sigmoid()
@@ -142,13 +142,13 @@ def test_a_per_token_policy_is_served_as_it_was_trained(folder: Path, trained: d
             got.append(result.average_weight_bits)
             described = result.describe()
             assert described["usage"]["average_weight_bits"] == round(got[-1], 4)
-            assert described["blueprint"]["steering"]["by"] == "routers"
+            assert described["blueprint"]["dynamic_precision"]["by"] == "routers"
             assert sum(result.tokens_by_bits.values()) == pytest.approx(result.computed_tokens, abs=3)
         assert got == sorted(got)
         assert got[0] == 4
         assert got[-1] == 8
         blueprint = engine.explain(PROMPT, budget=Budget(bits=distil.BASE)).blueprint
-        assert blueprint.steering is not None
+        assert blueprint.dynamic_precision is not None
         found = torch.zeros(len(ids), engine.core.vocabulary)
         (read,) = score(
             engine.core, [Scored(ids, blueprint, 0, lambda at, rows: found[at : at + len(rows)].copy_(rows))]
@@ -163,7 +163,7 @@ def test_a_per_token_policy_is_served_as_it_was_trained(folder: Path, trained: d
         tokens = Gates(prepared.table, student, routers)
         tokens.hard, tokens.threshold = (
             True,
-            torch.tensor(trained[policy].tensors["thresholds"][blueprint.steering.level]),
+            torch.tensor(trained[policy].tensors["thresholds"][blueprint.dynamic_precision.level]),
         )
         whole = torch.ones(1, len(ids), dtype=torch.bool)
         student.full, student.on_block = False, tokens._gate
@@ -178,11 +178,11 @@ def test_a_per_token_policy_is_served_as_it_was_trained(folder: Path, trained: d
     assert read.average(table) == pytest.approx((bits * sum(sizes[:routed]) + rest) / sum(sizes), abs=1e-4)
 
 
-def _of(found: Learned, count: int) -> Routers:
+def _of(found: Learned, count: int) -> RouterNetworks:
     """The file's routers of so many blocks as they were trained."""
     shapes = [found.tensors[f"{i}.inner"].shape for i in range(count)]
     begin = [found.tensors[f"{i}.outer_bias"] for i in range(count)]
-    routers = Routers([inputs for inputs, _ in shapes], begin, shapes[0][1], seed=0)
+    routers = RouterNetworks([inputs for inputs, _ in shapes], begin, shapes[0][1], seed=0)
     with torch.no_grad():
         for i in range(count):
             for name in ("inner", "inner_bias", "outer", "outer_bias"):
@@ -193,7 +193,7 @@ def _of(found: Learned, count: int) -> Routers:
 def test_qaq_chooses_for_the_answer_what_its_prompt_says(folder: Path, trained: dict[str, Learned]) -> None:
     tensors = trained["qaq"].tensors
     with Engine(folder, policy="qaq", dtype="float32", device="cpu", records=False) as engine:
-        table, widths, budget = engine.table, np.array(widths_of(engine.table)), Budget(bits=5)
+        table, widths, budget = engine.table, np.array(gear_bits(engine.table)), Budget(bits=5)
         before = engine.explain(PROMPT, budget=budget).blueprint
         assert before.weight_bits == static_gears(table, 5)
         result, again = (engine.generate(PROMPT, SamplingParams(max_tokens=4), budget=budget) for _ in range(2))
@@ -274,7 +274,7 @@ def test_an_engine_runs_the_routers_of_one_policy_at_a_time(folder: Path, traine
         both = engine.generate_batch([ask(p) for p in ("tokenwise", "mobi", "tokenwise", "static")])
         assert [r.token_ids for r in both[:3]] == [two.token_ids, one.token_ids, two.token_ids]
         assert [r.blueprint.policy for r in both] == ["tokenwise", "mobi", "tokenwise", "static"]
-        foreign = replace(one.blueprint, steering=Steering("routers", 9, "another engine's"))
+        foreign = replace(one.blueprint, dynamic_precision=DynamicPrecision("routers", 9, "another engine's"))
         with pytest.raises(QBEError, match="has no such routers"):
             engine.core.add(Sequence("x", [1, 2, 3], params, foreign))
 

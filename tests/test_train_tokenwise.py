@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from qbe.learning import distil
-from qbe.learning.distil import Routers, sliced
+from qbe.learning.distil import RouterNetworks, sliced
 from qbe.learning.gates import Gates
 from qbe.learning.sensitivities import lowered
 from qbe.learning.tokenwise import Expected, _loss
-from qbe.policies.routers import blocks_of, widths_of
+from qbe.policies.routers import blocks_of, gear_bits
 from qbe.store.prepare import PreparedModel, prepare
 
 CPU = torch.device("cpu")
@@ -83,11 +83,11 @@ def _one_token(
 
 def test_expected_damages_add_up_what_slices_are_worth(prepared: PreparedModel) -> None:
     table = prepared.table
-    blocks, widths = blocks_of(table), widths_of(table)
+    blocks, widths = blocks_of(table), gear_bits(table)
     generator = torch.Generator().manual_seed(1)
     begin = [torch.randn(len(b.sites) * (len(widths) - 1), generator=generator).double().numpy() for b in blocks]
     with sliced(prepared) as student:
-        gates = Gates(table, student, Routers([8] * len(blocks), begin, 64, seed=0))
+        gates = Gates(table, student, RouterNetworks([8] * len(blocks), begin, 64, seed=0))
     expected = Expected(gates)
     for number, block in enumerate(blocks):
         got = expected(number, torch.randn(5, 8, generator=generator)).detach().exp()
@@ -113,7 +113,7 @@ def test_the_loss_is_least_at_the_mean_not_at_the_mean_of_logarithms() -> None:
 def test_routers_learn_whose_damage_is_large() -> None:
     """Damages of a known mean, that differs between tokens by what they read: routers come to know it."""
     generator = torch.Generator().manual_seed(3)
-    routers = Routers([6], [np.array([0.0])], 64, seed=0)
+    routers = RouterNetworks([6], [np.array([0.0])], 64, seed=0)
     truth = torch.randn(6, generator=generator)
     optimiser = torch.optim.Adam(routers.parameters(), lr=distil.RATE * 3)
     for _ in range(400):

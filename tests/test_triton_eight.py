@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qbe.kernels.reference.activations import eight_bits, word
+from qbe.kernels.reference.activations import eight_bits, precision_word
 from test_triton_kernel import CUDA, INTERPRET, TOLERANCE, Case, close, on_device, on_gpu, run_in_interpreter
 from test_triton_tiled import tiled
 
@@ -18,7 +18,7 @@ if CUDA or INTERPRET:
     from qbe.kernels.triton.round_rows import round_rows
 
 GEARS = [(w, a) for a in (8, 16) for w in (4, 6, 8, 16)]
-WORDS = [word(*gear) for gear in GEARS]
+WORDS = [precision_word(*gear) for gear in GEARS]
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
@@ -40,13 +40,13 @@ def test_words() -> None:
 @pytest.mark.parametrize(("m", "group"), [(1, 64), (8, 64), (13, 128), (20, 64), (70, 128), (260, 64)])
 def test_words_of_every_kind_in_one_call(m: int, group: int, layout: str) -> None:
     case = Case(m, 40, 330, group=group, dtype=torch.float16)
-    words = mixed(case)
-    expected = case.expect(words)
-    ignored = case.expect(words & 255)
-    eight = words >> 8 == 8
+    precision_words = mixed(case)
+    expected = case.expect(precision_words)
+    ignored = case.expect(precision_words & 255)
+    eight = precision_words >> 8 == 8
     difference = (expected - ignored).norm(dim=-1) / ignored.norm(dim=-1)
     assert difference[eight].min() > 3 * TOLERANCE[torch.float16]
-    close((tiled(case) if layout == "tiled" else case).run(words), expected)
+    close((tiled(case) if layout == "tiled" else case).run(precision_words), expected)
 
 
 @on_device
@@ -54,10 +54,10 @@ def test_words_of_every_kind_in_one_call(m: int, group: int, layout: str) -> Non
 @pytest.mark.parametrize("m", [5, 20])
 def test_other_dtypes(dtype: torch.dtype, m: int) -> None:
     case = Case(m, 40, 200, dtype=dtype)
-    words = mixed(case)
-    expected = case.expect(words)
+    precision_words = mixed(case)
+    expected = case.expect(precision_words)
     # Rounding x on its way to the dtype is all that bfloat16 adds; in the interpreter it cuts.
-    for y in (case.run(words), tiled(case).run(words)):
+    for y in (case.run(precision_words), tiled(case).run(precision_words)):
         close(y, expected)
 
 
@@ -73,11 +73,11 @@ def test_a_group_size_that_is_no_power_of_two() -> None:
 def test_a_row_is_the_same_alone_and_in_a_mixed_batch(m: int, layout: str) -> None:
     case = Case(m, 40, 300)
     case = tiled(case) if layout == "tiled" else case
-    words = mixed(case)
-    y = case.run(words)
+    precision_words = mixed(case)
+    y = case.run(precision_words)
     for w in WORDS:
         alone = case.run(case.bits([w] * m))
-        assert torch.equal(y[words == w], alone[words == w])
+        assert torch.equal(y[precision_words == w], alone[precision_words == w])
 
 
 @on_device
@@ -86,12 +86,12 @@ def test_weights_of_one_launch_have_words_of_their_own(m: int) -> None:
     made = [tiled(Case(m, n, 300, dtype=torch.float16)) for n in (70, 33, 64)]
     for case in made:
         case.x = made[0].x
-    words = [mixed(case, shift) for shift, case in enumerate(made)]
+    precision_words = [mixed(case, shift) for shift, case in enumerate(made)]
     y = nested_linears(
-        made[0].x, [c.packed for c in made], [c.meta for c in made], words, [c.original for c in made],
+        made[0].x, [c.packed for c in made], [c.meta for c in made], precision_words, [c.original for c in made],
         [c.bias for c in made], (4, 2, 2), [c.exponent for c in made],
     )  # fmt: skip
-    for part, case, w in zip(y.split([70, 33, 64], -1), made, words, strict=True):
+    for part, case, w in zip(y.split([70, 33, 64], -1), made, precision_words, strict=True):
         plain = Case(m, case.weight.shape[0], 300, dtype=torch.float16)
         plain.x = case.x
         close(part, plain.expect(w))
@@ -103,12 +103,12 @@ def test_weights_of_one_launch_have_words_of_their_own(m: int) -> None:
 @pytest.mark.parametrize("m", [8, 20])
 def test_what_is_not_finite_stays_in_its_row(m: int, value: float) -> None:
     case = tiled(Case(m, 20, 100))
-    words = mixed(case)
-    before = case.run(words)
-    for row in (i for i, w in enumerate(words.tolist()) if w >> 8 == 8):
+    precision_words = mixed(case)
+    before = case.run(precision_words)
+    for row in (i for i, w in enumerate(precision_words.tolist()) if w >> 8 == 8):
         case.x[row, 3] = value
-    after = case.run(words)
-    eight = words >> 8 == 8
+    after = case.run(precision_words)
+    eight = precision_words >> 8 == 8
     assert not torch.isfinite(after[eight]).any()
     assert torch.equal(before[~eight], after[~eight])
 
@@ -122,10 +122,23 @@ def test_rounded_rows_are_those_of_the_reference(k: int, group: int, dtype: torc
     x[2] = 0
     x[3, :64] *= 1e-4
     x[4, 5] = 900
-    words = torch.tensor([word(4, 8), 4, word(16, 8), word(6, 8), word(8, 8), 16, 6, 8, word(4, 8)], device=x.device)
-    rounded = round_rows(x, words.int(), group)
-    assert torch.equal(rounded[words >> 8 == 0], x[words >> 8 == 0])
-    eight = words >> 8 == 8
+    precision_words = torch.tensor(
+        [
+            precision_word(4, 8),
+            4,
+            precision_word(16, 8),
+            precision_word(6, 8),
+            precision_word(8, 8),
+            16,
+            6,
+            8,
+            precision_word(4, 8),
+        ],
+        device=x.device,
+    )
+    rounded = round_rows(x, precision_words.int(), group)
+    assert torch.equal(rounded[precision_words >> 8 == 0], x[precision_words >> 8 == 0])
+    eight = precision_words >> 8 == 8
     want = eight_bits(x[eight], group).to(dtype)
     torch.testing.assert_close(rounded[eight], want, rtol=2**-10 if dtype == torch.float16 else 1e-6, atol=0)
     assert (rounded[eight][:, 0] != x[eight][:, 0]).any()
@@ -137,11 +150,11 @@ def test_rounded_rows_are_those_of_the_reference(k: int, group: int, dtype: torc
 @pytest.mark.parametrize("m", [1, 8, 16, 100, 300])
 def test_model_shapes(m: int, n: int, k: int) -> None:
     case = Case(m, n, k, group=128 if k == 4096 else 64, dtype=torch.float16)
-    tests = [mixed(case), case.bits([word(4, 8)] * m), case.bits([word(16, 8)] * m)]
-    expected = [case.expect(words) for words in tests]
+    tests = [mixed(case), case.bits([precision_word(4, 8)] * m), case.bits([precision_word(16, 8)] * m)]
+    expected = [case.expect(precision_words) for precision_words in tests]
     case = tiled(case)
-    for words, want in zip(tests, expected, strict=True):
-        close(case.run(words), want)
+    for precision_words, want in zip(tests, expected, strict=True):
+        close(case.run(precision_words), want)
 
 
 @pytest.mark.cuda

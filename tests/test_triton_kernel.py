@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from qbe.errors import QBEError
-from qbe.kernels.reference import nested_linear as reference
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
+from qbe.kernels.reference import nested_linear as reference
 
 CUDA = torch.cuda.is_available()
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"

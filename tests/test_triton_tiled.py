@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from qbe.errors import QBEError
+from qbe.format.layout import SliceLayout
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.triton.layout import from_device_layout, group_size_of, to_device_layout
 from qbe.kernels.triton.nested_linear import nested_linear
-from qbe.format.layout import SliceLayout
 from test_triton_kernel import CUDA, INTERPRET, LAYOUTS, Case, close, on_device, on_gpu, run_in_interpreter
 
 
@@ -68,7 +68,7 @@ def test_wide_results_are_float32_and_not_rounded(m: int, in_tiles: bool) -> Non
     mixed = case.mixed()
     expected = case.expect(mixed)
     narrow = (tiled(case) if in_tiles else case).run(mixed)
-    found = nested_linear(*case.args(mixed), wide=True)
+    found = nested_linear(*case.args(mixed), float32_output=True)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, narrow.float(), rtol=2.0**-7, atol=1e-6)  # the interpreter's cast cuts off
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -119,12 +119,12 @@ def test_a_row_is_the_same_however_many_there_are(
 ) -> None:
     """Bit for bit, with 16-bit activations and with 8-bit ones: a step that checks guesses relies on it."""
     case = tiled(Case(16, n, k, slices, group))
-    words = [a | (8 if i // len(asked) % 2 else 0) << 8 for i, a in enumerate((asked * 16)[:16])]
-    x, y = case.x, case.run(case.bits(words))
+    precision_words = [a | (8 if i // len(asked) % 2 else 0) << 8 for i, a in enumerate((asked * 16)[:16])]
+    x, y = case.x, case.run(case.bits(precision_words))
     for m in (1, 2, 3, 4, 5, 9):
         for at in (0, 16 - m):
             case.x = x[at : at + m]
-            assert torch.equal(case.run(case.bits(words[at : at + m])), y[at : at + m]), (m, at)
+            assert torch.equal(case.run(case.bits(precision_words[at : at + m])), y[at : at + m]), (m, at)
 
 
 @on_device

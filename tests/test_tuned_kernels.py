@@ -18,7 +18,7 @@ from qbe.kernels.triton import candidates
 from qbe.kernels.tuning import tunable as module
 from qbe.kernels.tuning.compiling import CompilePool
 from qbe.kernels.tuning.store import TunedStore
-from qbe.kernels.tuning.trial import Trial
+from qbe.kernels.tuning.trial import TuningTrial
 from qbe.kernels.tuning.tunable import Choice, Config, Problem, Tunable, choices
 from qbe.kernels.tuning.tuner import Tuner, _close
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu, run_in_interpreter
@@ -84,7 +84,7 @@ SHAPES = [
 def test_every_candidate_gives_the_generic_results(name: str, what: Problem) -> None:
     torch.manual_seed(0)
     asked = choice(name, what)
-    trial = Trial(asked)
+    trial = TuningTrial(asked)
     expected = trial.results(asked.config)
     assert len(expected) == len(trial.precisions) + what.original + 1
     assert not torch.equal(expected[0], expected[1])
@@ -148,7 +148,7 @@ def test_an_answer_comes_while_the_tuner_is_blocked(fresh: TunedStore, monkeypat
     assert choices(torch.device("cpu"))
     measuring, release = threading.Event(), threading.Event()
 
-    def measure(trial: Trial, config: Config) -> float:
+    def measure(trial: TuningTrial, config: Config) -> float:
         measuring.set()
         assert release.wait(LIMIT_S)
         return 1.0 if config["STAGES"] == 2 else 2.0
@@ -196,7 +196,7 @@ def test_a_tuned_kernel_reaches_the_graphs_of_an_engine(fresh: TunedStore, monke
     assert before.misses >= 20 * 15  # replays count
     times: list[float] = []
 
-    def measure(trial: Trial, config: Config) -> float:
+    def measure(trial: TuningTrial, config: Config) -> float:
         times.append(seconds_per_launch(trial, config))
         return times[-1] if len(times) % 2 else times[-1] / 1e3  # of each problem the second, the candidate, wins
 

@@ -16,9 +16,9 @@ from torch.func import functional_call
 
 from models_tiny import tiny_model
 from qbe.format import scales
-from qbe.store import tuning
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
+from qbe.store import tuning
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable
 from qbe.store.tuning import Nested, tune

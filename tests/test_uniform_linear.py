@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qbe.hardware import HardwareProfile, detect
-from qbe.kernels.reference import eight_bit_rows as reference
-from qbe.kernels.reference.activations import word
 from qbe.format import scales
 from qbe.format.layout import SliceLayout
+from qbe.hardware import HardwareProfile, detect
+from qbe.kernels.reference import eight_bit_rows as reference
+from qbe.kernels.reference.activations import precision_word
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, close, on_device, on_gpu, run_in_interpreter
 from test_triton_tiled import tiled
 
@@ -45,12 +45,12 @@ def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
-def run(case: Case, at: int, native: torch.dtype | None = None, wide: bool = False) -> torch.Tensor | None:
+def run(case: Case, at: int, native: torch.dtype | None = None, float32_output: bool = False) -> torch.Tensor | None:
     """The product of a case in the tiled layout when every row reads this word."""
     m = case.x.shape[0]
     return module.uniform_linear(
         case.x, case.packed, case.bits([at] * m), case.original, case.bias, case.layout.slices, case.exponent,
-        case.weight.shape[0], at, native, wide,
+        case.weight.shape[0], at, native, float32_output,
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def test_sixteen_bit_activations(bits: int) -> None:
 def test_wide_results_are_float32_and_not_rounded(bits: int) -> None:
     case = Case(20, 70, 200)
     expected = case.expect(case.bits([bits] * 20))
-    y = run(tiled(case), bits, wide=True)
+    y = run(tiled(case), bits, float32_output=True)
     assert y is not None
     assert y.dtype == torch.float32
     error = (y - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -158,7 +158,7 @@ def test_eight_bit_activations_where_the_weight_bears_them(dtype: torch.dtype, b
     weight = plain(case.packed, case.meta, case.exponent, case.layout.slices, 330, bits)
     largest = scales.largest_of_rows(case.meta, case.exponent, case.layout, bits)
     want = reference.linear(case.x, weight, dtype, largest)
-    y = run(tiled(case), word(bits, 8), dtype)
+    y = run(tiled(case), precision_word(bits, 8), dtype)
     assert y is not None
     assert y.dtype == torch.bfloat16
     assert y.is_contiguous()
@@ -174,7 +174,7 @@ def test_eight_bit_activations_where_the_weight_bears_them(dtype: torch.dtype, b
 def test_elsewhere_they_are_not_rounded(bits: int, native: torch.dtype | None) -> None:
     """Nor is a weight at 16 bits ever narrowed. In float16 the rounding of 8 bits would be seen."""
     case = tiled(Case(20, 70, 330, dtype=torch.float16))
-    y = run(case, word(bits, 8), native)
+    y = run(case, precision_word(bits, 8), native)
     assert y is not None
     assert torch.equal(y, run(case, bits))
 
@@ -182,7 +182,7 @@ def test_elsewhere_they_are_not_rounded(bits: int, native: torch.dtype | None) -
 @on_device
 def test_float32_is_not_narrowed() -> None:
     case = tiled(Case(20, 70, 330, dtype=torch.float32))
-    assert torch.equal(run(case, word(4, 8), INT8), run(case, 4))
+    assert torch.equal(run(case, precision_word(4, 8), INT8), run(case, 4))
 
 
 @on_device
@@ -190,7 +190,7 @@ def test_an_original_elsewhere_or_dropped() -> None:
     case = tiled(Case(20, 70, 200, dtype=torch.float16))
     case.original = case.weight.float()
     assert run(case, 16) is None
-    assert run(case, word(16, 8)) is None
+    assert run(case, precision_word(16, 8)) is None
     case.original = None
     assert torch.equal(run(case, 16), run(case, 8))
 
@@ -199,9 +199,9 @@ def test_an_original_elsewhere_or_dropped() -> None:
 @NATIVE
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     case = tiled(Case(260, 33, 200))
-    before = run(case, word(4, 8), dtype)
+    before = run(case, precision_word(4, 8), dtype)
     case.x[1, 3], case.x[2, 5] = float("inf"), float("nan")
-    after = run(case, word(4, 8), dtype)
+    after = run(case, precision_word(4, 8), dtype)
     assert not torch.isfinite(after[1:3]).any()
     assert torch.equal(before[3:], after[3:])
 
@@ -229,4 +229,4 @@ def test_model_shapes(n: int, k: int) -> None:
 
     weight = plain(case.packed, case.meta, case.exponent, case.layout.slices, k, 4)
     want = reference.linear(case.x, weight, dtype, scales.largest_of_rows(case.meta, case.exponent, case.layout, 4))
-    close(run(tiled(case), word(4, 8), dtype), want)
+    close(run(tiled(case), precision_word(4, 8), dtype), want)

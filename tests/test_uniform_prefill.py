@@ -10,7 +10,7 @@ from engine_models import build
 from qbe import Budget, Engine, Request, SamplingParams
 from qbe.blueprint import Blueprint
 from qbe.hardware import HardwareProfile, detect
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor, NestedWeightConfig, nest, nested_linears
 from qbe.store.nesting import nestable, with_store
@@ -43,7 +43,7 @@ def test_the_plan_says_what_a_long_step_reads_alike() -> None:
     assert told() == [8, *[4] * (len(weights) - 1)]
     both = Blueprint.of("both", table, low.weight_bits, table.activations(8))
     plan.write([(both, UNIFORM_ROWS)], [both])
-    assert told() == [word(4, a) for a in both.activation_bits]
+    assert told() == [precision_word(4, a) for a in both.activation_bits]
     plan.write([(both, UNIFORM_ROWS), (low, 1)], [both, low])
     assert told() == [None if a == 8 else 4 for a in both.activation_bits]
     plan.gather(torch.tensor(plan.columns([low])))

@@ -8,19 +8,19 @@ from functools import cached_property
 from typing import Any
 
 from qbe.errors import QBEError
-from qbe.sites import ATTENTION_ROLES, FULL_BITS, TURBO, KVBits, SiteTable, kv_width
+from qbe.sites import ATTENTION_ROLES, FULL_BITS, TURBO, KVBits, SiteTable, kv_number_bits
 
-STEERERS = ("cascade", "routers")
+CONTROLLERS = ("cascade", "routers")
 
 
 @dataclass(frozen=True)
-class Steering:
+class DynamicPrecision:
     """Who may move a row's words within a forward pass, beginning with the blueprint's own bits.
 
-    A plan holds it for every row as one more number (`word`), which the ops that move words read on the device.
+    A plan holds it for every row as one more number (`code`), which the ops that move words read on the device.
 
     Attributes:
-        by: one of `STEERERS`.
+        by: one of `CONTROLLERS`.
         level: 0 to 255, how readily; what it means is the steerer's.
         routers: their digest, where routers move the words: what others would do is another assignment.
     """
@@ -30,18 +30,18 @@ class Steering:
     routers: str = ""
 
     def __post_init__(self) -> None:
-        if self.by not in STEERERS or not 0 <= self.level <= 255:
-            raise QBEError(f"steering by '{self.by}' at level {self.level}: one of {', '.join(STEERERS)}, 0 to 255")
+        if self.by not in CONTROLLERS or not 0 <= self.level <= 255:
+            raise QBEError(f"steering by '{self.by}' at level {self.level}: one of {', '.join(CONTROLLERS)}, 0 to 255")
 
     @property
-    def word(self) -> int:
+    def code(self) -> int:
         """Who in the second byte, and the level in the lowest."""
-        return steerer(self.by) << 8 | self.level
+        return controller_code(self.by) << 8 | self.level
 
 
-def steerer(by: str) -> int:
-    """The number by which a plan knows one of `STEERERS`; 0 is nobody."""
-    return STEERERS.index(by) + 1
+def controller_code(by: str) -> int:
+    """The number by which a plan knows one of `CONTROLLERS`; 0 is nobody."""
+    return CONTROLLERS.index(by) + 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Blueprint:
         first_kv_bits: the fewest of any key head in the first page of a sequence, whose tokens are looked at from
             everywhere; None: as in the other pages.
         kv_error: what reading the KV cache at these bits may change (`Budget.kv_error`); None has no bound.
-        steering: what may move the weights' bits while a step runs; None: nothing.
+        dynamic_precision: what may move the weights' bits while a step runs; None: nothing.
     """
 
     policy: str
@@ -65,7 +65,7 @@ class Blueprint:
     activation_bits: tuple[int, ...]
     kv_bits: tuple[KVBits, ...]
     kv_error: float | None = None
-    steering: Steering | None = None
+    dynamic_precision: DynamicPrecision | None = None
     first_kv_bits: int | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Blueprint:
         return tuple(_at_least(self.first_kv_bits, b) for b in self.kv_bits)
 
     @cached_property
-    def careful(self) -> Blueprint:
+    def full_activations(self) -> Blueprint:
         """The same with 16-bit activations, for tokens that are hard to predict; itself if it has no other."""
         full = (FULL_BITS,) * len(self.activation_bits)
         return self if self.activation_bits == full else replace(self, activation_bits=full)
@@ -140,8 +140,8 @@ class Blueprint:
         return () if self.kv_error is None else (self.kv_error,)
 
     @property
-    def _steering(self) -> tuple[Steering, ...]:
-        return () if self.steering is None else (self.steering,)
+    def _steering(self) -> tuple[DynamicPrecision, ...]:
+        return () if self.dynamic_precision is None else (self.dynamic_precision,)
 
     def average_weight_bits(self, table: SiteTable) -> float:
         """Mean gear over the weights of the nested sites, bits per weight."""
@@ -156,7 +156,7 @@ class Blueprint:
     def kv_bits_at(self, layer: int, head: int) -> int:
         """Bits of a key head of a layer; layers past the end have 16."""
         bits = self.kv_bits[layer] if layer < len(self.kv_bits) else FULL_BITS
-        return kv_width(bits if isinstance(bits, int) else bits[head])
+        return kv_number_bits(bits if isinstance(bits, int) else bits[head])
 
     def bytes_per_token(self, table: SiteTable) -> int:
         """Bytes of weights and scales that decoding one token reads at batch 1; the KV cache is not counted."""
@@ -181,7 +181,7 @@ class Blueprint:
             "average_weight_bits": round(self.average_weight_bits(table), 4),
             "average_kv_bits": round(self.average_kv_bits(table), 4),
             "kv_error": self.kv_error,
-            "steering": None if self.steering is None else asdict(self.steering),
+            "steering": None if self.dynamic_precision is None else asdict(self.dynamic_precision),
             "sites": rows,
             "kv_bits": [_plain(b) for b in self.kv_bits],
             "first_kv_bits": self.first_kv_bits,
@@ -205,7 +205,7 @@ def _plain(bits: KVBits) -> int | str | list[Any]:
     """As JSON has it: 4, `turbo4` or a list of such."""
     if isinstance(bits, tuple):
         return [_plain(b) for b in bits]
-    return f"turbo{kv_width(bits)}" if bits > TURBO else bits
+    return f"turbo{kv_number_bits(bits)}" if bits > TURBO else bits
 
 
 def shortest(bits: KVBits) -> KVBits:
@@ -215,8 +215,8 @@ def shortest(bits: KVBits) -> KVBits:
 
 def _at_least(fewest: int, bits: KVBits) -> KVBits:
     if isinstance(bits, tuple):
-        return shortest(tuple(max(b, fewest, key=kv_width) for b in bits))
-    return max(bits, fewest, key=kv_width)
+        return shortest(tuple(max(b, fewest, key=kv_number_bits) for b in bits))
+    return max(bits, fewest, key=kv_number_bits)
 
 
 def _digest(*parts: object) -> str:

@@ -30,7 +30,8 @@ class Budget:
         tier: `flex`, `default` or `priority` (`auto` and `fast` are other names of the last two).
         activation_bits: of the inputs of nested sites, 8 or 16. 8 makes prompts faster where the hardware multiplies
             8-bit numbers; the output head and the few sites that would cost most keep 16.
-        careful_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with 16.
+        high_precision_tokens: where activations have 8 bits, read tokens of the answer that were hard to predict with
+            16.
         refresh: choose again while the answer is written, within what tier or range allow, when it has become hard or
             easy to predict and stays so (`qbe.refresh.monitor`); not beside `bits`.
         cascade: let what the attention of layers shows of a token of the answer choose the bits of later layers'
@@ -53,7 +54,7 @@ class Budget:
     tier: str = "default"
     activation_bits: int = FULL_BITS
     kv_bits: float | str | None = None
-    careful_tokens: bool = False
+    high_precision_tokens: bool = False
     kv_error: float | None = None
     within: tuple[float, float] | None = None
     refresh: bool = False
@@ -77,10 +78,10 @@ class Budget:
             raise QBEError(
                 f"kv_error is {_told(error)}, but must be at least 0 and at most {MOST_KV_ERROR}, such as 0.05 for 5 %"
             )
-        for name, value in (("careful_tokens", self.careful_tokens), ("cascade", self.cascade)):
+        for name, value in (("careful_tokens", self.high_precision_tokens), ("cascade", self.cascade)):
             if not isinstance(value, bool):
                 raise QBEError(f"{name} is {_told(value)}, but must be true or false")
-        if self.careful_tokens and self.activation_bits == FULL_BITS:
+        if self.high_precision_tokens and self.activation_bits == FULL_BITS:
             raise QBEError(
                 "careful_tokens is for activation_bits 8, and they are 16: ask for 8, or leave it out",
                 field="careful_tokens",

@@ -35,7 +35,7 @@ class Family(StrEnum):
     CPU = "cpu"
 
 
-class Format(StrEnum):
+class NumberFormat(StrEnum):
     """Number formats that some hardware multiplies natively. MX formats share a power-of-two scale per 32 values,
     NVFP4 an E4M3 scale per 16."""
 
@@ -57,15 +57,15 @@ _FAMILIES = (
     ((8, 9), Family.ADA),
     ((8, 0), Family.AMPERE),
 )
-_CUDA_FORMATS: dict[Format, tuple[int, int]] = {
-    Format.BF16: (8, 0),
-    Format.FP16: (7, 0),
-    Format.INT8: (7, 2),
-    Format.FP8_E4M3: (8, 9),
-    Format.MXFP8: (10, 0),
-    Format.MXFP6: (10, 0),
-    Format.MXFP4: (10, 0),
-    Format.NVFP4: (10, 0),
+_CUDA_FORMATS: dict[NumberFormat, tuple[int, int]] = {
+    NumberFormat.BF16: (8, 0),
+    NumberFormat.FP16: (7, 0),
+    NumberFormat.INT8: (7, 2),
+    NumberFormat.FP8_E4M3: (8, 9),
+    NumberFormat.MXFP8: (10, 0),
+    NumberFormat.MXFP6: (10, 0),
+    NumberFormat.MXFP4: (10, 0),
+    NumberFormat.NVFP4: (10, 0),
 }
 # Our name of an x86 extension: the flags of `torch.cpu.get_capabilities` any of which means that it is there.
 _EXTENSIONS: dict[str, frozenset[str]] = {
@@ -77,10 +77,10 @@ _EXTENSIONS: dict[str, frozenset[str]] = {
     "amx": frozenset({"amx_int8", "amx_bf16"}),
 }
 # AVX2 alone multiplies bytes with vpmaddubsw; VNNI and AMX add the sum.
-_CPU_FORMATS: dict[Format, frozenset[str]] = {
-    Format.BF16: frozenset({"bf16"}),
-    Format.FP16: frozenset({"fp16"}),
-    Format.INT8: frozenset({"avx2", "vnni", "amx"}),
+_CPU_FORMATS: dict[NumberFormat, frozenset[str]] = {
+    NumberFormat.BF16: frozenset({"bf16"}),
+    NumberFormat.FP16: frozenset({"fp16"}),
+    NumberFormat.INT8: frozenset({"avx2", "vnni", "amx"}),
 }
 
 
@@ -112,11 +112,11 @@ class HardwareProfile:
         return next((f for since, f in _FAMILIES if self.capability >= since), Family.OLDER_CUDA)
 
     @cached_property
-    def formats(self) -> tuple[Format, ...]:
-        """Formats it runs natively, in the order of `Format`."""
+    def formats(self) -> tuple[NumberFormat, ...]:
+        """Formats it runs natively, in the order of `NumberFormat`."""
         if self.capability is None:
-            return tuple(f for f in Format if _CPU_FORMATS.get(f, frozenset()) & set(self.extensions))
-        return tuple(f for f in Format if self.capability >= _CUDA_FORMATS[f])
+            return tuple(f for f in NumberFormat if _CPU_FORMATS.get(f, frozenset()) & set(self.extensions))
+        return tuple(f for f in NumberFormat if self.capability >= _CUDA_FORMATS[f])
 
     @cached_property
     def activation_formats(self) -> dict[int, str]:
@@ -128,7 +128,7 @@ class HardwareProfile:
         int8 with a scale per group (`qbe.kernels.reference.activations`), and a blueprint that asks for them runs on
         every device.
         """
-        for eight in (Format.FP8_E4M3, Format.INT8):
+        for eight in (NumberFormat.FP8_E4M3, NumberFormat.INT8):
             if eight in self.formats:
                 return {8: str(eight), FULL_BITS: ORIGINAL}
         return {FULL_BITS: ORIGINAL}

@@ -67,7 +67,7 @@ TURBO_KINDS = {"turbo2": TURBO | 2, "turbo4": TURBO | 4}  # name in budgets -> w
 KVBits = int | tuple[int, ...]  # of a layer: one for all of its key heads, or one for each
 
 
-def kv_width(kind: int) -> int:
+def kv_number_bits(kind: int) -> int:
     """Bits of a number, for KV bits that may have `TURBO` added."""
     return kind % TURBO
 

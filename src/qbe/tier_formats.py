@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from qbe.hardware import ORIGINAL, Family, Format, HardwareProfile
+from qbe.hardware import ORIGINAL, Family, HardwareProfile, NumberFormat
 from qbe.sites import FULL_BITS
 
 NESTED = "nested"
@@ -61,8 +61,8 @@ _WEIGHTS = {
     PrecisionTier.HIGH: "the checkpoint's own weights, exact",
 }
 _ACTIVATIONS = {
-    str(Format.FP8_E4M3): "E4M3 at twice the rate of 16 bits",
-    str(Format.INT8): "8-bit integers are native",
+    str(NumberFormat.FP8_E4M3): "E4M3 at twice the rate of 16 bits",
+    str(NumberFormat.INT8): "8-bit integers are native",
     ORIGINAL: "no native 8-bit products",
 }
 
@@ -104,9 +104,9 @@ def tier_formats(profile: HardwareProfile, gears: Sequence[int] = (4, 6, 8, 16))
 
 def _format(tier: PrecisionTier, profile: HardwareProfile, gears: Sequence[int]) -> TierFormat:
     said = SPECIFICATION[tier].get(profile.family)
-    if tier is PrecisionTier.ULTRA_LOW and Format.NVFP4 in profile.formats:
+    if tier is PrecisionTier.ULTRA_LOW and NumberFormat.NVFP4 in profile.formats:
         why = "fastest on the tensor cores; a copy of its own, which leaves the choice per query"
-        return TierFormat(str(Format.NVFP4), 4, str(Format.NVFP4), 4, why, said)
+        return TierFormat(str(NumberFormat.NVFP4), 4, str(NumberFormat.NVFP4), 4, why, said)
     bits = max((g for g in gears if g <= _BITS[tier]), default=min(gears))
     why = _WEIGHTS[tier] if bits == _BITS[tier] else f"the store has no {_BITS[tier]} bits, {bits} are the nearest"
     if tier is PrecisionTier.HIGH:

@@ -23,16 +23,16 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm_serving import split_model
 
 from qbe.vllm import metrics, transfer
-from qbe.vllm.answer import Answer
-from qbe.vllm.request_options import Asked
-from qbe.vllm.blueprint_history import Course
+from qbe.vllm.blueprint_history import BlueprintHistory
+from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
+from qbe.vllm.cache_salt import MARK, cache_salt, resalt_blocks
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.loader import scaled
 from qbe.vllm.measured import MeasuredLater
-from qbe.vllm.cache_salt import MARK, resalt, salt_of
+from qbe.vllm.request_options import RequestOptions
+from qbe.vllm.request_state import RequestState
 from qbe.vllm.served import describe
 from qbe.vllm.service_tier import ServiceTier, with_args
-from qbe.vllm.blueprint_payload import KEY, Ticket
 
 GEARS = (4, 6, 8, FULL_BITS)
 
@@ -44,8 +44,8 @@ def table(sites: int = 3) -> SiteTable:
     return SiteTable(made, "made up", sites)
 
 
-def ticket(bits: tuple[int, ...], of: SiteTable, refresh: bool = False) -> Ticket:
-    return Ticket(
+def payload(bits: tuple[int, ...], of: SiteTable, refresh: bool = False) -> BlueprintPayload:
+    return BlueprintPayload(
         policy="uniform", asked_policy="uniform", weight_bits=bytes(bits), activation_bits=bytes([16] * len(bits)),
         digest=of.digest, budget={"bits": None, "tier": "flex", "activation_bits": 16, "refresh": refresh},
         profile={"score": 0.5, "prompt_class": "code", "tier": 1, "features": {}, "cluster": None}, context=9,
@@ -54,10 +54,10 @@ def ticket(bits: tuple[int, ...], of: SiteTable, refresh: bool = False) -> Ticke
 
 
 def test_what_a_request_asks_for() -> None:
-    asked = Asked.of({"qbe_bits": 5, "service_tier": "priority", "qbe_policy": "uniform", "top": 1})
+    asked = RequestOptions.of({"qbe_bits": 5, "service_tier": "priority", "qbe_policy": "uniform", "top": 1})
     assert (asked.budget.bits, asked.budget.tier, asked.policy, asked.text) == (5, "priority", "uniform", None)
-    assert Asked.of(None).budget.tier == "default"
-    assert Asked.of({"qbe_refresh": True}).budget.refresh
+    assert RequestOptions.of(None).budget.tier == "default"
+    assert RequestOptions.of({"qbe_refresh": True}).budget.refresh
 
 
 @pytest.mark.parametrize(
@@ -71,27 +71,27 @@ def test_what_a_request_asks_for() -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(args: dict[str, Any]) -> None:
     with pytest.raises(QBEError) as found:
-        Asked.of(args)
+        RequestOptions.of(args)
     assert "\n" not in str(found.value)
     assert len(str(found.value)) < 300
 
 
 def test_a_ticket_is_plain_data_and_belongs_to_one_model() -> None:
     mine = table()
-    packed = json.loads(json.dumps(ticket((4, 6, 16), mine).pack(), default=list))
-    found = Ticket.find(SimpleNamespace(extra_args={KEY: packed}))
+    packed = json.loads(json.dumps(payload((4, 6, 16), mine).pack(), default=list))
+    found = BlueprintPayload.find(SimpleNamespace(extra_args={KEY: packed}))
     assert found is not None
     assert found.blueprint(mine).weight_bits == (4, 6, 16)
     with pytest.raises(QBEError, match="another model"):
         found.blueprint(table(4))
-    assert Ticket.find(SimpleNamespace(extra_args=None)) is None
+    assert BlueprintPayload.find(SimpleNamespace(extra_args=None)) is None
 
 
 def test_a_salt_keeps_the_callers_and_is_made_once() -> None:
-    first = salt_of("theirs", "a")
+    first = cache_salt("theirs", "a")
     assert first == f"theirs{MARK}a"
-    assert salt_of(first, "b") == f"theirs{MARK}b"
-    assert salt_of(None, "a") != salt_of(None, "b")
+    assert cache_salt(first, "b") == f"theirs{MARK}b"
+    assert cache_salt(None, "a") != cache_salt(None, "b")
 
 
 def test_blocks_with_tokens_of_a_refresh_have_names_of_their_own() -> None:
@@ -112,13 +112,13 @@ def test_blocks_with_tokens_of_a_refresh_have_names_of_their_own() -> None:
         request.append_output_token_ids(answer)
         return list(request.block_hashes)
 
-    plain = names(made(salt_of(None, "a")), [1, 2, 3, 4, 5, 6, 7, 8])
-    assert plain == names(made(salt_of(None, "a")), [1, 2, 3, 4, 5, 6, 7, 8])
+    plain = names(made(cache_salt(None, "a")), [1, 2, 3, 4, 5, 6, 7, 8])
+    assert plain == names(made(cache_salt(None, "a")), [1, 2, 3, 4, 5, 6, 7, 8])
 
     def refreshed(written: int, start: int) -> list[bytes]:
-        request = made(salt_of(None, "a"))
+        request = made(cache_salt(None, "a"))
         names(request, [1, 2, 3, 4, 5, 6, 7, 8][:written])
-        resalt(request, start, "b", 4)
+        resalt_blocks(request, start, "b", 4)
         return names(request, [1, 2, 3, 4, 5, 6, 7, 8][written:])
 
     for written, start, kept in ((0, 8, 2), (2, 9, 2), (4, 11, 2), (4, 12, 3), (5, 12, 3)):
@@ -132,14 +132,14 @@ def test_blocks_with_tokens_of_a_refresh_have_names_of_their_own() -> None:
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(0, 30), st.integers(1, 30))
 def test_a_token_keeps_the_blueprint_that_it_had(gaps: list[int], start: int, count: int) -> None:
     made = [Blueprint(f"of part {i}", (4,), (16,), ()) for i in range(4)]
-    course, expected = Course(made[0]), [made[0]] * 60
+    history, expected = BlueprintHistory(made[0]), [made[0]] * 60
     at = 0
     for gap, blueprint in zip(gaps, made[1:], strict=False):
         at += gap
-        course.change(at, blueprint)
+        history.change(at, blueprint)
         expected[at:] = [blueprint] * (60 - at)
-    assert [b for b, n in course.runs(start, count) for _ in range(n)] == expected[start : start + count]
-    assert course.last == expected[-1]
+    assert [b for b, n in history.runs(start, count) for _ in range(n)] == expected[start : start + count]
+    assert history.last == expected[-1]
 
 
 BITS = st.tuples(st.sampled_from([(4, 16, 8), (16, 16, 16), (6, 6, 6)]), st.sampled_from([8, 16]), st.integers(1, 3))
@@ -152,8 +152,8 @@ def test_what_all_rows_of_a_layer_have(steps: list[list[tuple[tuple[int, ...], i
         full_rows.note([(Blueprint("made up", bits, (16, eight, 16), ()), n) for bits, eight, n in runs])
         for sites in ((0,), (1,), (0, 1, 2)):
             full = {bits[s] == 16 for bits, _, _ in runs for s in sites}
-            careful = 1 not in sites or all(eight == 16 for _, eight, _ in runs)
-            expected = False if True not in full else True if full == {True} and careful else None
+            full_activations = 1 not in sites or all(eight == 16 for _, eight, _ in runs)
+            expected = False if True not in full else True if full == {True} and full_activations else None
             assert full_rows.every(sites) is expected
 
 
@@ -190,7 +190,7 @@ def test_an_answer_is_refreshed_and_recorded() -> None:
 
     mine = table()
     thresholds = Thresholds(2.0, 0.5, 1.0, 3.0, 99)
-    answer = Answer(ticket((4, 4, 4), mine, refresh=True), mine, 0.0, Monitor(thresholds))
+    answer = RequestState(payload((4, 4, 4), mine, refresh=True), mine, 0.0, Monitor(thresholds))
     chooser = SimpleNamespace(policy=lambda _: Wider(), blueprint=lambda p, q, b: (p.blueprint(q, b, mine), None))
     answer.computed(0, 5)
     answer.wrote((3.0, 0.1))
@@ -203,7 +203,7 @@ def test_an_answer_is_refreshed_and_recorded() -> None:
     assert cause.kind == "hard"
     end = 4 + RUN * WINDOW
     assert answer.refresh(cause, chooser, end)  # type: ignore[arg-type]
-    assert answer.course.last.weight_bits == (8, 8, 8)
+    assert answer.history.last.weight_bits == (8, 8, 8)
     answer.computed(end, 1)
     answer.wrote((0.1, 5.0))
     answer.computed(0, 3)  # again, after a preemption
@@ -242,7 +242,7 @@ def test_the_tier_of_a_body_reaches_the_arguments() -> None:
 def test_a_tier_that_is_none_is_refused(tier: object) -> None:
     args = json.loads(with_args(json.dumps({"service_tier": tier}).encode()))["vllm_xargs"]
     with pytest.raises(QBEError, match="tier"):
-        Asked.of(args)
+        RequestOptions.of(args)
 
 
 def config_with(
@@ -283,7 +283,7 @@ def test_what_vllm_can_reject() -> None:
 
 def test_a_prompt_from_another_server_keeps_its_blueprint() -> None:
     mine = table()
-    there, here = ticket((4, 6, 16), mine), ticket((4, 4, 4), mine)
+    there, here = payload((4, 6, 16), mine), payload((4, 4, 4), mine)
     moved = json.loads(json.dumps({"do_remote_prefill": True, KEY: transfer.told(there)}))
     found = transfer.taken(here, moved, mine)
     assert found == there
@@ -302,17 +302,17 @@ def test_a_prompt_from_another_server_keeps_its_blueprint() -> None:
 )  # fmt: skip
 def test_a_prompt_that_does_not_fit_is_refused(change: dict[str, Any], says: str) -> None:
     mine = table()
-    told = transfer.told(ticket((4, 6, 16), mine)) | change
+    told = transfer.told(payload((4, 6, 16), mine)) | change
     for moved in ({"do_remote_prefill": True}, {"remote_block_ids": [[1]]}):
         with pytest.raises(QBEError, match=says):
-            transfer.taken(ticket((4, 4, 4), mine), moved | {KEY: told}, mine)
+            transfer.taken(payload((4, 4, 4), mine), moved | {KEY: told}, mine)
         with pytest.raises(QBEError, match="without QBE"):
-            transfer.taken(ticket((4, 4, 4), mine), moved, mine)
+            transfer.taken(payload((4, 4, 4), mine), moved, mine)
 
 
 def test_seeds_make_no_series_of_their_own() -> None:
     for seed in range(3):
-        asked = replace(ticket((4, 4, 4), table()), policy=f"random:{seed}")
+        asked = replace(payload((4, 4, 4), table()), policy=f"random:{seed}")
         metrics.admitted(asked, asked.blueprint(table()), table())
     labels = {s.labels.get("policy") for m in metrics.REQUESTS.collect() for s in m.samples}
     assert "random" in labels

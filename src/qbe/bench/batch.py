@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from qbe.bench.linears import passes_at, random_inputs
-from qbe.bench.machine import Limits
+from qbe.bench.machine import Roofline
 from qbe.bench.measure import Failed, Sample, attempt, take_turns
 from qbe.bench.passes import one_pass, pass_rows
 from qbe.bench.report import Row
-from qbe.bench.weights import Part, Token, Weights, call, random_weights, token_for
+from qbe.bench.weights import LinearGroup, Token, Weights, call, random_weights, token_for
 from qbe.progress import bar
 
 MIXED = "in turn"
@@ -21,7 +21,7 @@ SPLIT = "a launch per precision"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """What is measured.
 
     Attributes:
@@ -39,11 +39,11 @@ class Sizes:
     rounds: int = 15
 
 
-def sizes_for(device: torch.device) -> Sizes:
-    return Sizes(token_for(device), groups=(64, 128) if device.type == "cuda" else (64,))
+def sizes_for(device: torch.device) -> BatchSizes:
+    return BatchSizes(token_for(device), groups=(64, 128) if device.type == "cuda" else (64,))
 
 
-def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
+def run(device: torch.device, limits: Roofline, sizes: BatchSizes, progress: bool = False) -> list[Row]:
     """Two mixtures for each batch size: the precisions in turn, and one row at the highest beside rows at the lowest.
 
     Returns:
@@ -85,7 +85,7 @@ def split(weights: Weights, x: Mapping[int, torch.Tensor], batch: list[int], gro
     bits = {b: torch.full((len(rows),), b, dtype=torch.int32, device=weights.device) for b, rows in at.items()}
     nested = weights.nested[group]
 
-    def launches(part: Part, i: int) -> None:
+    def launches(part: LinearGroup, i: int) -> None:
         for b in sorted(at):
             call(inputs[b][part.k], nested[part.name][i], bits[b])
 

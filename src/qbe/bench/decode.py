@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qbe.bench.engines import STEP, Work, blueprint_at, core_of, ours, peer_notes, peers_of, random_prompt
-from qbe.bench.machine import Limits
+from qbe.bench.engines import STEP, DecodeRun, blueprint_at, core_of, ours, peer_notes, peers_of, random_prompt
+from qbe.bench.machine import Roofline
 from qbe.bench.measure import Failed, Outcome, take_turns
 from qbe.bench.report import Row, rows_beside
 from qbe.models import DEFAULT_MODEL
@@ -30,7 +30,7 @@ LLAMA_8B: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DecodeSizes:
     """What is measured.
 
     Attributes:
@@ -48,8 +48,8 @@ class Sizes:
     rounds: int = 7
 
 
-def sizes_for(device: torch.device) -> Sizes:
-    return Sizes(LLAMA_8B, (4, 4.5, 6, 8, 16), 16, 64, 10) if device.type == "cuda" else Sizes()
+def sizes_for(device: torch.device) -> DecodeSizes:
+    return DecodeSizes(LLAMA_8B, (4, 4.5, 6, 8, 16), 16, 64, 10) if device.type == "cuda" else DecodeSizes()
 
 
 def random_llama(fields: dict[str, Any], device: torch.device) -> nn.Module:
@@ -62,7 +62,7 @@ def random_llama(fields: dict[str, Any], device: torch.device) -> nn.Module:
         return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
-def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
+def run(device: torch.device, limits: Roofline, sizes: DecodeSizes, progress: bool = False) -> list[Row]:
     """For each average a row per peer, in tokens per second; then the same with the step compiled.
 
     Raises:
@@ -71,7 +71,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     random = isinstance(sizes.model, dict)
     model = random_llama(sizes.model, device) if isinstance(sizes.model, dict) else sizes.model
     core = core_of(model, device, sizes.prompt + sizes.steps + 1, progress)
-    work = Work(random_prompt(sizes.prompt, core.vocabulary), sizes.steps)
+    work = DecodeRun(random_prompt(sizes.prompt, core.vocabulary), sizes.steps)
     others, notes = (
         ({}, {}) if isinstance(model, nn.Module) else (peers_of(model, device, work, progress), peer_notes(model))
     )

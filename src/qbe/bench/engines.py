@@ -26,7 +26,7 @@ PREFILL, STEP = "prefill", "step"
 
 
 @dataclass(frozen=True)
-class Work:
+class DecodeRun:
     """What one sample does.
 
     Attributes:
@@ -50,7 +50,7 @@ class Answers(Protocol):
     def step(self) -> Any: ...
 
 
-def timed(model: Answers, work: Work) -> Mapping[str, float]:
+def timed(model: Answers, work: DecodeRun) -> Mapping[str, float]:
     """Seconds of the prompt (`PREFILL`) and, when there are any, of one decode step (`STEP`, the mean)."""
     begin = time.perf_counter()
     model.start(work.prompt)
@@ -107,7 +107,7 @@ def blueprint_at(core: Core, average: float) -> Blueprint:
 class QBE:
     """One sequence through `Core.step`, at one blueprint."""
 
-    def __init__(self, core: Core, blueprint: Blueprint, work: Work) -> None:
+    def __init__(self, core: Core, blueprint: Blueprint, work: DecodeRun) -> None:
         self.core, self.blueprint = core, blueprint
         self.params = SamplingParams(max_tokens=work.steps + 1, ignore_eos=True)
         self.sequence: Sequence | None = None
@@ -126,7 +126,7 @@ class QBE:
             self.core.step()
 
 
-def ours(core: Core, averages: tuple[float, ...], work: Work) -> dict[float, Sample]:
+def ours(core: Core, averages: tuple[float, ...], work: DecodeRun) -> dict[float, Sample]:
     """Average bits -> a sample of QBE at a blueprint with that average."""
 
     def sample(model: QBE) -> Mapping[str, float]:
@@ -185,7 +185,7 @@ class LlamaCpp:
         self.token = self.llm.sample(temp=0.0)
 
 
-def peers_of(name: str | Path, device: torch.device, work: Work, progress: bool) -> dict[str, Sample | Failed]:
+def peers_of(name: str | Path, device: torch.device, work: DecodeRun, progress: bool) -> dict[str, Sample | Failed]:
     """The whole-model peers of a model on disk, or why they are missing."""
 
     def llama_cpp() -> Answers:

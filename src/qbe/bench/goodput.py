@@ -23,7 +23,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TraceReplay:
     """A replay at one rate.
 
     Attributes:
@@ -40,7 +40,7 @@ class Trial:
     failed: int
 
     @classmethod
-    def of(cls, rate: float, answers: Sequence[Answered]) -> Trial:
+    def of(cls, rate: float, answers: Sequence[Answered]) -> TraceReplay:
         good = [a for a in answers if not a.error]
         # A refused answer counts as one that never came.
         first = sorted(a.first_s for a in good) + [float("inf")] * (len(answers) - len(good))
@@ -72,7 +72,7 @@ class Search:
 
     def __init__(self, bound: Bound, start: float, steps: int) -> None:
         self._bound, self._steps = bound, steps
-        self.rate, self.trials = start, list[Trial]()
+        self.rate, self.trials = start, list[TraceReplay]()
         self._good, self._bad, self._rises, self._falls = 0.0, float("inf"), 0, 0
 
     @property
@@ -85,7 +85,7 @@ class Search:
         """The highest rate that met the bound; 0 where none did."""
         return self._good
 
-    def take(self, trial: Trial) -> None:
+    def take(self, trial: TraceReplay) -> None:
         """What came of `rate`; it is another one then."""
         self.trials.append(trial)
         if trial.over(self._bound) <= 1:
@@ -103,7 +103,7 @@ class Search:
             self._steps -= 1
 
 
-def in_turns(searches: Sequence[Search], trial: Callable[[int, float], Trial]) -> None:
+def in_turns(searches: Sequence[Search], trial: Callable[[int, float], TraceReplay]) -> None:
     """Run searches to their ends, a trial of each in turns, so that a slow hour is everybody's.
 
     Args:

@@ -1,4 +1,5 @@
-"""Attention over pages of 16, 8, 4 and 2 bits and over mixtures of them; sealing pages; what a token's pages take."""
+"""Attention over pages of 16, 8, 4 and 2 bits and over mixtures of them; quantising pages; what a token's pages
+take."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from qbe.bench.kv_attention import Decode, Prefill, Seal, halved
-from qbe.bench.kv_cases import FULL, Case, Cases
-from qbe.bench.machine import Limits
-from qbe.bench.measure import Failed, Measured, Outcome, take_turns
+from qbe.bench.kv_attention import Decode, Prefill, Quantise, halved
+from qbe.bench.kv_cases import FULL, Cases, KVCase
+from qbe.bench.machine import Roofline
+from qbe.bench.measure import Failed, Outcome, Timing, take_turns
 from qbe.bench.passes import WHOLE
 from qbe.bench.report import Row, rows_beside
 from qbe.blueprint import Blueprint
@@ -30,7 +31,7 @@ TEXT = "The library keeps letters, maps and logbooks of ships that sailed to the
 
 
 @dataclass(frozen=True)
-class Sizes:
+class KVSizes:
     """What is measured.
 
     Attributes:
@@ -57,15 +58,15 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
 
 
-def sizes_for(device: torch.device) -> Sizes:
+def sizes_for(device: torch.device) -> KVSizes:
     """Llama-3.1-8B's heads on a GPU, SmolLM2's on a CPU."""
     if device.type == "cuda":
-        return Sizes(32, KVShape(8, 128, 128), 32768, (8,), 8, 2048)
-    return Sizes(9, KVShape(3, 64, 64), 4096, (1, 4), 30, 512)
+        return KVSizes(32, KVShape(8, 128, 128), 32768, (8,), 8, 2048)
+    return KVSizes(9, KVShape(3, 64, 64), 4096, (1, 4), 30, 512)
 
 
-def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
-    """For each precision and mixture a row per peer: microseconds of a layer's attention, of a page that is sealed.
+def run(device: torch.device, limits: Roofline, sizes: KVSizes, progress: bool = False) -> list[Row]:
+    """For each precision and mixture a row per peer: microseconds of a layer's attention, of a page that is quantised.
 
     Sequences of different lengths stand beside equal ones with as many tokens. Then bytes of pages per token of the
     model, at every precision and as its default policy chooses them.
@@ -92,7 +93,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
         return [*found, Row("KV memory", "", f"{sizes.context} tokens", FULL_BITS, None, SIXTEEN, peer, "bytes/token")]
 
 
-def fitting(sizes: Sizes, batch: int, device: torch.device) -> tuple[Cases, str]:
+def fitting(sizes: KVSizes, batch: int, device: torch.device) -> tuple[Cases, str]:
     """Sequences as long as the memory allows, and a note where that is shorter than was wanted."""
     context, refused = sizes.context, ""
     while context > max(PAGE_SIZE, sizes.context // 64):
@@ -112,7 +113,7 @@ def fitting(sizes: Sizes, batch: int, device: torch.device) -> tuple[Cases, str]
     )
 
 
-def _decode(cases: Cases, sizes: Sizes, limits: Limits, note: str, tick: Callable[[], None]) -> list[Row]:
+def _decode(cases: Cases, sizes: KVSizes, limits: Roofline, note: str, tick: Callable[[], None]) -> list[Row]:
     decode = Decode(cases, sizes.heads)
     ours = {name: decode.ours(case) for name, case in cases.found.items()}
     uneven, even = halved(cases.batch, cases.context)
@@ -144,7 +145,7 @@ def _decode(cases: Cases, sizes: Sizes, limits: Limits, note: str, tick: Callabl
     return rows
 
 
-def _prefill(cases: Cases, sizes: Sizes, limits: Limits, note: str, tick: Callable[[], None]) -> list[Row]:
+def _prefill(cases: Cases, sizes: KVSizes, limits: Roofline, note: str, tick: Callable[[], None]) -> list[Row]:
     count = min(sizes.chunk, cases.context // 2 // PAGE_SIZE * PAGE_SIZE)
     work = Prefill(cases, sizes.heads, count)
     uniform = {n: c for n, c in cases.found.items() if len(c.bits) == 1}
@@ -161,8 +162,8 @@ def _prefill(cases: Cases, sizes: Sizes, limits: Limits, note: str, tick: Callab
     ]  # fmt: skip
 
 
-def _seal(cases: Cases, sizes: Sizes, limits: Limits, note: str, tick: Callable[[], None]) -> list[Row]:
-    work = Seal(cases)
+def _seal(cases: Cases, sizes: KVSizes, limits: Roofline, note: str, tick: Callable[[], None]) -> list[Row]:
+    work = Quantise(cases)
     low = {n: c for n, c in cases.found.items() if len(c.bits) == 1 and n != FULL}
     mine, theirs = take_turns({n: work.ours(c) for n, c in low.items()}, work.peers(), sizes.rounds, tick)
     each = 1e6 / work.count / cases.layers
@@ -170,7 +171,7 @@ def _seal(cases: Cases, sizes: Sizes, limits: Limits, note: str, tick: Callable[
         row
         for name, case in low.items()
         for row in rows_beside(
-            theirs, WHOLE, each, what="sealing a page", size=f"{cases.shape.kv_heads} heads of {cases.shape.key_dim}",
+            theirs, WHOLE, each, what="quantising a page", size=f"{cases.shape.kv_heads} heads of {cases.shape.key_dim}",
             case=f"{work.count} pages, {cases.layers} layers at once", bits=_bits(case), ours=mine[name][WHOLE],
             unit="us", limit=work.seconds(case, limits) * each, notes=dict.fromkeys(theirs, note),
         )
@@ -197,10 +198,10 @@ def memory(model: str | Path, context: int, progress: bool) -> list[Row]:
         }
         held["default"] = _held(engine.core.pool, chosen, context)
         average = chosen.average_kv_bits(engine.table)
-    full, size = Measured.of([held[FULL_BITS]]), f"{len(chosen.kv_bits)} layers"
+    full, size = Timing.of([held[FULL_BITS]]), f"{len(chosen.kv_bits)} layers"
     notes = {"default": f"{average:g} bits on average are the default policy's choice at {context} tokens"}
     return [
-        Row("KV memory", size, f"{context} tokens", bits, Measured.of([value]), SIXTEEN, full, "bytes/token",
+        Row("KV memory", size, f"{context} tokens", bits, Timing.of([value]), SIXTEEN, full, "bytes/token",
             note=notes.get(str(bits), ""))
         for bits, value in held.items()
     ]  # fmt: skip
@@ -209,13 +210,13 @@ def memory(model: str | Path, context: int, progress: bool) -> list[Row]:
 def _held(pool: PagePool, blueprint: Blueprint, tokens: int) -> float:
     """Bytes per token: all pages of a sequence, the last one in its frame."""
     first, format = (pool.format(blueprint.kv_bits_of(page), Counter()) for page in (0, 1))
-    sealed = first.nbytes + (pages_for(tokens) - 1) * format.nbytes
-    return (sealed + (0 if format.full else pool.page_bytes)) / tokens
+    quantised = first.nbytes + (pages_for(tokens) - 1) * format.nbytes
+    return (quantised + (0 if format.full else pool.page_bytes)) / tokens
 
 
-def _size(sizes: Sizes) -> str:
+def _size(sizes: KVSizes) -> str:
     return f"{sizes.heads}/{sizes.shape.kv_heads} heads of {sizes.shape.key_dim}"
 
 
-def _bits(case: Case) -> int | str:
+def _bits(case: KVCase) -> int | str:
     return case.bits[0] if len(case.bits) == 1 else "+".join(map(str, case.bits))

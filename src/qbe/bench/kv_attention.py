@@ -1,4 +1,4 @@
-"""The work of `qbe bench kv` on one set of cases: a decode step's attention, a prompt's, sealing; and torch's."""
+"""The work of `qbe bench kv` on one set of cases: a decode step's attention, a prompt's, quantising; and torch's."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from qbe.bench.kv_cases import Case, Cases
-from qbe.bench.machine import Limits
+from qbe.bench.kv_cases import Cases, KVCase
+from qbe.bench.machine import Roofline
 from qbe.bench.measure import Failed, Sample, attempt
 from qbe.bench.passes import check, whole
+from qbe.format.kv_blocks import quantised_pages
 from qbe.kernels.ops.paged_attention import paged_attention, shared_attention
-from qbe.format.kv_blocks import sealed_pages
 from qbe.kvcache.pages import PAGE_SIZE
-from qbe.kvcache.prompt import Prompt, attend_prompt
+from qbe.kvcache.prompt import PromptSpan, attend_prompt
 from qbe.kvcache.shares import Shares
 
 SDPA, SDPA_GROUPED = "SDPA", "SDPA, a group's queries as rows"
@@ -52,18 +52,18 @@ class Decode:
         self.shares = Shares(pool, [None] * cases.layers) if pool.device.type == "cuda" else None
         self.slots = cases.full[:, -1] + (cases.context - 1) % PAGE_SIZE
 
-    def ours(self, case: Case, pages: Sequence[int] | None = None) -> Sample:
+    def ours(self, case: KVCase, pages: Sequence[int] | None = None) -> Sample:
         """All layers over this case's pages, once their result is known to be right.
 
         Args:
             pages: that each sequence has before its new token, fewer than a table has; None: the whole context.
         """
-        where = self.slots, case.tables, self.lengths
+        where = self.slots, case.block_tables, self.lengths
         if pages is not None:
             rows, own = torch.arange(len(pages)), torch.tensor(pages)
-            tables = case.tables.clone()
-            tables[rows, own] = self.cases.full[:, -1]
-            where = self.cases.full[:, -1], tables, (own * PAGE_SIZE + 1).to(self.device)
+            block_tables = case.block_tables.clone()
+            block_tables[rows, own] = self.cases.full[:, -1]
+            where = self.cases.full[:, -1], block_tables, (own * PAGE_SIZE + 1).to(self.device)
         with torch.inference_mode():
             out = self._step(where)[0]
             read = self.cases.pool.read(0, where[1][0])
@@ -90,7 +90,7 @@ class Decode:
             for name, call in ((SDPA, plain), (SDPA_GROUPED, self._grouped))
         }
 
-    def seconds(self, case: Case, limits: Limits, part: float = 1.0) -> float:
+    def seconds(self, case: KVCase, limits: Roofline, part: float = 1.0) -> float:
         """The limit of a pass: query and result and that part of the pages move once."""
         shape, layers = self.cases.shape, self.cases.layers
         size = self.query.element_size() * self.heads * (shape.key_dim + shape.value_dim)
@@ -102,12 +102,12 @@ class Decode:
         """All layers at these slots, tables and lengths, as an engine's step has them."""
         cases, layers = self.cases, range(self.cases.layers)
         new, numbers = (self.query, self.key, self.value, cases.pool.memory), (self.scaling, 0, 0.0)
-        words = [w for w in cases.pool.words if w is not None]
+        head_offsets = [w for w in cases.pool.head_offsets if w is not None]
         if self.shares is None or not self.shares.pay(*where[1].shape):
-            return [paged_attention(*new, words[i], *where, self.entropy, *numbers) for i in layers]
+            return [paged_attention(*new, head_offsets[i], *where, self.entropy, *numbers) for i in layers]
         self.shares.find(*where[1:])
         cuts = [c for c in self.shares.cuts if c is not None]
-        return [shared_attention(*new, words[i], *where, self.entropy, *numbers, cuts=cuts[i]) for i in layers]
+        return [shared_attention(*new, head_offsets[i], *where, self.entropy, *numbers, cuts=cuts[i]) for i in layers]
 
     def _grouped(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Queries that share a key head become rows of one product, and no key is read twice."""
@@ -133,11 +133,11 @@ class Prefill:
         keys, values = pool.read(0, cases.full[0])
         self.keys, self.values = keys[:, :, : cases.context], values[:, :, : cases.context]
 
-    def ours(self, case: Case) -> Sample:
+    def ours(self, case: KVCase) -> Sample:
         """One layer; only the first one is used, whose pages a long prompt reads again and again."""
         formats = frozenset(p.format for p in case.pages)
-        frames = self.cases.full[0, sealed_pages(self.start // PAGE_SIZE) :]
-        prompt = Prompt(0, self.count, self.start, case.tables[0], frames, formats)
+        staging_pages = self.cases.full[0, quantised_pages(self.start // PAGE_SIZE) :]
+        prompt = PromptSpan(0, self.count, self.start, case.block_tables[0], staging_pages, formats)
         key, value = self.keys[:, :, self.start :], self.values[:, :, self.start :]
 
         def run() -> torch.Tensor:
@@ -157,7 +157,7 @@ class Prefill:
 
         return {SDPA: attempt(lambda: whole(run, self.device))}
 
-    def seconds(self, case: Case, limits: Limits) -> float:
+    def seconds(self, case: KVCase, limits: Roofline) -> float:
         """The limit: keys and values are read once, and each token multiplies with those before it."""
         shape = self.cases.shape
         moved = case.nbytes / self.cases.layers / self.cases.batch + 2 * self.query.nbytes
@@ -169,20 +169,20 @@ class Prefill:
         return sdpa(self.query, self.keys, self.values, mask, scale=self.scaling, enable_gqa=True)
 
 
-class Seal:
-    """The full pages of the first sequence, brought from frames to their own bytes at all layers."""
+class Quantise:
+    """The full pages of the first sequence, brought from staging pages to their own bytes at all layers."""
 
     def __init__(self, cases: Cases) -> None:
         self.cases, self.count = cases, cases.full.shape[1] - 1
         self.moved = self.count * cases.pool.page_bytes
 
-    def ours(self, case: Case) -> Sample:
+    def ours(self, case: KVCase) -> Sample:
         """Again to the bytes where they are."""
-        both = torch.stack([self.cases.full[0, :-1], case.tables[0, :-1]])
-        return whole(lambda: self.cases.pool.seal(both), self.cases.pool.device)
+        both = torch.stack([self.cases.full[0, :-1], case.block_tables[0, :-1]])
+        return whole(lambda: self.cases.pool.quantise(both), self.cases.pool.device)
 
     def peers(self) -> dict[str, Sample | Failed]:
-        """torch's copy of so many bytes as the frames have."""
+        """torch's copy of so many bytes as the staging pages have."""
         source = self.cases.pool.memory[: self.moved]
 
         def build() -> Sample:
@@ -191,6 +191,6 @@ class Seal:
 
         return {"copy at 16 bits": attempt(build)}
 
-    def seconds(self, case: Case, limits: Limits) -> float:
-        """The limit: frames are read, pages written."""
+    def seconds(self, case: KVCase, limits: Roofline) -> float:
+        """The limit: staging pages are read, pages written."""
         return limits.seconds(self.moved + sum(p.format.nbytes for p in case.pages))

@@ -20,7 +20,7 @@ from qbe.kvcache.allocator import Page, PageAllocator
 from qbe.kvcache.attention import in_runs
 from qbe.kvcache.pages import KVBits, KVShape, PagePool, page_bytes, pages_for
 
-AT_ONCE = 64  # pages that have frames at the same time while a case is made
+AT_ONCE = 64  # pages that have staging pages at the same time while a case is made
 FULL = str(FULL_BITS)
 
 
@@ -55,19 +55,19 @@ def choices(batch: int, kv_heads: int, pages: int, averages: Sequence[int]) -> d
 
 
 @dataclass(frozen=True)
-class Case:
+class KVCase:
     """One way to store the sequences.
 
     Attributes:
         bits: the precisions in it, ascending.
-        tables: entries int64 `[batch, pages]` in the order of decode steps; the last page of each row is open and at
-            16 bits.
+        block_tables: entries int64 `[batch, pages]` in the order of decode steps; the last page of each row is open and
+            at 16 bits.
         pages: of the first sequence but the last one.
         nbytes: of all pages at all layers.
     """
 
     bits: tuple[int, ...]
-    tables: torch.Tensor
+    block_tables: torch.Tensor
     pages: list[Page]
     nbytes: int
 
@@ -97,31 +97,31 @@ class Cases:
         self.layers, self.shape, self.batch, self.context = layers, shape, batch, context
         pages = pages_for(context)
         wanted = choices(batch, shape.kv_heads, pages - 1, averages)
-        room = min(AT_ONCE, pages) + sum(_frames(layers, shape, dtype, rows) for rows in wanted.values()) + batch
+        room = min(AT_ONCE, pages) + sum(_staging_pages(layers, shape, dtype, rows) for rows in wanted.values()) + batch
         needed = room * page_bytes([shape] * layers, dtype)
         if needed > 0.9 * free_bytes(device):
             raise MemoryError(f"{needed / 2**20:,.0f} MiB of pages")
         self.pool = PagePool([shape] * layers, room, dtype, device)
         self._allocator = PageAllocator(room, self.pool.full)
         rows = [self._allocator.allocate(pages) or [] for _ in range(batch)]
-        self.full = torch.tensor([[p.entry for p in row] for row in rows], device=device)
+        self.full = torch.tensor([[p.block_id for p in row] for row in rows], device=device)
         self._fill(rows)
-        self.found: dict[str, Case] = {}
+        self.found: dict[str, KVCase] = {}
         for name, bits in wanted.items():
             own = rows if name == FULL else [
                 in_runs([*self._sealed(b, r), r[-1]], pages - 1, False) for b, r in zip(bits, rows, strict=True)
             ]  # fmt: skip
-            tables = torch.tensor([[p.entry for p in row] for row in own], device=device)
+            block_tables = torch.tensor([[p.block_id for p in row] for row in own], device=device)
             used = {b for row in bits for page in row for b in ([page] if isinstance(page, int) else page)}
             nbytes = sum(p.format.nbytes for row in own for p in row)
-            self.found[name] = Case(tuple(sorted(used)), tables, own[0][:-1], nbytes)
+            self.found[name] = KVCase(tuple(sorted(used)), block_tables, own[0][:-1], nbytes)
 
     def _fill(self, rows: list[list[Page]]) -> None:
         """Random numbers, standard normal, into pages of 16 bits."""
-        frames, size = self.pool.memory.view(self.pool.dtype), self.pool.dtype.itemsize
+        staging_pages, size = self.pool.memory.view(self.pool.dtype), self.pool.dtype.itemsize
         torch.manual_seed(0)
         for page in (p for row in rows for p in row):
-            frames[page.address // size : (page.address + page.format.nbytes) // size].normal_()
+            staging_pages[page.address // size : (page.address + page.format.nbytes) // size].normal_()
 
     def _sealed(self, bits: list[KVBits], row: list[Page]) -> list[Page]:
         """The full pages of a sequence at these bits."""
@@ -131,16 +131,16 @@ class Cases:
             for b in bits[i : i + AT_ONCE]:
                 format = self.pool.format((b,) * self.layers, self._allocator.uses)
                 now += self._allocator.allocate(1, format) or []
-            sources = [p.entry for p in row[i : i + len(now)]]
+            sources = [p.block_id for p in row[i : i + len(now)]]
             assert len(now) == len(bits[i : i + AT_ONCE]), "the pool was made for all of them"
-            self.pool.seal(torch.tensor([sources, [p.sealed_entry for p in now]], device=self.pool.device))
+            self.pool.quantise(torch.tensor([sources, [p.quantised_block_id for p in now]], device=self.pool.device))
             for page in now:
-                self._allocator.seal(page)
+                self._allocator.quantise(page)
             found += now
         return found
 
 
-def _frames(layers: int, shape: KVShape, dtype: torch.dtype, rows: list[list[KVBits]]) -> int:
+def _staging_pages(layers: int, shape: KVShape, dtype: torch.dtype, rows: list[list[KVBits]]) -> int:
     """Pages of 16 bits that hold as many bytes as pages of these bits."""
     probe = PagePool([shape] * layers, 0, dtype, torch.device("cpu"))
     uses: Counter[int] = Counter()

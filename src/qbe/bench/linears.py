@@ -12,13 +12,13 @@ import torch
 from torch.nn.functional import linear
 
 from qbe.bench.linear_peers import LinearPeer, PreparedPeers, peers_for
-from qbe.bench.machine import Limits
+from qbe.bench.machine import Roofline
 from qbe.bench.measure import Sample, take_turns
 from qbe.bench.passes import check, one_pass, pass_rows
 from qbe.bench.report import Row
-from qbe.bench.weights import Part, Token, Weights, call, random_weights, token_for
+from qbe.bench.weights import LinearGroup, Token, Weights, call, random_weights, token_for
 from qbe.hardware import detect
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.progress import bar
 from qbe.store.nested_tensor import UNIFORM_ROWS
@@ -27,7 +27,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LinearSizes:
     """What is measured.
 
     Attributes:
@@ -50,11 +50,11 @@ class Sizes:
     prompts: tuple[int, ...] = ()
 
 
-def sizes_for(device: torch.device) -> Sizes:
-    return Sizes(token_for(device), groups=(64, 128) if device.type == "cuda" else (64,))
+def sizes_for(device: torch.device) -> LinearSizes:
+    return LinearSizes(token_for(device), groups=(64, 128) if device.type == "cuda" else (64,))
 
 
-def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
+def run(device: torch.device, limits: Roofline, sizes: LinearSizes, progress: bool = False) -> list[Row]:
     """Measures every precision and every peer on the same weights and inputs.
 
     Returns:
@@ -74,7 +74,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
                 (g, b, None): s for g in sizes.groups for b, s in uniform(weights, x, sizes.widths, g).items()
             }
             for g, b, a in product(sizes.groups, sizes.widths, sizes.prompts if m >= UNIFORM_ROWS else ()):
-                ours[g, b, a] = prompt(weights, x, word(b, a), g)
+                ours[g, b, a] = prompt(weights, x, precision_word(b, a), g)
             mine, theirs = take_turns(ours, prepared.samples(x), sizes.rounds, tick)
             for (group, bits, activations), parts in mine.items():
                 beside = {p.name: theirs[p.name] for p in prepared.peers if bits in p.against}
@@ -98,18 +98,18 @@ def uniform(weights: Weights, x: dict[int, torch.Tensor], widths: Iterable[int],
     return passes_at(weights, x, {b: [b] * m for b in widths}, group)
 
 
-def prompt(weights: Weights, x: dict[int, torch.Tensor], word: int, group: int) -> Sample:
+def prompt(weights: Weights, x: dict[int, torch.Tensor], precision_word: int, group: int) -> Sample:
     """A pass of ours in which every row reads this word, and the weights know it.
 
     8-bit activations are multiplied in the device's own format everywhere, as at sites that bear it.
     """
     nested, token = weights.nested[group], weights.token
     native = DTYPES.get(detect(weights.device).prompt_format or "")
-    bits = torch.full((next(iter(x.values())).shape[0],), word, dtype=torch.int32, device=weights.device)
+    bits = torch.full((next(iter(x.values())).shape[0],), precision_word, dtype=torch.int32, device=weights.device)
 
-    def one(part: Part, i: int) -> torch.Tensor:
+    def one(part: LinearGroup, i: int) -> torch.Tensor:
         weight = nested[part.name][i]
-        weight.uniform, weight.native = word, native
+        weight.uniform, weight.native = precision_word, native
         y = call(x[part.k], weight, bits)
         weight.uniform = weight.native = None
         return y

@@ -19,7 +19,7 @@ _REPEATS = 20
 
 
 @dataclass(frozen=True)
-class Limits:
+class Roofline:
     """What the machine's physics allow.
 
     Attributes:
@@ -35,7 +35,7 @@ class Limits:
         return max(moved / self.bandwidth, operations / self.flops)
 
 
-def measure_limits(device: torch.device, copy_bytes: int | None = None, matmul_size: int | None = None) -> Limits:
+def measure_limits(device: torch.device, copy_bytes: int | None = None, matmul_size: int | None = None) -> Roofline:
     """Measures both; the best of twenty, since this is a limit.
 
     Args:
@@ -45,7 +45,7 @@ def measure_limits(device: torch.device, copy_bytes: int | None = None, matmul_s
     gpu = device.type == "cuda"
     copy_bytes = copy_bytes or (1 << 30 if gpu else 1 << 28)
     matmul_size = matmul_size or (8192 if gpu else 2048)
-    return Limits(
+    return Roofline(
         2 * copy_bytes / _copy_seconds(copy_bytes, device), 2 * matmul_size**3 / _matmul_seconds(matmul_size, device)
     )
 
@@ -93,7 +93,7 @@ def free_bytes(device: torch.device) -> int:
     return int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def hardware(device: torch.device, limits: Limits) -> dict[str, Any]:
+def hardware(device: torch.device, limits: Roofline) -> dict[str, Any]:
     """The machine as JSON; what is not there is None."""
     gpu = device.type == "cuda"
     return {

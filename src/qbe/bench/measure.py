@@ -21,7 +21,7 @@ MAX_SECONDS = 150.0  # of one comparison; when it is over no further round begin
 
 
 @dataclass(frozen=True)
-class Measured:
+class Timing:
     """What the rounds gave.
 
     Attributes:
@@ -36,19 +36,19 @@ class Measured:
     rounds: int
 
     @classmethod
-    def of(cls, values: list[float]) -> Measured:
+    def of(cls, values: list[float]) -> Timing:
         if len(values) == 1:
             return cls(values[0], values[0], values[0], 1)
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high, len(values))
 
-    def times(self, factor: float) -> Measured:
+    def times(self, factor: float) -> Timing:
         """The same in another unit."""
-        return Measured(self.median * factor, self.low * factor, self.high * factor, self.rounds)
+        return Timing(self.median * factor, self.low * factor, self.high * factor, self.rounds)
 
-    def rate(self, amount: float) -> Measured:
+    def rate(self, amount: float) -> Timing:
         """`amount` per what was measured, e.g. tokens per second from seconds."""
-        return Measured(amount / self.median, amount / self.high, amount / self.low, self.rounds)
+        return Timing(amount / self.median, amount / self.high, amount / self.low, self.rounds)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Failed:
         return cls(f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__)
 
 
-Outcome = Mapping[str, Measured] | Failed
+Outcome = Mapping[str, Timing] | Failed
 
 
 def attempt(build: Callable[[], Sample]) -> Sample | Failed:
@@ -80,7 +80,7 @@ def take_turns(
     rounds: int,
     on_round: Callable[[], None] = lambda: None,
     max_seconds: float = MAX_SECONDS,
-) -> tuple[dict[Name, Mapping[str, Measured]], dict[str, Outcome]]:
+) -> tuple[dict[Name, Mapping[str, Timing]], dict[str, Outcome]]:
     """Measures every system once a round, after a first round that does not count.
 
     The order moves on by one from round to round, so that nobody always follows the same neighbour. A peer that fails
@@ -119,6 +119,6 @@ def take_turns(
                 for part, value in sample.items():
                     values[name].setdefault(part, []).append(value)
         on_round()
-    found = {n: {p: Measured.of(v) for p, v in values[n].items()} for n in systems}
+    found = {n: {p: Timing.of(v) for p, v in values[n].items()} for n in systems}
     theirs: dict[str, Outcome] = {n: failed[n] if n in failed else found[n] for n in peers}
     return {n: found[n] for n in ours}, theirs

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from qbe.bench.machine import Limits, seconds
-from qbe.bench.measure import Measured, Outcome, Sample
+from qbe.bench.machine import Roofline, seconds
+from qbe.bench.measure import Outcome, Sample, Timing
 from qbe.bench.report import Row, rows_beside
-from qbe.bench.weights import Part, Token, Weights
+from qbe.bench.weights import LinearGroup, Token, Weights
 
 WHOLE = "all linears"
 
-Call = Callable[[Part, int], object]
+Call = Callable[[LinearGroup, int], object]
 """Runs one linear layer: copy number i of a part."""
 
 
@@ -62,7 +62,7 @@ def _replays(token: Token, call: Call) -> Sample:
     return sample
 
 
-def _captured(launches: list[tuple[Part, int]], call: Call) -> Replay:
+def _captured(launches: list[tuple[LinearGroup, int]], call: Call) -> Replay:
     def run() -> None:
         for part, i in launches:
             call(part, i)
@@ -113,8 +113,8 @@ def whole(run: Callable[[], object], device: torch.device) -> Sample:
 
 def pass_rows(
     weights: Weights,
-    limits: Limits,
-    ours: Mapping[str, Measured],
+    limits: Roofline,
+    ours: Mapping[str, Timing],
     peers: Mapping[str, Outcome],
     *,
     rows: int,

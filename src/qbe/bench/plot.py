@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from qbe.bench.report import COUNT, Report, Row
+from qbe.bench.report import COUNT, BenchmarkReport, Row
 from qbe.errors import QBEError
 from qbe.files import write_bytes
 
@@ -29,7 +29,7 @@ def check_plot(path: Path) -> None:
         raise QBEError(f"--plot writes a PNG; give it a name that ends in .png, not '{path}'")
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: BenchmarkReport, path: Path) -> None:
     """Writes the picture as PNG, all of it or nothing: a panel for each case (batch size, group size).
 
     Raises:

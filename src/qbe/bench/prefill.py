@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from qbe.bench import linears
-from qbe.bench.engines import PREFILL, Work, core_of, ours, peer_notes, peers_of, random_prompt
+from qbe.bench.engines import PREFILL, DecodeRun, core_of, ours, peer_notes, peers_of, random_prompt
 from qbe.bench.linear_peers import CUBLAS, FP8
-from qbe.bench.machine import Limits
+from qbe.bench.machine import Roofline
 from qbe.bench.measure import Failed, take_turns
 from qbe.bench.report import Row, rows_beside
 from qbe.bench.weights import LLAMA_8B
@@ -19,7 +19,7 @@ from qbe.progress import bar
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PrefillSizes:
     """What is measured.
 
     Attributes:
@@ -34,14 +34,14 @@ class Sizes:
     tokens: int = 2048
     averages: tuple[float, ...] = (4, 8, 16)
     rounds: int = 5
-    linears: linears.Sizes | None = field(default=None)
+    linears: linears.LinearSizes | None = field(default=None)
 
 
-def sizes_for(device: torch.device) -> Sizes:
+def sizes_for(device: torch.device) -> PrefillSizes:
     if device.type != "cuda":
-        return Sizes()
-    return Sizes(
-        linears=linears.Sizes(
+        return PrefillSizes()
+    return PrefillSizes(
+        linears=linears.LinearSizes(
             LLAMA_8B,
             rows=(512, 2048),
             widths=(4, 8, 16),
@@ -53,7 +53,7 @@ def sizes_for(device: torch.device) -> Sizes:
     )
 
 
-def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
+def run(device: torch.device, limits: Roofline, sizes: PrefillSizes, progress: bool = False) -> list[Row]:
     """Rows of `qbe.bench.linears`, or for a whole model tokens per second for each average and peer.
 
     Raises:
@@ -62,7 +62,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     if sizes.linears is not None:
         return linears.run(device, limits, sizes.linears, progress)
     core = core_of(sizes.model, device, sizes.tokens + 1, progress)
-    work = Work(random_prompt(sizes.tokens, core.vocabulary), 0)
+    work = DecodeRun(random_prompt(sizes.tokens, core.vocabulary), 0)
     peers = peers_of(sizes.model, device, work, progress)
     with bar("prefill", sizes.rounds + 1, progress) as tick:
         mine, theirs = take_turns(ours(core, sizes.averages, work), peers, sizes.rounds, tick)

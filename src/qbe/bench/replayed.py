@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qbe.engine.speculation.draft_tokens import TEXT, Speculation
 from qbe.engine.scheduling.sequence import Sequence as Running
+from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, Speculation
 
 
 @dataclass(eq=False)
@@ -40,6 +40,6 @@ class Replayed(Speculation):
         self._rates, self._draws, self._sequence = rates, draws, sequence
 
     def right(self, at: int, token: int | None) -> bool:
-        if self.source == TEXT:
+        if self.source == NGRAM_DRAFTER:
             return super().right(at, self._sequence.token_ids[-1])
-        return at < len(self.guesses) and self._draws.random() < self._rates[self.source]
+        return at < len(self.draft_tokens) and self._draws.random() < self._rates[self.source]

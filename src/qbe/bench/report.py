@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qbe.bench.measure import Failed, Measured, Outcome
+from qbe.bench.measure import Failed, Outcome, Timing
 from qbe.files import write_text
 
 HIGHER_IS_BETTER = ("tokens/s", "requests/s", "answers")
@@ -38,13 +38,13 @@ class Row:
     size: str
     case: str
     bits: float | str
-    ours: Measured | None
+    ours: Timing | None
     peer: str
-    theirs: Measured | Failed
+    theirs: Timing | Failed
     unit: str
     limit: float | None = None
     note: str = ""
-    added: Measured | None = None
+    added: Timing | None = None
 
     @property
     def shape(self) -> str:
@@ -129,7 +129,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchmarkReport:
     """The result of one benchmark.
 
     Attributes:
@@ -165,7 +165,7 @@ def rows_beside(
     size: str,
     case: str,
     bits: float | str,
-    ours: Measured | None,
+    ours: Timing | None,
     unit: str,
     limit: float | None,
     notes: Mapping[str, str],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qbe.bench.measure import Measured
+from qbe.bench.measure import Timing
 from qbe.bench.traffic import folder_of
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
@@ -23,7 +23,7 @@ _COMPILE_S, _COMPILE_BYTES = 30.0, 1 << 20
 
 
 @dataclass
-class Found:
+class SchemaResult:
     """What came of the schemas.
 
     Attributes:
@@ -43,9 +43,9 @@ class Found:
     seconds: tuple[list[float], list[float]]
 
     @property
-    def each(self) -> tuple[Measured, Measured]:
+    def each(self) -> tuple[Timing, Timing]:
         """Milliseconds per token with the constraint, and without."""
-        with_it, without = (Measured.of([1e3 * s for s in seconds]) for seconds in self.seconds)
+        with_it, without = (Timing.of([1e3 * s for s in seconds]) for seconds in self.seconds)
         return with_it, without
 
 
@@ -63,7 +63,7 @@ def read(data: Path | None, count: int) -> dict[str, dict[str, Any]]:
 
 def measure(
     engine: Engine, schemas: dict[str, dict[str, Any]], tokens: int, batch: int, tick: Callable[[], None]
-) -> Found:
+) -> SchemaResult:
     """Answers to every schema, each batch once with the constraint and once without, of the same lengths, in turns.
 
     Args:
@@ -76,7 +76,7 @@ def measure(
     from qbe.server.errors import APIError
     from qbe.server.grammar import Grammars, json_schema
 
-    found = Found({}, [], {}, [], [], ([], []))
+    found = SchemaResult({}, [], {}, [], [], ([], []))
 
     async def compile_all() -> dict[str, Any]:
         grammars, made = Grammars(engine), {}

@@ -17,12 +17,12 @@ import torch
 
 from qbe.bench import schemas, soak
 from qbe.bench.client import LIMIT_S, Answered, Clients, all_good
-from qbe.bench.goodput import PART, Bound, Search, Trial, in_turns, quantile
-from qbe.bench.machine import Limits
-from qbe.bench.measure import Measured
+from qbe.bench.goodput import PART, Bound, Search, TraceReplay, in_turns, quantile
+from qbe.bench.machine import Roofline
+from qbe.bench.measure import Timing
 from qbe.bench.report import Row
-from qbe.bench.serve_sizes import Sizes
-from qbe.bench.serving import Served, serving
+from qbe.bench.serve_sizes import ServeSizes
+from qbe.bench.serving import RunningServer, serving
 from qbe.bench.traffic import Arrival, Traffic
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
@@ -38,18 +38,18 @@ ALL_FULL = "all at 16 bits"
 SOAK_PARTS = 4
 
 
-def sizes_for(device: torch.device) -> Sizes:
+def sizes_for(device: torch.device) -> ServeSizes:
     """A GPU takes the trace as it is."""
-    return Sizes() if device.type != "cuda" else Sizes(shrink=1.0, threads=0, requests=400, flood=64)
+    return ServeSizes() if device.type != "cuda" else ServeSizes(shrink=1.0, threads=0, requests=400, flood=64)
 
 
-def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
+def run(device: torch.device, limits: Roofline, sizes: ServeSizes, progress: bool = False) -> list[Row]:
     """Rows of each part.
 
     Raises:
         QBEError: data are missing, a server does not start or answers with an error.
     """
-    parts: dict[str, Callable[[torch.device, Sizes, bool], list[Row]]] = {
+    parts: dict[str, Callable[[torch.device, ServeSizes, bool], list[Row]]] = {
         "bound": within_bound, "overhead": overhead, "priority": priority, "schemas": structured,
         "soak": soaked,
     }  # fmt: skip
@@ -57,16 +57,16 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
 
 
 def _serving(
-    sizes: Sizes, device: torch.device, settings: str, *options: str, **environment: str
-) -> AbstractContextManager[Served]:
+    sizes: ServeSizes, device: torch.device, settings: str, *options: str, **environment: str
+) -> AbstractContextManager[RunningServer]:
     return serving(sizes.model, device.type, settings, "--policy", sizes.policy, *options, environment=environment)
 
 
-def _traffic(sizes: Sizes) -> Traffic:
+def _traffic(sizes: ServeSizes) -> Traffic:
     return Traffic(sizes.data, sizes.trace, sizes.shrink, sizes.shares)
 
 
-def _asking(served: Served, ask: Callable[[Clients], Awaitable[Found]]) -> Found:
+def _asking(served: RunningServer, ask: Callable[[Clients], Awaitable[Found]]) -> Found:
     """What comes of asking this server, in an event loop of its own."""
 
     async def whole() -> Found:
@@ -79,7 +79,7 @@ def _asking(served: Served, ask: Callable[[Clients], Awaitable[Found]]) -> Found
     return asyncio.run(whole())
 
 
-def within_bound(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
+def within_bound(device: torch.device, sizes: ServeSizes, progress: bool) -> list[Row]:
     """Requests a second of the trace that meet the same bound: tiers as the settings have them, and all at 16 bits.
 
     On a CPU with compiled steps, as a server under such traffic would run there; on a GPU only those of one answer are.
@@ -95,16 +95,16 @@ def within_bound(device: torch.device, sizes: Sizes, progress: bool) -> list[Row
         for turn in range(sizes.rounds):
             searches = [Search(bound, start, sizes.halvings) for _ in servers]
 
-            def trial(number: int, rate: float, turn: int = turn) -> Trial:
+            def trial(number: int, rate: float, turn: int = turn) -> TraceReplay:
                 arrivals = traffic.take(sizes.requests, rate, turn)
-                return Trial.of(rate, _asking(servers[number], lambda c: c.replay(arrivals)))
+                return TraceReplay.of(rate, _asking(servers[number], lambda c: c.replay(arrivals)))
 
             in_turns(searches, trial)
             for number, search in enumerate(searches):
                 best[number].append(search.best)
                 bits[number].append(np.mean([t.bits for t in search.trials]))
             tick()
-    ours, theirs = (Measured.of(found) for found in best)
+    ours, theirs = (Timing.of(found) for found in best)
     size = f"{sizes.model}, {sizes.trace} / {sizes.shrink:g}"
     case = (
         f"{PART:.0%} of answers: first token within {bound.first_s * 1e3:,.0f} ms, later ones within "
@@ -118,7 +118,7 @@ def within_bound(device: torch.device, sizes: Sizes, progress: bool) -> list[Row
     return [Row("requests", size, case, f"{np.mean(bits[0]):.2f}", ours, ALL_FULL, theirs, "requests/s", None, note)]
 
 
-def _bound(server: Served, traffic: Traffic, sizes: Sizes) -> tuple[Bound, float]:
+def _bound(server: RunningServer, traffic: Traffic, sizes: ServeSizes) -> tuple[Bound, float]:
     """The bound, and a rate to begin with: that of answers one after the other."""
     alone = all_good(_asking(server, lambda c: _one_by_one(c, traffic.take(max(6, sizes.requests // 4), 1.0, 1))))
     first, each = (quantile([getattr(a, f) for a in alone], 0.5) for f in ("first_s", "per_token_s"))
@@ -129,7 +129,7 @@ async def _one_by_one(clients: Clients, arrivals: Sequence[Arrival]) -> list[Ans
     return [await clients.ask(a.body()) for a in arrivals]
 
 
-def overhead(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
+def overhead(device: torch.device, sizes: ServeSizes, progress: bool) -> list[Row]:
     """A batch of streams over HTTP beside the same batch in the engine, in turns."""
     wall: tuple[list[float], list[float]] = [], []
     cpu: tuple[list[float], list[float]] = [], []
@@ -157,7 +157,7 @@ def overhead(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
     note = f"{sizes.tokens} tokens an answer at 6 bits, streamed; threads: {sizes.threads or before}"
     return [
         Row("a step over HTTP", f"{sizes.model}, batch {sizes.batch}", what, 6,
-            Measured.of(values[0]).times(1e3 / steps), "the engine alone", Measured.of(values[1]).times(1e3 / steps),
+            Timing.of(values[0]).times(1e3 / steps), "the engine alone", Timing.of(values[1]).times(1e3 / steps),
             "ms", None, note)
         for what, values in (("wall clock", wall), ("CPU time of the process", cpu))
     ]  # fmt: skip
@@ -188,7 +188,7 @@ def _bare(engine: Engine, prompts: Sequence[str], tokens: int) -> tuple[float, f
     return seconds
 
 
-def priority(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
+def priority(device: torch.device, sizes: ServeSizes, progress: bool) -> list[Row]:
     """Time to first token of priority requests, one at a time, while nobody and while a flood of flex is there."""
     traffic, blocks = _traffic(sizes), 5
     each = -(-sizes.probes // blocks)
@@ -242,14 +242,14 @@ async def _flooded(clients: Clients, tasks: Sequence[asyncio.Task[None]]) -> Non
         inside = known["vllm:num_requests_running"] + known["vllm:num_requests_waiting"]
 
 
-def _resampled(values: Sequence[float], part: float) -> Measured:
+def _resampled(values: Sequence[float], part: float) -> Timing:
     """Milliseconds: a quantile, with the quartiles that drawing the values anew gives."""
     draws = np.random.default_rng(0).choice(values, (200, len(values)))
     low, high = np.quantile([quantile(d, part) for d in draws.tolist()], (0.25, 0.75)) * 1e3
-    return Measured(quantile(values, part) * 1e3, float(low), float(high), len(values))
+    return Timing(quantile(values, part) * 1e3, float(low), float(high), len(values))
 
 
-def structured(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
+def structured(device: torch.device, sizes: ServeSizes, progress: bool) -> list[Row]:
     """Real JSON schemas through the engine: do finished answers match, and what does a constrained token cost?"""
     chosen = schemas.read(sizes.data, sizes.schemas)
     with (
@@ -266,16 +266,16 @@ def structured(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
         f"{max(found.compile_ms):.0f} ms (most){'; ' if said else ''}{said}"
     )
     valid = float(ended - len(found.invalid))
-    count = Measured(valid, valid, valid, 1)
+    count = Timing(valid, valid, valid, 1)
     return [
-        Row("valid answers", size, "JSON schemas", 6, count, "finished ones", Measured(ended, ended, ended, 1),
+        Row("valid answers", size, "JSON schemas", 6, count, "finished ones", Timing(ended, ended, ended, 1),
             "answers", None, note),
         Row("a token", size, "JSON schemas, CPU time", 6, with_it, "without a schema", without, "ms", None,
             "the same batch twice, answers of the same lengths"),
     ]  # fmt: skip
 
 
-def soaked(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
+def soaked(device: torch.device, sizes: ServeSizes, progress: bool) -> list[Row]:
     """Connections of which a part hang up: who was answered, and what the server has more of than before."""
     traffic = Traffic(sizes.data, sizes.trace, sizes.soak_shrink, sizes.shares)
     count = -(-sizes.connections // SOAK_PARTS)
@@ -294,8 +294,8 @@ def soaked(device: torch.device, sizes: Sizes, progress: bool) -> list[Row]:
     ) + "".join(f"; {e}" for e in found.errors)
     size, case = f"{sizes.model}, {sizes.trace} / {sizes.soak_shrink:g}", f"{count * SOAK_PARTS} connections"
 
-    def once(value: float) -> Measured:
-        return Measured(value, value, value, 1)
+    def once(value: float) -> Timing:
+        return Timing(value, value, value, 1)
 
     first, half, last = found.states[0], found.states[SOAK_PARTS // 2], found.states[-1]
     return [

@@ -12,7 +12,7 @@ PARTS = ("bound", "overhead", "priority", "schemas", "soak")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ServeSizes:
     """What is measured.
 
     Attributes:

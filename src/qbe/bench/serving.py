@@ -22,7 +22,7 @@ _END_S = 30.0
 
 
 @dataclass(frozen=True)
-class Served:
+class RunningServer:
     """A server that is ready."""
 
     url: str
@@ -33,7 +33,7 @@ class Served:
 @contextmanager
 def serving(
     model: str | Path, device: str, settings: str, *options: str, environment: Mapping[str, str] | None = None
-) -> Iterator[Served]:
+) -> Iterator[RunningServer]:
     """Start a server on a free port, with a ledger and records of its own, and wait until it is ready.
 
     Args:
@@ -56,7 +56,7 @@ def serving(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as process,
         ):
             try:
-                yield Served(_ready(process, log), process, Path(home, "ledger.sqlite"))
+                yield RunningServer(_ready(process, log), process, Path(home, "ledger.sqlite"))
             finally:
                 process.terminate()
                 try:

@@ -13,16 +13,16 @@ import torch
 
 from qbe.bench.decode import LLAMA_8B, random_llama
 from qbe.bench.engines import random_prompt
-from qbe.bench.machine import Limits
+from qbe.bench.machine import Roofline
 from qbe.bench.measure import Failed, Sample, take_turns
-from qbe.datasets.questions import PROMPTS, questions
 from qbe.bench.replayed import Recorded, Replayed
 from qbe.bench.report import Row, rows_beside
 from qbe.blueprint import Blueprint
+from qbe.datasets.questions import PROMPTS, questions
 from qbe.engine.core import Core
-from qbe.engine.speculation.draft_tokens import TEXT, Costs
-from qbe.engine.speculation.ngram_proposer import Reader
 from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, Costs
+from qbe.engine.speculation.ngram_proposer import NgramProposer
 from qbe.engine.speculation.speculator import ROWS
 from qbe.engine.tokenize import encode
 from qbe.models import DEFAULT_MODEL
@@ -39,7 +39,7 @@ TOKEN = "token"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SpeculateSizes:
     """What is measured.
 
     Attributes:
@@ -53,7 +53,7 @@ class Sizes:
         recorded: a checkpoint that gives a random model its prompts and its answers, so that there is as much to read
             as for that checkpoint. Without it nobody reads what a random model writes.
         traffic: the prompts are many: only what the engine chooses is measured.
-        guesses: checked at once where a drafter is given.
+        draft_tokens: checked at once where a drafter is given.
         compile: compile the steps of one sequence.
         rounds: samples.
     """
@@ -66,7 +66,7 @@ class Sizes:
     rates: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     recorded: str | Path | None = None
     traffic: bool = False
-    guesses: int = 3
+    draft_tokens: int = 3
     compile: bool = True
     rounds: int = 3
 
@@ -75,13 +75,13 @@ class Sizes:
 RATES = {8: {4: 0.80, 6: 0.92}}
 
 
-def sizes_for(device: torch.device) -> Sizes:
+def sizes_for(device: torch.device) -> SpeculateSizes:
     if device.type == "cuda":
-        return Sizes(LLAMA_8B, PROMPTS[:4], 128, (8,), (1, 4), RATES, DEFAULT_MODEL, compile=False, rounds=5)
-    return Sizes()
+        return SpeculateSizes(LLAMA_8B, PROMPTS[:4], 128, (8,), (1, 4), RATES, DEFAULT_MODEL, compile=False, rounds=5)
+    return SpeculateSizes()
 
 
-def with_traffic(sizes: Sizes, data: Path) -> Sizes:
+def with_traffic(sizes: SpeculateSizes, data: Path) -> SpeculateSizes:
     """The same with prompts of data sets, too, one after the other, and 128 tokens of each answer.
 
     Raises:
@@ -119,7 +119,7 @@ class Told:
         return f"accepted {part} guesses; {same} of {len(plain)} answers the same"
 
 
-def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
+def run(device: torch.device, limits: Roofline, sizes: SpeculateSizes, progress: bool = False) -> list[Row]:
     """For each batch and target a row per drafter, in tokens per second of all answers; the peer is no speculation.
 
     Raises:
@@ -133,7 +133,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
     found: list[Row] = []
     for batch in sizes.batches:
         for target in sizes.targets:
-            case = Case(core, prompts, sizes, batch, target, scripts.get(target, {}))
+            case = SpeculateCase(core, prompts, sizes, batch, target, scripts.get(target, {}))
             told: dict[str, Told] = {}
             with bar(f"speculate, batch {batch}, {target} bits", sizes.rounds + 1, progress) as tick:
                 samples = _samples(case, told)
@@ -152,7 +152,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
 
 
 @dataclass(frozen=True)
-class Case:
+class SpeculateCase:
     """What is answered, and how.
 
     scripts: prompt's number -> what a random model writes in place of its own answer.
@@ -160,38 +160,38 @@ class Case:
 
     core: Core
     prompts: Sequence[list[int]]
-    sizes: Sizes
+    sizes: SpeculateSizes
     batch: int
     target: int
     scripts: Mapping[int, list[int]]
 
 
-def _samples(case: Case, told: dict[str, Told]) -> dict[str, Sample]:
+def _samples(case: SpeculateCase, told: dict[str, Told]) -> dict[str, Sample]:
     """All ways of answering, each by name; `told` gets what the last answers were."""
     sizes, core, speculator = case.sizes, case.core, case.core.speculator
     assert speculator is not None
     drafters = {f"drafts at {g} bits": g for g in core.table.gears() if g < case.target}
     everyone = {*core.table.gears()}
     if not sizes.rates or case.scripts:  # there is something to read
-        drafters[READ] = TEXT
-        everyone.add(TEXT)
+        drafters[READ] = NGRAM_DRAFTER
+        everyone.add(NGRAM_DRAFTER)
     ways: dict[str, tuple[Costs, int, set[int]]] = {CHOSEN: (Costs(), ROWS[core.device.type], everyone)}
     if not sizes.traffic:
-        rows = case.batch * (sizes.guesses + 1)
+        rows = case.batch * (sizes.draft_tokens + 1)
         ways |= {name: (Free(case.target), rows, {g}) for name, g in drafters.items()}
     draws = random.Random(0)
 
     def sample(name: str) -> Mapping[str, float]:
         if name in ways:
             speculator.costs, speculator.rows, speculator.drafters = ways[name]
-            speculator.reader = Reader()  # no sample knows the answers of the one before it
-            speculator.fared.clear()
+            speculator.reader = NgramProposer()  # no sample knows the answers of the one before it
+            speculator.acceptance.clear()
         return answer(case, name in ways, told.setdefault(name, Told()), draws)
 
     return {name: (lambda n=name: sample(n)) for name in (*ways, WITHOUT)}  # type: ignore[misc]
 
 
-def answer(case: Case, speculate: bool, told: Told, draws: random.Random) -> Mapping[str, float]:
+def answer(case: SpeculateCase, speculate: bool, told: Told, draws: random.Random) -> Mapping[str, float]:
     """Seconds of a token after the first ones of each batch; the answers are kept in `told`.
 
     `draws`: what decides whether the guesses of a random model are right.
@@ -229,7 +229,9 @@ def answer(case: Case, speculate: bool, told: Told, draws: random.Random) -> Map
     return {TOKEN: seconds / written}
 
 
-def _core(device: torch.device, sizes: Sizes, prompts: list[list[int]], progress: bool) -> tuple[Core, list[list[int]]]:
+def _core(
+    device: torch.device, sizes: SpeculateSizes, prompts: list[list[int]], progress: bool
+) -> tuple[Core, list[list[int]]]:
     """The core, and the token ids of the prompts: the recorded ones, if there are any."""
     most = max(sizes.batches)
     if isinstance(sizes.model, dict):
@@ -245,18 +247,18 @@ def _core(device: torch.device, sizes: Sizes, prompts: list[list[int]], progress
     return Core(model, table, compile=sizes.compile, speculate=True, progress=progress, **room), prompts
 
 
-def _room(device: torch.device, sizes: Sizes, prompts: list[list[int]], most: int) -> dict[str, Any]:
+def _room(device: torch.device, sizes: SpeculateSizes, prompts: list[list[int]], most: int) -> dict[str, Any]:
     """For so many sequences."""
     return {"kv_tokens": most * (max(map(len, prompts)) + sizes.tokens + 128), "max_sequences": most, "device": device}
 
 
-def _encoded(prepared: PreparedModel, sizes: Sizes) -> list[list[int]]:
+def _encoded(prepared: PreparedModel, sizes: SpeculateSizes) -> list[list[int]]:
     chats = [[{"role": "user", "content": text}] for text in sizes.prompts]
     return [encode(chat, prepared.tokenizer, prepared.name)[2] for chat in chats]
 
 
 def _recorded(
-    device: torch.device, sizes: Sizes, progress: bool
+    device: torch.device, sizes: SpeculateSizes, progress: bool
 ) -> tuple[list[list[int]], dict[int, dict[int, list[int]]]]:
     """The prompts of `sizes.recorded`, and target -> prompt's number -> its answer; nothing where there is none."""
     if sizes.recorded is None:
@@ -268,6 +270,6 @@ def _recorded(
     found = {}
     for target in sizes.targets:
         told = Told()
-        answer(Case(core, prompts, replace(sizes, rates={}), batch, target, {}), False, told, random.Random(0))
+        answer(SpeculateCase(core, prompts, replace(sizes, rates={}), batch, target, {}), False, told, random.Random(0))
         found[target] = dict(enumerate(told.answers))
     return prompts, found

@@ -8,10 +8,10 @@ write or step once more with the same blueprints, so that nothing but the change
 
 from __future__ import annotations
 
+import collections.abc
 import random
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 
 from qbe.bench.decode import random_llama
 from qbe.bench.engines import core_of, random_prompt
-from qbe.bench.machine import Limits
-from qbe.bench.measure import Failed, Measured, Sample, take_turns
+from qbe.bench.machine import Roofline
+from qbe.bench.measure import Failed, Sample, Timing, take_turns
 from qbe.bench.report import COUNT, Row
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
@@ -43,7 +43,7 @@ THIN: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SwitchSizes:
     """What is measured.
 
     Attributes:
@@ -61,11 +61,11 @@ class Sizes:
     rounds: int = 20
 
 
-def sizes_for(device: torch.device) -> Sizes:
-    return Sizes(THIN) if device.type == "cuda" else Sizes(THIN, steps=5, rounds=12)
+def sizes_for(device: torch.device) -> SwitchSizes:
+    return SwitchSizes(THIN) if device.type == "cuda" else SwitchSizes(THIN, steps=5, rounds=12)
 
 
-def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = False) -> list[Row]:
+def run(device: torch.device, limits: Roofline, sizes: SwitchSizes, progress: bool = False) -> list[Row]:
     """Rows in microseconds beside the same write or step without a change, and how many graphs were captured.
 
     `added` is what a change adds: the median of the differences. There is no physical limit beside it, since a change
@@ -81,7 +81,7 @@ def run(device: torch.device, limits: Limits, sizes: Sizes, progress: bool = Fal
             blueprints = Random(core.table, rows)
             case = "1 row" if rows == 1 else f"{rows} rows"
             writes = Writes(Plan(core.table, rows, device), device).run
-            steps = Steps(core, blueprints.draw(), length).run
+            steps = SwitchingSteps(core, blueprints.draw(), length).run
             before = captures(core)
             for what, change, count in (("Plan.write", writes, sizes.writes), ("decode step", steps, sizes.steps)):
                 mine, _ = take_turns(
@@ -108,7 +108,9 @@ class Random:
         return [Blueprint.of("bench", self.table, bits) for bits in choices]
 
 
-def pairs(change: Callable[[Many[Blueprint]], float], blueprints: Random, count: int, kind: str) -> Sample:
+def pairs(
+    change: Callable[[collections.abc.Sequence[Blueprint]], float], blueprints: Random, count: int, kind: str
+) -> Sample:
     """A sample of `count` changes, each beside the same action repeated with the same blueprints.
 
     Args:
@@ -135,7 +137,7 @@ class Writes:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device = plan, device
 
-    def run(self, blueprints: Many[Blueprint]) -> float:
+    def run(self, blueprints: collections.abc.Sequence[Blueprint]) -> float:
         begin = time.perf_counter()
         self.plan.write([(b, 1) for b in blueprints], blueprints)
         if self.device.type == "cuda":
@@ -143,10 +145,10 @@ class Writes:
         return time.perf_counter() - begin
 
 
-class Steps:
+class SwitchingSteps:
     """Decode steps of a core whose sequences get other blueprints between two steps."""
 
-    def __init__(self, core: Core, blueprints: Many[Blueprint], length: int) -> None:
+    def __init__(self, core: Core, blueprints: collections.abc.Sequence[Blueprint], length: int) -> None:
         params = SamplingParams(max_tokens=length - 32, ignore_eos=True)
         prompt = random_prompt(4, core.vocabulary)
         self.core = core
@@ -156,7 +158,7 @@ class Steps:
         for _ in range(4):  # reads the prompts; a runner that captures a graph for this batch size does so here
             core.step()
 
-    def run(self, blueprints: Many[Blueprint]) -> float:
+    def run(self, blueprints: collections.abc.Sequence[Blueprint]) -> float:
         for sequence, blueprint in zip(self.sequences, blueprints, strict=True):
             sequence.blueprint = blueprint
         begin = time.perf_counter()
@@ -179,6 +181,6 @@ def _recaptured(captured: list[int | None], changes: int, sites: str) -> Row:
     if not counts:
         reason = "the runner keeps no count of captured graphs"
         return Row("graphs captured", sites, "all steps", "any", None, "none expected", Failed(reason), COUNT)
-    count, none = Measured.of([float(sum(counts))]), Measured.of([0.0])
+    count, none = Timing.of([float(sum(counts))]), Timing.of([0.0])
     note = f"during {changes} decode steps after a change"
     return Row("graphs captured", sites, "all steps", "any", count, "none expected", none, COUNT, note=note)

@@ -6,10 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from qbe.bench.report import PAIRED, Report, Row
+from qbe.bench.report import PAIRED, BenchmarkReport, Row
 
 
-def render(report: Report) -> RenderableType:
+def render(report: BenchmarkReport) -> RenderableType:
     """Machine and conditions, then a line per row; what is missing and the notes stand below."""
     machine = report.hardware
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v is not None)

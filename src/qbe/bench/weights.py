@@ -18,7 +18,7 @@ from qbe.store.placement import place
 
 
 @dataclass(frozen=True)
-class Part:
+class LinearGroup:
     """Linear layers of one shape in one decoder layer.
 
     Attributes:
@@ -46,17 +46,17 @@ class Token:
 
     model: str
     layers: int
-    parts: tuple[Part, ...]
-    head: Part | None = None
+    parts: tuple[LinearGroup, ...]
+    head: LinearGroup | None = None
 
     @property
-    def all_parts(self) -> tuple[Part, ...]:
+    def all_parts(self) -> tuple[LinearGroup, ...]:
         return (*self.parts, self.head) if self.head else self.parts
 
-    def copies(self, part: Part) -> int:
+    def copies(self, part: LinearGroup) -> int:
         return 1 if part is self.head else self.layers * part.per_layer
 
-    def order(self) -> list[tuple[Part, int]]:
+    def order(self) -> list[tuple[LinearGroup, int]]:
         """Every linear layer as (part, number of its copy), in the order in which a token passes them."""
         body = [(p, i * p.per_layer + j) for i in range(self.layers) for p in self.parts for j in range(p.per_layer)]
         return [*body, (self.head, 0)] if self.head else body
@@ -65,18 +65,23 @@ class Token:
 LLAMA_8B = Token(
     "Llama-3.1-8B",
     32,
-    (Part("qkv", 6144, 4096), Part("o", 4096, 4096), Part("gate+up", 28672, 4096), Part("down", 4096, 14336)),
+    (
+        LinearGroup("qkv", 6144, 4096),
+        LinearGroup("o", 4096, 4096),
+        LinearGroup("gate+up", 28672, 4096),
+        LinearGroup("down", 4096, 14336),
+    ),
 )
 SMOLLM2 = Token(
     "SmolLM2-135M",
     30,
     (
-        Part("q, o", 576, 576, 2),
-        Part("k, v", 192, 576, 2),
-        Part("gate, up", 1536, 576, 2),
-        Part("down", 576, 1536),
+        LinearGroup("q, o", 576, 576, 2),
+        LinearGroup("k, v", 192, 576, 2),
+        LinearGroup("gate, up", 1536, 576, 2),
+        LinearGroup("down", 576, 1536),
     ),
-    Part("head", 49152, 576),
+    LinearGroup("head", 49152, 576),
 )
 
 
@@ -99,7 +104,7 @@ class Weights:
     dense: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     nested: dict[int, dict[str, list[NestedTensor]]] = field(default_factory=dict)
 
-    def bytes_read(self, part: Part, widths: Iterable[int], group: int, rows: int) -> float:
+    def bytes_read(self, part: LinearGroup, widths: Iterable[int], group: int, rows: int) -> float:
         """Bytes that one linear layer must move for `rows` rows at these precisions: weight, scales, input, output.
 
         The widest precision needs its own scales only, each lower one adds some of its own.

@@ -19,7 +19,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.cache.disk import Disk, default_path
 from qbe.cache.fingerprint import Fingerprint
-from qbe.cache.memory import Entry, Memory
+from qbe.cache.memory import CachedBlueprint, Memory
 from qbe.cache.version import version_of
 from qbe.policies import Policy
 from qbe.policies.kv import same_contexts
@@ -63,7 +63,7 @@ class BlueprintCache:
         self._numbers = CacheNumbers()
         self._memories: dict[str, tuple[str, Memory]] = {}  # by policy: its version, its entries in memory
         self._lock = threading.Lock()
-        self._new: dict[tuple[str, str], list[Entry]] = {}  # by version and policy: not on disk yet
+        self._new: dict[tuple[str, str], list[CachedBlueprint]] = {}  # by version and policy: not on disk yet
         self._waiting = 1  # how many of a version may wait
 
     def blueprint(
@@ -98,7 +98,7 @@ class BlueprintCache:
                 return hit
         blueprint = policy.blueprint(profile, budget, self.table)
         first, last = same_contexts(profile.context, budget, self.table, blueprint.bytes_per_token(self.table))
-        entry = Entry(query.cell, query.digest, query.bits, first, last, blueprint)
+        entry = CachedBlueprint(query.cell, query.digest, query.bits, first, last, blueprint)
         with self._lock:
             self._numbers.misses += 1
             memory.open(query.cell, [entry])
@@ -143,7 +143,7 @@ class BlueprintCache:
             self._memories[policy.name] = version, Memory(self.capacity)
         return self._memories[policy.name]
 
-    def _keep(self, version: str, policy: str, entry: Entry) -> None:
+    def _keep(self, version: str, policy: str, entry: CachedBlueprint) -> None:
         with self._lock:
             waiting = self._new.setdefault((version, policy), [])
             waiting.append(entry)

@@ -19,10 +19,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qbe.blueprint import Blueprint, Steering
+from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.budget import Budget
 from qbe.cache.fingerprint import Cell
-from qbe.cache.memory import GROUP_ENTRIES, Entry
+from qbe.cache.memory import GROUP_ENTRIES, CachedBlueprint
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 
@@ -72,10 +72,10 @@ class Disk:
         self._warned = False
         self._paused_until = 0.0
 
-    def get(self, version: str, cell: Cell, table: SiteTable) -> list[Entry]:
+    def get(self, version: str, cell: Cell, table: SiteTable) -> list[CachedBlueprint]:
         """The entries of a cell, oldest first. Damaged ones are deleted."""
 
-        def read(db: sqlite3.Connection) -> list[Entry]:
+        def read(db: sqlite3.Connection) -> list[CachedBlueprint]:
             name = cell_name(cell)
             rows = db.execute(_SELECT, (version, name, _CELL_ROWS)).fetchall()
             known: dict[bytes, Blueprint | None] = {}
@@ -87,7 +87,7 @@ class Disk:
                 if blueprint is None or checksum != _hash((version, name, digest, bits, first, last, hash_)):
                     bad.append((seq,))
                 else:
-                    entries.append(Entry(cell, digest, bits % (1 << 64), first, last, blueprint))
+                    entries.append(CachedBlueprint(cell, digest, bits % (1 << 64), first, last, blueprint))
             if bad:
                 self.dropped += len(bad)
                 with suppress(sqlite3.OperationalError):  # a reader need not be able to write
@@ -96,7 +96,7 @@ class Disk:
 
         return self._use(read, write=False) or []
 
-    def put(self, version: str, model: str, policy: str, entries: Iterable[Entry]) -> None:
+    def put(self, version: str, model: str, policy: str, entries: Iterable[CachedBlueprint]) -> None:
         """Adds entries of a version, in one transaction; of equal ones the newest stays.
 
         Args:
@@ -234,9 +234,12 @@ def _blueprint(hash_: bytes, body: object, table: SiteTable) -> Blueprint | None
         said = json.loads(body)
         kv_bits = [tuple(b) if isinstance(b, list) else b for b in said["kv_bits"]]
         found = Blueprint.of(said["policy"], table, said["weight_bits"], said["activation_bits"], kv_bits)
-        steering, first = said.get("steering"), said.get("first_kv_bits")
+        dynamic_precision, first = said.get("steering"), said.get("first_kv_bits")
         return replace(
-            found, kv_error=said["kv_error"], first_kv_bits=first, steering=steering and Steering(**steering)
+            found,
+            kv_error=said["kv_error"],
+            first_kv_bits=first,
+            dynamic_precision=dynamic_precision and DynamicPrecision(**dynamic_precision),
         )
     except (KeyError, TypeError, ValueError, QBEError):
         return None

@@ -23,7 +23,7 @@ GROUP_ENTRIES = 512  # of a group; the oldest is overwritten. Bounds the time of
 NEAR_BITS = 20
 
 
-class Entry(NamedTuple):
+class CachedBlueprint(NamedTuple):
     """A blueprint and what it was chosen for.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Group:
         self.by_digest: dict[bytes, int] = {}
         self.next = 0  # where the oldest is, once the group is full
 
-    def add(self, entry: Entry) -> int:
+    def add(self, entry: CachedBlueprint) -> int:
         """Returns by how many entries the group has grown: 0 or 1."""
         known = self.by_digest.get(entry.digest)
         if known is not None:
@@ -113,7 +113,7 @@ class Memory:
                 return group.find(query, near)
         return None
 
-    def open(self, cell: Cell, entries: Iterable[Entry] = ()) -> None:
+    def open(self, cell: Cell, entries: Iterable[CachedBlueprint] = ()) -> None:
         """Adds entries of one cell, which is then in memory even if there are none."""
         groups = self._cells.setdefault(cell, [])
         self._cells.move_to_end(cell)

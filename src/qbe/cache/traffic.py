@@ -24,7 +24,7 @@ Lengths = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoggedRequest:
     """A request of the past.
 
     Attributes:
@@ -42,7 +42,7 @@ class Asked:
     context: int | None = None
 
 
-def read_traffic(path: Path, lengths: Path | None = None) -> list[Asked]:
+def read_traffic(path: Path, lengths: Path | None = None) -> list[LoggedRequest]:
     """The requests of a log, one JSON value a line.
 
     A line is a text, an object with `prompt` or OpenAI's `messages` (and, where they are given, `max_tokens`,
@@ -69,11 +69,13 @@ def read_traffic(path: Path, lengths: Path | None = None) -> list[Asked]:
     return asked if lengths is None else with_lengths(asked, read_lengths(lengths))
 
 
-def with_lengths(asked: Sequence[Asked], lengths: Sequence[Lengths]) -> list[Asked]:
+def with_lengths(asked: Sequence[LoggedRequest], lengths: Sequence[Lengths]) -> list[LoggedRequest]:
     """As many requests as the longer of both has, prompts and lengths taken in turn."""
     n = max(len(asked), len(lengths))
     pairs = zip(islice(cycle(asked), n), islice(cycle(lengths), n), strict=True)
-    return [Asked(a.text, a.profile, generated, a.budget, context + generated) for a, (context, generated) in pairs]
+    return [
+        LoggedRequest(a.text, a.profile, generated, a.budget, context + generated) for a, (context, generated) in pairs
+    ]
 
 
 def read_lengths(path: Path) -> list[Lengths]:
@@ -100,9 +102,9 @@ def _text(path: Path) -> str:
         raise QBEError(f"'{path}' is not valid UTF-8; convert it first") from None
 
 
-def _line(said: Any) -> Asked:
+def _line(said: Any) -> LoggedRequest:
     if isinstance(said, str):
-        return Asked(_worded(said))
+        return LoggedRequest(_worded(said))
     if "features" in said:
         return _record(said)
     text = said["messages"][-1]["content"] if "messages" in said else said["prompt"]
@@ -112,7 +114,7 @@ def _line(said: Any) -> Asked:
     most = MAX_TOKENS if most is None else most  # some clients write null for what they leave out
     if not isinstance(most, int) or most < 1:
         raise QBEError(f"max_tokens is {most!r}, but must be a whole number, 1 or more")
-    return Asked(_worded(text), None, most, budget)
+    return LoggedRequest(_worded(text), None, most, budget)
 
 
 def _worded(text: Any) -> str:
@@ -124,7 +126,7 @@ def _worded(text: Any) -> str:
     return text
 
 
-def _record(said: dict[str, Any]) -> Asked:
+def _record(said: dict[str, Any]) -> LoggedRequest:
     """A record has the bits of every site, from which the budget's are seen, but for those of the KV cache."""
     eight = min(said["activation_bits"], default=FULL_BITS)
     budget = Budget(said["budget_bits"], said["tier"], eight)
@@ -135,4 +137,4 @@ def _record(said: dict[str, Any]) -> Asked:
         raise QBEError("the record is of another version's analysis")
     profile = QueryProfile(float(said["score"]), said["prompt_class"], tier, features, cluster=said["cluster"])
     context = int(said["prompt_tokens"]) + int(said["completion_tokens"])
-    return Asked(None, profile, int(said["completion_tokens"]), budget, context)
+    return LoggedRequest(None, profile, int(said["completion_tokens"]), budget, context)

@@ -18,7 +18,7 @@ from qbe.errors import QBEError
 from qbe.files import check_writable
 
 if TYPE_CHECKING:
-    from qbe.bench.report import Report
+    from qbe.bench.report import BenchmarkReport
 
 BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv", "speculate", "serve")
 
@@ -31,7 +31,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="write the results to 
 Plot = Annotated[Path | None, typer.Option("--plot", help="draw the ratios into this PNG (needs matplotlib)")]
 
 
-def measure(name: str, device: str = "auto", sizes: Any = None, progress: bool = False) -> Report:
+def measure(name: str, device: str = "auto", sizes: Any = None, progress: bool = False) -> BenchmarkReport:
     """Runs one benchmark.
 
     Args:
@@ -46,7 +46,7 @@ def measure(name: str, device: str = "auto", sizes: Any = None, progress: bool =
     import torch
 
     from qbe.bench.machine import hardware, measure_limits
-    from qbe.bench.report import Report
+    from qbe.bench.report import BenchmarkReport
     from qbe.engine.devices import pick_device
     from qbe.models.load import quiet
     from qbe.store.nested_tensor import NestedWeightConfig
@@ -72,7 +72,7 @@ def measure(name: str, device: str = "auto", sizes: Any = None, progress: bool =
         "store": asdict(NestedWeightConfig()),
         "sizes": _plain(asdict(sizes)),
     }
-    return Report(name, machine, conditions, rows)
+    return BenchmarkReport(name, machine, conditions, rows)
 
 
 def _plain(value: Any) -> Any:

@@ -72,10 +72,10 @@ def compare(
     items = [item if answers else replace(item, right=None) for item in read(wanted, data, limit)]
     from contextlib import closing
 
+    from qbe.datasets.results import Results, identity
     from qbe.engine.engine import Engine
     from qbe.eval.compare import TOGETHER, Comparison, settings_of
     from qbe.eval.report import compared
-    from qbe.datasets.results import Results, identity
     from qbe.eval.summary import describe, render
     from qbe.models.load import quiet
     from qbe.progress import bar

@@ -11,7 +11,42 @@ import typer
 
 from qbe.cli.console import err, out, print_json, say, with_options
 from qbe.cli.live import check_live, watch
-from qbe.cli.options import DEFAULT, ActivationBits, Analysis, Answers, Bits, CarefulTokens, Cascade, Chat, Compile, Device, Dtype, Greedy, Json, KVBits, KVError, KVTokens, MaxTokens, MinP, Model, Originals, Penalty, Policy, Refresh, Seed, Speculate, Stop, Temperature, Tier, TopK, TopP, Tune, make_budget, make_engine, make_params
+from qbe.cli.options import (
+    DEFAULT,
+    ActivationBits,
+    Analysis,
+    Answers,
+    Bits,
+    CarefulTokens,
+    Cascade,
+    Chat,
+    Compile,
+    Device,
+    Dtype,
+    Greedy,
+    Json,
+    KVBits,
+    KVError,
+    KVTokens,
+    MaxTokens,
+    MinP,
+    Model,
+    Originals,
+    Penalty,
+    Policy,
+    Refresh,
+    Seed,
+    Speculate,
+    Stop,
+    Temperature,
+    Tier,
+    TopK,
+    TopP,
+    Tune,
+    make_budget,
+    make_engine,
+    make_params,
+)
 from qbe.errors import QBEError
 from qbe.files import check_writable
 
@@ -25,7 +60,7 @@ Prompt = Annotated[str, typer.Argument(help="the prompt; - reads it from standar
 
 def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, tier: Tier = "default",
+    activation_bits: ActivationBits = 16, high_precision_tokens: CarefulTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
     kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
@@ -45,7 +80,7 @@ def generate(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
         quiet=as_json, speculate=speculate,
@@ -66,7 +101,7 @@ def generate(
 
 def chat(
     context: typer.Context, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, tier: Tier = "default",
+    activation_bits: ActivationBits = 16, high_precision_tokens: CarefulTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
     kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
@@ -84,7 +119,7 @@ def chat(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
         speculate=speculate,
@@ -132,7 +167,7 @@ def chat(
 
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, careful_tokens: CarefulTokens = False, kv_bits: KVBits = None,
+    activation_bits: ActivationBits = 16, high_precision_tokens: CarefulTokens = False, kv_bits: KVBits = None,
     kv_error: KVError = None, max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False,
     cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
@@ -147,7 +182,7 @@ def explain(
 
         trace_picture.check(trace)
     check_writable(trace=trace, html=html)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, careful_tokens)
+    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens)
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         params = make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None)
@@ -213,7 +248,7 @@ def _summary(result: Result) -> None:
 
     line = shares(result.routed) if result.routed else strip(result.blueprint, result.table)
     eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
-    eight += f" ({result.careful_tokens} tokens 16)" if result.careful_tokens else ""
+    eight += f" ({result.high_precision_tokens} tokens 16)" if result.high_precision_tokens else ""
     kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
     if result.pages_read:
         kv += f" ({result.pages_raised / result.pages_read:.1%} read again at 16)"

@@ -13,16 +13,16 @@ import typer
 
 from qbe.cli.bench import app as bench
 from qbe.cli.cache import app as cache
-from qbe.cli.generate import chat, explain, generate
 from qbe.cli.console import say, usage, with_options
+from qbe.cli.eval import app as evaluate
+from qbe.cli.generate import chat, explain, generate
 from qbe.cli.ledger import ledger
 from qbe.cli.models import info, pull, quantize
 from qbe.cli.records import records
-from qbe.errors import QBEError
-from qbe.cli.eval import app as evaluate
-from qbe.files import reason
-from qbe.cli.train import app as train
 from qbe.cli.serve import serve
+from qbe.cli.train import app as train
+from qbe.errors import QBEError
+from qbe.files import reason
 
 app = typer.Typer(
     no_args_is_help=True,

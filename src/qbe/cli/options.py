@@ -88,7 +88,7 @@ def make_engine(
 
 def make_budget(
     bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None,
-    refresh: bool = False, cascade: bool = False, careful_tokens: bool = False,
+    refresh: bool = False, cascade: bool = False, high_precision_tokens: bool = False,
 ) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
@@ -98,7 +98,7 @@ def make_budget(
             kv = float(kv_bits)
     return Budget(
         bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error, refresh=refresh,
-        cascade=cascade, careful_tokens=careful_tokens,
+        cascade=cascade, high_precision_tokens=high_precision_tokens,
     )  # fmt: skip
 
 

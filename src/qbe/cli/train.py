@@ -82,8 +82,8 @@ def predicted(
 
     What was measured is kept: an interrupted run goes on, and one with a higher --limit adds to it.
     """
-    from qbe.engine.devices import pick_device
     from qbe.datasets.items import read_training
+    from qbe.engine.devices import pick_device
     from qbe.learning.predicted import train
     from qbe.policies import learned
     from qbe.progress import bar
@@ -207,8 +207,8 @@ def _routers(
     dtype: str, device: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Trains routers of blocks, keeps them and says what they reach."""
-    from qbe.engine.devices import pick_device
     from qbe.datasets.items import read_training
+    from qbe.engine.devices import pick_device
     from qbe.learning.distil import check_enough
     from qbe.models.load import quiet
     from qbe.policies import learned

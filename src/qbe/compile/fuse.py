@@ -15,9 +15,11 @@ from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch.fx import Graph, Node
 
 from qbe.compile import merge
-from qbe.kernels.ops import fused as fused_ops, merged_linear as merged_ops, nested_linear as ops
-from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.format.layout import SliceLayout
+from qbe.kernels.ops import fused as fused_ops
+from qbe.kernels.ops import merged_linear as merged_ops
+from qbe.kernels.ops import nested_linear as ops
+from qbe.kernels.triton.layout import group_size_of, padded_shape
 
 ROWS = 16  # of the decode kernels
 TOGETHER = 3  # weights of one of their launches
@@ -44,9 +46,9 @@ def fuse(graph: Graph, device: str = "cuda") -> None:
         if node.target is torch.ops.qbe.nested_linears.default:
             fused |= _fuse(graph, node, node.args, device)
         elif node.target is torch.ops.qbe.nested_linear.default:
-            x, packed, meta, bits, original, bias, slices, exponent, *wide = node.args
+            x, packed, meta, bits, original, bias, slices, exponent, *float32_output = node.args
             lists = [packed], [meta], [bits], [original] if original else [], [bias] if bias else []
-            fused |= _fuse(graph, node, (x, *lists, slices, [exponent], *wide), device)
+            fused |= _fuse(graph, node, (x, *lists, slices, [exponent], *float32_output), device)
     if fused:
         graph.eliminate_dead_code()
 
@@ -114,14 +116,18 @@ def _norm(x: Node) -> tuple[Node, Node, float] | None:
     """h, weight and eps if x = weight * (h * rsqrt(mean(h**2) + eps)), of which h is rounded from float32."""
     for weight, rounded in _orders(x, _aten.mul.Tensor):
         scaled = _source(rounded, _convert)
-        for wide, root in _orders(scaled, _aten.mul.Tensor):
+        for float32_output, root in _orders(scaled, _aten.mul.Tensor):
             mean_eps = _source(root, _aten.rsqrt.default)
-            h = _widened(wide)
+            h = _widened(float32_output)
             if h is None or not _is(mean_eps, _aten.add.Tensor) or not _given(weight):
                 continue
             mean, eps = mean_eps.args
             power = _source(mean, _aten.mean.dim)
-            if not _is(power, _aten.pow.Tensor_Scalar) or power.args != (wide, 2) or not isinstance(eps, float):
+            if (
+                not _is(power, _aten.pow.Tensor_Scalar)
+                or power.args != (float32_output, 2)
+                or not isinstance(eps, float)
+            ):
                 continue
             dims, keep = (*mean.args[1:], False)[:2]
             last = h.meta["val"].dim() - 1
@@ -134,16 +140,16 @@ def _gate(x: Node) -> tuple[Node, Node] | None:
     """gate and up if x = silu(gate) * up, of which silu is rounded from float32."""
     for silu, up in _orders(x, _aten.mul.Tensor):
         inner = _source(silu, _convert)
-        wide = None
+        float32_output = None
         if _is(inner, _aten.div.Tensor):  # g / (exp(-g) + 1)
-            wide, under = inner.args
+            float32_output, under = inner.args
             power = under.args[0] if _is(under, _aten.add.Tensor) and under.args[1] == 1 else None
-            if _source(_source(power, _aten.exp.default), _aten.neg.default) is not wide:
+            if _source(_source(power, _aten.exp.default), _aten.neg.default) is not float32_output:
                 continue
         for g, sigmoid in _orders(inner, _aten.mul.Tensor):  # g * sigmoid(g)
             if _source(sigmoid, _aten.sigmoid.default) is g:
-                wide = g
-        gate = _widened(wide)
+                float32_output = g
+        gate = _widened(float32_output)
         if gate is not None and _alike(gate, up, x):
             return gate, up
     return None

@@ -9,7 +9,8 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from qbe.kernels.ops import merged_linear as merged_ops, nested_linear as ops
+from qbe.kernels.ops import merged_linear as merged_ops
+from qbe.kernels.ops import nested_linear as ops
 
 _aten = torch.ops.aten
 # Nodes that only look at their input: they can be moved to where it is.
@@ -30,8 +31,8 @@ class MergeLinears(CustomGraphPass):
         groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
         for node in graph.nodes:
             if node.op == "call_function" and node.target is torch.ops.qbe.nested_linear.default:
-                x, _, _, _, original, bias, slices, _, *wide = node.args
-                if any(wide):
+                x, _, _, _, original, bias, slices, _, *float32_output = node.args
+                if any(float32_output):
                     continue
                 groups[x, tuple(slices), original is None, bias is None].append(node)
         for group in groups.values():

@@ -17,9 +17,9 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from qbe.errors import QBEError
 from qbe.datasets import answers
 from qbe.datasets.haystack import DATA
+from qbe.errors import QBEError
 
 TEXT, GSM8K, BBH, HUMANEVAL = "wikitext2_test.txt", "gsm8k_test500.jsonl", "bbh", "HumanEval.jsonl.gz"
 CODE = "code"  # what functions of Python's library are called as a data set

@@ -1,4 +1,5 @@
-"""The way of a request to its blueprint: its prompt becomes tokens, then `qbe.selection.selector`; with the time of each part."""
+"""The way of a request to its blueprint: its prompt becomes tokens, then `qbe.selection.selector`; with the time of
+each part."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ from qbe.analysis import Analyzer, QueryProfile
 from qbe.analysis.profile import PromptSignals
 from qbe.blueprint import Blueprint
 from qbe.cache import BlueprintCache
-from qbe.cache.traffic import Asked
-from qbe.selection.selector import BlueprintChooser
-from qbe.engine.token_length import longest
+from qbe.cache.traffic import LoggedRequest
+from qbe.engine.context_limit import ContextLimit
 from qbe.engine.result import Request
-from qbe.engine.context_limit import Room
+from qbe.engine.token_length import token_length_bound
 from qbe.engine.tokenize import encode
 from qbe.errors import QBEError, about
 from qbe.explain import Explanation
 from qbe.hardware import detect
 from qbe.policies import Policy
-from qbe.policies.cascade import steering
-from qbe.policies.per_token import Routers
-from qbe.policies.routers import widths_of
+from qbe.policies.cascade import dynamic_precision
+from qbe.policies.per_token import TokenRouters
+from qbe.policies.routers import gear_bits
 from qbe.refresh import thresholds
+from qbe.selection.selector import BlueprintChooser
 from qbe.sites import SiteTable
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
@@ -48,7 +49,7 @@ class Chooser(BlueprintChooser):
     def __init__(
         self, policy: Policy, name: str, model: Any, tokenizer: Any, model_name: str, table: SiteTable,
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
-        cascade: Routers | QBEError | None = None,
+        cascade: TokenRouters | QBEError | None = None,
     ) -> None:  # fmt: skip
         analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
         analyzer.analyze("warm up", [0], tier=analysis_tier or 2)  # the first of a process takes milliseconds
@@ -61,9 +62,9 @@ class Chooser(BlueprintChooser):
         self._weights = [model.get_submodule(site.name).weight for site in table.nested]
 
     @cached_property
-    def room(self) -> Room | None:
+    def context_limit(self) -> ContextLimit | None:
         """What a prompt must fit into; None: the model has no limit."""
-        return None if self._context is None else Room(self._context, longest(self._tokenizer))
+        return None if self._context is None else ContextLimit(self._context, token_length_bound(self._tokenizer))
 
     def choose(self, request: Request, fits: bool = False) -> Choice:
         """Token ids of the prompt and the blueprint for it.
@@ -75,12 +76,14 @@ class Chooser(BlueprintChooser):
             QBEError: a prompt that cannot be run, an unknown policy, or a budget that cannot be met.
         """
         with about("prompt"):
-            room = self.room if fits else None
-            text, words, ids = encode(request.prompt, self._tokenizer, self._model_name, request.tools, room)
+            context_limit = self.context_limit if fits else None
+            text, token_ids, ids = encode(
+                request.prompt, self._tokenizer, self._model_name, request.tools, context_limit
+            )
         with about("policy"):
             policy = self.policy(request.policy)
         start = time.perf_counter()
-        profile = self.profile(text, words, policy, len(ids) + request.params.max_tokens)
+        profile = self.profile(text, token_ids, policy, len(ids) + request.params.max_tokens)
         analysed = time.perf_counter()
         with about("bits"):
             blueprint, cached = self.blueprint(policy, profile, request.budget)
@@ -123,7 +126,7 @@ class Chooser(BlueprintChooser):
         """The blueprint for a request whose profile has become another."""
         return self.blueprint(self.policy(request.policy), profile, request.budget)[0]
 
-    def routers(self, policy: str | None) -> Routers | None:
+    def routers(self, policy: str | None) -> TokenRouters | None:
         """Those that the policy of this name has, or the engine's. Raises QBEError for an unknown one."""
         return routers_of(self.policy(policy), self._table)
 
@@ -132,7 +135,7 @@ class Chooser(BlueprintChooser):
         if getattr(self._default, "cache_version", None) is None:
             raise QBEError(f"the blueprint cache keeps nothing of what the policy '{self._default.name}' chooses")
 
-    def remember(self, asked: Asked) -> None:
+    def remember(self, asked: LoggedRequest) -> None:
         """Puts the blueprint of a past request into the cache.
 
         Raises:
@@ -142,30 +145,30 @@ class Chooser(BlueprintChooser):
             context = asked.max_tokens if asked.context is None else asked.context
             profile = self.within(asked.profile, context)
         else:
-            text, words, ids = encode(asked.text or "", self._tokenizer, self._model_name)
+            text, token_ids, ids = encode(asked.text or "", self._tokenizer, self._model_name)
             context = len(ids) + asked.max_tokens if asked.context is None else asked.context
-            profile = self.profile(text, words, self._default, context)
+            profile = self.profile(text, token_ids, self._default, context)
         self.blueprint(self._default, profile, asked.budget, near=False)
 
     def _steered(self, blueprint: Blueprint) -> Blueprint:
-        if not isinstance(self.cascade, Routers):
+        if not isinstance(self.cascade, TokenRouters):
             raise QBEError(str(self.cascade))
-        if blueprint.steering is not None:
+        if blueprint.dynamic_precision is not None:
             raise QBEError(
                 f"the policy '{blueprint.policy}' moves bits within a step itself: leave the cascade out, or choose "
                 "another policy"
             )
-        found = steering(self.cascade, self._table, blueprint.weight_bits)
+        found = dynamic_precision(self.cascade, self._table, blueprint.weight_bits)
         if found is None:
             raise QBEError(
                 f"the cascade has nothing to move at {blueprint.average_weight_bits(self._table):.4g} bits a weight: "
-                f"leave it out, or ask for something between {widths_of(self._table)[0]} and "
-                f"{widths_of(self._table)[-1]}"
+                f"leave it out, or ask for something between {gear_bits(self._table)[0]} and "
+                f"{gear_bits(self._table)[-1]}"
             )
-        return replace(blueprint, steering=found)
+        return replace(blueprint, dynamic_precision=found)
 
 
-def routers_of(policy: Policy, table: SiteTable) -> Routers | None:
+def routers_of(policy: Policy, table: SiteTable) -> TokenRouters | None:
     """What the policy wants to run in the forward pass, if anything."""
     routers = getattr(policy, "routers", None)
     return None if routers is None else routers(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qbe.engine.token_length import Longest
+from qbe.engine.token_length import TokenLengthBound
 from qbe.errors import QBEError
 
 
@@ -18,7 +18,7 @@ def check_length(tokens: int, context: int) -> None:
 
 
 @dataclass(frozen=True)
-class Room:
+class ContextLimit:
     """What a prompt must fit into.
 
     Attributes:
@@ -27,7 +27,7 @@ class Room:
     """
 
     context: int
-    longest: Longest | None
+    longest: TokenLengthBound | None
 
     def check_text(self, text: str) -> None:
         """Raises QBEError for a text that cannot fit, however it is tokenized."""

@@ -13,27 +13,27 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
-from qbe.engine.execution import patch_modules as shortcuts
 from qbe.engine.adaptive.cascade import Cascade, steers
-from qbe.engine.speculation.draft_tokens import Speculation
-from qbe.engine.scheduling.kv_size import default_kv_tokens, with_kv
 from qbe.engine.adaptive.routing import check_columns, is_routed
+from qbe.engine.execution import patch_modules
 from qbe.engine.execution.runner import Runner, can_pack, use_paged_attention
-from qbe.engine.sampling.sampling_params import SamplingParams
-from qbe.engine.scheduling.scheduler import Scheduler, Work
-from qbe.engine.scheduling.sequence import Sequence
-from qbe.engine.speculation.speculator import ROWS, Speculator
-from qbe.engine.speculation.accept_tokens import take
 from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
+from qbe.engine.sampling.sampling_params import SamplingParams
+from qbe.engine.scheduling.kv_size import default_kv_tokens, with_kv
+from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.speculation.accept_tokens import accept_tokens
+from qbe.engine.speculation.draft_tokens import Speculation
+from qbe.engine.speculation.speculator import ROWS, Speculator
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.kernels.cpu import native
 from qbe.kernels.cpu.paged_attention import compiled_for
-from qbe.kvcache.allocator import Format, PageAllocator
+from qbe.kvcache.allocator import PageAllocator, PageFormat
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
-from qbe.policies.per_token import Routers
+from qbe.policies.per_token import TokenRouters
 from qbe.sites import FULL_BITS, KVBits, SiteTable
 from qbe.store.plan import Plan
 
@@ -104,8 +104,8 @@ class Core:
         progress: bool = False,
         compile: bool = False,
         speculate: bool = False,
-        cascade: Routers | None = None,
-        routers: Routers | None = None,
+        cascade: TokenRouters | None = None,
+        routers: TokenRouters | None = None,
     ) -> None:
         self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
@@ -122,7 +122,7 @@ class Core:
         self.plan = Plan(table, plan_rows, self.device, Runner.keeps_logits(model))
         self.plan.bind(model)
         if compiled_ops:
-            shortcuts.take(model)
+            patch_modules.patch_modules(model)
         shapes, dtype = probe_shapes(model)
         paged = any(shapes)
         if paged:
@@ -163,7 +163,7 @@ class Core:
         longest = longest if self.context is None else min(longest, pages_for(self.context))
         if paged:
             compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
-        self._routers: dict[str, Routers] = {}
+        self._routers: dict[str, TokenRouters] = {}
         if routers is not None:
             self.add_routers(routers)
             self.runner.route(routers)
@@ -181,13 +181,13 @@ class Core:
         lowest = Blueprint.of("trial", self.table, tuple(s.gears[0] for s in self.table.nested))
         trial = Sequence("trial", [0], SamplingParams(max_tokens=1), lowest)
         trial.pages = self.scheduler.allocator.allocate(min(1, self.pool.num_pages)) or []
-        self.runner.step([Work(trial, 0, 1)])
+        self.runner.step([ScheduledTokens(trial, 0, 1)])
         self.scheduler.allocator.release(trial.pages)
 
-    def _format(self, kv_bits: tuple[KVBits, ...]) -> Format:
+    def _format(self, kv_bits: tuple[KVBits, ...]) -> PageFormat:
         """The pool's format with these bits; pages that nobody owns go if it takes one of their numbers."""
         allocator = self.scheduler.allocator
-        while not self.pool.has_number(kv_bits, allocator.uses) and allocator.drop_idle():
+        while not self.pool.has_number(kv_bits, allocator.uses) and allocator.evict():
             pass
         return self.pool.format(kv_bits, allocator.uses)
 
@@ -210,8 +210,10 @@ class Core:
         """
         before = sequence.blueprint
         cascade = None if sequence.moved is None else self.cascade
-        steering = blueprint.steering if cascade is None else before.steering  # a policy's own comes with its bits
-        blueprint = replace(blueprint, kv_error=before.kv_error, steering=steering)
+        dynamic_precision = (
+            blueprint.dynamic_precision if cascade is None else before.dynamic_precision
+        )  # a policy's own comes with its bits
+        blueprint = replace(blueprint, kv_error=before.kv_error, dynamic_precision=dynamic_precision)
         if blueprint.key == before.key:
             return False
         if cascade is not None:
@@ -220,7 +222,7 @@ class Core:
         self.raise_kv(sequence, blueprint.kv_bits)
         return True
 
-    def add_routers(self, routers: Routers) -> None:
+    def add_routers(self, routers: TokenRouters) -> None:
         """Take requests that these routers steer. They run in the forward pass from the step on in which the first of
         them begins, which is when no request is running that others steer (`Scheduler`).
 
@@ -230,11 +232,13 @@ class Core:
         check_columns(self.plan)
         self._routers[routers.digest] = routers
 
-    def _route(self, work: list[Work]) -> None:
+    def _route(self, work: list[ScheduledTokens]) -> None:
         """Have the routers that steer this step's sequences run in it: one policy's, as the scheduler sees to."""
-        steering = next((w.sequence.blueprint.steering for w in work if w.sequence.routed is not None), None)
-        if steering is not None:
-            self.runner.route(self._routers[steering.routers])
+        dynamic_precision = next(
+            (w.sequence.blueprint.dynamic_precision for w in work if w.sequence.routed is not None), None
+        )
+        if dynamic_precision is not None:
+            self.runner.route(self._routers[dynamic_precision.routers])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -250,19 +254,19 @@ class Core:
                 f"{len(self.table.nested)}: make it for this model"
             )
         if is_routed(sequence.blueprint):
-            steering = sequence.blueprint.steering
-            routers = None if steering is None else self._routers.get(steering.routers)
+            dynamic_precision = sequence.blueprint.dynamic_precision
+            routers = None if dynamic_precision is None else self._routers.get(dynamic_precision.routers)
             if routers is None:
                 raise QBEError("this engine has no such routers: start it with the policy that the blueprint is of")
             sequence.routed = torch.zeros(2, len(routers.widths), dtype=torch.int64, device=self.device)
         # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
-        if not self.runner.packed or sequence.blueprint.careful is sequence.blueprint:
+        if not self.runner.packed or sequence.blueprint.full_activations is sequence.blueprint:
             sequence.difficult = None
         if not self.runner.packed:
             sequence.monitor = None
         if steers(sequence.blueprint):
             if self.cascade is None:
-                sequence.blueprint = replace(sequence.blueprint, steering=None)
+                sequence.blueprint = replace(sequence.blueprint, dynamic_precision=None)
             else:
                 self.cascade.begin(sequence)
         # Bounds and careful tokens say of each token by itself how it is read, which a guess cannot know.
@@ -271,8 +275,8 @@ class Core:
         if self.originals.refused:
             sequence.blueprint = replace(sequence.blueprint, kv_error=None)
         if sequence.watched and self.scheduler.paging.capacity(sequence) < self.scheduler.length(sequence):
-            # Pages of fewer bits need a frame beside them. A cache so small that this is most of it holds more at 16
-            # bits, and nobody asked for fewer.
+            # Pages of fewer bits need a staging page beside them. A cache so small that this is most of it holds more
+            # at 16 bits, and nobody asked for fewer.
             sequence.blueprint = sequence.blueprint.with_kv_bits((FULL_BITS,) * len(sequence.blueprint.kv_bits))
             sequence.watched = False
         self.scheduler.add(sequence)
@@ -302,10 +306,10 @@ class Core:
     def step(self) -> list[StepOutput]:
         """Run one step; an output for every sequence that got a token or ended. Empty when there is nothing to do."""
         work = self.scheduler.schedule()
-        stuck = [StepOutput(s, None, True, "error") for s in self.scheduler.stuck]
-        self.scheduler.stuck.clear()
+        oversized = [StepOutput(s, None, True, "error") for s in self.scheduler.oversized]
+        self.scheduler.oversized.clear()
         if not work:
-            return stuck
+            return oversized
         try:
             self._route(work)
             self.pool.copy(self.scheduler.paging.copies)
@@ -324,7 +328,7 @@ class Core:
                 speculator.guess([w.sequence for w in rows], scores.logits, scores.best)
             else:
                 keep = None if self.cascade is None else self.cascade.fetch(work)
-                take(rows, scores, lambda s, token: outputs.append(self._advance(s, token, keep)))
+                accept_tokens(rows, scores, lambda s, token: outputs.append(self._advance(s, token, keep)))
             if speculator is not None and decodes:
                 speculator.measured(work, time.perf_counter() - began)
         except BaseException:
@@ -333,17 +337,18 @@ class Core:
                 sequence.error = "the model failed while this request was in the batch"
                 self.scheduler.finish(sequence, "error")
             raise
-        return stuck + outputs
+        return oversized + outputs
 
-    def _keep_originals(self, work: list[Work]) -> None:
-        """Copies of the pages that the step has filled in bounded requests, while their frames still hold them."""
+    def _keep_originals(self, work: list[ScheduledTokens]) -> None:
+        """Copies of the pages that the step has filled in bounded requests, while their staging pages still hold
+        them."""
         for w in work:
             if w.sequence.kv_limit == math.inf:
                 continue
             for page in w.sequence.pages[w.start // PAGE_SIZE : w.sequence.computed // PAGE_SIZE]:
-                while page.frame is not None and page.original is None:
-                    page.original = self.originals.keep(page.frame)
-                    if page.original is None and not self.scheduler.allocator.drop_idle():
+                while page.staging_page is not None and page.original is None:
+                    page.original = self.originals.keep(page.staging_page)
+                    if page.original is None and not self.scheduler.allocator.evict():
                         self._refuse_originals()
                         return
 

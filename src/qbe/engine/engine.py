@@ -16,17 +16,17 @@ from torch import nn
 from qbe import policies
 from qbe.budget import Budget
 from qbe.cache import CacheNumbers, open_cache
-from qbe.cache.traffic import Asked
+from qbe.cache.traffic import LoggedRequest
 from qbe.engine.chooser import Chooser, routers_of
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
-from qbe.engine.requests import Requests, locked
-from qbe.engine.result import Prompt, Request, Result
 from qbe.engine.execution.runner import can_pack
+from qbe.engine.execution.tuner_host import TunerHost
+from qbe.engine.requests import Requests, locked
+from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
 from qbe.engine.stream import Stream
 from qbe.engine.tokenize import eos_ids
-from qbe.engine.execution.tuner_host import TunerHost
 from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.kernels.tuning.tunable import KernelCache, kernel_cache
@@ -34,7 +34,7 @@ from qbe.kernels.tuning.tuner import Tuner
 from qbe.kvcache.cache import decoder_config
 from qbe.models import DEFAULT_MODEL
 from qbe.policies.cascade import load as load_cascade
-from qbe.policies.per_token import Routers
+from qbe.policies.per_token import TokenRouters
 from qbe.records import RecordStore, RecordWriter
 from qbe.store.prepare import prepare, prepare_in_memory
 
@@ -111,7 +111,7 @@ class Engine(Requests):
                 need_sensitivity=default.needs_sensitivity, progress=progress,
             )  # fmt: skip
         self.model = prepared.model
-        cascade: Routers | QBEError
+        cascade: TokenRouters | QBEError
         try:
             cascade = load_cascade(prepared.table, can_pack(decoder_config(self.model)))
         except QBEError as error:  # who asks for a cascade is told; others can do without
@@ -162,7 +162,7 @@ class Engine(Requests):
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
@@ -193,7 +193,7 @@ class Engine(Requests):
 
     def answers(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         n: int,
         params: SamplingParams | None = None,
         *,
@@ -219,7 +219,7 @@ class Engine(Requests):
                 self.step()
             for i in range(1, n):
                 seed = None if params.seed is None else (params.seed + i) % 2**63
-                ids.append(self.submit(replace(request, params=replace(params, seed=seed)), twin=ids[0]))
+                ids.append(self.submit(replace(request, params=replace(params, seed=seed)), fork_parent=ids[0]))
             while not all(map(self.finished, ids)):
                 self.step()
         finally:
@@ -234,7 +234,7 @@ class Engine(Requests):
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
@@ -246,7 +246,7 @@ class Engine(Requests):
 
     def explain(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
@@ -255,7 +255,7 @@ class Engine(Requests):
         """What `generate` would run this prompt at, and why; nothing is generated."""
         return self.choose(Request(prompt, params or SamplingParams(), budget or Budget(), policy))[1]
 
-    def warm(self, traffic: Iterable[Asked], tick: Callable[[], None] = lambda: None) -> None:
+    def warm(self, traffic: Iterable[LoggedRequest], tick: Callable[[], None] = lambda: None) -> None:
         """Puts the blueprints of past requests (`qbe.cache.traffic.read_traffic`) into the blueprint cache.
 
         Raises:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from qbe.engine.adaptive.activation_statistics import ActivationStats
 from qbe.engine.chooser import Choice, Chooser
 from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
-from qbe.engine.live import Live
-from qbe.engine.sampling.logprobs import prompt_scoring
-from qbe.engine.adaptive.activation_statistics import Moments
 from qbe.engine.result import Request, Result
+from qbe.engine.running_request import RunningRequest
+from qbe.engine.sampling.logprobs import prompt_scoring
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError, about
 from qbe.policies import kv
@@ -60,7 +60,7 @@ class Requests:
         self._chooser, self._records, self._table = chooser, records, core.table
         self._closed = False
         self._lock = threading.RLock()
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, RunningRequest] = {}
 
     @property
     def table(self) -> SiteTable:
@@ -93,11 +93,11 @@ class Requests:
                 self.core.add_routers(routers)
 
     @locked
-    def submit(self, request: Request, twin: str | None = None, choice: Choice | None = None) -> str:
+    def submit(self, request: Request, fork_parent: str | None = None, choice: Choice | None = None) -> str:
         """Queues a request; `step` moves it on until `finished`, then `take_result` has its answer. Returns its id.
 
         Args:
-            twin: id of a request of the same prompt that has `started`, to begin on its pages.
+            fork_parent: id of a request of the same prompt that has `started`, to begin on its pages.
             choice: what `choose` said of this request, where it was asked before.
         """
         if self._closed:
@@ -106,22 +106,22 @@ class Requests:
         ids, chosen = self.choose(request) if choice is None else choice
         key = uuid.uuid4().hex
         running = Sequence(key, ids, request.params, chosen.blueprint)
-        running.constraint, running.place = request.constraint, request.place
-        running.twin = None if twin is None else self._live[twin].running
+        running.constraint, running.priority = request.constraint, request.priority
+        running.fork_parent = None if fork_parent is None else self._live[fork_parent].running
         if request.params.prompt_logprobs is not None:
-            running.scoring, running.twin = prompt_scoring(running), None
+            running.scoring, running.fork_parent = prompt_scoring(running), None
         # An average that was asked for is kept; one that was chosen may turn out too low for what comes.
         running.watched = request.budget.kv_bits is None and chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
-        if request.budget.careful_tokens:
+        if request.budget.high_precision_tokens:
             running.difficult = self._table.difficult_entropy
         if self._chooser.reads_prompt(request):
-            running.moments, running.twin = Moments.of(self._table), None
+            running.activation_stats, running.fork_parent = ActivationStats.of(self._table), None
         if request.budget.refresh:
             running.monitor = Monitor(self._chooser.thresholds)
         self.core.add(running)
         chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
         text = Detokenizer(self.tokenizer, request.params.stop, self.core.eos_ids)
-        self._live[key] = Live(request, chosen, running, text, time.perf_counter())
+        self._live[key] = RunningRequest(request, chosen, running, text, time.perf_counter())
         return key
 
     @locked
@@ -217,7 +217,7 @@ class Requests:
         if self._chooser.cache is not None:
             self._chooser.cache.close()
 
-    def _raise_kv(self, live: Live) -> None:
+    def _raise_kv(self, live: RunningRequest) -> None:
         """More KV bits for pages to come, where a request's attention has turned out unlike calibration's."""
         running = live.running
         if len(running.entropies) == live.entropies or running.finish_reason is not None:
@@ -228,17 +228,17 @@ class Requests:
         if bits != now:
             self.core.raise_kv(running, bits)
 
-    def _choose_again(self, live: Live) -> None:
+    def _choose_again(self, live: RunningRequest) -> None:
         """Another blueprint for the answer, where the policy reads the prompt and that has run."""
         running = live.running
-        if running.moments is None or running.remaining > 1 or running.finish_reason == "error":
+        if running.activation_stats is None or running.remaining > 1 or running.finish_reason == "error":
             return
-        moments, running.moments = running.moments, None
-        if self.core.refresh(running, self._chooser.again(live.request, live.chosen, moments.signals())):
+        activation_stats, running.activation_stats = running.activation_stats, None
+        if self.core.refresh(running, self._chooser.again(live.request, live.chosen, activation_stats.signals())):
             bytes_per_token = running.blueprint.bytes_per_token(self._table)
             live.chosen = replace(live.chosen, blueprint=running.blueprint, bytes_per_token=bytes_per_token)
 
-    def _refresh(self, live: Live) -> None:
+    def _refresh(self, live: RunningRequest) -> None:
         """Another blueprint, where the answer has become hard or easy to predict and stays so."""
         running = live.running
         if running.monitor is None or running.finish_reason is not None:
@@ -252,7 +252,7 @@ class Requests:
             live.profile = profile
             live.refreshes.append(Refresh.of(cause, before, running.blueprint, self._table, profile.score))
 
-    def _finish(self, live: Live, now: float | None = None) -> None:
+    def _finish(self, live: RunningRequest, now: float | None = None) -> None:
         """Makes the result and its record."""
         result = live.finish(time.perf_counter() if now is None else now)
         if self._records is not None:

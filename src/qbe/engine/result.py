@@ -11,11 +11,11 @@ from qbe.blueprint import Blueprint, weights_by_bits
 from qbe.budget import Budget
 from qbe.engine.sampling.constraint import Constraint
 from qbe.engine.sampling.sampling_params import SamplingParams
-from qbe.engine.scheduling.sequence import FIRST_COME, Place
+from qbe.engine.scheduling.sequence import FIRST_COME, Priority
 from qbe.refresh.monitor import Refresh
 from qbe.sites import FULL_BITS, SiteTable
 
-Prompt = str | list[dict[str, Any]] | list[int]
+PromptInput = str | list[dict[str, Any]] | list[int]
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Request:
         policy: name of the policy; None takes the engine's.
         tools: JSON descriptions of functions, for the chat template.
         constraint: what the answer may be; it belongs to this request alone.
-        place: where it stands in line; without one requests come in the order in which they were made.
+        priority: where it stands in line; without one requests come in the order in which they were made.
     """
 
-    prompt: Prompt
+    prompt: PromptInput
     params: SamplingParams = field(default_factory=SamplingParams)
     budget: Budget = field(default_factory=Budget)
     policy: str | None = None
     tools: list[dict[str, Any]] | None = None
     constraint: Constraint | None = None
-    place: Place = FIRST_COME
+    priority: Priority = FIRST_COME
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Result:
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         computed_tokens: of prompt and answer, that went through the model.
         cached_tokens: of the prompt, whose keys and values another request had left.
-        careful_tokens: of the answer, that went through the model with 16-bit activations although the blueprint has 8,
-            because they had been hard to predict.
+        high_precision_tokens: of the answer, that went through the model with 16-bit activations although the blueprint
+            has 8, because they had been hard to predict.
         average_kv_bits: of the keys and values this request had at its end, scales not counted; the last tokens, which
             fill no page, are kept at 16 bits.
         kv_error: of bounded mode; None where nothing was bounded, also when the host had no memory for it.
@@ -88,7 +88,7 @@ class Result:
     error: str | None = None
     computed_tokens: int = 0
     cached_tokens: int = 0
-    careful_tokens: int = 0
+    high_precision_tokens: int = 0
     average_kv_bits: float = float(FULL_BITS)
     kv_error: float | None = None
     pages_read: int = 0
@@ -142,7 +142,7 @@ class Result:
                 "total_tokens": self.prompt_tokens + len(self.token_ids),
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
                 "completion_tokens_details": {
-                    "careful_tokens": self.careful_tokens,
+                    "careful_tokens": self.high_precision_tokens,
                     "raised_tokens": self.raised_tokens,
                     "lowered_tokens": self.lowered_tokens,
                     "drafted_tokens": self.drafted_tokens,

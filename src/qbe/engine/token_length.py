@@ -13,7 +13,7 @@ _NFC = 4  # characters of a text for one of its composed form: no character is d
 
 
 @dataclass(frozen=True)
-class Longest:
+class TokenLengthBound:
     """What one token can stand for.
 
     Attributes:
@@ -30,7 +30,7 @@ class Longest:
         return -(-kept // self.size)
 
 
-def longest(tokenizer: Any) -> Longest | None:
+def token_length_bound(tokenizer: Any) -> TokenLengthBound | None:
     """What a tokenizer's tokens can stand for; None where that is not known for sure.
 
     It is known where tokens are pieces of the text itself: byte pairs over all bytes, and nothing in front of them that
@@ -61,7 +61,7 @@ def longest(tokenizer: Any) -> Longest | None:
         elif not _lengthens(part):
             return None
     sizes = [*map(len, vocabulary), *(len(token.content.encode()) for token in added)]
-    return Longest(factor * max(sizes), dropped)
+    return TokenLengthBound(factor * max(sizes), dropped)
 
 
 def _letters() -> dict[int, str]:

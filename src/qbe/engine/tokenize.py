@@ -6,20 +6,24 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from qbe.engine.result import Prompt
-from qbe.engine.context_limit import Room
+from qbe.engine.context_limit import ContextLimit
+from qbe.engine.result import PromptInput
 from qbe.errors import QBEError
 
 
 def encode(
-    prompt: Prompt, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None, room: Room | None = None
+    prompt: PromptInput,
+    tokenizer: Any,
+    model: str,
+    tools: list[dict[str, Any]] | None = None,
+    context_limit: ContextLimit | None = None,
 ) -> tuple[str, list[int], list[int]]:
     """The text to analyse (of a conversation: the last message that has some), its token ids, and those to run.
 
     Args:
         model: its name, for messages.
         tools: JSON descriptions of functions, for the chat template.
-        room: what it must fit into, looked at before anything that takes long; None: into anything.
+        context_limit: what it must fit into, looked at before anything that takes long; None: into anything.
 
     Raises:
         QBEError: an empty or too long prompt, no valid UTF-8, no kind of prompt, or a chat template that fails.
@@ -27,13 +31,13 @@ def encode(
     try:
         if isinstance(prompt, str):
             text = prompt
-            if room is not None:
-                room.check_text(text)
-            words = ids = tokenizer(prompt)["input_ids"]
+            if context_limit is not None:
+                context_limit.check_text(text)
+            text_ids = ids = tokenizer(prompt)["input_ids"]
         elif isinstance(prompt, list) and prompt and all(isinstance(t, int) for t in prompt):
             tokens = [t for t in prompt if isinstance(t, int)]
-            if room is not None:
-                room.check(len(tokens))
+            if context_limit is not None:
+                context_limit.check(len(tokens))
             return tokenizer.decode(tokens), tokens, tokens
         else:
             if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
@@ -42,12 +46,12 @@ def encode(
             messages = [m for m in prompt if isinstance(m, dict)]
             text = next((m["content"] for m in reversed(messages) if m["content"].strip()), "")
             whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-            if room is not None:
-                room.check_text(whole)
+            if context_limit is not None:
+                context_limit.check_text(whole)
             ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-            if room is not None:
-                room.check(len(ids))
-            words = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if context_limit is not None:
+                context_limit.check(len(ids))
+            text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     except TemplateError as error:  # a damaged template, or one that refuses these roles
         said = " ".join(str(error).split())[:200]
         raise QBEError(f"the chat template of {model} fails ({said}); give the prompt as plain text") from error
@@ -57,9 +61,9 @@ def encode(
         raise QBEError(f"the prompt cannot be tokenised ({error}); give valid UTF-8 text") from None
     if not text.strip() or not ids:
         raise QBEError("the prompt is empty; give some text")
-    if room is not None:
-        room.check(len(ids))
-    return text, list(words), list(ids)
+    if context_limit is not None:
+        context_limit.check(len(ids))
+    return text, list(text_ids), list(ids)
 
 
 def check_chat(tokenizer: Any, model: str) -> None:

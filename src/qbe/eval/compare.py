@@ -14,13 +14,13 @@ import torch
 from qbe import policies
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.datasets.items import Encoded, Item, encode
+from qbe.datasets.results import Results, digest
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.eval.fidelity import Fidelity, Teacher
-from qbe.datasets.items import Encoded, Item, encode
-from qbe.datasets.results import Results, digest
 from qbe.sites import FULL_BITS, SiteTable
 
 TOGETHER = 8  # answers that are written in the same steps
@@ -67,7 +67,7 @@ def settings_of(names: Sequence[str], bits: Sequence[float], seeds: int) -> list
 
 
 @dataclass(frozen=True)
-class Answer:
+class GradedAnswer:
     """What the model wrote. `tokens` counts it, the end token included."""
 
     text: str
@@ -76,13 +76,13 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Measured:
+class QueryResult:
     """One query under one setting."""
 
     bits: float
     bytes_per_token: int
     fidelity: Fidelity
-    answer: Answer | None = None
+    answer: GradedAnswer | None = None
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Query:
     item: Item
     encoded: Encoded
     blueprints: dict[Setting, Blueprint] = field(default_factory=dict)
-    measured: dict[Setting, Measured] = field(default_factory=dict)
+    measured: dict[Setting, QueryResult] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -100,7 +100,7 @@ class Query:
 
 
 @dataclass
-class Outcome:
+class ComparisonResult:
     """All that was measured.
 
     Attributes:
@@ -159,7 +159,7 @@ class Comparison:
         """How often `run` calls `on_step`."""
         return sum((1 + (q.item.right is not None)) * (len(self.settings) + 1) for q in self.queries)
 
-    def run(self, on_step: Callable[[], None] = lambda: None) -> Outcome:
+    def run(self, on_step: Callable[[], None] = lambda: None) -> ComparisonResult:
         """Measures every query under every setting, 16 bits included; `on_step` is called after each."""
         for query in self.queries:
             full, e = query.blueprints[FULL], query.encoded
@@ -167,7 +167,7 @@ class Comparison:
             for setting in (FULL, *self.settings):
                 blueprint = query.blueprints[setting]
                 found, table = self._fidelity(query, teacher, setting), self._table
-                query.measured[setting] = Measured(
+                query.measured[setting] = QueryResult(
                     blueprint.average_weight_bits(table) if found.bits is None else found.bits,
                     blueprint.bytes_per_token(table) if found.bytes_per_token is None else found.bytes_per_token,
                     found,
@@ -177,7 +177,7 @@ class Comparison:
         for i in range(0, len(asked), TOGETHER):
             for setting in (FULL, *self.settings):
                 self._answer(asked[i : i + TOGETHER], setting, on_step)
-        return Outcome(self.queries, self.settings, self.skipped, self.left_out)
+        return ComparisonResult(self.queries, self.settings, self.skipped, self.left_out)
 
     def _blueprint(self, query: Query, setting: Setting) -> Blueprint:
         """Of a policy that reads the prompt, which then runs here, the one that the answer has."""
@@ -211,7 +211,7 @@ class Comparison:
         for query, found in zip(queries, known, strict=True):
             assert found is not None
             assert query.item.right is not None
-            answer = Answer(found["text"], found["tokens"], query.item.right(found["text"]))
+            answer = GradedAnswer(found["text"], found["tokens"], query.item.right(found["text"]))
             query.measured[setting] = replace(query.measured[setting], answer=answer)
             on_step()
 

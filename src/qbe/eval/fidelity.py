@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from qbe.blueprint import Blueprint
-from qbe.engine.core import Core
 from qbe.engine.adaptive.routing import Read
+from qbe.engine.core import Core
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.sites import SiteTable
 from qbe.store.sensitivity import BROKEN, divergence_of_rows

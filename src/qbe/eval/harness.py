@@ -134,11 +134,11 @@ class QBEModel(TemplateLM):
             stop=tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s),
         )  # fmt: skip
         ids = self.tok_encode(context)
-        room = (self.engine.core.context or len(ids) + most) - most
-        if room < 1:
+        context_limit = (self.engine.core.context or len(ids) + most) - most
+        if context_limit < 1:
             raise QBEError(f"{most} new tokens leave no room for a prompt in the model's context: lower max_gen_toks")
-        if len(ids) > room:
-            context = self.tokenizer.decode(ids[-room:])
+        if len(ids) > context_limit:
+            context = self.tokenizer.decode(ids[-context_limit:])
         elif ids != list(self.tokenizer(context)["input_ids"]):
             context = context.removeprefix(self.tokenizer.bos_token)
         return Request(context, params, self.budget, self.policy)

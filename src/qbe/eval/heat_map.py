@@ -6,14 +6,14 @@ import io
 from pathlib import Path
 
 from qbe.bench.plot import check_plot
-from qbe.eval.needle import Grid, Outcome
+from qbe.eval.needle import Grid, NeedleResults
 from qbe.eval.report import at, shown
 from qbe.files import write_bytes
 
 _COLUMNS = 3
 
 
-def draw(outcome: Outcome, grid: Grid, model: str, path: Path) -> None:
+def draw(outcome: NeedleResults, grid: Grid, model: str, path: Path) -> None:
     """Writes the picture as PNG, all of it or nothing. A number says how many of a place's needles were found.
 
     Raises:

@@ -40,8 +40,8 @@ def likelihoods(core: Core, items: Sequence[Continuation]) -> list[tuple[float, 
 def _scored(core: Core, item: Continuation, found: torch.Tensor) -> Scored:
     """Runs the item; `found` float64 [2, tokens] gets log likelihood and greediness of each token."""
     # The last token itself need not run; the engine keeps a place for the one after a prompt.
-    room = len(item.before) if core.context is None else max(1, core.context - len(item.ids))
-    before = list(item.before)[-room:]
+    context_limit = len(item.before) if core.context is None else max(1, core.context - len(item.ids))
+    before = list(item.before)[-context_limit:]
     labels, start = torch.tensor(list(item.ids), device=core.device), len(before) - 1
 
     def take(position: int, logits: torch.Tensor) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qbe.budget import Budget
+from qbe.datasets.haystack import Haystack
 from qbe.engine.engine import Engine
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
-from qbe.datasets.haystack import Haystack
 from qbe.sites import FULL_BITS
 
 CITIES = (
@@ -46,10 +46,10 @@ class Grid:
     needles: int = 2
     limit: int | None = None
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[Needle]:
         """Longest and deepest first: those after them then find most of their pages known."""
         found = [
-            Cell(length, depth, i)
+            Needle(length, depth, i)
             for length in sorted(self.lengths, reverse=True)
             for depth in sorted(self.depths, reverse=True)
             for i in range(self.needles)
@@ -60,7 +60,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Needle:
     """One needle: its place, and a city and a number that depend on nothing else."""
 
     length: int
@@ -84,7 +84,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Found:
+class NeedleResult:
     """What became of a needle at a setting.
 
     Attributes:
@@ -94,7 +94,7 @@ class Found:
         error: one line where the answer failed.
     """
 
-    cell: Cell
+    cell: Needle
     setting: Setting
     found: bool
     secret: str
@@ -127,17 +127,17 @@ def name_of(setting: Setting) -> int | str:
 
 
 @dataclass
-class Outcome:
+class NeedleResults:
     """All rows of a run; those of 16 bits come first."""
 
     settings: tuple[Setting, ...]
-    rows: list[Found] = field(default_factory=list)
+    rows: list[NeedleResult] = field(default_factory=list)
 
-    def of(self, setting: Setting) -> dict[Cell, Found]:
+    def of(self, setting: Setting) -> dict[Needle, NeedleResult]:
         """Its rows by cell."""
         return {r.cell: r for r in self.rows if r.setting == setting}
 
-    def lost(self, setting: Setting) -> list[Cell]:
+    def lost(self, setting: Setting) -> list[Needle]:
         """Needles that 16 bits find and this setting does not."""
         full, own = self.of(FULL_BITS), self.of(setting)
         return [c for c, row in full.items() if row.found and not own[c].found]
@@ -163,7 +163,7 @@ class Outcome:
 
 def run(
     engine: Engine, text: str, grid: Grid, settings: Sequence[Setting], on_cell: Callable[[], None] = lambda: None
-) -> Outcome:
+) -> NeedleResults:
     """Ask for every needle at 16 bits and then at each setting.
 
     Args:
@@ -184,7 +184,7 @@ def run(
     for cell in grid.cells():
         secret = cell.secret(text)
         asked.append((cell, secret, prompt_for(engine, haystack, cell, secret)))
-    outcome = Outcome((FULL_BITS, *(s for s in settings if s != FULL_BITS)))
+    outcome = NeedleResults((FULL_BITS, *(s for s in settings if s != FULL_BITS)))
     params = SamplingParams(max_tokens=ANSWER_TOKENS)
     for setting in outcome.settings:
         budget = Budget(bits=FULL_BITS, kv_bits=setting)
@@ -192,7 +192,7 @@ def run(
             result = engine.generate(prompt, params, budget=budget)
             if result.error is not None and setting == FULL_BITS:
                 raise QBEError(result.error)
-            outcome.rows.append(Found(
+            outcome.rows.append(NeedleResult(
                 cell, setting, secret in result.text, secret, result.text, result.prompt_tokens, result.cached_tokens,
                 result.average_kv_bits, result.error,
             ))  # fmt: skip
@@ -200,7 +200,7 @@ def run(
     return outcome
 
 
-def prompt_for(engine: Engine, haystack: Haystack, cell: Cell, secret: str) -> Any:
+def prompt_for(engine: Engine, haystack: Haystack, cell: Needle, secret: str) -> Any:
     """A prompt that leaves room for the answer in the cell's length: a message where the model has a chat template."""
     needle = f"The special magic number for {cell.city} is {secret}."
     question = f"What is the special magic number for {cell.city}?"
@@ -211,8 +211,8 @@ def prompt_for(engine: Engine, haystack: Haystack, cell: Cell, secret: str) -> A
             return [{"role": "user", "content": f"{text}\n\n{question} Answer with the number that the text gives."}]
         return f"{text}\n\nQuestion: {question}\nAnswer: The special magic number for {cell.city} is"
 
-    room = cell.length - ANSWER_TOKENS
-    text = haystack.fitting(needle, cell.depth, room, lambda t: engine.explain(asked(t)).prompt_tokens)
+    context_limit = cell.length - ANSWER_TOKENS
+    text = haystack.fitting(needle, cell.depth, context_limit, lambda t: engine.explain(asked(t)).prompt_tokens)
     if text is None:
         raise QBEError(f"--lengths has {cell.length}, which leaves no room for a haystack: give longer ones")
     return asked(text)

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from qbe.datasets.intervals import LEVEL, RESAMPLES
-from qbe.eval.needle import Cell, Found, Grid, Outcome, Setting
+from qbe.eval.needle import Grid, Needle, NeedleResult, NeedleResults, Setting
 from qbe.store.nested_tensor import nested_linears
 
 if TYPE_CHECKING:
-    from qbe.engine.engine import Engine
     from qbe.datasets.results import Results
+    from qbe.engine.engine import Engine
 
 
 def conditions(engine: Engine) -> dict[str, Any]:
@@ -66,12 +66,12 @@ def shown(setting: Setting) -> str:
     return "default" if setting is None else f"{setting} bits" if isinstance(setting, int) else setting
 
 
-def at(rows: dict[Cell, Found], length: int, depth: float) -> list[Found]:
+def at(rows: dict[Needle, NeedleResult], length: int, depth: float) -> list[NeedleResult]:
     """The needles of a place."""
     return [r for c, r in rows.items() if (c.length, c.depth) == (length, depth)]
 
 
-def render(outcome: Outcome, grid: Grid, model: str) -> RenderableType:
+def render(outcome: NeedleResults, grid: Grid, model: str) -> RenderableType:
     """A line for each setting and length: needles found of those hidden at each depth; verdicts below."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for column in ("KV", "tokens", *(f"{d:.0%}" for d in sorted(grid.depths))):
@@ -93,7 +93,7 @@ def render(outcome: Outcome, grid: Grid, model: str) -> RenderableType:
     )
 
 
-def _verdict(outcome: Outcome, setting: Setting) -> str:
+def _verdict(outcome: NeedleResults, setting: Setting) -> str:
     rows = outcome.of(setting)
     bits = sum(r.average_kv_bits for r in rows.values()) / len(rows)
     name = f"{shown(setting)} (on average {bits:.1f} bits)"

@@ -11,15 +11,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from qbe.eval.compare import FULL, Measured, Outcome, Query, Setting
 from qbe.datasets.intervals import Numbers, difference, interval, verdict
+from qbe.eval.compare import FULL, ComparisonResult, Query, QueryResult, Setting
 
 BASELINES = ("static", "fixed", "random", "uniform")
 SLACK = 0.05  # bits by which averages may differ that are held against each other
 UNEQUAL = "not at equal bits"
 
 
-def describe(outcome: Outcome) -> dict[str, Any]:
+def describe(outcome: ComparisonResult) -> dict[str, Any]:
     """`reference` (16 bits) and `rows` for each data set and setting, `comparisons` with the baselines, `flips`.
 
     Several data sets count as one more, `all`: where a policy gives one kind of query more bits than another, only the
@@ -181,11 +181,11 @@ def _numbers(values: Sequence[float]) -> Numbers:
     return np.asarray(values, dtype=np.float64)
 
 
-def _tokens(of: Sequence[Measured]) -> Numbers:
+def _tokens(of: Sequence[QueryResult]) -> Numbers:
     return _numbers([m.fidelity.tokens for m in of])
 
 
-def _kl(of: Sequence[Measured]) -> Numbers:
+def _kl(of: Sequence[QueryResult]) -> Numbers:
     return _numbers([m.fidelity.kl for m in of])
 
 

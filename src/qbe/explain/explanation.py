@@ -51,7 +51,7 @@ class Explanation:
     @property
     def native_sites(self) -> tuple[Site, ...]:
         """Where a long prompt with this blueprint is multiplied in the device's own 8-bit format."""
-        if self.prompt_format is None or self.blueprint.steering is not None:
+        if self.prompt_format is None or self.blueprint.dynamic_precision is not None:
             return ()  # rows whose bits may move within the pass are not taken to be alike
         bits = zip(self.blueprint.weight_bits, self.blueprint.activation_bits, strict=True)
         sites = zip(self.table.nested, bits, self.native, strict=True)
@@ -89,7 +89,7 @@ class Explanation:
             "budget": {
                 "bits": self.budget.bits,
                 "activation_bits": self.budget.activation_bits,
-                "careful_tokens": self.budget.careful_tokens,
+                "careful_tokens": self.budget.high_precision_tokens,
                 "tier": self.budget.tier,
                 "target_bits": round(self.target_bits, 4),
                 "kv_bits": self.budget.kv_bits,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
 from qbe.refresh.thresholds import EASY, HARD, RUN, WINDOW, moved
-from qbe.sites import FULL_BITS, KVBits, KVSite, Role, Site, SiteTable, kv_width
+from qbe.sites import FULL_BITS, KVBits, KVSite, Role, Site, SiteTable, kv_number_bits
 
 # In the order in which a token meets them.
 LABELS: dict[Role, str] = {
@@ -29,7 +29,7 @@ LABELS: dict[Role, str] = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class HeatmapCell:
     """One or more sites of one role in one layer (or outside the layers).
 
     Attributes:
@@ -75,10 +75,10 @@ class HeatMap:
     """
 
     layers: int
-    rows: dict[str, tuple[Cell | None, ...]]
-    mean: tuple[Cell | None, ...]
+    rows: dict[str, tuple[HeatmapCell | None, ...]]
+    mean: tuple[HeatmapCell | None, ...]
     kv: tuple[KVCell | None, ...]
-    outside: dict[str, Cell]
+    outside: dict[str, HeatmapCell]
     gears: tuple[int, ...]
     fixed: dict[str, int]
 
@@ -97,7 +97,7 @@ class HeatMap:
             kv[head.layer].append((head, blueprint.kv_bits_at(head.layer, head.head)))
         layers = max([table.layers, *(i + 1 for i in by_layer)])
 
-        def line(role: Role) -> tuple[Cell | None, ...]:
+        def line(role: Role) -> tuple[HeatmapCell | None, ...]:
             return tuple(_cell(groups.get((role, i), ())) for i in range(layers))
 
         roles = sorted({role for role, _ in groups}, key=lambda r: (_ORDER.get(r, len(_ORDER)), r))
@@ -106,7 +106,7 @@ class HeatMap:
             rows={label(r): line(r) for r in roles if any(cell for cell in line(r))},
             mean=tuple(_cell(by_layer.get(i, ())) for i in range(layers)),
             kv=tuple(KVCell(tuple(kv[i])) if i in kv else None for i in range(layers)) if kv else (),
-            outside={label(r): Cell(tuple(groups[r, None])) for r in roles if (r, None) in groups},
+            outside={label(r): HeatmapCell(tuple(groups[r, None])) for r in roles if (r, None) in groups},
             gears=tuple(sorted({g for s in table.nested for g in s.gears})),
             fixed=dict(Counter(str(s.role) for s in table if not s.nested)),
         )
@@ -128,7 +128,7 @@ def bits_text(bits: float) -> str:
 def kv_note(e: Explanation) -> str:
     """Bits of the KV cache in a sentence: average, range, for which context, and by what they were chosen."""
     kinds = _kinds(e.blueprint.kv_bits)
-    bits = [kv_width(k) for k in kinds]
+    bits = [kv_number_bits(k) for k in kinds]
     note = f"KV cache {span(bits)} bits"
     if (error := e.blueprint.kv_error) is not None:
         low = set(bits) != {FULL_BITS}
@@ -138,7 +138,7 @@ def kv_note(e: Explanation) -> str:
     if len(set(bits)) > 1:
         note += f", {e.blueprint.average_kv_bits(e.table):.2f} on average"
     if e.blueprint.first_kv_bits is not None:
-        note += f", {span([kv_width(k) for k in _kinds(e.blueprint.kv_bits_of(0))])} in the first page"
+        note += f", {span([kv_number_bits(k) for k in _kinds(e.blueprint.kv_bits_of(0))])} in the first page"
     if e.context:
         note += f" for up to {e.context:,} tokens"
     return note if e.table.kv_measured or set(bits) == {FULL_BITS} else f"{note}, not measured: by plain rules"
@@ -168,9 +168,9 @@ def activations(e: Explanation) -> str:
     """Bits of the activations, which tokens have more, and where long prompts take the device's own format:
     `8 bits (16 for answer tokens of more than 2.1 nats), long prompts int8 at 75 sites, 44% of the weights`."""
     text, above = shares(e.blueprint.activation_bits), e.table.difficult_entropy
-    if above is not None and e.budget.careful_tokens and e.blueprint.careful is not e.blueprint:
+    if above is not None and e.budget.high_precision_tokens and e.blueprint.full_activations is not e.blueprint:
         text += f" (16 for answer tokens of more than {above:.1f} nats)"
-    if e.prompt_format is None or e.blueprint.careful is e.blueprint:
+    if e.prompt_format is None or e.blueprint.full_activations is e.blueprint:
         return text
     native = e.native_sites
     share = sum(s.parameters for s in native) / e.table.nested_parameters
@@ -199,7 +199,7 @@ def notes(e: Explanation) -> list[str]:
 
 def _routed_note(e: Explanation) -> str | None:
     """That tokens choose for themselves; None where the blueprint does."""
-    if e.blueprint.steering is None or e.blueprint.steering.by != "routers":
+    if e.blueprint.dynamic_precision is None or e.blueprint.dynamic_precision.by != "routers":
         return None
     return "every token chooses bits of its own as it is read: drawn is the best fixed assignment at their average"
 
@@ -218,5 +218,5 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.3g}"
 
 
-def _cell(sites: Sequence[tuple[Site, int]]) -> Cell | None:
-    return Cell(tuple(sites)) if sites else None
+def _cell(sites: Sequence[tuple[Site, int]]) -> HeatmapCell | None:
+    return HeatmapCell(tuple(sites)) if sites else None

@@ -10,8 +10,8 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from qbe.explain.explanation import Explanation
 from qbe.explain.heatmap import (
-    Cell,
     HeatMap,
+    HeatmapCell,
     KVCell,
     activations,
     bits_text,
@@ -52,7 +52,7 @@ def _template() -> Template:
     return env.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 
-def _tip(cell: Cell) -> str:
+def _tip(cell: HeatmapCell) -> str:
     """What a cell says when it is pointed at: one line per site."""
     lines = []
     for site, bits in cell.sites:

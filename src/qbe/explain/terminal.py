@@ -20,7 +20,7 @@ from rich.text import Text
 from qbe.analysis.encoder import default_encoder
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
-from qbe.explain.heatmap import Cell, HeatMap, KVCell, activations, bits_text, kv_note, notes, number, size
+from qbe.explain.heatmap import HeatMap, HeatmapCell, KVCell, activations, bits_text, kv_note, notes, number, size
 from qbe.explain.palette import colour, ink
 from qbe.sites import SiteTable
 
@@ -81,7 +81,7 @@ def shares(routed: Mapping[int, float]) -> Text:
     return text
 
 
-def _block(cell: Cell | None) -> tuple[str, Style]:
+def _block(cell: HeatmapCell | None) -> tuple[str, Style]:
     if cell is None:
         return "·", Style(dim=True)
     return BLOCKS[max(1, min(8, round(cell.bits)))], Style(color=colour(cell.bits))
@@ -199,7 +199,7 @@ class _Heat:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         heat, plain = self.heat, console.no_color or console.color_system is None
-        rows: dict[str, Sequence[Cell | KVCell | None]] = {**heat.rows, "mean": heat.mean}
+        rows: dict[str, Sequence[HeatmapCell | KVCell | None]] = {**heat.rows, "mean": heat.mean}
         if heat.kv:
             rows["kv"] = heat.kv
         labels = [*rows, *heat.outside, "layer"]
@@ -227,7 +227,7 @@ class _Heat:
             yield Text.assemble("\n", *last)
 
 
-def _cells(cells: Iterable[Cell | KVCell | None], width: int, plain: bool) -> Iterator[tuple[str, Style]]:
+def _cells(cells: Iterable[HeatmapCell | KVCell | None], width: int, plain: bool) -> Iterator[tuple[str, Style]]:
     for cell in cells:
         if cell is None:
             yield "·".rjust(2).ljust(width), Style(dim=True)

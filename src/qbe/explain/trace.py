@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+import collections.abc
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ class Trace:
         first = len(sequence.prompt_ids) - 1
         for i in range(len(self.bits), len(sequence.output_ids)):
             blueprint = sequence.blueprint_at(first + i)
-            if blueprint.steering is not None and blueprint.steering.by != "cascade":
+            if blueprint.dynamic_precision is not None and blueprint.dynamic_precision.by != "cascade":
                 raise QBEError(
                     f"the policy '{blueprint.policy}' chooses bits within each step and keeps their sum only: "
                     "there is no trace of them; choose another policy"
@@ -90,7 +90,7 @@ def by_layer(blueprint: Blueprint, table: SiteTable) -> tuple[float | None, ...]
     return tuple(b / w if w else None for b, w in zip(bits, weights, strict=True))
 
 
-def grouped(bits: Many[float | None], rows: int) -> list[float | None]:
+def grouped(bits: collections.abc.Sequence[float | None], rows: int) -> list[float | None]:
     """Layers taken together so that there are at most so many rows, first layers first."""
     each = -(-len(bits) // max(1, rows))
     found: list[float | None] = []

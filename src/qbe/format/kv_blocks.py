@@ -34,7 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from qbe.sites import FULL_BITS, KV_BITS, TURBO, kv_width
+from qbe.sites import FULL_BITS, KV_BITS, TURBO, kv_number_bits
 
 __all__ = [
     "ALIGN",
@@ -45,14 +45,14 @@ __all__ = [
     "PAGE_SIZE",
     "STRETCH",
     "TURBO",
-    "Block",
+    "HeadLayout",
     "aligned",
-    "block",
-    "sealed_pages",
+    "head_layout",
+    "quantised_pages",
 ]
 
 PAGE_SIZE = 64
-STRETCH = 8  # pages, see `sealed_pages`
+STRETCH = 8  # pages, see `quantised_pages`
 ALIGN = 256
 FORMATS = ALIGN  # numbers that an entry has room for
 NO_ORIGINAL = -1  # in a table of originals (`qbe.kernels.ops.bounded_attention`), a page that has none
@@ -63,11 +63,11 @@ LEVELS = {2: (1,), 4: (7, 22, 39, 63)}
 DEVIATION = {2: 1.2533, 4: 29.275}
 
 
-def sealed_pages(full: int) -> int:
-    """How many of the `full` pages that a sequence has filled its next one looks back on as they are sealed.
+def quantised_pages(full: int) -> int:
+    """How many of the `full` pages that a sequence has filled its next one looks back on as they are quantised.
 
     All but the last: a token looks most at what was just before it (KIVI, Liu et al. 2024, keeps a window of such
-    tokens at 16 bits). A stretch of pages begins without that, so that another sequence can go on after the sealed
+    tokens at 16 bits). A stretch of pages begins without that, so that another sequence can go on after the quantised
     pages of whole stretches and see what this one saw.
     """
     return full - (full % STRETCH > 0)
@@ -79,7 +79,7 @@ def aligned(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Block:
+class HeadLayout:
     """A block's parts, in bytes from its beginning; scales are followed by as many lows or sketch scales.
 
     Attributes:
@@ -95,7 +95,7 @@ class Block:
     @property
     def bits(self) -> int:
         """Of a number, scales not counted."""
-        return kv_width(self.kind)
+        return kv_number_bits(self.kind)
 
     @property
     def key_row(self) -> int:
@@ -130,4 +130,4 @@ class Block:
         return aligned(self.key_scales if self.bits == FULL_BITS else self.value_scales + 4 * PAGE_SIZE)
 
 
-block = cache(Block)
+head_layout = cache(HeadLayout)

@@ -27,7 +27,7 @@ MAX_GROUP = 1024
 MAX_BITS = 8
 
 
-class Part(NamedTuple):
+class BitPlanes(NamedTuple):
     """A physical run of `width` bits that starts `first` bits below the most significant one."""
 
     first: int
@@ -73,13 +73,13 @@ class SliceLayout:
         return tuple(out)
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BitPlanes, ...]:
         """The physical parts in memory order; those of a precision b are the ones with first < b."""
         out, first = [], 0
         for s in self.slices:
             while s:
                 width = 4 if s >= 4 else 2 if s >= 2 else 1
-                out.append(Part(first, width))
+                out.append(BitPlanes(first, width))
                 first += width
                 s -= width
         return tuple(out)

@@ -1,13 +1,13 @@
 """Who owns which bytes of the KV cache: pages of any precision in one memory. Pure Python, no torch.
 
-A page that is being filled lies in a frame, which has room for 16 bits everywhere. Some time after it is full it is
-sealed: its numbers go to bytes of their own, as many as its precision needs, and the frame is free again once none of
-its owners reads it any more. Both are taken when the page is begun, so that sealing never fails. Frames are taken from
-the top of the memory and sealed pages from the bottom, each as far out as possible, which keeps what is free in one
-piece most of the time.
+A page that is being filled lies in a staging page, which has room for 16 bits everywhere. Some time after it is full it
+is quantised: its numbers go to bytes of their own, as many as its precision needs, and the staging page is free again
+once none of its owners reads it any more. Both are taken when the page is begun, so that quantising never fails. Frames
+are taken from the top of the memory and quantised pages from the bottom, each as far out as possible, which keeps what
+is free in one piece most of the time.
 
-Sealed pages whose contents are known by a key stay after their last owner has gone, until their bytes are needed: the
-least recently used go first.
+Quantised pages whose contents are known by a key stay after their last owner has gone, until their bytes are needed:
+the least recently used go first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from qbe.format.kv_blocks import ALIGN, FULL_BITS
 
 
 @dataclass(frozen=True)
-class Format:
+class PageFormat:
     """Precisions of a page.
 
     Attributes:
         number: what entries call it; 0 has 16 bits everywhere.
-        nbytes: of a sealed page, a multiple of `ALIGN`.
+        nbytes: of a quantised page, a multiple of `ALIGN`.
         bits: per layer the bits of each key head, empty for a layer without attention.
         average: bits of a number, scales not counted.
     """
@@ -38,7 +38,7 @@ class Format:
 
     @property
     def full(self) -> bool:
-        """Whether it has 16 bits everywhere, so that a page of it stays in its frame."""
+        """Whether it has 16 bits everywhere, so that a page of it stays in its staging page."""
         return self.number == 0
 
     def lowered(self, layer: int) -> bool:
@@ -52,29 +52,29 @@ class Page:
 
     Attributes:
         format: its precisions.
-        address: of its bytes once it is sealed; of its frame when its format is full.
-        frame: address of the 16 bits it is written at; None when nobody reads these any more.
-        owners: sequences that have it. readers: those of them that read its frame.
+        address: of its bytes once it is quantised; of its staging page when its format is full.
+        staging_page: address of the 16 bits it is written at; None when nobody reads these any more.
+        owners: sequences that have it. readers: those of them that read its staging page.
         key: what its contents are known by, or None.
         original: entry of its 16 bits in host memory (`qbe.kvcache.originals`), or None.
     """
 
-    format: Format
+    format: PageFormat
     address: int
-    frame: int | None
+    staging_page: int | None
     owners: int = 1
     readers: int = 1
     key: bytes | None = None
     original: int | None = None
 
     @property
-    def entry(self) -> int:
-        """What a block table says of it (`qbe.format.kv_blocks`): the address of its frame while it has one."""
-        return self.address | self.format.number if self.frame is None else self.frame
+    def block_id(self) -> int:
+        """What a block table says of it (`qbe.format.kv_blocks`): the address of its staging_page while it has one."""
+        return self.address | self.format.number if self.staging_page is None else self.staging_page
 
     @property
-    def sealed_entry(self) -> int:
-        """What a block table says of it as it is sealed, or will be."""
+    def quantised_block_id(self) -> int:
+        """What a block table says of it as it is quantised, or will be."""
         return self.address | self.format.number
 
 
@@ -82,25 +82,27 @@ class PageAllocator:
     """The memory of `num_pages` pages of 16 bits, handed out as pages of any precision.
 
     Args:
-        num_pages: frames.
-        full: the format of 16 bits everywhere; a frame has its size.
+        num_pages: staging_pages.
+        full: the format of 16 bits everywhere; a staging_page has its size.
         drop: called with the original of a page that is gone.
     """
 
     def __init__(
-        self, num_pages: int, full: Format = Format(0, ALIGN), drop: Callable[[int], None] | None = None
+        self, num_pages: int, full: PageFormat = PageFormat(0, ALIGN), drop: Callable[[int], None] | None = None
     ) -> None:
         self._drop = drop
         self.num_pages, self.full, self.page_bytes = num_pages, full, full.nbytes
         self._holes = [(0, num_pages * self.page_bytes)] if num_pages else []  # [begin, end), ascending, never touching
         self._known: dict[bytes, Page] = {}
         self.uses: Counter[int] = Counter()  # number of a format -> pages of it
-        self._idle: OrderedDict[Page, None] = OrderedDict()  # known pages without an owner, least recently used first
+        self._evictable: OrderedDict[Page, None] = (
+            OrderedDict()
+        )  # known pages without an owner, least recently used first
 
     @property
     def free_bytes(self) -> int:
         """Bytes that no sequence owns; those of idle pages count, because they are given up on demand."""
-        return sum(end - begin for begin, end in self._holes) + sum(p.format.nbytes for p in self._idle)
+        return sum(end - begin for begin, end in self._holes) + sum(p.format.nbytes for p in self._evictable)
 
     @property
     def free(self) -> int:
@@ -108,62 +110,63 @@ class PageAllocator:
         return self.free_bytes // max(1, self.page_bytes)
 
     @property
-    def idle(self) -> int:
+    def evictable(self) -> int:
         """Known pages without an owner."""
-        return len(self._idle)
+        return len(self._evictable)
 
-    def allocate(self, count: int, format: Format | None = None) -> list[Page] | None:
-        """Take `count` pages to be written and then sealed to `format` (16 bits by default); None if they do not fit.
+    def allocate(self, count: int, format: PageFormat | None = None) -> list[Page] | None:
+        """Take `count` pages to be written and then quantised to `format` (16 bits by default); None if they do not
+        fit.
 
         Idle pages are given up as far as it takes, and only then.
         """
         format = format or self.full
         pages: list[Page] = []
         for _ in range(count):
-            frame = self._take_frame()
-            address = frame if format.full or frame is None else self._take(format.nbytes)
-            if frame is None or address is None:
-                if frame is not None:
-                    self._give(frame, self.page_bytes)
+            staging_page = self._take_staging_page()
+            address = staging_page if format.full or staging_page is None else self._take(format.nbytes)
+            if staging_page is None or address is None:
+                if staging_page is not None:
+                    self._give(staging_page, self.page_bytes)
                 for page in pages:
                     self._free(page)
                 return None
             self.uses[format.number] += 1
-            pages.append(Page(format, address, None if format.full else frame))
+            pages.append(Page(format, address, None if format.full else staging_page))
         return pages
 
-    def reformat(self, page: Page, format: Format) -> bool:
-        """Let a page that is not sealed become one of `format`; False, and nothing done, if that does not fit.
+    def reformat(self, page: Page, format: PageFormat) -> bool:
+        """Let a page that is not quantised become one of `format`; False, and nothing done, if that does not fit.
 
         Raises:
-            ValueError: the page is sealed, or others own or know it.
+            ValueError: the page is quantised, or others own or know it.
         """
         if page.owners != 1 or page.key is not None or page.format is format:
             raise ValueError(f"page {page.address} cannot become another")
-        frame = page.address if page.format.full else page.frame
-        if frame is None:
-            raise ValueError(f"page {page.address} is sealed")
-        address = frame if format.full else self._take(format.nbytes)
+        staging_page = page.address if page.format.full else page.staging_page
+        if staging_page is None:
+            raise ValueError(f"page {page.address} is quantised")
+        address = staging_page if format.full else self._take(format.nbytes)
         if address is None:
             return False
         if not page.format.full:
             self._give(page.address, page.format.nbytes)
         self.uses.subtract([page.format.number])
         self.uses[format.number] += 1
-        page.format, page.address, page.frame = format, address, None if format.full else frame
+        page.format, page.address, page.staging_page = format, address, None if format.full else staging_page
         page.readers = 1
         return True
 
-    def seal(self, page: Page) -> None:
-        """One of its owners does not read its frame any more, and its numbers are in its own bytes or will be before
-        anything else is written."""
+    def quantise(self, page: Page) -> None:
+        """One of its owners does not read its staging page any more, and its numbers are in its own bytes or will be
+        before anything else is written."""
         page.readers -= 1
-        if page.frame is not None and not page.readers:
-            self._give(page.frame, self.page_bytes)
-            page.frame = None
+        if page.staging_page is not None and not page.readers:
+            self._give(page.staging_page, self.page_bytes)
+            page.staging_page = None
 
-    def share(self, pages: Sequence[Page], sealed: int = 0) -> None:
-        """Add an owner to each of these pages, who reads the frames of all but the first `sealed`.
+    def share(self, pages: Sequence[Page], quantised: int = 0) -> None:
+        """Add an owner to each of these pages, who reads the staging pages of all but the first `quantised`.
 
         Raises:
             ValueError: a page that nobody owns.
@@ -172,15 +175,15 @@ class PageAllocator:
             if not page.owners:
                 raise ValueError(f"page {page.address} is free and cannot be shared")
             page.owners += 1
-            page.readers += i >= sealed
+            page.readers += i >= quantised
 
-    def release(self, pages: Sequence[Page], sealed: int = 0) -> None:
+    def release(self, pages: Sequence[Page], quantised: int = 0) -> None:
         """Take away one owner from each of these pages; a page without owners becomes idle if it is known, else free.
 
         The last page becomes idle first, because a page is of use only with those before it.
 
         Args:
-            sealed: the first so many are those whose frames this owner does not read.
+            quantised: the first so many are those whose staging pages this owner does not read.
 
         Raises:
             ValueError: a page that is already free.
@@ -190,17 +193,18 @@ class PageAllocator:
             if not page.owners:
                 raise ValueError(f"page {page.address} is freed twice")
             page.owners -= 1
-            if i >= sealed:
-                self.seal(page)
+            if i >= quantised:
+                self.quantise(page)
             if page.owners:
                 continue
             if page.key is not None:
-                self._idle[page] = None
+                self._evictable[page] = None
             else:
                 self._free(page)
 
     def publish(self, page: Page, key: bytes) -> None:
-        """Let a page be found by its key, by those who do not read its frame; nothing happens when another page is."""
+        """Let a page be found by its key, by those who do not read its staging page; nothing happens when another page
+        is."""
         if key not in self._known and page.key is None:
             self._known[key] = page
             page.key = key
@@ -209,7 +213,7 @@ class PageAllocator:
         """The page of this key with one owner more, or None."""
         page = self._known.get(key)
         if page is not None:
-            self._idle.pop(page, None)
+            self._evictable.pop(page, None)
             page.owners += 1
         return page
 
@@ -219,34 +223,34 @@ class PageAllocator:
             if page.key is not None:
                 del self._known[page.key]
                 page.key = None
-                if page in self._idle:
-                    del self._idle[page]
+                if page in self._evictable:
+                    del self._evictable[page]
                     self._free(page)
 
-    def drop_idle(self) -> bool:
+    def evict(self) -> bool:
         """Free the idle page that has not been used for the longest time; False when there is none."""
-        if not self._idle:
+        if not self._evictable:
             return False
-        self.forget([next(iter(self._idle))])
+        self.forget([next(iter(self._evictable))])
         return True
 
     def _free(self, page: Page) -> None:
         self.uses.subtract([page.format.number])
-        if page.frame is not None:
-            self._give(page.frame, self.page_bytes)
+        if page.staging_page is not None:
+            self._give(page.staging_page, self.page_bytes)
         self._give(page.address, page.format.nbytes)
         if page.original is not None and self._drop is not None:
             self._drop(page.original)
 
-    def _take_frame(self) -> int | None:
-        """The highest free frame."""
+    def _take_staging_page(self) -> int | None:
+        """The highest free staging page."""
         while True:
             for begin, end in reversed(self._holes):
-                frame = (end - self.page_bytes) // self.page_bytes * self.page_bytes
-                if frame >= begin:
-                    self._cut(begin, end, frame, self.page_bytes)
-                    return frame
-            if not self.drop_idle():
+                staging_page = (end - self.page_bytes) // self.page_bytes * self.page_bytes
+                if staging_page >= begin:
+                    self._cut(begin, end, staging_page, self.page_bytes)
+                    return staging_page
+            if not self.evict():
                 return None
 
     def _take(self, size: int) -> int | None:
@@ -256,7 +260,7 @@ class PageAllocator:
                 if end - begin >= size:
                     self._cut(begin, end, begin, size)
                     return begin
-            if not self.drop_idle():
+            if not self.evict():
                 return None
 
     def _cut(self, begin: int, end: int, at: int, size: int) -> None:

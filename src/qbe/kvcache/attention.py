@@ -4,9 +4,9 @@ A step packs the tokens of many sequences into one row of tokens `[1, T]`. The m
 and values for all T at once; `PagedCache.update` writes the keys and values to pages, and `paged_attention` lets every
 sequence attend to its own pages only. What belongs to whom is in the layout that the runner gives the cache for a step.
 
-A token sees its own page at 16 bits, within a stretch of pages the one before, too (`kv_blocks.sealed_pages`), and all
-others at the precision they are sealed at. What it sees depends on its position alone: not on how a prompt was cut into
-steps, on who shares its pages, or on preemption.
+A token sees its own page at 16 bits, within a stretch of pages the one before, too (`kv_blocks.quantised_pages`), and
+all others at the precision they are quantised at. What it sees depends on its position alone: not on how a prompt was
+cut into steps, on who shares its pages, or on preemption.
 
 In bounded mode that holds for every token by itself: its attention says which pages it reads again at 16 bits. The
 tokens of a bounded prompt therefore run as those of decode steps do, each as a row with pages of its own.
@@ -14,9 +14,9 @@ tokens of a bounded prompt therefore run as those of decode steps do, each as a 
 
 from __future__ import annotations
 
+import collections.abc
 import math
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,12 @@ from torch import nn
 from transformers import AttentionInterface
 
 from qbe.errors import QBEError
-from qbe.kernels.ops import paged_attention as attention_ops, bounded_attention as bounded_ops
-from qbe.format.kv_blocks import NO_ORIGINAL, sealed_pages
+from qbe.format.kv_blocks import NO_ORIGINAL, quantised_pages
+from qbe.kernels.ops import bounded_attention as bounded_ops
+from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kvcache.allocator import Page
-from qbe.kvcache.pages import PAGE_SIZE, entries_of, pages_for
-from qbe.kvcache.prompt import Prompt, attend_prompt
+from qbe.kvcache.pages import PAGE_SIZE, block_ids_of, pages_for
+from qbe.kvcache.prompt import PromptSpan, attend_prompt
 from qbe.kvcache.step_op import step_attention
 
 if TYPE_CHECKING:
@@ -80,19 +81,19 @@ class Bounds:
 class DecodeLayout:
     """A step of one new token for each sequence, in tensors whose shapes do not change from step to step.
 
-    slots, tables, lengths: see `qbe.kernels.ops.paged_attention.paged_attention`.
+    slots, block_tables, lengths: see `qbe.kernels.ops.paged_attention.paged_attention`.
     entropy: per layer what that op writes there; None for a layer without attention.
     bounds: None when no sequence of the step is bounded.
     several: whether any sequence has several rows, one after the other, the later of which see the earlier ones' keys.
     observe: called after the attention of each layer, within the step; None: nobody asks.
     rows: int64 `[n]`, their numbers in the step; None: all of them, in order.
     shares: found before the step by who runs it; None: each attention finds out for itself.
-    steady: on a GPU a row comes out the same whatever rows are beside it (`qbe.kernels.ops.paged_attention`).
+    batch_invariant: on a GPU a row comes out the same whatever rows are beside it (`qbe.kernels.ops.paged_attention`).
     """
 
     cache: PagedCache
     slots: torch.Tensor
-    tables: torch.Tensor
+    block_tables: torch.Tensor
     lengths: torch.Tensor
     entropy: list[torch.Tensor | None]
     bounds: Bounds | None = None
@@ -100,7 +101,7 @@ class DecodeLayout:
     observe: Observe | None = None
     rows: torch.Tensor | None = None
     shares: Shares | None = None
-    steady: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass
@@ -114,8 +115,8 @@ class OpenLayout:
 class StepLayout:
     """What a step's rows are.
 
-    slots: int64 `[T]` on the device, where each row's key and value go: address of a frame | offset in it.
-    filled: what `PagePool.seal` takes: the pages that are sealed once prompts have run in this step.
+    slots: int64 `[T]` on the device, where each row's key and value go: address of a staging_page | offset in it.
+    filled: what `PagePool.quantise` takes: the pages that are quantised once prompts have run in this step.
     observe: of the rows in `single`, as in `DecodeLayout`.
     prompts: spans of several tokens. single: rows int64 `[n]` of those of one, then of those of several that are
         bounded, and their layout as of a decode step.
@@ -126,19 +127,19 @@ class StepLayout:
     slots: torch.Tensor
     observe: Observe | None = None
     filled: torch.Tensor | None = field(init=False)
-    prompts: list[Prompt] = field(init=False)
+    prompts: list[PromptSpan] = field(init=False)
     single: tuple[torch.Tensor, DecodeLayout] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         pool, device = self.cache.pool, self.slots.device
         several = [s for s in self.spans if s.count > 1 and s.pages]
-        self.filled = pool.to_seal([p for s in several for p in newly_sealed(s.pages, s.start, s.end)])
-        self.prompts = [Prompt.of(s.row, s.count, s.start, s.pages, device) for s in several if s.limit == math.inf]
+        self.filled = pool.to_quantise([p for s in several for p in newly_sealed(s.pages, s.start, s.end)])
+        self.prompts = [PromptSpan.of(s.row, s.count, s.start, s.pages, device) for s in several if s.limit == math.inf]
         alone = [s for s in self.spans if s.count == 1 and s.pages] + [s for s in several if s.limit < math.inf]
         if alone:
             width = max(pages_for(s.end) for s in alone)
             numbers = torch.cat([_rows(s, width, self.cache.slides) for s in alone]).to(device)
-            tables, originals, lengths, rows = numbers.split([width, width, 1, 1], 1)
+            block_tables, originals, lengths, rows = numbers.split([width, width, 1, 1], 1)
             entropy = [torch.empty(len(rows), heads, device=device) if heads else None for heads in self.cache.heads]
             bounds = None
             if self.bounded:
@@ -146,7 +147,9 @@ class StepLayout:
                 bounds = Bounds(originals, limits, torch.zeros(len(rows), 3, dtype=torch.long, device=device))
             slots, lengths = self.slots[rows[:, 0]], lengths[:, 0].contiguous()
             at = rows[:, 0].contiguous()
-            decode = DecodeLayout(self.cache, slots, tables, lengths, entropy, bounds, observe=self.observe, rows=at)
+            decode = DecodeLayout(
+                self.cache, slots, block_tables, lengths, entropy, bounds, observe=self.observe, rows=at
+            )
             self.single = at, decode
 
     @property
@@ -165,40 +168,43 @@ class StepLayout:
         return [counts[s.row : s.row + s.count].sum(0).tolist() for s in self.spans]
 
 
-def newly_sealed(pages: Many[Page], start: int, end: int) -> Many[Page]:
-    """Of a sequence's pages those that are to be sealed when its tokens `[start, end)` have been written."""
-    return pages[sealed_pages(start // PAGE_SIZE) : sealed_pages(end // PAGE_SIZE)]
+def newly_sealed(pages: collections.abc.Sequence[Page], start: int, end: int) -> collections.abc.Sequence[Page]:
+    """Of a sequence's pages those that are to be quantised when its tokens `[start, end)` have been written."""
+    return pages[quantised_pages(start // PAGE_SIZE) : quantised_pages(end // PAGE_SIZE)]
 
 
-def in_runs(pages: Many[Page], sealed: int, slides: bool) -> list[Page]:
-    """A sequence's pages as a decode step reads them: of the `sealed` ones, those of one format after the other.
+def in_runs(pages: collections.abc.Sequence[Page], quantised: int, slides: bool) -> list[Page]:
+    """A sequence's pages as a decode step reads them: of the `quantised` ones, those of one format after the other.
 
     Attention is a sum over pages in any order, and a walk is faster the seldomer their format changes. A window is told
     by positions, so that where one slides in any layer pages stay in order.
     """
     if slides:
         return list(pages)
-    return [*sorted(pages[:sealed], key=lambda p: p.format.number), *pages[sealed:]]
+    return [*sorted(pages[:quantised], key=lambda p: p.format.number), *pages[quantised:]]
 
 
 def _rows(span: Span, width: int, slides: bool) -> torch.Tensor:
     """For each token of a span its table and its table of originals, `width` entries each, its length and its row.
 
-    int64 `[count, 2 * width + 2]`. Pages that a token sees sealed are, or will be before its attention.
+    int64 `[count, 2 * width + 2]`. Pages that a token sees quantised are, or will be before its attention.
     """
     pages, rest = span.pages[: pages_for(span.end)], [0] * (width - pages_for(span.end))
     if span.count == 1:
-        pages = in_runs(pages, sealed_pages(span.start // PAGE_SIZE), slides)
-    kept = [p.original if p.original is not None else NO_ORIGINAL if p.frame is None else p.frame for p in pages]
-    sealed, exact, originals = torch.tensor([entries_of(pages, len(pages)) + rest, entries_of(pages, 0) + rest,
+        pages = in_runs(pages, quantised_pages(span.start // PAGE_SIZE), slides)
+    kept = [
+        p.original if p.original is not None else NO_ORIGINAL if p.staging_page is None else p.staging_page
+        for p in pages
+    ]
+    quantised, exact, originals = torch.tensor([block_ids_of(pages, len(pages)) + rest, block_ids_of(pages, 0) + rest,
                                              kept + rest])  # fmt: skip
     at = torch.arange(span.start, span.end)
     page = torch.arange(width)
-    first_exact = torch.tensor([sealed_pages(p) for p in (at // PAGE_SIZE).tolist()])[:, None]
-    tables = torch.where(page < first_exact, sealed, exact)
+    first_exact = torch.tensor([quantised_pages(p) for p in (at // PAGE_SIZE).tolist()])[:, None]
+    block_tables = torch.where(page < first_exact, quantised, exact)
     originals = torch.where(page < first_exact, originals, NO_ORIGINAL)
     rows = torch.arange(span.row, span.row + span.count)
-    return torch.cat([tables, originals, at[:, None] + 1, rows[:, None]], 1)
+    return torch.cat([block_tables, originals, at[:, None] + 1, rows[:, None]], 1)
 
 
 @contextmanager
@@ -301,22 +307,22 @@ def attend_decode(
 ) -> torch.Tensor:
     """Attention of a decode step, `[B, heads, value_dim]`; it writes the new keys and values, too."""
     pool = layout.cache.pool
-    words = pool.words[layer]
-    assert words is not None
+    head_offsets = pool.head_offsets[layer]
+    assert head_offsets is not None
     entropy = layout.entropy[layer] if layout.entropy else None
     if entropy is None:  # the first step of all
         entropy = torch.empty(query.shape[2], query.shape[1], dtype=torch.float32, device=query.device)
     new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    where = pool.memory, words, layout.slots, layout.tables, layout.lengths, entropy
+    where = pool.memory, head_offsets, layout.slots, layout.block_tables, layout.lengths, entropy
     numbers = scaling, window or 0, softcap or 0.0
     if layout.several and key.is_cuda:  # all rows run at once there; a CPU writes before any row attends
         from qbe.kernels.triton.write_rows import write_rows
 
-        write_rows(*new[1:], pool.memory, words, layout.slots)
+        write_rows(*new[1:], pool.memory, head_offsets, layout.slots)
     bounds, shares = layout.bounds, layout.shares
     cuts = None if shares is None or shares.windows[layer] != (window or 0) else shares.cuts[layer]
-    if bounds is None and layout.steady:
-        out = attention_ops.steady_attention(*new, *where, *numbers)
+    if bounds is None and layout.batch_invariant:
+        out = attention_ops.batch_invariant_attention(*new, *where, *numbers)
     elif bounds is None and cuts is not None:
         out = attention_ops.shared_attention(*new, *where, *numbers, cuts=cuts)
     elif bounds is None:

@@ -172,10 +172,10 @@ class PagedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this step's keys and values `[1, kv_heads, T, dim]` to their pages and hand them back.
 
-        Pages that a prompt fills are sealed here: its own later tokens see them as any other sequence would.
+        Pages that a prompt fills are quantised here: its own later tokens see them as any other sequence would.
         """
         layout = self.layout
-        if layout is None or self.pool.words[layer_idx] is None:
+        if layout is None or self.pool.head_offsets[layer_idx] is None:
             raise QBEError(f"layer {layer_idx} has no pages: it is not an attention layer of this engine's model")
         if isinstance(layout, StepLayout):  # the attention of a decode step, or of a compiled one, writes them
             self.write(layout, layer_idx, key_states, value_states)
@@ -183,10 +183,10 @@ class PagedCache(Cache):
 
     def write(self, layout: StepLayout, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """`update` of a step with this layout."""
-        words = self.pool.words[layer]
-        assert words is not None
-        write_rows(key[0].transpose(0, 1), value[0].transpose(0, 1), self.pool.memory, words, layout.slots)
-        self.pool.seal(layout.filled, layer)
+        head_offsets = self.pool.head_offsets[layer]
+        assert head_offsets is not None
+        write_rows(key[0].transpose(0, 1), value[0].transpose(0, 1), self.pool.memory, head_offsets, layout.slots)
+        self.pool.quantise(layout.filled, layer)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache before this step; of the longest sequence when several are packed."""
@@ -198,5 +198,6 @@ class PagedCache(Cache):
 
 
 def slot_of(pages: list[Page], position: int) -> int:
-    """Where the token at `position` of a sequence with these pages is written: address of a frame | offset in it."""
-    return pages[position // PAGE_SIZE].entry | position % PAGE_SIZE
+    """Where the token at `position` of a sequence with these pages is written: address of a staging_page | offset in
+    it."""
+    return pages[position // PAGE_SIZE].block_id | position % PAGE_SIZE

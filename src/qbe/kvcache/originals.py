@@ -1,7 +1,8 @@
-"""16-bit originals of sealed pages, in host memory: what bounded attention reads again (`qbe.kernels.ops.bounded_attention`).
+"""16-bit originals of quantised pages, in host memory: what bounded attention reads again
+(`qbe.kernels.ops.bounded_attention`).
 
-An original is a copy of a page's frame, made when the page is sealed and kept as long as the page is. Memory is taken
-in slabs as it is needed, pinned where the device is a GPU, whose kernels then read it in place.
+An original is a copy of a page's staging_page, made when the page is quantised and kept as long as the page is. Memory
+is taken in slabs as it is needed, pinned where the device is a GPU, whose kernels then read it in place.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import warnings
 
 import torch
 
-from qbe.hardware import free_memory
 from qbe.format.kv_blocks import ALIGN
+from qbe.hardware import free_memory
 from qbe.kvcache.pages import PagePool
 
 SLAB_BYTES = 1 << 26
@@ -27,25 +28,26 @@ class Originals:
 
     def __init__(self, pool: PagePool) -> None:
         self.pool, self.refused = pool, False
-        self._frames = pool.memory.view(-1, pool.page_bytes) if pool.page_bytes else pool.memory[:0]
+        self._staging_pages = pool.memory.view(-1, pool.page_bytes) if pool.page_bytes else pool.memory[:0]
         self._at: dict[int, torch.Tensor] = {}  # entry -> its bytes, uint8 [page_bytes]
         self._free: list[int] = []
 
-    def keep(self, frame: int) -> int | None:
-        """Copies a frame, without waiting for the device; the entry of the copy, or None where there is no memory.
+    def keep(self, staging_page: int) -> int | None:
+        """Copies a staging page, without waiting for the device; the entry of the copy, or None where there is no
+        memory.
 
         Args:
-            frame: its address in the pool's memory; whatever is written there later comes after the copy.
+            staging_page: its address in the pool's memory; whatever is written there later comes after the copy.
         """
         if not self._free and not self._grow():
             return None
-        entry = self._free.pop()
-        self._at[entry].copy_(self._frames[frame // self.pool.page_bytes], non_blocking=True)
-        return entry
+        block_id = self._free.pop()
+        self._at[block_id].copy_(self._staging_pages[staging_page // self.pool.page_bytes], non_blocking=True)
+        return block_id
 
-    def drop(self, entry: int) -> None:
+    def drop(self, block_id: int) -> None:
         """The page of this original is gone."""
-        self._free.append(entry)
+        self._free.append(block_id)
 
     def refuse(self) -> None:
         """Bounded mode is off from now on; one warning says so."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from qbe.errors import QBEError
-from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
-from qbe.kernels.ops.kv_pages import read_pages, seal_pages
-from qbe.kvcache.allocator import Format, Page
-from qbe.sites import TURBO_KINDS, KVBits, kv_width
+from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, head_layout
+from qbe.kernels.ops.kv_pages import quantise_pages, read_pages
+from qbe.kvcache.allocator import Page, PageFormat
+from qbe.sites import TURBO_KINDS, KVBits, kv_number_bits
 
 
 def pages_for(tokens: int) -> int:
@@ -20,9 +20,9 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
-def entries_of(pages: Sequence[Page], sealed: int) -> list[int]:
-    """What a block table says of pages of which the first `sealed` are looked at as they are sealed."""
-    return [p.sealed_entry for p in pages[:sealed]] + [p.entry for p in pages[sealed:]]
+def block_ids_of(pages: Sequence[Page], quantised: int) -> list[int]:
+    """What a block table says of pages of which the first `quantised` are looked at as they are quantised."""
+    return [p.quantised_block_id for p in pages[:quantised]] + [p.block_id for p in pages[quantised:]]
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,14 @@ class KVShape:
 
 def page_bytes(shapes: Sequence[KVShape | None], dtype: torch.dtype) -> int:
     """Bytes of a page of 16 bits."""
-    return sum(s.kv_heads * block(FULL_BITS, s.key_dim, s.value_dim, dtype.itemsize).nbytes for s in shapes if s)
+    return sum(s.kv_heads * head_layout(FULL_BITS, s.key_dim, s.value_dim, dtype.itemsize).nbytes for s in shapes if s)
 
 
 def most_pages(shapes: Sequence[KVShape | None], dtype: torch.dtype, num_pages: int) -> int:
     """Pages of the fewest bits that fit in the memory of `num_pages` pages of 16 bits."""
-    least = sum(s.kv_heads * block(KV_BITS[0], s.key_dim, s.value_dim, dtype.itemsize).nbytes for s in shapes if s)
+    least = sum(
+        s.kv_heads * head_layout(KV_BITS[0], s.key_dim, s.value_dim, dtype.itemsize).nbytes for s in shapes if s
+    )
     return num_pages * page_bytes(shapes, dtype) // max(1, least)
 
 
@@ -61,8 +63,8 @@ class PagePool:
     Attributes:
         memory: uint8 `[(num_pages + 1) * page_bytes]`.
         page_bytes: of a page of 16 bits.
-        words: per layer int32 `[FORMATS, kv_heads]`, where a format has each head's block and with how many bits. With
-            the entries of the pages this is the plan's `kv_bits` (DESIGN section 1).
+        head_offsets: per layer int32 `[FORMATS, kv_heads]`, where a format has each head's block and with how many
+            bits. With the entries of the pages this is the plan's `kv_bits` (DESIGN section 1).
         spare: address of one page more, which no sequence owns: rows that pad a batch write there.
     """
 
@@ -73,31 +75,33 @@ class PagePool:
         self.page_bytes = page_bytes(shapes, dtype)
         self.spare = num_pages * self.page_bytes
         self.memory = torch.zeros((num_pages + 1) * self.page_bytes, dtype=torch.uint8, device=device)
-        # Layers of one shape are sealed in one launch; their words lie in one tensor.
+        # Layers of one shape are quantised in one launch; their words lie in one tensor.
         self._alike: dict[KVShape, list[int]] = {}
         for layer, shape in enumerate(self.shapes):
             if shape is not None:
                 self._alike.setdefault(shape, []).append(layer)
-        self._words = {
+        self._head_offsets = {
             s: torch.zeros(len(layers), FORMATS, s.kv_heads, dtype=torch.int32, device=device)
             for s, layers in self._alike.items()
         }
-        self.words = [None if s is None else self._words[s][self._alike[s].index(i)] for i, s in enumerate(self.shapes)]
-        self._numbers: dict[tuple[tuple[int, ...], ...], Format] = {}
-        self._asked: dict[tuple[KVBits, ...], Format] = {}  # the same, by what was asked for
+        self.head_offsets = [
+            None if s is None else self._head_offsets[s][self._alike[s].index(i)] for i, s in enumerate(self.shapes)
+        ]
+        self._numbers: dict[tuple[tuple[int, ...], ...], PageFormat] = {}
+        self._asked: dict[tuple[KVBits, ...], PageFormat] = {}  # the same, by what was asked for
         self.full = self.format((), Counter())
 
     def alike(self) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Layers of one shape, and their words int32 `[layers, FORMATS, kv_heads]`."""
         for shape, layers in self._alike.items():
-            yield layers, self._words[shape]
+            yield layers, self._head_offsets[shape]
 
     def has_number(self, kv_bits: Sequence[KVBits], uses: Counter[int]) -> bool:
         """Whether `format` would find or make the one with these bits."""
         known = tuple(kv_bits) in self._asked or len(self._numbers) < FORMATS
         return known or any(f.number and not uses[f.number] for f in self._numbers.values())
 
-    def format(self, kv_bits: Sequence[KVBits], uses: Counter[int]) -> Format:
+    def format(self, kv_bits: Sequence[KVBits], uses: Counter[int]) -> PageFormat:
         """The format with these bits, known to the device from now on.
 
         Args:
@@ -127,22 +131,23 @@ class PagePool:
             for b in heads:
                 assert shape is not None
                 row.append(at | b)
-                at += block(b, shape.key_dim, shape.value_dim, self.dtype.itemsize).nbytes
-            words = self.words[layer]
-            if words is not None:
-                words[number].copy_(torch.tensor(row, dtype=torch.int32), non_blocking=True)
-        self._numbers[bits] = self._asked[asked] = Format(number, at, bits, self._average(bits))
+                at += head_layout(b, shape.key_dim, shape.value_dim, self.dtype.itemsize).nbytes
+            head_offsets = self.head_offsets[layer]
+            if head_offsets is not None:
+                head_offsets[number].copy_(torch.tensor(row, dtype=torch.int32), non_blocking=True)
+        self._numbers[bits] = self._asked[asked] = PageFormat(number, at, bits, self._average(bits))
         return self._numbers[bits]
 
-    def to_seal(self, pages: Sequence[Page]) -> torch.Tensor | None:
-        """int64 `[2, n]` on the device: of those pages that have a frame to leave, what `seal` needs; None for none."""
-        pages = [p for p in pages if p.frame is not None]
+    def to_quantise(self, pages: Sequence[Page]) -> torch.Tensor | None:
+        """int64 `[2, n]` on the device: of those pages that have a staging_page to leave, what `quantise` needs; None
+        for none."""
+        pages = [p for p in pages if p.staging_page is not None]
         if not pages:
             return None
-        return torch.tensor([[p.frame for p in pages], [p.sealed_entry for p in pages]]).to(self.device)
+        return torch.tensor([[p.staging_page for p in pages], [p.quantised_block_id for p in pages]]).to(self.device)
 
-    def seal(self, pages: torch.Tensor | None, layer: int | None = None) -> None:
-        """Bring the numbers of full pages (from `to_seal`) from their frames to their own bytes.
+    def quantise(self, pages: torch.Tensor | None, layer: int | None = None) -> None:
+        """Bring the numbers of full pages (from `to_quantise`) from their staging_pages to their own bytes.
 
         At one layer, or at all of them: then in one launch for all layers of a shape.
         """
@@ -150,21 +155,23 @@ class PagePool:
             return
         for shape, layers in self._alike.items():
             if layer is None or layer in layers:
-                words = self._words[shape] if layer is None else self._words[shape][layers.index(layer), None]
-                seal_pages(self.memory, words, pages[0], pages[1], shape.sizes, self.dtype)
+                head_offsets = (
+                    self._head_offsets[shape] if layer is None else self._head_offsets[shape][layers.index(layer), None]
+                )
+                quantise_pages(self.memory, head_offsets, pages[0], pages[1], shape.sizes, self.dtype)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy frames, by their addresses, to others."""
-        frames = self.memory.view(self.num_pages + 1, self.page_bytes)
+        """Copy staging pages, by their addresses, to others."""
+        staging_pages = self.memory.view(self.num_pages + 1, self.page_bytes)
         for source, target in pairs:
-            frames[target // self.page_bytes] = frames[source // self.page_bytes]
+            staging_pages[target // self.page_bytes] = staging_pages[source // self.page_bytes]
 
-    def read(self, layer: int, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[1, kv_heads, P * PAGE_SIZE, dim]` of pages at a layer; entries int64 `[P]`."""
-        shape, words = self.shapes[layer], self.words[layer]
+        shape, head_offsets = self.shapes[layer], self.head_offsets[layer]
         assert shape is not None
-        assert words is not None
-        keys, values = read_pages(self.memory, words, entries, shape.sizes, self.dtype)
+        assert head_offsets is not None
+        keys, values = read_pages(self.memory, head_offsets, block_ids, shape.sizes, self.dtype)
         return keys[None], values[None]
 
     def not_numbers(self, pages: Sequence[Page], tokens: int) -> str | None:
@@ -174,11 +181,11 @@ class PagePool:
             pages: of the sequence.
             tokens: how many are in them.
         """
-        entries = torch.tensor([p.entry for p in pages[: pages_for(tokens)]], device=self.device)
+        block_ids = torch.tensor([p.block_id for p in pages[: pages_for(tokens)]], device=self.device)
         for layer, shape in enumerate(self.shapes):
-            if shape is None or not len(entries):
+            if shape is None or not len(block_ids):
                 continue
-            for name, numbers in zip(("keys", "values"), self.read(layer, entries), strict=True):
+            for name, numbers in zip(("keys", "values"), self.read(layer, block_ids), strict=True):
                 bad = ~numbers[0, :, :tokens].isfinite().all(-1)  # [kv_heads, tokens]
                 if bad.any():
                     head = int(bad.any(1).nonzero()[0])
@@ -205,7 +212,7 @@ class PagePool:
         """Bits of a number of a page with these bits of heads."""
         sizes = [s.numbers // s.kv_heads if s else 0 for s in self.shapes]
         numbers = sum(n * len(heads) for n, heads in zip(sizes, bits, strict=True))
-        total = sum(n * sum(map(kv_width, heads)) for n, heads in zip(sizes, bits, strict=True))
+        total = sum(n * sum(map(kv_number_bits, heads)) for n, heads in zip(sizes, bits, strict=True))
         return total / numbers if numbers else float(FULL_BITS)
 
 
@@ -216,6 +223,6 @@ def average_bits(shapes: Sequence[KVShape | None], kv_bits: Sequence[KVBits]) ->
         if shape is not None:
             bits = kv_bits[layer] if layer < len(kv_bits) else FULL_BITS
             heads = bits if isinstance(bits, tuple) else (bits,)
-            mean = sum(map(kv_width, heads)) / len(heads)
+            mean = sum(map(kv_number_bits, heads)) / len(heads)
             total, count = total + mean * shape.numbers, count + shape.numbers
     return total / count if count else float(FULL_BITS)

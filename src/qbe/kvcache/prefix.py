@@ -13,7 +13,7 @@ def page_key(before: bytes, computed: str, kv_bits: Sequence[KVBits], tokens: Se
     """A name for the keys and values of a full page.
 
     They depend on the tokens of the page and of all pages before it, on the bits of weights and activations at which
-    they were computed, and on those at which this page and the ones before it were sealed.
+    they were computed, and on those at which this page and the ones before it were quantised.
 
     Args:
         before: key of the page before it; empty for the first one.

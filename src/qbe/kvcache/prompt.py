@@ -8,36 +8,36 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from qbe.format.kv_blocks import quantised_pages
 from qbe.kernels.cpu import prompt_attention as on_cpu
-from qbe.format.kv_blocks import sealed_pages
-from qbe.kvcache.allocator import Format, Page
-from qbe.kvcache.pages import PAGE_SIZE, PagePool, entries_of, pages_for
+from qbe.kvcache.allocator import Page, PageFormat
+from qbe.kvcache.pages import PAGE_SIZE, PagePool, block_ids_of, pages_for
 
 
 @dataclass
-class Prompt:
+class PromptSpan:
     """A sequence's tokens at positions `[start, start + count)`, in rows `[row, row + count)` of a step.
 
-    entries: int64 `[P]`, its pages as they are after the step.
-    frames: int64, those of its pages that the step's tokens see at 16 bits, from page `first_frame` on.
+    block_ids: int64 `[P]`, its pages as they are after the step.
+    staging_pages: int64, those of its pages that the step's tokens see at 16 bits, from page `first_staging_page` on.
     formats: of its pages.
     """
 
     row: int
     count: int
     start: int
-    entries: torch.Tensor
-    frames: torch.Tensor
-    formats: frozenset[Format]
+    block_ids: torch.Tensor
+    staging_pages: torch.Tensor
+    formats: frozenset[PageFormat]
 
     @classmethod
-    def of(cls, row: int, count: int, start: int, pages: Sequence[Page], device: torch.device) -> Prompt:
+    def of(cls, row: int, count: int, start: int, pages: Sequence[Page], device: torch.device) -> PromptSpan:
         """A sequence with these pages."""
         end = start + count
         used = pages[: pages_for(end)]
-        entries = entries_of(used, sealed_pages(end // PAGE_SIZE))
-        frames = entries_of(used[sealed_pages(start // PAGE_SIZE) :], 0)
-        both = torch.tensor(entries + frames).to(device)
+        block_ids = block_ids_of(used, quantised_pages(end // PAGE_SIZE))
+        staging_pages = block_ids_of(used[quantised_pages(start // PAGE_SIZE) :], 0)
+        both = torch.tensor(block_ids + staging_pages).to(device)
         return cls(row, count, start, both[: len(used)], both[len(used) :], frozenset(p.format for p in used))
 
     @property
@@ -46,15 +46,15 @@ class Prompt:
         return self.start + self.count
 
     @property
-    def first_frame(self) -> int:
+    def first_staging_page(self) -> int:
         """The first page that the first token sees at 16 bits."""
-        return sealed_pages(self.start // PAGE_SIZE)
+        return quantised_pages(self.start // PAGE_SIZE)
 
 
 def attend_prompt(
     pool: PagePool,
     layer: int,
-    prompt: Prompt,
+    prompt: PromptSpan,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -68,10 +68,20 @@ def attend_prompt(
         query, key, value: `[1, heads or kv_heads, count, dim]` of these tokens.
         window: a query at position p sees keys at p - window + 1 .. p.
     """
-    shape, words = pool.shapes[layer], pool.words[layer]
+    shape, head_offsets = pool.shapes[layer], pool.head_offsets[layer]
     assert shape is not None
-    assert words is not None
-    about = query[0], pool.memory, words, prompt.entries, prompt.frames, prompt.start, shape.sizes, scaling, window or 0
+    assert head_offsets is not None
+    about = (
+        query[0],
+        pool.memory,
+        head_offsets,
+        prompt.block_ids,
+        prompt.staging_pages,
+        prompt.start,
+        shape.sizes,
+        scaling,
+        window or 0,
+    )
     if on_cpu.serves(query, softcap or 0.0):
         return on_cpu.prompt_attention(*about)[None]
     lowered = any(f.lowered(layer) for f in prompt.formats)
@@ -86,7 +96,7 @@ def attend_prompt(
     first = _first_key(prompt.start, window)
     page = first // PAGE_SIZE
     keys, values = (t[:, :, first - page * PAGE_SIZE : prompt.end - page * PAGE_SIZE]
-                    for t in pool.read(layer, prompt.entries[page:]))  # fmt: skip
+                    for t in pool.read(layer, prompt.block_ids[page:]))  # fmt: skip
     return attend(query, keys, values, window, scaling, softcap)
 
 
@@ -98,7 +108,7 @@ def has_kernel(query: torch.Tensor) -> bool:
 def attend_by_page(
     pool: PagePool,
     layer: int,
-    prompt: Prompt,
+    prompt: PromptSpan,
     query: torch.Tensor,
     scaling: float,
     window: int | None,
@@ -109,16 +119,18 @@ def attend_by_page(
     From the last of them on, so that pages may be left at 16 bits: no token before sees them otherwise.
     """
     begin = _first_key(prompt.start, window) // PAGE_SIZE
-    seen = pool.read(layer, prompt.entries[begin:])
-    exact = pool.read(layer, prompt.frames)
+    seen = pool.read(layer, prompt.block_ids[begin:])
+    exact = pool.read(layer, prompt.staging_pages)
     parts = []
     for page in range((prompt.end - 1) // PAGE_SIZE, prompt.start // PAGE_SIZE - 1, -1):
         start, end = max(prompt.start, page * PAGE_SIZE), min(prompt.end, (page + 1) * PAGE_SIZE)
         first = _first_key(start, window)
-        for p in range(max(begin, sealed_pages(page)), page + 1):
-            at, frame = (slice((p - n) * PAGE_SIZE, (p - n + 1) * PAGE_SIZE) for n in (begin, prompt.first_frame))
+        for p in range(max(begin, quantised_pages(page)), page + 1):
+            at, staging_page = (
+                slice((p - n) * PAGE_SIZE, (p - n + 1) * PAGE_SIZE) for n in (begin, prompt.first_staging_page)
+            )
             for t, e in zip(seen, exact, strict=True):
-                t[:, :, at] = e[:, :, frame]
+                t[:, :, at] = e[:, :, staging_page]
         keys, values = (t[:, :, first - begin * PAGE_SIZE : end - begin * PAGE_SIZE] for t in seen)
         rows = query[:, :, start - prompt.start : end - prompt.start]
         parts.append(attend(rows, keys, values, window, scaling, softcap))

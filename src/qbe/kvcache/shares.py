@@ -29,24 +29,24 @@ class Shares:
         self.cuts: list[torch.Tensor | None] = [None] * len(self.windows)
         self._processors = processors(pool.device)
         self._alike: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for layers, words in pool.alike():
+        for layers, head_offsets in pool.alike():
             own = torch.tensor([self.windows[i] for i in layers], dtype=torch.int32, device=pool.device)
             cuts = torch.zeros(len(layers), self._processors + 1, 2, dtype=torch.int32, device=pool.device)
-            self._alike.append((words, own, cuts))
+            self._alike.append((head_offsets, own, cuts))
             for i, layer in enumerate(layers):
                 self.cuts[layer] = cuts[i]
 
     def pay(self, rows: int, pages: int) -> bool:
         """Whether attention over tables int64 `[rows, pages]` takes any of it from here."""
-        return any(self._shared(words, rows, pages) for words, _, _ in self._alike)
+        return any(self._shared(head_offsets, rows, pages) for head_offsets, _, _ in self._alike)
 
-    def find(self, tables: torch.Tensor, lengths: torch.Tensor) -> None:
+    def find(self, block_tables: torch.Tensor, lengths: torch.Tensor) -> None:
         """For these tables int64 `[rows, pages]` and lengths int64 `[rows]`, into `cuts`, as they are on the device."""
-        for words, windows, cuts in self._alike:
-            if self._shared(words, *tables.shape):
-                attention_ops.share_pages(words, windows, tables, lengths, cuts)
+        for head_offsets, windows, cuts in self._alike:
+            if self._shared(head_offsets, *block_tables.shape):
+                attention_ops.share_pages(head_offsets, windows, block_tables, lengths, cuts)
 
-    def _shared(self, words: torch.Tensor, rows: int, pages: int) -> bool:
+    def _shared(self, head_offsets: torch.Tensor, rows: int, pages: int) -> bool:
         from qbe.kernels.cuda.decode_attention import shares
 
-        return shares(words.device, rows, words.shape[2], pages, self._processors)
+        return shares(head_offsets.device, rows, head_offsets.shape[2], pages, self._processors)

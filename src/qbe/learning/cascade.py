@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from qbe.datasets.items import Item, encode
 from qbe.engine.execution.runner import can_pack
 from qbe.errors import QBEError
-from qbe.datasets.items import Item, encode
 from qbe.kvcache.cache import decoder_config
 from qbe.learning.distil import PROMPT, Batch, Text, batched, sliced
 from qbe.learning.gates import train_routers

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from qbe.errors import QBEError
 from qbe.datasets.items import Item, encode
-from qbe.policies.routers import Block, Network, Numbers, blocks_of, static_gears, widths_of
+from qbe.errors import QBEError
+from qbe.policies.routers import Network, Numbers, RoutedBlock, blocks_of, gear_bits, static_gears
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
@@ -106,7 +106,7 @@ class Student:
 
     model: nn.Module
     table: SiteTable
-    blocks: Sequence[Block]
+    blocks: Sequence[RoutedBlock]
     gates: list[torch.Tensor | None]
     on_block: Callable[[int, torch.Tensor], None] | None = None
     full: bool = True
@@ -134,7 +134,7 @@ class Student:
 
 
 @contextmanager
-def sliced(prepared: PreparedModel, blocks: Sequence[Block] | None = None) -> Iterator[Student]:
+def sliced(prepared: PreparedModel, blocks: Sequence[RoutedBlock] | None = None) -> Iterator[Student]:
     """Inside, the nested sites and blocks of a model, not yet served, are those of the student.
 
     Args:
@@ -145,7 +145,7 @@ def sliced(prepared: PreparedModel, blocks: Sequence[Block] | None = None) -> It
     """
     model, table = prepared.model, prepared.table
     blocks = blocks_of(table) if blocks is None else blocks
-    widths, base = widths_of(table), static_gears(table, BASE)
+    widths, base = gear_bits(table), static_gears(table, BASE)
     routed = {s for block in blocks for s in block.sites}
     student = Student(model, table, blocks, [None] * len(table.nested))
     changed: list[nn.Module] = []
@@ -186,7 +186,9 @@ def sliced(prepared: PreparedModel, blocks: Sequence[Block] | None = None) -> It
 
 
 @contextmanager
-def watched(model: nn.Module, blocks: Sequence[Block], on_block: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+def watched(
+    model: nn.Module, blocks: Sequence[RoutedBlock], on_block: Callable[[int, torch.Tensor], None]
+) -> Iterator[None]:
     """Inside, `on_block` is called with a block's number and the input of its module before that runs."""
 
     def watch(number: int) -> Callable[..., None]:
@@ -205,7 +207,7 @@ def watched(model: nn.Module, blocks: Sequence[Block], on_block: Callable[[int, 
             h.remove()
 
 
-class Routers(nn.Module):
+class RouterNetworks(nn.Module):
     """A network for each block (`qbe.policies.routers.Network`), which begins by giving every token the same scores.
 
     Args:
@@ -238,7 +240,7 @@ def worth(table: SiteTable, sites: Sequence[int]) -> Numbers:
 
     Of the sites together, falling from slice to slice.
     """
-    widths = widths_of(table)
+    widths = gear_bits(table)
     size = sum(table.nested[s].parameters for s in sites)
     loss = [sum(table.nested[s].sensitivity[g] for s in sites) for g in widths]
     gains = [

@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from qbe.datasets.items import Item
 from qbe.engine.execution.runner import can_pack
 from qbe.errors import QBEError
-from qbe.datasets.items import Item
 from qbe.kernels.ops.routing import worths_of
 from qbe.kvcache.cache import decoder_config
 from qbe.learning import distil
-from qbe.learning.distil import Batch, Routers, Student, batches, sliced, solve, split, worth
+from qbe.learning.distil import Batch, RouterNetworks, Student, batches, sliced, solve, split, worth
 from qbe.policies.learned import Learned
 from qbe.policies.per_token import LEVELS
-from qbe.policies.routers import Block, Numbers, named, widths_of
+from qbe.policies.routers import Numbers, RoutedBlock, gear_bits, named
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
@@ -43,7 +43,7 @@ def hidden_states(_block: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def train_routers(
-    fit: Fit, blocks_of: Callable[[SiteTable], Sequence[Block]], hidden: int, prepared: PreparedModel,
+    fit: Fit, blocks_of: Callable[[SiteTable], Sequence[RoutedBlock]], hidden: int, prepared: PreparedModel,
     items: Sequence[Item], steps: int, seed: int = 0, tick: Callable[[], None] = lambda: None,
     read: Read = hidden_states, texts: Callable[[Sequence[Item]], list[Batch]] | None = None,
 ) -> Learned:  # fmt: skip
@@ -68,7 +68,7 @@ def train_routers(
     blocks = blocks_of(table)
     with sliced(prepared, blocks) as student:
         inputs = _inputs(student, kept[0], len(blocks), read)
-        routers = Routers(inputs, [begin(table, b.sites) for b in blocks], hidden, seed).to(device)
+        routers = RouterNetworks(inputs, [begin(table, b.sites) for b in blocks], hidden, seed).to(device)
         gates = Gates(table, student, routers, read)
         before = _held_out(gates, held, kept)
     found = fit(prepared, gates, kept, steps, seed, tick)
@@ -76,7 +76,7 @@ def train_routers(
         thresholds = gates.thresholds(kept)
         after = _held_out(gates, held, kept)
     tensors: dict[str, npt.NDArray[Any]] = {
-        **named(routers.networks(len(blocks))), "widths": np.array(widths_of(table)), "thresholds": thresholds,
+        **named(routers.networks(len(blocks))), "widths": np.array(gear_bits(table)), "thresholds": thresholds,
     }  # fmt: skip
     count = sum(p.numel() for p in routers.parameters())
     about = {
@@ -113,9 +113,9 @@ class Gates:
         share: float32 [slices of all sites], bits that each adds to the average over all blocks' weights.
     """
 
-    def __init__(self, table: SiteTable, student: Student, routers: Routers, read: Read = hidden_states) -> None:
+    def __init__(self, table: SiteTable, student: Student, routers: RouterNetworks, read: Read = hidden_states) -> None:
         self.student, self.routers, self.table, self.read = student, routers, table, read
-        self.blocks, self.widths = student.blocks, widths_of(table)
+        self.blocks, self.widths = student.blocks, gear_bits(table)
         self.threshold, self.temperature, self.hard = torch.tensor(0.0), 1.0, False
         device = next(routers.parameters()).device
         steps = np.diff(self.widths)

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from qbe.analysis.encoder import default_encoder
-from qbe.engine.engine import Engine
-from qbe.errors import QBEError
-from qbe.eval.compare import FULL, Comparison, Outcome, Setting
 from qbe.datasets.intervals import interval
 from qbe.datasets.items import Item
 from qbe.datasets.results import Results
+from qbe.engine.engine import Engine
+from qbe.errors import QBEError
+from qbe.eval.compare import FULL, Comparison, ComparisonResult, Setting
 from qbe.policies.learned import Learned
 from qbe.policies.paq import THRESHOLDS, logarithms
 from qbe.sites import FULL_BITS
@@ -35,7 +35,7 @@ def comparison(engine: Engine, items: Sequence[Item], results: Results) -> Compa
     return Comparison(engine, items, [Setting("uniform", w) for w in widths], results)
 
 
-def labels(outcome: Outcome, threshold: float) -> Classes:
+def labels(outcome: ComparisonResult, threshold: float) -> Classes:
     """For each query the place, among the settings and then 16 bits, of the first one whose perplexity is within the
     threshold of 16 bits', int64 [queries].
     """
@@ -47,7 +47,7 @@ def labels(outcome: Outcome, threshold: float) -> Classes:
     return np.array(found)
 
 
-def vectors(outcome: Outcome) -> Numbers:
+def vectors(outcome: ComparisonResult) -> Numbers:
     """The encoder's vectors of the prompts, [queries, 64]."""
     prompts = [q.encoded.prompt for q in outcome.queries]
     texts = [p if isinstance(p, str) else p[-1]["content"] for p in prompts]

@@ -18,9 +18,9 @@ from scipy.special import polygamma
 
 from qbe.analysis.encoder import default_encoder
 from qbe.analysis.profile import PromptSignals
-from qbe.errors import QBEError
 from qbe.datasets.items import Item, encode
 from qbe.datasets.results import Results, digest
+from qbe.errors import QBEError
 from qbe.learning.sensitivities import estimate
 from qbe.policies.learned import Learned
 from qbe.policies.predicted import VECTOR, features
@@ -114,11 +114,13 @@ def _measured(
             ids = prompt + answer
             tokens[row, : len(ids)] = torch.tensor(ids)
             counted[row, len(prompt) - 1 : len(ids) - 1] = True
-        kl, moments, entropy = estimate(prepared.model, table, tokens, counted, table.gears()[0], DRAWS, seed=at)
+        kl, activation_stats, entropy = estimate(
+            prepared.model, table, tokens, counted, table.gears()[0], DRAWS, seed=at
+        )
         for row, (i, _, answer, key) in enumerate(some):
             inputs = tuple(
                 None if site.role is Role.OUTPUT_HEAD else means[row].numpy()
-                for site, means in zip(table.nested, moments, strict=True)
+                for site, means in zip(table.nested, activation_stats, strict=True)
             )
             x = features(PromptSignals(inputs, float(entropy[row])), errors)
             known[i] = {"kl": kl[row].tolist(), "features": x.tolist(), "tokens": len(answer)}

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from qbe import policies
 from qbe.analysis.profile import QueryProfile
 from qbe.budget import Budget
-from qbe.errors import QBEError
 from qbe.datasets.intervals import interval
+from qbe.errors import QBEError
 from qbe.files import reason
 from qbe.learning.fitting import network
 from qbe.policies import Policy

@@ -18,9 +18,9 @@ import torch
 
 from qbe.datasets.items import Item
 from qbe.learning import distil
-from qbe.learning.distil import Batch, Routers, Student, batches, descend, sliced, solve, split, worth
+from qbe.learning.distil import Batch, RouterNetworks, Student, batches, descend, sliced, solve, split, worth
 from qbe.policies.learned import Learned
-from qbe.policies.routers import Numbers, blocks_of, named, widths_of
+from qbe.policies.routers import Numbers, blocks_of, gear_bits, named
 from qbe.sites import SiteTable
 from qbe.store.prepare import PreparedModel
 
@@ -46,7 +46,7 @@ def train(
     table, device = prepared.table, next(prepared.model.parameters()).device
     kept, held = (batches(some, prepared.tokenizer, device) for some in split(items, seed))
     rng = np.random.default_rng(seed)
-    widths = widths_of(table)
+    widths = gear_bits(table)
     with sliced(prepared) as student:
         queries = _Queries(table, student, kept, seed)
         at_start = queries.held_out(held, kept)
@@ -80,7 +80,7 @@ def train(
 
 def _begin(table: SiteTable, sites: Sequence[int]) -> Numbers:
     """Scores at which a width is likelier than the one below it as long as its bits are worth more than their price."""
-    return np.concatenate([[0.0], (worth(table, sites) * np.diff(widths_of(table))).cumsum()])
+    return np.concatenate([[0.0], (worth(table, sites) * np.diff(gear_bits(table))).cumsum()])
 
 
 class _Queries:
@@ -96,7 +96,7 @@ class _Queries:
         self.student, self.blocks = student, blocks_of(table)
         self.sharpness: float | None = SHARPNESS[0]
         device = kept[0].tokens.device
-        self._widths = torch.tensor(widths_of(table), dtype=torch.float32, device=device)
+        self._widths = torch.tensor(gear_bits(table), dtype=torch.float32, device=device)
         sizes = torch.tensor([sum(table.nested[s].parameters for s in b.sites) for b in self.blocks], device=device)
         self._share = sizes / sizes.sum()
         # Of the 16-bit model: what a query is about differs more between queries than between precisions.
@@ -104,7 +104,7 @@ class _Queries:
         of_all = [torch.cat(parts) for parts in zip(*self._known.values(), strict=True)]
         self.centres = [x.mean(0) for x in of_all]
         self.scales = [x.std(0).clamp(min=1e-3) for x in of_all]
-        self.routers = Routers(
+        self.routers = RouterNetworks(
             [x.shape[1] for x in of_all], [_begin(table, b.sites) for b in self.blocks], HIDDEN, seed
         )
         self.routers.to(device)

@@ -124,17 +124,17 @@ def estimate(
     tokens, counted = tokens.to(device), counted.to(device)
     read = counted.int().argmax(-1)[:, None] >= torch.arange(tokens.shape[1], device=device)
     found = torch.zeros(len(table.nested), len(tokens), dtype=torch.float64, device=device)
-    moments: list[torch.Tensor] = [torch.empty(0)] * len(table.nested)
+    activation_stats: list[torch.Tensor] = [torch.empty(0)] * len(table.nested)
 
     def note(at: int, x: torch.Tensor, product: torch.Tensor) -> None:
         found[at] += product.sum((1, 2)).double().square()
-        if not len(moments[at]):
+        if not len(activation_stats[at]):
             mean = torch.where(read[..., None], x.float().square(), 0.0).sum(1) / read.sum(1, keepdim=True)
-            moments[at] = mean.cpu()
+            activation_stats[at] = mean.cpu()
 
     generator = torch.Generator(device).manual_seed(seed)
     with lowered(model, table, (gear,), range(len(table.nested))) as run:
         logits = run(tokens, counted, draws, generator, note)
     first = logits[torch.arange(len(tokens), device=device), read.sum(-1) - 1].float()
     entropy = Categorical(logits=first, validate_args=False).entropy()
-    return (found / draws / 2).T.cpu().numpy(), moments, entropy.cpu()
+    return (found / draws / 2).T.cpu().numpy(), activation_stats, entropy.cpu()

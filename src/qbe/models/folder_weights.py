@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class LazyTensor:
+class LazySafetensor:
     """One tensor of a safetensors file, read when transformers asks for it with `[...]` and `.to(device, dtype)`.
 
     Attributes:
@@ -47,7 +47,7 @@ class LazyTensor:
     dtype: torch.dtype
     offset: int
 
-    def __getitem__(self, _: Any) -> LazyTensor:
+    def __getitem__(self, _: Any) -> LazySafetensor:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -78,13 +78,13 @@ class LazyTensor:
             done += n
 
 
-def lazy_state_dict(folder: Path) -> dict[str, LazyTensor]:
+def lazy_state_dict(folder: Path) -> dict[str, LazySafetensor]:
     """Every tensor of a checkpoint folder: name -> lazy tensor. Extra safetensors files of the folder are not read.
 
     Raises:
         QBEError: no safetensors in the folder, a missing shard, or a truncated or corrupt file.
     """
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazySafetensor] = {}
     for file in _weight_files(folder):
         tensors |= _open(file)
     return tensors
@@ -109,7 +109,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _open(file: Path) -> dict[str, LazyTensor]:
+def _open(file: Path) -> dict[str, LazySafetensor]:
     """The tensors of one file. `safe_open` checks the header, the offsets and the file's length; it reads no data."""
     try:
         with safe_open(file, framework="pt"):
@@ -128,5 +128,5 @@ def _open(file: Path) -> dict[str, LazyTensor]:
         shape = tuple(entry["shape"])
         if end - start != math.prod(shape) * dtype.itemsize:
             raise QBEError(f"{file} is corrupt: the size of {name} contradicts its shape; download it again")
-        tensors[name] = LazyTensor(file, name, shape, dtype, 8 + length + start)
+        tensors[name] = LazySafetensor(file, name, shape, dtype, 8 + length + start)
     return tensors

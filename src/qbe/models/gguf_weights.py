@@ -138,13 +138,13 @@ def tokenizer_of(header: GGUFHeader, model_type: str) -> PreTrainedTokenizerFast
         raise QBEError(f"{header.path}: its tokenizer cannot be built ({_first_line(e)}); download it again") from e
 
 
-class LazyTensor:
+class LazyGGUFTensor:
     """One parameter of the model, read when transformers asks for it with `[...]` and `.to(device, dtype)`."""
 
     def __init__(self, name: str, shape: tuple[int, ...], sources: list[GGUFTensor], loader: WeightLoader) -> None:
         self.name, self.shape, self.sources, self.loader = name, shape, sources, loader
 
-    def __getitem__(self, _: Any) -> LazyTensor:
+    def __getitem__(self, _: Any) -> LazyGGUFTensor:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -190,7 +190,7 @@ class WeightLoader:
             raise QBEError(f"{header.path}: GGUF architecture '{header.architecture[:60]}' is not supported") from e
         self.skeleton = skeleton
 
-    def state_dict(self) -> dict[str, LazyTensor]:
+    def state_dict(self) -> dict[str, LazyGGUFTensor]:
         """Parameter name -> lazy tensor. Every parameter has its tensors, and their sizes agree."""
         sources: dict[str, list[GGUFTensor]] = defaultdict(list)
         for gguf_name, hf_name in self.names.items():
@@ -210,9 +210,9 @@ class WeightLoader:
             if have != want:
                 reason = f"has {have} weights instead of {want}" if have else "is missing"
                 raise QBEError(f"{self.header.path} does not fit its own metadata: {name} {reason}; download it again")
-        return {n: LazyTensor(n, expected[n], s, self) for n, s in sources.items() if n in expected}
+        return {n: LazyGGUFTensor(n, expected[n], s, self) for n, s in sources.items() if n in expected}
 
-    def read(self, lazy: LazyTensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, lazy: LazyGGUFTensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """A parameter, dequantised through fp32 and cast."""
         if len(lazy.sources) == 1 and self._row_by_row(lazy):
             return self._read_rows(lazy.sources[0], device, dtype)
@@ -231,7 +231,7 @@ class WeightLoader:
             raise QBEError(f"{self.header.path}: {lazy.name} has shape {tuple(tensor.shape)}, not {lazy.shape}")
         return tensor.to(device=device, dtype=dtype)
 
-    def _row_by_row(self, lazy: LazyTensor) -> bool:
+    def _row_by_row(self, lazy: LazyGGUFTensor) -> bool:
         """Whether the architecture's processor leaves this matrix alone, tried on its first row."""
         source = lazy.sources[0]
         if source.shape != lazy.shape or len(source.shape) != 2:

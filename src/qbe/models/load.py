@@ -172,7 +172,7 @@ def _load_folder(
     return model, tokenizer
 
 
-def _checkpoint_dtype(config: PreTrainedConfig, weights: Mapping[str, folder_weights.LazyTensor]) -> torch.dtype:
+def _checkpoint_dtype(config: PreTrainedConfig, weights: Mapping[str, folder_weights.LazySafetensor]) -> torch.dtype:
     """What the config says, else the type of most weights; float32 for types that QBE does not run in."""
     stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     if stated is None:

@@ -35,7 +35,7 @@ class Policy(Protocol):
     `analysis_tier` says that it needs profiles of that tier, and `prepare(table)` is called when an engine takes the
     policy: it raises QBEError where it cannot serve that model. One with `reads_prompt` is asked once more when the
     prompt has run, now with `profile.signals`; what it says then is for the answer. One whose blueprints are steered by
-    routers of its own (`Blueprint.steering`) has `routers(table)`, a `qbe.policies.per_token.Routers`.
+    routers of its own (`Blueprint.dynamic_precision`) has `routers(table)`, a `qbe.policies.per_token.TokenRouters`.
     """
 
     name: str

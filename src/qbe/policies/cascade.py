@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from qbe.blueprint import Steering
+from qbe.blueprint import DynamicPrecision
 from qbe.errors import QBEError
 from qbe.policies import learned
-from qbe.policies.per_token import LEVELS, Routers
-from qbe.policies.routers import Block, bits_left, networks, widths_of
+from qbe.policies.per_token import LEVELS, TokenRouters
+from qbe.policies.routers import RoutedBlock, bits_left, gear_bits, networks
 from qbe.sites import ATTENTION_ROLES, SiteTable
 
 NAME = "cascade"  # among what is learned, and among steerers
@@ -30,14 +30,14 @@ def points_of(table: SiteTable) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def blocks_of(table: SiteTable) -> tuple[Block, ...]:
+def blocks_of(table: SiteTable) -> tuple[RoutedBlock, ...]:
     """For each point the sites of the layers behind it, up to the layer of the next one; its name is of their first
     module. Those of layers up to the first point, and the output head, are in none.
     """
     points, found = points_of(table), []
     for point, end in zip(points, (*points[1:], table.layers), strict=False):
         sites = tuple(i for i, s in enumerate(table.nested) if s.layer is not None and point < s.layer <= end)
-        found.append(Block(table.nested[sites[0]].name.rpartition(".")[0], sites))
+        found.append(RoutedBlock(table.nested[sites[0]].name.rpartition(".")[0], sites))
     return tuple(found)
 
 
@@ -54,7 +54,7 @@ def check(table: SiteTable, packs: bool) -> None:
         raise QBEError(f"{name} can have no cascade (it has no attention with nested layers behind it): leave it out")
 
 
-def load(table: SiteTable, packs: bool = True) -> Routers:
+def load(table: SiteTable, packs: bool = True) -> TokenRouters:
     """What `qbe train cascade` found.
 
     Raises:
@@ -67,23 +67,23 @@ def load(table: SiteTable, packs: bool = True) -> Routers:
             f"{table.model_name}', or leave it out"
         )
     found, blocks = learned.read(NAME, table), blocks_of(table)
-    return Routers(
+    return TokenRouters(
         blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),
         found.tensors["thresholds"], found.checksum,
     )  # fmt: skip
 
 
-def level_of(routers: Routers, table: SiteTable, weight_bits: tuple[int, ...], bits: float) -> float:
+def level_of(routers: TokenRouters, table: SiteTable, weight_bits: tuple[int, ...], bits: float) -> float:
     """The level, 0 to LEVELS - 1 and beyond, at which tokens like training's have this average over all nested sites
     if the sites without a router have these bits.
     """
-    low, high = widths_of(table)[0], widths_of(table)[-1]
+    low, high = gear_bits(table)[0], gear_bits(table)[-1]
     return (bits_left(table, routers.blocks, weight_bits, bits) - low) / (high - low) * (LEVELS - 1)
 
 
-def steering(
-    routers: Routers, table: SiteTable, weight_bits: tuple[int, ...], excess: float = 0.0, tokens: int = 1
-) -> Steering | None:
+def dynamic_precision(
+    routers: TokenRouters, table: SiteTable, weight_bits: tuple[int, ...], excess: float = 0.0, tokens: int = 1
+) -> DynamicPrecision | None:
     """Of a token whose blueprint has these bits; None where its average is beyond what the routers can give.
 
     Args:
@@ -94,4 +94,4 @@ def steering(
     if not routers.blocks or not 0 < level_of(routers, table, weight_bits, own) < LEVELS - 1:
         return None
     level = level_of(routers, table, weight_bits, own - excess / tokens)
-    return Steering(NAME, round(min(LEVELS - 1.0, max(0.0, level))), routers.digest)
+    return DynamicPrecision(NAME, round(min(LEVELS - 1.0, max(0.0, level))), routers.digest)

@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from qbe.analysis.profile import QueryProfile
-from qbe.blueprint import Blueprint, Steering
+from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies import learned
 from qbe.policies.kv import allocate_kv
-from qbe.policies.routers import Block, Network, bits_left, blocks_of, networks, static_gears, widths_of
+from qbe.policies.routers import Network, RoutedBlock, bits_left, blocks_of, gear_bits, networks, static_gears
 from qbe.sites import FULL_BITS, SiteTable
 
 LEVELS = 256  # thresholds: of averages that rise evenly from the lowest width to the highest
 
 
 @dataclass(frozen=True)
-class Routers:
+class TokenRouters:
     """What an engine needs to route tokens (`qbe.engine.adaptive.routing`).
 
     Attributes:
@@ -30,7 +30,7 @@ class Routers:
         digest: changes with any of it.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[RoutedBlock, ...]
     networks: tuple[Network, ...]
     widths: tuple[int, ...]
     thresholds: learned.Array
@@ -59,7 +59,7 @@ class PerTokenPolicy:
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without trained routers, or for a budget below the store's lowest average."""
         routers = self.routers(table)
-        bits, widths = budget.bits_for(0.5), widths_of(table)
+        bits, widths = budget.bits_for(0.5), gear_bits(table)
         gears = static_gears(table, bits)
         share = (bits_left(table, routers.blocks, gears, bits) - widths[0]) / (widths[-1] - widths[0])
         if budget.bits is not None and share > 1.01:
@@ -72,9 +72,9 @@ class PerTokenPolicy:
         found = Blueprint.of(
             self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
         )
-        return replace(found, steering=Steering("routers", level, routers.digest))
+        return replace(found, dynamic_precision=DynamicPrecision("routers", level, routers.digest))
 
-    def routers(self, table: SiteTable) -> Routers:
+    def routers(self, table: SiteTable) -> TokenRouters:
         """What the engine runs. Raises QBEError where none were trained for this model."""
         return _routers(self.name, table, self.head)
 
@@ -94,9 +94,9 @@ class TokenwisePolicy(PerTokenPolicy):
 
 
 @lru_cache(maxsize=8)
-def _routers(name: str, table: SiteTable, head: bool) -> Routers:
+def _routers(name: str, table: SiteTable, head: bool) -> TokenRouters:
     found, blocks = learned.read(name, table), blocks_of(table, head)
-    return Routers(
+    return TokenRouters(
         blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),
         found.tensors["thresholds"], found.checksum,
     )  # fmt: skip

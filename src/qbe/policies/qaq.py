@@ -11,7 +11,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.policies import learned
 from qbe.policies.kv import allocate_kv
-from qbe.policies.routers import Block, Numbers, bits_left, blocks_of, networks, static_gears, widths_of
+from qbe.policies.routers import Numbers, RoutedBlock, bits_left, blocks_of, gear_bits, networks, static_gears
 from qbe.sites import FULL_BITS, Role, SiteTable
 
 _ENTRIES = frozenset({
@@ -61,7 +61,7 @@ class Router:
     """
 
     def __init__(self, table: SiteTable, tensors: dict[str, learned.Array]) -> None:
-        self.table, self.blocks, self.widths = table, blocks_of(table), widths_of(table)
+        self.table, self.blocks, self.widths = table, blocks_of(table), gear_bits(table)
         self.entries = tuple(entry(table, block) for block in self.blocks)
         self.sample: Numbers = tensors["sample"].astype(np.float64)
         self._networks = networks(tensors, len(self.blocks))
@@ -101,7 +101,7 @@ class Router:
         return high
 
 
-def entry(table: SiteTable, block: Block) -> int:
+def entry(table: SiteTable, block: RoutedBlock) -> int:
     """A site of the block that reads its input."""
     return next((s for s in block.sites if table.nested[s].role in _ENTRIES), block.sites[0])
 

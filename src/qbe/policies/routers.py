@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Block:
+class RoutedBlock:
     """name: of its module, such as `model.layers.3.mlp`. sites: their places among the nested ones, which follow each
     other. head: whether it is the output head, which sees only the rows whose logits are wanted.
     """
@@ -49,7 +49,7 @@ class Network:
 
 
 @lru_cache(maxsize=8)
-def blocks_of(table: SiteTable, head: bool = False) -> tuple[Block, ...]:
+def blocks_of(table: SiteTable, head: bool = False) -> tuple[RoutedBlock, ...]:
     """The blocks of a model in the order of its layers, and with `head` its output head, if that is nested.
 
     Raises:
@@ -67,12 +67,12 @@ def blocks_of(table: SiteTable, head: bool = False) -> tuple[Block, ...]:
         raise QBEError(f"{table.model_name or 'this model'} has no nested layers that a router could choose bits for")
     heads = [(s.name, at) for at, s in enumerate(table.nested) if head and s.role is Role.OUTPUT_HEAD]
     return (
-        *(Block(name, tuple(sites)) for name, sites in found),
-        *(Block(name, (at,), head=True) for name, at in heads),
+        *(RoutedBlock(name, tuple(sites)) for name, sites in found),
+        *(RoutedBlock(name, (at,), head=True) for name, at in heads),
     )
 
 
-def widths_of(table: SiteTable) -> tuple[int, ...]:
+def gear_bits(table: SiteTable) -> tuple[int, ...]:
     """What routers choose among: the store's precisions below 16 bits, ascending."""
     return tuple(g for g in table.gears() if g < FULL_BITS)
 
@@ -83,7 +83,7 @@ def static_gears(table: SiteTable, bits: float) -> tuple[int, ...]:
     return allocate(table, bits, {})
 
 
-def bits_left(table: SiteTable, blocks: Sequence[Block], gears: Sequence[int], bits: float) -> float:
+def bits_left(table: SiteTable, blocks: Sequence[RoutedBlock], gears: Sequence[int], bits: float) -> float:
     """The average over the sites of these blocks that gives all sites `bits`, where the others have these gears."""
     routed = {s for block in blocks for s in block.sites}
     taken = sum(s.parameters * gears[i] for i, s in enumerate(table.nested) if i not in routed)

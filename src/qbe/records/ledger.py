@@ -21,7 +21,7 @@ UNIT = 10**12  # costs are whole numbers of trillionths, which add up without ro
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One prompt of a request and its answers, as far as they were served.
 
     Attributes:
@@ -86,7 +86,7 @@ class Total:
     energy: str
 
 
-COLUMNS = tuple(f.name for f in fields(Entry))
+COLUMNS = tuple(f.name for f in fields(LedgerEntry))
 _SCHEMA = Schema(
     application_id=APPLICATION_ID,
     version=2,  # 1 lacks joules and energy
@@ -136,7 +136,7 @@ class Ledger:
         self.path = default_path() if path is None else path
         self._file = Database(self.path, _SCHEMA)
 
-    def write(self, entries: Sequence[Entry]) -> None:
+    def write(self, entries: Sequence[LedgerEntry]) -> None:
         """Write these rows, all or none; they outlive this process when this returns.
 
         Raises:
@@ -153,17 +153,17 @@ class Ledger:
                     db.execute("ROLLBACK")
                 raise
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LedgerEntry]:
         """All rows, in the order in which their requests came. Raises QBEError where they cannot be read."""
         rows = self._file.read(f"SELECT {', '.join(COLUMNS)} FROM entries ORDER BY began, id", {})
         described = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
-        return [Entry(**d | {"tokens_by_bits": _by_bits(d["tokens_by_bits"])}) for d in described]
+        return [LedgerEntry(**d | {"tokens_by_bits": _by_bits(d["tokens_by_bits"])}) for d in described]
 
     def totals(self, since: str | None = None, until: str | None = None) -> list[Total]:
         """Sums by key, tier and currency.
 
         Args:
-            since, until: of requests that came from then on and before then, as in `Entry.began`.
+            since, until: of requests that came from then on and before then, as in `LedgerEntry.began`.
 
         Raises:
             QBEError: the file cannot be read, or is no ledger.
@@ -187,7 +187,7 @@ class Ledger:
         self._file.close()
 
 
-def _row(entry: Entry) -> tuple[Any, ...]:
+def _row(entry: LedgerEntry) -> tuple[Any, ...]:
     values = entry.__dict__ | {"tokens_by_bits": json.dumps(entry.tokens_by_bits, separators=(",", ":"))}
     return tuple(map(values.__getitem__, COLUMNS))
 

@@ -40,14 +40,14 @@ class BlueprintChooser:
         self._default, self._policies = policy, {name: policy}
         self._table, self._context = table, context
 
-    def profile(self, text: str, words: Sequence[int], policy: Policy, context: int) -> QueryProfile:
+    def profile(self, text: str, token_ids: Sequence[int], policy: Policy, context: int) -> QueryProfile:
         """What a policy is told of a query.
 
         Args:
-            text, words: to analyse, and its token ids.
+            text, token_ids: to analyse, and its token ids.
             context: tokens of the prompt and of the longest answer.
         """
-        return self.within(self.analyzer.analyze(text, words, tier=getattr(policy, "analysis_tier", None)), context)
+        return self.within(self.analyzer.analyze(text, token_ids, tier=getattr(policy, "analysis_tier", None)), context)
 
     def within(self, profile: QueryProfile, context: int) -> QueryProfile:
         """The profile with a context that the model can have."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from qbe.blueprint import weights_by_bits
 from qbe.engine.result import Result
 from qbe.errors import QBEError
-from qbe.records.ledger import UNIT, Entry, Ledger
+from qbe.records.ledger import UNIT, Ledger, LedgerEntry
 from qbe.server.contract import read_tokens
 from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
@@ -28,7 +28,7 @@ from qbe.server.job import Delta, Event, Job, deliver
 from qbe.server.observe.observer import Observer
 
 if TYPE_CHECKING:
-    from qbe.server.exchange import Asked
+    from qbe.server.exchange import EngineRequest
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Account:
         lost: whether something in it could not be booked, so that it was not sent either.
     """
 
-    def __init__(self, asked: Asked, id: str, index: int, model: str, job: Job) -> None:
+    def __init__(self, asked: EngineRequest, id: str, index: int, model: str, job: Job) -> None:
         self.stream, self.lost = asked.stream, False
         self.first_at: float | None = None
         self.waited_s, self.joules, self.energy = 0.0, 0.0, ""
@@ -105,12 +105,12 @@ class Account:
             return read_tokens(self._results[0])
         return self._prompt_tokens - self._cached if self.written[0] else 0
 
-    def charged(self, entry: Entry) -> float:
+    def charged(self, entry: LedgerEntry) -> float:
         """It was booked so: what that adds to what was booked before, in the currency."""
         more, self._charged = entry.cost - self._charged, entry.cost
         return more / UNIT
 
-    def entry(self) -> Entry:
+    def entry(self) -> LedgerEntry:
         """The row as it is now. Streams ask for it at every token: it takes microseconds."""
         done = [r for r in self._results if r is not None]
         # Of an answer that goes on, the last token has not gone through the model.
@@ -125,7 +125,7 @@ class Account:
             kv_sum += result.average_kv_bits * weight
             for bits, count in result.tokens_by_bits.items():
                 spread[bits] = spread.get(bits, 0) + count
-        return Entry(
+        return LedgerEntry(
             id=self._id, request=self._request, key=self.asked.client.name, tier=self.asked.terms.tier,
             model=self._model, policy=self._chosen.blueprint.policy, began=self._began,
             finish=",".join(r.finish_reason for r in done) if len(done) == len(self._results) else None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from qbe.server import tools
 from qbe.server.errors import APIError
-from qbe.server.exchange import Asked, Exchange
+from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.grammar import lark
 from qbe.server.job import Delta
 from qbe.server.keys import Client
@@ -22,7 +22,7 @@ from qbe.server.requests import (
     sampling,
 )
 from qbe.server.service import Service
-from qbe.server.tools import Arguments, Begun, Reader
+from qbe.server.tools import Arguments, Begun, ToolCallParser
 from qbe.server.wire import DONE, event
 
 
@@ -46,7 +46,7 @@ async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange
     asked = body.max_tokens or body.max_completion_tokens
     known = service.knows_tools(engine)
     return await service.begin(
-        Asked(
+        EngineRequest(
             client=client,
             prompts=[tools.conversation(body.messages, offered, known)],
             params=sampling(body, asked or service.settings.limits.answer_tokens,
@@ -64,12 +64,12 @@ async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange
     )  # fmt: skip
 
 
-class _Choice:
+class _ChatChoice:
     """One answer while it is read: what is new goes into deltas, and all of them make the message."""
 
     def __init__(self, index: int, body: ChatRequest, service: Service) -> None:
-        self.index, self._words = index, service.words
-        self._reader = Reader(bool(tools.offered(body)))
+        self.index, self._token_text = index, service.token_text
+        self._reader = ToolCallParser(bool(tools.offered(body)))
         self._logprobs = bool(body.logprobs)
         self._begun = False
 
@@ -87,7 +87,7 @@ class _Choice:
             else:
                 found.append({"content": piece.text})
         reason = None if delta.result is None else self._reason(delta.result.finish_reason)
-        logprobs = self._words.within(delta.logprobs)
+        logprobs = self._token_text.within(delta.logprobs)
         if not found and (reason is not None or logprobs):
             found.append({})
         entries: list[dict[str, Any]] = [
@@ -95,7 +95,7 @@ class _Choice:
         ]
         if entries:
             if self._logprobs:
-                entries[-1]["logprobs"] = {"content": self._words.for_chat(logprobs), "refusal": None}
+                entries[-1]["logprobs"] = {"content": self._token_text.for_chat(logprobs), "refusal": None}
             entries[-1]["finish_reason"] = reason
         return entries
 
@@ -109,7 +109,7 @@ async def stream(body: ChatRequest, service: Service, exchange: Exchange) -> Asy
     """The answer as server-sent events; hanging up cancels it."""
     frame = Frame("chat.completion.chunk", service, exchange)
     options, written = check_stream(body), 0
-    choices = [_Choice(i, body, service) for i in range(exchange.asked.n)]
+    choices = [_ChatChoice(i, body, service) for i in range(exchange.asked.n)]
     try:
         async for index, delta in exchange.deltas():
             written += len(delta.tokens)
@@ -133,7 +133,7 @@ def _running_usage(options: Any, frame: Frame, written: int) -> dict[str, Any]:
 async def whole(body: ChatRequest, service: Service, exchange: Exchange) -> dict[str, Any]:
     """The answer in one object: what the stream's deltas add up to. Raises APIError."""
     frame = Frame("chat.completion", service, exchange)
-    readers = [_Choice(i, body, service) for i in range(exchange.asked.n)]
+    readers = [_ChatChoice(i, body, service) for i in range(exchange.asked.n)]
     found = [_Message() for _ in readers]
     try:
         async for index, delta in exchange.deltas():

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from qbe.engine.result import PromptInput
 from qbe.engine.sampling.logprobs import Logprob
-from qbe.engine.result import Prompt
 from qbe.server.errors import APIError
-from qbe.server.exchange import Asked, Exchange
+from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.job import Delta
 from qbe.server.keys import Client
 from qbe.server.protocol import CompletionRequest
 from qbe.server.requests import FORMAT, Frame, check_model, check_stream, format_grammar, sampling
 from qbe.server.service import Service
+from qbe.server.token_text import TextOffset
 from qbe.server.wire import DONE, event
-from qbe.server.token_text import Position
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -29,7 +29,7 @@ async def begin(body: CompletionRequest, client: Client, service: Service) -> Ex
     matcher = None if grammar is None else await service.compile(grammar, FORMAT)
     tokens = _DEFAULT_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     return await service.begin(
-        Asked(
+        EngineRequest(
             client=client,
             prompts=_prompts(body),
             params=sampling(body, tokens, body.logprobs, body.logprobs if body.echo else None),
@@ -42,7 +42,7 @@ async def begin(body: CompletionRequest, client: Client, service: Service) -> Ex
     )
 
 
-def _prompts(body: CompletionRequest) -> Sequence[Prompt]:
+def _prompts(body: CompletionRequest) -> Sequence[PromptInput]:
     if isinstance(body.prompt, str):
         return [body.prompt]
     first, *_ = body.prompt
@@ -50,15 +50,15 @@ def _prompts(body: CompletionRequest) -> Sequence[Prompt]:
     return prompts
 
 
-class _Choice:
+class _CompletionChoice:
     """One answer while it is read."""
 
     def __init__(self, index: int, body: CompletionRequest, service: Service, exchange: Exchange) -> None:
-        self.index, self._words = index, service.words
+        self.index, self._token_text = index, service.token_text
         job = exchange.jobs[index // exchange.asked.n]
         self._prompt_ids, self._prompt = job.choice[0], exchange.asked.prompts[index // exchange.asked.n]
         self._echo, self._top, self._nothing = body.echo, body.logprobs, body.max_tokens == 0
-        self._position, self._begun = Position(), False
+        self._position, self._begun = TextOffset(), False
 
     def delta(self, delta: Delta) -> dict[str, Any]:
         """A `choices[]` entry of a stream."""
@@ -66,14 +66,16 @@ class _Choice:
         if not self._begun:
             self._begun = True
             if self._echo:
-                text = self._words.decode(self._prompt_ids) if isinstance(self._prompt, list) else str(self._prompt)
+                text = (
+                    self._token_text.decode(self._prompt_ids) if isinstance(self._prompt, list) else str(self._prompt)
+                )
                 found += [self._prompt_ids[0], *(delta.prompt_logprobs or self._prompt_ids[1:])]
         if not self._nothing:
             text += delta.text
-            found += self._words.within(delta.logprobs)
+            found += self._token_text.within(delta.logprobs)
         logprobs = None
         if self._top is not None:
-            logprobs = self._words.for_completion(found, self._position, self._top)
+            logprobs = self._token_text.for_completion(found, self._position, self._top)
         reason = None if delta.result is None else delta.result.finish_reason
         reason = "length" if reason == "cancelled" or (reason and self._nothing) else reason
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -83,7 +85,7 @@ async def stream(body: CompletionRequest, service: Service, exchange: Exchange) 
     """The answers as server-sent events; hanging up cancels them."""
     frame = Frame("text_completion", service, exchange)
     options, written = check_stream(body), 0
-    choices = [_Choice(i, body, service, exchange) for i in range(len(exchange.jobs) * exchange.asked.n)]
+    choices = [_CompletionChoice(i, body, service, exchange) for i in range(len(exchange.jobs) * exchange.asked.n)]
     try:
         async for index, delta in exchange.deltas():
             written += 0 if body.max_tokens == 0 else len(delta.tokens)
@@ -105,7 +107,7 @@ async def stream(body: CompletionRequest, service: Service, exchange: Exchange) 
 async def whole(body: CompletionRequest, service: Service, exchange: Exchange) -> dict[str, Any]:
     """The answers in one object. Raises APIError."""
     frame = Frame("text_completion", service, exchange)
-    choices = [_Choice(i, body, service, exchange) for i in range(len(exchange.jobs) * exchange.asked.n)]
+    choices = [_CompletionChoice(i, body, service, exchange) for i in range(len(exchange.jobs) * exchange.asked.n)]
     found: list[dict[str, Any]] = [{} for _ in choices]
     try:
         async for index, delta in exchange.deltas():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 
-from qbe.engine.result import Prompt, Request, Result
+from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.server.contract import Terms
@@ -32,7 +32,7 @@ SHUTTING_DOWN = APIError(503, "the server is shutting down: try again later", co
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineRequest:
     """What one HTTP request asks of the engine.
 
     Attributes:
@@ -47,7 +47,7 @@ class Asked:
     """
 
     client: Client
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PromptInput]
     params: SamplingParams
     n: int
     terms: Terms
@@ -103,7 +103,7 @@ class Exchange:
         ends_at, gone_at: in the loop's time, when its answers end, and when nobody waits for them any more.
     """
 
-    def __init__(self, asked: Asked, cancel: Callable[[Job], None], seconds: float) -> None:
+    def __init__(self, asked: EngineRequest, cancel: Callable[[Job], None], seconds: float) -> None:
         self.asked, self.jobs, self.id = asked, list[Job](), f"{asked.prefix}-{uuid.uuid4().hex}"
         self.left = 0
         self.preparing: asyncio.Timeout | None = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qbe.engine.chooser import Choice
-from qbe.engine.sampling.logprobs import Logprob
 from qbe.engine.result import Request, Result
+from qbe.engine.sampling.logprobs import Logprob
 
 if TYPE_CHECKING:
     from qbe.server.billing import Account

@@ -46,7 +46,7 @@ class Contract(Body):
         kv_bits: average bits of the KV cache, or `turbo2` or `turbo4` (keys in TurboQuant's form).
         kv_error: what these may change of attention's outputs, as a part of their norm.
         activation_bits: of the inputs of linear layers, 8 or 16; left out, the tier's.
-        careful_tokens: with 8, read tokens of the answer that were hard to predict with 16.
+        high_precision_tokens: with 8, read tokens of the answer that were hard to predict with 16.
         max_latency_ms: the answer ends by then: precision is lowered as far as that is foreseen to need, what is not
             written yet is cut (`finish_reason` `length`).
         max_cost: the most that the request may cost, in the server's currency; bounds the bits.
@@ -62,7 +62,7 @@ class Contract(Body):
     kv_bits: KVBits | None = None
     kv_error: Annotated[float, Field(ge=0, le=MOST_KV_ERROR)] | None = None
     activation_bits: Literal[8, 16] | None = None
-    careful_tokens: StrictBool = False
+    high_precision_tokens: StrictBool = False
     max_latency_ms: Annotated[float, Field(gt=0)] | None = None
     max_cost: Annotated[float, Field(gt=0)] | None = None
     policy: Annotated[str, Field(max_length=64)] | None = None

@@ -8,16 +8,16 @@ it: whoever waits long enough is overtaken by nobody any more, whatever comes.
 
 from __future__ import annotations
 
+import collections.abc
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Line
 from typing import TYPE_CHECKING
 
 from qbe.engine.chooser import Choice
 from qbe.engine.result import Request
-from qbe.engine.scheduling.sequence import Place, Sequence
+from qbe.engine.scheduling.sequence import Priority, Sequence
 from qbe.server.admission import Admission
 from qbe.server.errors import APIError
 from qbe.server.settings import TIER_NAMES, Settings, TierName
@@ -25,7 +25,7 @@ from qbe.server.speed import Speed
 
 if TYPE_CHECKING:
     from qbe.engine.scheduling.scheduler import Scheduler
-    from qbe.server.exchange import Asked
+    from qbe.server.exchange import EngineRequest
 
 
 class TierQueues:
@@ -49,9 +49,9 @@ class TierQueues:
 
     def prompt_tokens(self, sequence: Sequence) -> int:
         """Tokens of prompts that a step with this one's may have, so that higher tiers do not wait long for its end."""
-        return max(1, int(self._settings().tiers.prompts(sequence.place.tier) * self._tokens))
+        return max(1, int(self._settings().tiers.prompts(sequence.priority.tier) * self._tokens))
 
-    def place(self, tier: TierName, slack: float | None = None) -> Place:
+    def priority(self, tier: TierName, slack: float | None = None) -> Priority:
         """Where an answer that comes now stands.
 
         Args:
@@ -63,29 +63,29 @@ class TierQueues:
         if slack is not None:
             above = tiers.patience(TIER_NAMES[number + 1]) if number + 1 < len(TIER_NAMES) else 0.0
             patience = min(patience, max(slack, above))
-        return Place(self._clock() + patience, tier)
+        return Priority(self._clock() + patience, tier)
 
     def choose(self, waiting: Collection[Sequence], running: list[Sequence]) -> Sequence | None:
         """The one that begins next; None while nobody may."""
-        count = Counter(s.place.tier for s in running)
+        count = Counter(s.priority.tier for s in running)
         may = [s for s in waiting if self._has_place(s, count)]
         if not may:
             return None
         queues = self._settings().queues
         first = min(may, key=_rank)
-        if not queues.apart or not running or count[first.place.tier] < self._kept(first.place.tier):
+        if not queues.apart or not running or count[first.priority.tier] < self._kept(first.priority.tier):
             return first
         # Batches of one tier: it goes on while nobody else has lost patience, and else runs dry.
         together = set(count)
-        if sum(s.place.tier in together for s in waiting) < queues.thin:
+        if sum(s.priority.tier in together for s in waiting) < queues.thin:
             together |= {near for tier in count for near in _adjacent(tier)}
-        if first.place.tier not in together and first.place.rank <= self._clock():
+        if first.priority.tier not in together and first.priority.rank <= self._clock():
             return None
-        return min((s for s in may if s.place.tier in together), key=_rank, default=None)
+        return min((s for s in may if s.priority.tier in together), key=_rank, default=None)
 
     def _has_place(self, sequence: Sequence, running: Counter[str]) -> bool:
         """Whether a place is free that is not kept for a higher tier."""
-        above = TIER_NAMES[TIER_NAMES.index(sequence.place.tier) + 1 :]
+        above = TIER_NAMES[TIER_NAMES.index(sequence.priority.tier) + 1 :]
         kept = sum(max(0, self._kept(tier) - running[tier]) for tier in above)
         return running.total() + kept < self._places
 
@@ -94,9 +94,9 @@ class TierQueues:
 
 
 def stand(
-    asked: Asked, request: Request, choice: Choice, queues: TierQueues, admission: Admission, speed: Speed,
-    line: Line[Place] | None,
-) -> Place:  # fmt: skip
+    asked: EngineRequest, request: Request, choice: Choice, queues: TierQueues, admission: Admission, speed: Speed,
+    line: collections.abc.Sequence[Priority] | None,
+) -> Priority:  # fmt: skip
     """Where the answers to a prompt stand in line.
 
     Args:
@@ -107,12 +107,12 @@ def stand(
     """
     latency, tier = asked.terms.contract.max_latency_ms, asked.terms.tier
     if latency is None:
-        return queues.place(tier)
+        return queues.priority(tier)
     tokens, chosen = choice
     bits = chosen.blueprint.average_weight_bits(chosen.table)
     takes = speed.foreseen(len(tokens), request.params.max_tokens, bits)
-    place = queues.place(tier, None if takes is None else max(0.0, latency - takes) / 1e3)
-    ahead = 0 if line is None else 1 + sum(p.rank <= place.rank for p in line)
+    priority = queues.priority(tier, None if takes is None else max(0.0, latency - takes) / 1e3)
+    ahead = 0 if line is None else 1 + sum(p.rank <= priority.rank for p in line)
     wait = admission.wait(ahead)
     if wait is not None and wait * 1e3 > latency:
         raise APIError(
@@ -120,11 +120,11 @@ def stand(
             "more time, or try again later", param="qbe.max_latency_ms", code="deadline",
             retry_after=wait - latency / 1e3,
         )  # fmt: skip
-    return place
+    return priority
 
 
 def _rank(sequence: Sequence) -> float:
-    return sequence.place.rank
+    return sequence.priority.rank
 
 
 def _adjacent(tier: str) -> tuple[TierName, ...]:

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 
 from qbe.engine.chooser import Choice
 from qbe.engine.engine import Engine
-from qbe.engine.result import Prompt, Request
+from qbe.engine.result import PromptInput, Request
 from qbe.errors import QBEError
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.records.ledger import Ledger
@@ -24,7 +24,7 @@ from qbe.server.admission import Admission
 from qbe.server.billing import Account, Billing
 from qbe.server.contract import Terms
 from qbe.server.errors import APIError
-from qbe.server.exchange import Asked, Exchange
+from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.grammar import Grammars
 from qbe.server.job import Job
 from qbe.server.keys import Client
@@ -34,8 +34,8 @@ from qbe.server.queues import TierQueues, stand
 from qbe.server.settings import Settings
 from qbe.server.settings_file import Watched
 from qbe.server.speed import Speed
+from qbe.server.token_text import TokenText
 from qbe.server.watching import watch
-from qbe.server.token_text import Words
 from qbe.server.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Service:
         self._prepare = ThreadPoolExecutor(1, "qbe-prepare")  # tokenizes, analyses and allocates beside the steps
         self._admission: Admission | None = None
         self._grammars: Grammars | None = None
-        self._words: Words | None = None
+        self._token_text: TokenText | None = None
         self._queues: TierQueues | None = None
         self._lowest = 0.0
         self._knows_tools: bool | None = None
@@ -142,7 +142,7 @@ class Service:
         scheduler = engine.core.scheduler
         self._queues = TierQueues(lambda: self.settings, scheduler.max_sequences, scheduler.max_batch_tokens)
         self._queues.guide(scheduler)
-        self._words = Words(engine.tokenizer, self._grammars.tokenizer, engine.core.eos_ids)
+        self._token_text = TokenText(engine.tokenizer, self._grammars.tokenizer, engine.core.eos_ids)
         return engine
 
     def _on_ready(self, error: BaseException | None) -> None:
@@ -198,13 +198,13 @@ class Service:
         return self._knows_tools
 
     @property
-    def words(self) -> Words:
+    def token_text(self) -> TokenText:
         """The text of tokens; only when `engine` does not raise."""
-        assert self._words is not None
-        return self._words
+        assert self._token_text is not None
+        return self._token_text
 
     async def compile(self, grammar: str, param: str) -> LLMatcher:
-        """A grammar for `Asked`. Raises APIError."""
+        """A grammar for `EngineRequest`. Raises APIError."""
         self.engine()
         assert self._grammars is not None
         limits = self.settings.limits
@@ -238,7 +238,7 @@ class Service:
             **self._observer.live.describe(client),
         }  # fmt: skip
 
-    async def begin(self, asked: Asked) -> Exchange:
+    async def begin(self, asked: EngineRequest) -> Exchange:
         """Let a request in and hand it to the engine, which has taken it when this returns.
 
         Raises:
@@ -279,7 +279,7 @@ class Service:
         if not exchange.asked.stream:
             await self._billing.book(exchange.accounts)
 
-    async def _job(self, exchange: Exchange, index: int, prompt: Prompt) -> Job:
+    async def _job(self, exchange: Exchange, index: int, prompt: PromptInput) -> Job:
         """Tokens and blueprint for a prompt, found in another thread."""
         asked, loop = exchange.asked, asyncio.get_running_loop()
         try:
@@ -296,13 +296,13 @@ class Service:
         assert self._queues is not None
         others = self._admission.inside - asked.n * len(asked.prompts)
         line = self._worker.line if others >= self._admission.running else None
-        place = stand(asked, request, choice, self._queues, self._admission, self.speed, line)
-        requests = asked.requests(replace(request, place=place), self._grammars)
+        priority = stand(asked, request, choice, self._queues, self._admission, self.speed, line)
+        requests = asked.requests(replace(request, priority=priority), self._grammars)
         job = Job(requests, choice, exchange.events, lambda job: self.settle(exchange, job))
         job.account = Account(asked, exchange.id, index, self.names[0], job)
         return job
 
-    def _choose(self, asked: Asked, prompt: Prompt) -> tuple[Request, Choice]:
+    def _choose(self, asked: EngineRequest, prompt: PromptInput) -> tuple[Request, Choice]:
         engine, params, wanted = self.engine(), asked.params, asked.terms.contract
         plain = Request(prompt, params, tools=asked.tools)
         counts = wanted.max_cost is not None or wanted.max_latency_ms is not None
@@ -311,8 +311,8 @@ class Service:
         request = replace(plain, budget=limits, policy=wanted.policy)
         choice = engine.choose(request, fits=True)
         if asked.lenient:
-            room = engine.core.pool.num_pages * PAGE_SIZE - len(choice[0])
-            request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, room))))
+            context_limit = engine.core.pool.num_pages * PAGE_SIZE - len(choice[0])
+            request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, context_limit))))
         return request, choice
 
     def settle(self, exchange: Exchange, job: Job) -> None:

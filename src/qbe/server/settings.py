@@ -22,11 +22,11 @@ _RESERVED = {"priority": 0.125}
 _PROMPTS = {"flex": 0.25, "default": 0.5, "priority": 1.0}
 
 
-class _Table(BaseModel):
+class _SettingsTable(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Tier(_Table):
+class Tier(_SettingsTable):
     """What a service tier may be served at.
 
     Attributes:
@@ -60,7 +60,7 @@ class Tier(_Table):
         return self
 
 
-class Tiers(_Table):
+class Tiers(_SettingsTable):
     """The three tiers of OpenAI's `service_tier`."""
 
     flex: Tier = Tier(bits=TIER_BITS["flex"])
@@ -105,7 +105,7 @@ class Tiers(_Table):
         return self
 
 
-class Queues(_Table):
+class Queues(_SettingsTable):
     """How tiers share the batch.
 
     Attributes:
@@ -118,7 +118,7 @@ class Queues(_Table):
     thin: Annotated[int, Strict(), Field(ge=0)] = 4
 
 
-class Prices(_Table):
+class Prices(_SettingsTable):
     """Per million tokens computed at 16 bits; a token at b bits costs b/16 of that, times its tier's factor."""
 
     currency: str = "USD"
@@ -135,7 +135,7 @@ class Prices(_Table):
         return given
 
 
-class Limits(_Table):
+class Limits(_SettingsTable):
     """What one request and all of them may take.
 
     Attributes:
@@ -166,7 +166,7 @@ class Limits(_Table):
     grammar_s: Annotated[float, Strict(), Field(gt=0)] = 5.0
 
 
-class Energy(_Table):
+class Energy(_SettingsTable):
     """Budgets of power and carbon, which shift the default tier between its floor and its high end.
 
     Attributes:
@@ -196,7 +196,7 @@ class Energy(_Table):
         return self
 
 
-class Logs(_Table):
+class Logs(_SettingsTable):
     """Lines on standard error.
 
     Attributes:
@@ -208,7 +208,7 @@ class Logs(_Table):
     prompts: bool = False
 
 
-class Key(_Table):
+class Key(_SettingsTable):
     """A client's key; only its hash is kept.
 
     Attributes:
@@ -225,7 +225,7 @@ class Key(_Table):
     tokens_per_minute: Positive | None = None
 
 
-class Settings(_Table):
+class Settings(_SettingsTable):
     """The whole file. Every part has a default; without keys a server listens on the loopback interface only."""
 
     tiers: Tiers = Tiers()

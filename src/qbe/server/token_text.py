@@ -13,7 +13,7 @@ from qbe.engine.sampling.logprobs import Logprob
 _LEAST = -9999.0  # JSON has no infinity
 
 
-class Position:
+class TextOffset:
     """How many characters of a text come before its next token; several tokens may make one."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Position:
         return at
 
 
-class Words:
+class TokenText:
     """Text and bytes of tokens.
 
     Args:
@@ -66,7 +66,7 @@ class Words:
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": max(logprob, _LEAST), "bytes": list(self.bytes(token))}
 
-    def for_completion(self, found: list[Logprob | int], position: Position, top: int) -> dict[str, Any]:
+    def for_completion(self, found: list[Logprob | int], position: TextOffset, top: int) -> dict[str, Any]:
         """As a completion has it: four lists.
 
         Args:

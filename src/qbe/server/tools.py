@@ -143,7 +143,7 @@ class Arguments:
     text: str
 
 
-class Reader:
+class ToolCallParser:
     """Reads an answer piece by piece. What may be the beginning of a tag is held back.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from qbe.engine.engine import Engine
-from qbe.engine.scheduling.sequence import Place, Status
+from qbe.engine.scheduling.sequence import Priority, Status
 from qbe.errors import QBEError
 from qbe.server.job import Cancelled, Delta, Event, Job
 
@@ -76,7 +76,7 @@ class Worker(threading.Thread):
     ) -> None:  # fmt: skip
         super().__init__(name="qbe-engine", daemon=True)
         self.engine: Engine | None = None
-        self.line: tuple[Place, ...] = ()
+        self.line: tuple[Priority, ...] = ()
         self._make, self._ready, self._broken = make, ready, broken
         self._deliver, self._stepped = deliver, stepped
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -188,13 +188,13 @@ class Worker(threading.Thread):
 
     def _report(self, engine: Engine) -> None:
         """Tell every job what is new; start the other answers of those whose prompt is through."""
-        self.line = tuple(s.place for s in engine.core.scheduler.waiting)
+        self.line = tuple(s.priority for s in engine.core.scheduler.waiting)
         for job, running in list(self._jobs.items()):
             rest = job.requests[len(running.ids) :]
             if rest and running.over_for is None and engine.started(running.ids[0]):
                 try:
                     for request in rest:
-                        running.add(engine.submit(request, twin=running.ids[0], choice=job.choice))
+                        running.add(engine.submit(request, fork_parent=running.ids[0], choice=job.choice))
                 except QBEError as error:
                     running.over_for = error
                     self._end(job)

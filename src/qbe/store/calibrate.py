@@ -21,14 +21,14 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.files import reason
-from qbe.hardware import Format, detect
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
+from qbe.format.packing import pack
+from qbe.hardware import NumberFormat, detect
 from qbe.progress import bar
 from qbe.sites import FULL_BITS
 from qbe.store import descent, kept
-from qbe.format.codes import quantise
-from qbe.format.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
-from qbe.format.packing import pack
 from qbe.store.tuning import Nested, tune
 
 TOKENS = 32768  # of the text that are used, at most
@@ -160,7 +160,7 @@ def second_moments(
         return watch
 
     device = next(model.parameters()).device
-    fast = Format.BF16 in detect(device).formats  # gradients are noisy anyway
+    fast = NumberFormat.BF16 in detect(device).formats  # gradients are noisy anyway
     noise = torch.Generator(device).manual_seed(0)
     learning = [p for p in model.parameters() if p.requires_grad]
     hooks = [model.get_submodule(n).register_forward_hook(hook(n)) for n in names]

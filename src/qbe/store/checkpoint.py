@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from qbe.errors import QBEError
+from qbe.format.layout import SliceLayout, check_group_size, padded
 from qbe.sites import FULL_BITS
 from qbe.store.folding import AGAIN, Fold, apply, load_folds, save_folds
-from qbe.format.layout import SliceLayout, check_group_size, padded
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
 FORMAT = "qbe-nested"

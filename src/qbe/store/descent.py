@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from qbe.kernels.cpu import build
-from qbe.kernels.reference import descent as reference
 from qbe.format import scales
 from qbe.format.layout import SliceLayout
+from qbe.kernels.cpu import build
+from qbe.kernels.reference import descent as reference
 
 SOURCE = Path(__file__).parent / "descent.c"
 # Sums may be taken in any order: nothing that is computed here has to be the same on every machine.

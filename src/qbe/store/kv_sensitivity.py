@@ -2,7 +2,7 @@
 
 For every layer, at 4 and 2 bits: KL divergence (nats per token) of the logits when the full pages of that layer alone
 have that width, on the calibration text as one piece. A token sees its own page and the text's first one at 16 bits and
-the others before it as they are sealed, by the kernels of the engine. (An engine keeps the page before its own at 16
+the others before it as they are quantised, by the kernels of the engine. (An engine keeps the page before its own at 16
 bits, too; of so short a text that would be a third.)
 
 A layer's divergence is divided among its heads by what each of them alone does to the layer's output, squared: small
@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, block
-from qbe.kernels.ops.kv_pages import read_pages, seal_pages
+from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, head_layout
+from qbe.kernels.ops.kv_pages import quantise_pages, read_pages
 from qbe.sites import KVSite, SiteTable
 from qbe.store.sensitivity import decoder_layers, divergence, full_bits, logits_of, recorded_outputs, replay
 
@@ -37,7 +37,7 @@ ATTENTION = "qbe_kv_probe"  # the name under which transformers finds `_probe_at
 _PROBE = "qbe_kv_probe"  # the attribute of an attention module that holds its `_Probe`
 
 
-def sealed(keys: torch.Tensor, values: torch.Tensor, bits: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(keys: torch.Tensor, values: torch.Tensor, bits: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as they come back from their pages; the last tokens, which fill no page, stay.
 
     Args:
@@ -48,25 +48,25 @@ def sealed(keys: torch.Tensor, values: torch.Tensor, bits: tuple[int, ...]) -> t
     pages = tokens // PAGE_SIZE
     if not pages:
         return keys, values
-    full = block(FULL_BITS, key_dim, value_dim, dtype.itemsize)
-    sizes = [block(b, key_dim, value_dim, dtype.itemsize).nbytes for b in bits]
-    words = torch.zeros(1, FORMATS, heads, dtype=torch.int32)
+    full = head_layout(FULL_BITS, key_dim, value_dim, dtype.itemsize)
+    sizes = [head_layout(b, key_dim, value_dim, dtype.itemsize).nbytes for b in bits]
+    head_offsets = torch.zeros(1, FORMATS, heads, dtype=torch.int32)
     for head in range(heads):
-        words[0, 0, head] = head * full.nbytes | FULL_BITS
-        words[0, 1, head] = sum(sizes[:head]) | bits[head]
-    words = words.to(keys.device)
-    frame = heads * full.nbytes
-    sources = torch.arange(pages) * frame
-    targets = (pages * frame + torch.arange(pages) * sum(sizes)) | 1
-    memory = torch.zeros(pages * (frame + sum(sizes)), dtype=torch.uint8, device=keys.device)
-    frames = memory[: pages * frame].view(pages, heads, full.nbytes)
+        head_offsets[0, 0, head] = head * full.nbytes | FULL_BITS
+        head_offsets[0, 1, head] = sum(sizes[:head]) | bits[head]
+    head_offsets = head_offsets.to(keys.device)
+    staging_page = heads * full.nbytes
+    sources = torch.arange(pages) * staging_page
+    targets = (pages * staging_page + torch.arange(pages) * sum(sizes)) | 1
+    memory = torch.zeros(pages * (staging_page + sum(sizes)), dtype=torch.uint8, device=keys.device)
+    staging_pages = memory[: pages * staging_page].view(pages, heads, full.nbytes)
     for x, begin, end in ((keys, 0, full.values), (values, full.values, full.key_scales)):
         paged = x[:, : pages * PAGE_SIZE].reshape(heads, pages, -1).transpose(0, 1).contiguous()
-        frames[:, :, begin:end] = paged.view(torch.uint8)
+        staging_pages[:, :, begin:end] = paged.view(torch.uint8)
     shape = heads, key_dim, value_dim
     targets = targets.to(keys.device)
-    seal_pages(memory, words, sources.to(keys.device), targets, shape, dtype)
-    back = read_pages(memory, words[0], targets, shape, dtype)
+    quantise_pages(memory, head_offsets, sources.to(keys.device), targets, shape, dtype)
+    back = read_pages(memory, head_offsets[0], targets, shape, dtype)
     return tuple(torch.cat([b, x[:, b.shape[1] :]], 1) for b, x in zip(back, (keys, values), strict=True))  # type: ignore[return-value]
 
 
@@ -91,7 +91,7 @@ class _Probe:
         bits = self.bits.get(layer)
         earlier = (key, value)
         if bits is not None:
-            pairs = [sealed(k[:, PAGE_SIZE:], v[:, PAGE_SIZE:], bits) for k, v in zip(key, value, strict=True)]
+            pairs = [quantised(k[:, PAGE_SIZE:], v[:, PAGE_SIZE:], bits) for k, v in zip(key, value, strict=True)]
             keys, values = (torch.stack(x) for x in zip(*pairs, strict=True))
             earlier = torch.cat([key[:, :, :PAGE_SIZE], keys], 2), torch.cat([value[:, :, :PAGE_SIZE], values], 2)
         at = torch.arange(tokens, device=key.device)
@@ -187,7 +187,7 @@ def _measure(
 ) -> tuple[KVSite, ...]:
     layers = decoder_layers(model, table)
     places = torch.arange(tokens.numel(), device=tokens.device) % tokens.shape[1]
-    rows = places >= 2 * PAGE_SIZE  # that see a sealed page
+    rows = places >= 2 * PAGE_SIZE  # that see a quantised page
     sites: list[KVSite] = []
     with _probing(model) as probe:
         outputs, logits = recorded_outputs(model, layers, tokens)

@@ -24,7 +24,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.utils import TorchAOBaseTensor
 
 from qbe.errors import QBEError
-from qbe.hardware import Format, HardwareProfile
+from qbe.hardware import HardwareProfile, NumberFormat
 from qbe.store.nested_tensor import NestedTensor
 
 
@@ -36,7 +36,7 @@ def native_config(format: str, profile: HardwareProfile) -> AOBaseConfig:
     """
     if format not in (*_OFFERED, *_NOT_OFFERED):
         raise QBEError(f"unknown format '{format}': choose one of {', '.join(_OFFERED)}, or the nested store")
-    wanted = Format(format)
+    wanted = NumberFormat(format)
     if wanted in _NOT_OFFERED:
         raise QBEError(f"{wanted} cannot run on {profile.name}: {_NOT_OFFERED[wanted]}")
     if wanted not in profile.formats:
@@ -57,7 +57,7 @@ def native_config(format: str, profile: HardwareProfile) -> AOBaseConfig:
 def availability(profile: HardwareProfile) -> dict[str, str | None]:
     """For each native format: None where `native_config` gives a config on this device, else why it refuses."""
     found: dict[str, str | None] = {}
-    for name in (*_OFFERED, Format.MXFP6):
+    for name in (*_OFFERED, NumberFormat.MXFP6):
         try:
             native_config(name, profile)
             found[str(name)] = None
@@ -97,16 +97,16 @@ def _mx(element: str) -> AOBaseConfig:
     return MXDynamicActivationMXWeightConfig(activation_dtype=dtype, weight_dtype=dtype)
 
 
-_OFFERED: dict[Format, Callable[[], AOBaseConfig]] = {
-    Format.FP8_E4M3: _fp8,
-    Format.MXFP8: lambda: _mx("float8_e4m3fn"),
-    Format.MXFP4: lambda: _mx("float4_e2m1fn_x2"),
-    Format.NVFP4: _nvfp4,
+_OFFERED: dict[NumberFormat, Callable[[], AOBaseConfig]] = {
+    NumberFormat.FP8_E4M3: _fp8,
+    NumberFormat.MXFP8: lambda: _mx("float8_e4m3fn"),
+    NumberFormat.MXFP4: lambda: _mx("float4_e2m1fn_x2"),
+    NumberFormat.NVFP4: _nvfp4,
 }
-_BITS = {Format.FP8_E4M3: 8, Format.MXFP8: 8, Format.MXFP4: 4, Format.NVFP4: 4}
-_NOT_OFFERED: dict[Format, str] = {
-    Format.MXFP6: "torchao 0.18 has no FP6 product, it only emulates one; use the nested store at 6 bits",
-    Format.INT8: "torchao 0.18 multiplies int8 natively above 16 rows on a GPU only; use the nested store at 8 bits",
-    Format.BF16: "it is a 16-bit format, to which nothing is quantised; leave the layer as it is",
-    Format.FP16: "it is a 16-bit format, to which nothing is quantised; leave the layer as it is",
+_BITS = {NumberFormat.FP8_E4M3: 8, NumberFormat.MXFP8: 8, NumberFormat.MXFP4: 4, NumberFormat.NVFP4: 4}
+_NOT_OFFERED: dict[NumberFormat, str] = {
+    NumberFormat.MXFP6: "torchao 0.18 has no FP6 product, it only emulates one; use the nested store at 6 bits",
+    NumberFormat.INT8: "torchao 0.18 multiplies int8 natively above 16 rows on a GPU only; use the nested store at 8 bits",
+    NumberFormat.BF16: "it is a 16-bit format, to which nothing is quantised; leave the layer as it is",
+    NumberFormat.FP16: "it is a 16-bit format, to which nothing is quantised; leave the layer as it is",
 }

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from qbe.format import scales
 from qbe.kernels.reference import eight_bit_rows
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.sites import SiteTable
-from qbe.format import scales
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.sensitivity import lowered_divergence
 

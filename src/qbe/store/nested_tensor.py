@@ -21,13 +21,13 @@ from torchao.utils import TorchAOBaseTensor
 
 from qbe.compile.backend import register
 from qbe.errors import QBEError
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout, check_group_size, padded
+from qbe.format.packing import pack
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.gradients import without_gradient
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
-from qbe.format.codes import quantise
-from qbe.format.layout import SliceLayout, check_group_size, padded
-from qbe.format.packing import pack
 
 UNIFORM_ROWS = 256  # from here on a GPU makes the weight once, when it knows the words of all rows to be the same
 
@@ -39,11 +39,11 @@ class NestedTensor(TorchAOBaseTensor):
         packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.format.layout`); on a GPU uint8
             [bytes], the same in the order its kernels read (`qbe.kernels.triton.layout`).
         meta: uint8 [2P, N, Kp/group_size], scales and offsets (`qbe.format.scales`).
-        bits: int32 [rows] or [1]: word of precision of each row of the input (`qbe.kernels.ops.nested_linear`); one serves all
-            rows. `set_bits` sets it. An engine binds it to a row of its plan, and a write to the plan changes the
-            precision of the next call. Kernels read it while they run and cannot refuse what is not a gear: they take
-            its lowest byte, read the original from 16 on (so for 99 and -1 too) and below it the highest precision that
-            is not above it, or the lowest.
+        bits: int32 [rows] or [1]: word of precision of each row of the input (`qbe.kernels.ops.nested_linear`); one
+            serves all rows. `set_bits` sets it. An engine binds it to a row of its plan, and a write to the plan
+            changes the precision of the next call. Kernels read it while they run and cannot refuse what is not a gear:
+            they take its lowest byte, read the original from 16 on (so for 99 and -1 too) and below it the highest
+            precision that is not above it, or the lowest.
         original: [N, K] in the model's dtype, what 16 bits mean; None when it was dropped.
 
     Attributes:
@@ -55,13 +55,14 @@ class NestedTensor(TorchAOBaseTensor):
             A prompt then needs no kernel that asks each row (`qbe.kernels.triton.uniform_linear`).
         native: float8_e4m3fn or int8, in which such a prompt is multiplied on a GPU where its activations have 8 bits;
             None, as long as nobody sets it: tiled weights then have 16-bit products, whatever the word says.
-        wide: results are float32 and not rounded to the model's dtype (`qbe.kernels.ops.nested_linear`), as an engine has its logits.
+        float32_output: results are float32 and not rounded to the model's dtype (`qbe.kernels.ops.nested_linear`), as
+            an engine has its logits.
     """
 
     tensor_data_names = ["packed", "meta", "bits"]  # noqa: RUF012  (torchao's protocol)
     tensor_attribute_names = ["slices", "group_size", "exponent", "in_features", "logical_dtype"]  # noqa: RUF012
     optional_tensor_data_names = ["original"]  # noqa: RUF012
-    optional_tensor_attribute_names = ["wide"]  # noqa: RUF012
+    optional_tensor_attribute_names = ["float32_output"]  # noqa: RUF012
 
     packed: torch.Tensor
     meta: torch.Tensor
@@ -72,7 +73,7 @@ class NestedTensor(TorchAOBaseTensor):
     exponent: int
     in_features: int
     logical_dtype: torch.dtype
-    wide: bool
+    float32_output: bool
     uniform: int | None = None
     native: torch.dtype | None = None
 
@@ -87,7 +88,7 @@ class NestedTensor(TorchAOBaseTensor):
         in_features: int,
         logical_dtype: torch.dtype,
         original: torch.Tensor | None = None,
-        wide: bool = False,
+        float32_output: bool = False,
     ) -> NestedTensor:
         shape = (meta.shape[1], in_features)
         return torch.Tensor._make_wrapper_subclass(
@@ -105,11 +106,11 @@ class NestedTensor(TorchAOBaseTensor):
         in_features: int,
         logical_dtype: torch.dtype,
         original: torch.Tensor | None = None,
-        wide: bool = False,
+        float32_output: bool = False,
     ) -> None:
         self.packed, self.meta, self.bits, self.original = packed, meta, bits, original
         self.slices, self.group_size, self.exponent = list(slices), group_size, exponent
-        self.in_features, self.logical_dtype, self.wide = in_features, logical_dtype, wide
+        self.in_features, self.logical_dtype, self.float32_output = in_features, logical_dtype, float32_output
 
     @classmethod
     def from_weight(
@@ -156,7 +157,7 @@ class NestedTensor(TorchAOBaseTensor):
         """Pickled as its parts: torch's own way would ask `layout` for the memory layout of a plain tensor."""
         return NestedTensor, (
             self.packed, self.meta, self.bits, self.slices, self.group_size, self.exponent, self.in_features,
-            self.logical_dtype, self.original, self.wide,
+            self.logical_dtype, self.original, self.float32_output,
         )  # fmt: skip
 
     @property
@@ -179,11 +180,11 @@ class NestedTensor(TorchAOBaseTensor):
         wanted = list(bits) if isinstance(bits, list | tuple) else [bits] * self.bits.shape[0]
         for one in wanted:
             self._check_gear(one)
-        words = torch.tensor(wanted, dtype=torch.int32)
-        if words.shape == self.bits.shape:
-            self.bits.copy_(words)
+        precision_words = torch.tensor(wanted, dtype=torch.int32)
+        if precision_words.shape == self.bits.shape:
+            self.bits.copy_(precision_words)
         else:
-            self.bits = words.to(self.bits.device)
+            self.bits = precision_words.to(self.bits.device)
 
     def _check_gear(self, bits: object) -> None:
         if not isinstance(bits, int) or bits not in self.gears:
@@ -281,12 +282,20 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
 
         y = uniform_linear(
             x, weight.packed, bits, weight.original, bias, weight.slices, weight.exponent, weight.shape[0],
-            weight.uniform, weight.native, weight.wide,
+            weight.uniform, weight.native, weight.float32_output,
         )  # fmt: skip
         if y is not None:
             return without_gradient(y, x, weight, bias)
     y = ops.nested_linear(
-        x, weight.packed, weight.meta, bits, weight.original, bias, weight.slices, weight.exponent, weight.wide
+        x,
+        weight.packed,
+        weight.meta,
+        bits,
+        weight.original,
+        bias,
+        weight.slices,
+        weight.exponent,
+        weight.float32_output,
     )
     return without_gradient(y, weight)
 

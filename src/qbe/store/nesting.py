@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from qbe.errors import QBEError
+from qbe.format.layout import BLOCK, SliceLayout
 from qbe.progress import bar
 from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
 from qbe.store import known, sensitivity, smoothing
 from qbe.store.calibrate import calibrate
 from qbe.store.folding import Fold, apply_exact, edges
-from qbe.format.layout import BLOCK, SliceLayout
 from qbe.store.native_formats import is_native, stored_bytes
 from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, set_weight
 from qbe.tagger import tag

@@ -11,12 +11,12 @@ from torch import nn
 
 from qbe.blueprint import Blueprint
 from qbe.hardware import detect
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.sites import Role, SiteTable
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
 
-_word = functools.cache(word)  # there are few of them, and a column has hundreds
+_word = functools.cache(precision_word)  # there are few of them, and a column has hundreds
 _CACHED_BLUEPRINTS = 256  # columns kept on the device; more than sequences ever run in one step
 
 
@@ -24,11 +24,12 @@ class Plan:
     """Precision of every nested site for every row of a step. Kernels read it; `write` changes a few bytes of it.
 
     Attributes:
-        words: int32 `[nested sites, max_rows]`: the weight's bits in the lowest byte, the activations' in the next one
-            (`qbe.kernels.reference.activations`).
-        steering: int32 `[max_rows]`: who may move a row's words while a step runs (`Blueprint.Steering.word`); 0:
-            nobody. An op that does so writes to `words`, whose next step begins with the blueprint's bits again.
-        head_steering: likewise, of the rows that the output head sees.
+        precision_words: int32 `[nested sites, max_rows]`: the weight's bits in the lowest byte, the activations' in the
+            next one (`qbe.kernels.reference.activations`).
+        dynamic_precision: int32 `[max_rows]`: who may move a row's words while a step runs
+            (`Blueprint.Steering.precision_word`); 0: nobody. An op that does so writes to `precision_words`, whose next
+            step begins with the blueprint's bits again.
+        head_dynamic_precision: likewise, of the rows that the output head sees.
 
     The plan's `kv_bits` belong to the pages and are in `qbe.kvcache.pages.PagePool`.
 
@@ -44,9 +45,15 @@ class Plan:
         self.table, self.max_rows, self.device = table, max_rows, device
         sites = len(table.nested)
         self._rows = torch.zeros(sites + 2, max_rows, dtype=torch.int32, device=device)
-        self.words, self.steering, self.head_steering = self._rows[:sites], self._rows[sites], self._rows[sites + 1]
+        self.precision_words, self.dynamic_precision, self.head_dynamic_precision = (
+            self._rows[:sites],
+            self._rows[sites],
+            self._rows[sites + 1],
+        )
         lowest = torch.tensor([s.gears[0] for s in table.nested], dtype=torch.int32)
-        self.words.copy_(lowest[:, None])  # valid from the start: whoever runs the model before a write reads the least
+        self.precision_words.copy_(
+            lowest[:, None]
+        )  # valid from the start: whoever runs the model before a write reads the least
         heads = [i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD] if head_sees_kept else []
         self._of_kept = [*heads, sites + 1] if heads else []
         capacity = max(_CACHED_BLUEPRINTS, max_rows)
@@ -65,9 +72,11 @@ class Plan:
         form = detect(self.device).prompt_format
         self._weights = [model.get_submodule(site.name).weight for site in self.table.nested]  # type: ignore[misc]
         natives = self.table.native(form, [w.multiplies_natively for w in self._weights])
-        for site, weight, words, native in zip(self.table.nested, self._weights, self.words, natives, strict=True):
-            weight.bits, weight.native = words, DTYPES[form] if form and native else None
-            weight.wide = site.role is Role.OUTPUT_HEAD
+        for site, weight, precision_words, native in zip(
+            self.table.nested, self._weights, self.precision_words, natives, strict=True
+        ):
+            weight.bits, weight.native = precision_words, DTYPES[form] if form and native else None
+            weight.float32_output = site.role is Role.OUTPUT_HEAD
 
     def write(self, rows: Sequence[tuple[Blueprint, int]], kept: Sequence[Blueprint]) -> None:
         """Set the plan for one forward.
@@ -102,7 +111,7 @@ class Plan:
             columns = self._columns.index_select(0, index[len(owners) :])
             for row in self._of_kept:
                 self._rows[row, : len(kept_owners)] = columns[:, row]
-        steered = any(b.steering is not None for b, _ in tokens)
+        steered = any(b.dynamic_precision is not None for b, _ in tokens)
         self._written = None if steered else (owners, kept_owners)  # what is steered does not stay as written
 
     def columns(self, blueprints: Sequence[Blueprint]) -> list[int]:
@@ -128,11 +137,11 @@ class Plan:
         if tokens < UNIFORM_ROWS and not self._told:
             return
         self._told = tokens >= UNIFORM_ROWS
-        columns = {b.linear_key: _words(b) for b in blueprints}.values() if self._told else ()
-        steered = any(b.steering is not None for b in blueprints)
+        columns = {b.linear_key: _precision_words(b) for b in blueprints}.values() if self._told else ()
+        steered = any(b.dynamic_precision is not None for b in blueprints)
         for i, weight in enumerate(self._weights):
-            words = {column[i] for column in columns}
-            weight.uniform = words.pop() if len(words) == 1 and not steered else None
+            precision_words = {column[i] for column in columns}
+            weight.uniform = precision_words.pop() if len(precision_words) == 1 and not steered else None
 
     def _column(self, blueprint: Blueprint) -> int:
         """Where the blueprint's column is on the device; it is copied there when it is new."""
@@ -145,12 +154,12 @@ class Plan:
         else:
             _, column = self._column_of.popitem(last=False)
             self._written = None  # the column may be the one that was written
-        self._columns[column].copy_(torch.tensor(_words(blueprint), dtype=torch.int32), non_blocking=True)
+        self._columns[column].copy_(torch.tensor(_precision_words(blueprint), dtype=torch.int32), non_blocking=True)
         self._column_of[key] = column
         return column
 
 
-def _words(blueprint: Blueprint) -> list[int]:
+def _precision_words(blueprint: Blueprint) -> list[int]:
     """The blueprint's column: a word for each site, and its steering, for the layers and for the output head."""
-    steering = 0 if blueprint.steering is None else blueprint.steering.word
-    return [*map(_word, blueprint.weight_bits, blueprint.activation_bits), steering, steering]
+    dynamic_precision = 0 if blueprint.dynamic_precision is None else blueprint.dynamic_precision.code
+    return [*map(_word, blueprint.weight_bits, blueprint.activation_bits), dynamic_precision, dynamic_precision]

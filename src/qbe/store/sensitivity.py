@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from qbe.errors import QBEError
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 from qbe.sites import FULL_BITS, SiteTable
 from qbe.store.nested_tensor import NestedTensor
 
@@ -88,7 +88,7 @@ def measure_activations(
     gears = {s.name: s.activation_gears[:-1] for s in table.nested if len(s.activation_gears) > 1}
 
     def rounding(layer: nn.Linear, gear: int) -> AbstractContextManager[None]:
-        return _reading(layer, word(FULL_BITS, gear))
+        return _reading(layer, precision_word(FULL_BITS, gear))
 
     return _with_full(lowered_divergence(model, table, tokens, gears, rounding, on_site))
 

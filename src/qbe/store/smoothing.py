@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from qbe.kernels.reference.activations import eight_bits
-from qbe.kernels.reference.nested_linear import dequantise
 from qbe.format.codes import quantise
-from qbe.store.folding import LARGEST, Edge, Fold, apply_exact
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
+from qbe.kernels.reference.activations import eight_bits
+from qbe.kernels.reference.nested_linear import dequantise
+from qbe.store.folding import LARGEST, Edge, Fold, apply_exact
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 SEGMENT_TOKENS = 96  # of each segment of the calibration text

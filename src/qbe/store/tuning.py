@@ -1,8 +1,8 @@
 """Scales and offsets of the lower precisions, tuned on what the whole model answers, after the codes are chosen.
 
 `qbe.store.descent` looks at one matrix at a time: what errors of one layer do to others it cannot know. Here the
-ratios and offsets of one precision (`qbe.format.scales`) go down the divergence of the model read at that precision from
-the 16-bit model, on the calibration text, as step sizes do in the second phase of EfficientQAT (arXiv 2407.11062).
+ratios and offsets of one precision (`qbe.format.scales`) go down the divergence of the model read at that precision
+from the 16-bit model, on the calibration text, as step sizes do in the second phase of EfficientQAT (arXiv 2407.11062).
 Codes, the widest precision and the 16-bit weights stay, and so do format and run time. A byte moves in whole steps:
 numbers in between are kept beside it, the model is always read as it will be stored.
 
@@ -24,11 +24,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from qbe.hardware import Format, detect
-from qbe.progress import bar
-from qbe.store import kept
 from qbe.format import scales
 from qbe.format.layout import SliceLayout
+from qbe.hardware import NumberFormat, detect
+from qbe.progress import bar
+from qbe.store import kept
 from qbe.store.sensitivity import divergence
 
 Nested = tuple[torch.Tensor, torch.Tensor, int]  # codes, meta and scale exponent of a site
@@ -111,7 +111,7 @@ class _Run:
     def step(self, model: nn.Module, window: torch.Tensor) -> None:
         """Takes every precision down its divergence from the 16-bit model on a window, int64 [tokens]."""
         rate = RATE * (1 + math.cos(math.pi * self.steps / STEPS)) / 2
-        fast = Format.BF16 in detect(window.device).formats  # gradients are noisy anyway
+        fast = NumberFormat.BF16 in detect(window.device).formats  # gradients are noisy anyway
         with torch.autocast(window.device.type, torch.bfloat16, enabled=fast):
             with torch.no_grad():
                 wanted = _logits(model, window).float().softmax(-1)

@@ -62,7 +62,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Place:
+class Scope:
     """Where the walk stands.
 
     Attributes:
@@ -108,7 +108,7 @@ class ModelFacts:
         return found
 
 
-def is_layer_list(name: str, module: nn.Module, place: Place) -> bool:
+def is_layer_list(name: str, module: nn.Module, place: Scope) -> bool:
     """Whether this is a list of decoder layers: outermost, of composite modules, and named as transformers does."""
     return (
         place.layer is None
@@ -119,7 +119,7 @@ def is_layer_list(name: str, module: nn.Module, place: Place) -> bool:
     )
 
 
-def enter(facts: ModelFacts, place: Place, name: str, module: nn.Module) -> Place:
+def enter(facts: ModelFacts, place: Scope, name: str, module: nn.Module) -> Scope:
     """The place inside `module`, whose attribute name is `name`, when its parent stands at `place`."""
     if place.region in ENCODER_SIDE:
         return replace(place, region=Region.PROJECTOR, block=module) if "merger" in name else place
@@ -157,7 +157,7 @@ def _encoder_side(facts: ModelFacts, name: str, module: nn.Module) -> Region | N
     return Region.PROJECTOR if _PROJECTOR.search(name) else None
 
 
-def _is_mixer(module: nn.Module, place: Place) -> bool:
+def _is_mixer(module: nn.Module, place: Scope) -> bool:
     """A state-space or convolution mixer: it owns a recurrence's decay, or convolves and projects out again."""
     if place.region is Region.MIXER:
         return False

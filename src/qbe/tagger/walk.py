@@ -13,8 +13,8 @@ from qbe.sites import FULL_BITS, Role, Site, SiteTable
 from qbe.tagger.regions import (
     ENCODER_SIDE,
     ModelFacts,
-    Place,
     Region,
+    Scope,
     enter,
     is_layer_list,
     is_learned_input,
@@ -58,7 +58,7 @@ def tag(model: nn.Module, *, name: str = "") -> SiteTable:
     if not isinstance(model, nn.Module):
         raise QBEError(f"cannot tag a {type(model).__name__}: give a loaded transformers model")
     walker = _Walker(ModelFacts(model))
-    sites = tuple(walker.walk("", "", model, Place()))
+    sites = tuple(walker.walk("", "", model, Scope()))
     if not sites:
         raise QBEError(
             f"{type(model).__name__} has no parameters, so it has no sites: give a loaded transformers model"
@@ -76,7 +76,7 @@ class _Walker:
     def __post_init__(self) -> None:
         self._seen: set[int] = set()
 
-    def walk(self, path: str, name: str, module: nn.Module, place: Place) -> Iterator[Site]:
+    def walk(self, path: str, name: str, module: nn.Module, place: Scope) -> Iterator[Site]:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
@@ -90,7 +90,7 @@ class _Walker:
                 self.layers += 1
             yield from self.walk(f"{path}.{child_name}" if path else child_name, child_name, child, inside)
 
-    def _own_sites(self, path: str, name: str, module: nn.Module, place: Place) -> Iterator[Site]:
+    def _own_sites(self, path: str, name: str, module: nn.Module, place: Scope) -> Iterator[Site]:
         """Sites for the parameters that `module` owns itself."""
         own = {n: p for n, p in module._parameters.items() if p is not None}
         if not own:
@@ -114,7 +114,7 @@ class _Walker:
                 bytes_at={FULL_BITS: _bytes_per_token(list(own.values()), role, place)},
             )
 
-    def _role(self, name: str, module: nn.Module, place: Place) -> Role:
+    def _role(self, name: str, module: nn.Module, place: Scope) -> Role:
         if place.region in ENCODER_SIDE:
             return _REGION_ROLES[place.region]
         if module is self.facts.output_head or (self.facts.output_head is None and name == "lm_head"):
@@ -141,14 +141,14 @@ class _Walker:
         return Role.UNKNOWN
 
 
-def _is_expert_bias(module: nn.Module, place: Place) -> bool:
+def _is_expert_bias(module: nn.Module, place: Scope) -> bool:
     """A correction of the routing scores, one number for each expert, kept beside the router."""
     if place.region is not Region.MOE or place.experts is None:
         return False
     return all(p is None or p.numel() == place.experts.count for p in module._parameters.values())
 
 
-def _recurrence(path: str, own: dict[str, nn.Parameter], module: nn.Module, place: Place) -> Iterator[Site]:
+def _recurrence(path: str, own: dict[str, nn.Parameter], module: nn.Module, place: Scope) -> Iterator[Site]:
     """The site `<mixer>.state`, and one SSM gate site for each projection stored as a bare parameter (Zamba)."""
     state = [p for key, p in own.items() if key in STATE_PARAMETERS]
     yield Site(
@@ -161,7 +161,7 @@ def _recurrence(path: str, own: dict[str, nn.Parameter], module: nn.Module, plac
     yield from _one_each(path, {k: p for k, p in own.items() if k not in STATE_PARAMETERS}, Role.SSM_GATE, place)
 
 
-def _one_each(path: str, own: dict[str, nn.Parameter], role: Role, place: Place) -> Iterator[Site]:
+def _one_each(path: str, own: dict[str, nn.Parameter], role: Role, place: Scope) -> Iterator[Site]:
     """One site per parameter tensor; a bias `x_bias` belongs to the site of `x` or `x_weight`."""
     groups: dict[str, list[nn.Parameter]] = {}
     for key, tensor in own.items():
@@ -173,7 +173,7 @@ def _one_each(path: str, own: dict[str, nn.Parameter], role: Role, place: Place)
         yield Site(f"{path}.{key}", role, place.layer, tuple(own[key].shape), bytes_at={FULL_BITS: size})
 
 
-def _bytes_per_token(tensors: list[nn.Parameter], role: Role, place: Place) -> int:
+def _bytes_per_token(tensors: list[nn.Parameter], role: Role, place: Scope) -> int:
     """Bytes of `tensors` that decoding one token reads."""
     if place.region in ENCODER_SIDE:
         return 0

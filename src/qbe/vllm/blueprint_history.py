@@ -9,7 +9,7 @@ from __future__ import annotations
 from qbe.blueprint import Blueprint
 
 
-class Course:
+class BlueprintHistory:
     """The blueprints of one request, by position.
 
     Attributes:

@@ -18,7 +18,7 @@ KEY = "qbe"
 
 
 @dataclass(frozen=True)
-class Ticket:
+class BlueprintPayload:
     """What was chosen for a request, and from what.
 
     Attributes:
@@ -50,7 +50,7 @@ class Ticket:
         return asdict(self)
 
     @classmethod
-    def find(cls, params: Any) -> Ticket | None:
+    def find(cls, params: Any) -> BlueprintPayload | None:
         """That of a request's sampling parameters; None for one that the front end did not see (a warm-up)."""
         packed: Mapping[str, Any] | None = (getattr(params, "extra_args", None) or {}).get(KEY)
         return None if packed is None else cls(**packed)

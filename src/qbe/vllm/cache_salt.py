@@ -11,7 +11,7 @@ from typing import Any
 MARK = "|qbe:"  # parts the caller's own cache salt from ours
 
 
-def salt_of(own: str | None, key: str) -> str:
+def cache_salt(own: str | None, key: str) -> str:
     """The cache salt of a request.
 
     Args:
@@ -21,7 +21,7 @@ def salt_of(own: str | None, key: str) -> str:
     return f"{(own or '').partition(MARK)[0]}{MARK}{key}"
 
 
-def resalt(request: Any, start: int, key: str, block: int) -> None:
+def resalt_blocks(request: Any, start: int, key: str, block: int) -> None:
     """Blocks that end after position `start` have tokens of another blueprint than those before.
 
     Args:

@@ -33,7 +33,7 @@ class QBEConfig(QuantizationConfig):
         full_rows: what the CPU's layers read beside it: of the tokens, and of those whose logits are kept.
     """
 
-    served: served.Served
+    served: served.ServedModel
     fetches: bool
     plan: Plan | None
     full_rows: tuple[FullRows, FullRows]

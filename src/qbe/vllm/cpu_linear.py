@@ -15,12 +15,13 @@ import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from qbe.kernels.ops import merged_linear as merged_ops, numbered_linear as numbered_ops, nested_linear as ops  # noqa: F401  (they define the custom ops)
+from qbe.kernels.ops import merged_linear as merged_ops  # noqa: F401  (they define the custom ops)
+from qbe.kernels.ops import numbered_linear as numbered_ops
 from qbe.kernels.reference.activations import eight_bits, has_eight
 from qbe.store.plan import Plan
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.linear import NestedLinearMethod
-from qbe.vllm.served import Served
+from qbe.vllm.served import ServedModel
 
 _one, _many = torch.ops.qbe.nested_linear.default, torch.ops.qbe.nested_linears.default
 
@@ -28,7 +29,7 @@ _one, _many = torch.ops.qbe.nested_linear.default, torch.ops.qbe.nested_linears.
 class CPUNestedLinearMethod(NestedLinearMethod):
     """As its base; `full_rows` is that of the tokens, for the output head that of the tokens whose logits are kept."""
 
-    def __init__(self, model: Served, plan: Plan, rows: list[int], full_rows: FullRows) -> None:
+    def __init__(self, model: ServedModel, plan: Plan, rows: list[int], full_rows: FullRows) -> None:
         super().__init__(model, plan, rows)
         self.full_rows = full_rows
 
@@ -39,9 +40,11 @@ class CPUNestedLinearMethod(NestedLinearMethod):
         self.packed, self.meta = (
             [getattr(layer, f"qbe_{n}_{i}") for i in range(len(self.rows))] for n in ("packed", "meta")
         )
-        self.words_of: tuple[int, list[torch.Tensor]] = -1, []  # a number of rows, and the words of so many
+        self.precision_words_of: tuple[int, list[torch.Tensor]] = -1, []  # a number of rows, and the words of so many
         run = functools.partial(self.run, layer)
-        self.number = numbered_ops.number(run, self.packed, self.meta, self.words(layer), self.slices, self.exponents)
+        self.number = numbered_ops.number(
+            run, self.packed, self.meta, self.precision_words(layer), self.slices, self.exponents
+        )
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.ops.qbe.numbered_linear(x, bias, sum(self.sizes), self.number)
@@ -52,34 +55,38 @@ class CPUNestedLinearMethod(NestedLinearMethod):
         if every:
             return layer.cpu_linear(x, layer.weight, bias)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        if len(rows) != self.words_of[0]:
-            self.words_of = len(rows), [w[: len(rows)] for w in self.words(layer)]
-        words = self.words_of[1]
-        y = self.narrow(rows, bias, words) if every is False else self.mixed(layer, rows, bias, words)
+        if len(rows) != self.precision_words_of[0]:
+            self.precision_words_of = len(rows), [w[: len(rows)] for w in self.precision_words(layer)]
+        precision_words = self.precision_words_of[1]
+        y = (
+            self.narrow(rows, bias, precision_words)
+            if every is False
+            else self.mixed(layer, rows, bias, precision_words)
+        )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
-    def narrow(self, x: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor]) -> torch.Tensor:
+    def narrow(self, x: torch.Tensor, bias: torch.Tensor | None, precision_words: list[torch.Tensor]) -> torch.Tensor:
         """The product of rows none of which is at 16 bits."""
-        if len(words) == 1:
-            return _one(x, self.packed[0], self.meta[0], words[0], None, bias, self.slices, self.exponents[0])
+        if len(precision_words) == 1:
+            return _one(x, self.packed[0], self.meta[0], precision_words[0], None, bias, self.slices, self.exponents[0])
         biases = [] if bias is None else list(bias.split(self.sizes))
-        return _many(x, self.packed, self.meta, words, [], biases, self.slices, self.exponents)
+        return _many(x, self.packed, self.meta, precision_words, [], biases, self.slices, self.exponents)
 
     def mixed(
-        self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor]
+        self, layer: Any, rows: torch.Tensor, bias: torch.Tensor | None, precision_words: list[torch.Tensor]
     ) -> torch.Tensor:
         """The product of rows some of which are at 16 bits, or all of which are with 8-bit activations."""
         full = [self.full_rows.of(row) for row in self.rows]
-        eight = any(bool(has_eight(w).any()) for w in words)
+        eight = any(bool(has_eight(w).any()) for w in precision_words)
         masks = [f if isinstance(f, torch.Tensor) else torch.full((len(rows),), f) for f in full]
         some = ~torch.stack(masks).all(0)
         y = rows.new_empty(len(rows), sum(self.sizes))
         if some.any():  # in a row of which only some parts are at 16 bits, these are computed at the lowest, in vain
             lowest = self.model.nesting.slices[0]
-            low = [torch.where(m, lowest, w)[some] for m, w in zip(masks, words, strict=True)]
+            low = [torch.where(m, lowest, w)[some] for m, w in zip(masks, precision_words, strict=True)]
             y[some] = self.narrow(rows[some], bias, low)
         at = 0
-        for mask, own, size in zip(masks, words, self.sizes, strict=True):
+        for mask, own, size in zip(masks, precision_words, self.sizes, strict=True):
             at += size
             if not mask.any():
                 continue

@@ -16,18 +16,18 @@ from vllm.exceptions import VLLMValidationError
 from qbe import policies
 from qbe.analysis import Analyzer
 from qbe.cache import open_cache
-from qbe.selection.selector import BlueprintChooser
 from qbe.errors import QBEError
 from qbe.models.folder_weights import lazy_state_dict
 from qbe.models.load import load_config_and_tokenizer
 from qbe.refresh import thresholds
+from qbe.selection.selector import BlueprintChooser
 from qbe.sites import Role
 from qbe.vllm import metrics, transfer
-from qbe.vllm.request_options import Asked
+from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
+from qbe.vllm.cache_salt import cache_salt
 from qbe.vllm.config import QBEConfig
-from qbe.vllm.cache_salt import salt_of
-from qbe.vllm.served import Served
-from qbe.vllm.blueprint_payload import KEY, Ticket
+from qbe.vllm.request_options import RequestOptions
+from qbe.vllm.served import ServedModel
 
 MOST_TEXT = 1 << 16  # characters of `qbe_text` that are looked at: other requests wait meanwhile
 
@@ -38,13 +38,13 @@ _front_ends: dict[str, FrontEnd] = {}  # by digest of the table
 class FrontEnd:
     """Chooses blueprints for the requests of one model."""
 
-    def __init__(self, model: Served) -> None:
+    def __init__(self, model: ServedModel) -> None:
         config, self.tokenizer = load_config_and_tokenizer(model.folder)
         self.model = model
         self.context = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.chooser = make_chooser(model, Analyzer(_embedding(model)), self.context)
 
-    def choose(self, prompt: Any, asked: Asked, max_tokens: int | None) -> Ticket:
+    def choose(self, prompt: Any, asked: RequestOptions, max_tokens: int | None) -> BlueprintPayload:
         """Raises QBEError for a budget that cannot be met, or a prompt that cannot be analysed."""
         ids = prompt.get("prompt_token_ids")
         if not ids:
@@ -54,18 +54,18 @@ class FrontEnd:
         start = time.perf_counter()
         if asked.text is not None:
             text = asked.text[:MOST_TEXT]
-            words = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            text, words = prompt.get("prompt") or str(self.tokenizer.decode(ids)), ids
+            text, token_ids = prompt.get("prompt") or str(self.tokenizer.decode(ids)), ids
         policy = self.chooser.policy(asked.policy)
         if getattr(policy, "reads_prompt", False) or hasattr(policy, "routers"):
             raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")
         context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)
-        profile = self.chooser.profile(text, words, policy, context)
+        profile = self.chooser.profile(text, token_ids, policy, context)
         analysed = time.perf_counter()
         blueprint, cached = self.chooser.blueprint(policy, profile, asked.budget)
         budget = asked.budget
-        return Ticket(
+        return BlueprintPayload(
             policy=blueprint.policy, asked_policy=asked.policy, weight_bits=bytes(blueprint.weight_bits),
             activation_bits=bytes(blueprint.activation_bits), digest=self.model.table.digest,
             budget={"bits": budget.bits, "tier": budget.plain_tier,
@@ -89,18 +89,18 @@ def admit(config: QBEConfig, prompt: Any, params: Any) -> None:
     """
     args = {k: v for k, v in (params.extra_args or {}).items() if k != KEY}  # that of an earlier prompt
     try:
-        ticket = front_end(config.served).choose(prompt, Asked.of(args), params.max_tokens)
+        payload = front_end(config.served).choose(prompt, RequestOptions.of(args), params.max_tokens)
         if config.fetches:
-            ticket = transfer.taken(ticket, args.get("kv_transfer_params"), config.served.table)
-        blueprint = ticket.blueprint(config.served.table)
+            payload = transfer.taken(payload, args.get("kv_transfer_params"), config.served.table)
+        blueprint = payload.blueprint(config.served.table)
     except QBEError as error:
         raise VLLMValidationError(str(error)) from error
-    prompt["cache_salt"] = salt_of(prompt.get("cache_salt"), ticket.digest + blueprint.computed_key)
-    params.extra_args = {**args, KEY: ticket.pack()}
-    metrics.admitted(ticket, blueprint, config.served.table)
+    prompt["cache_salt"] = cache_salt(prompt.get("cache_salt"), payload.digest + blueprint.computed_key)
+    params.extra_args = {**args, KEY: payload.pack()}
+    metrics.admitted(payload, blueprint, config.served.table)
 
 
-def front_end(model: Served) -> FrontEnd:
+def front_end(model: ServedModel) -> FrontEnd:
     """That of a model, made for its first request."""
     with _lock:
         key = model.table.digest
@@ -109,7 +109,7 @@ def front_end(model: Served) -> FrontEnd:
         return _front_ends[key]
 
 
-def make_chooser(model: Served, analyzer: Analyzer, context: int | None) -> BlueprintChooser:
+def make_chooser(model: ServedModel, analyzer: Analyzer, context: int | None) -> BlueprintChooser:
     """Chooser with the default policy: `tiered`, or `uniform` where the folder has no measured sensitivities."""
     name = "tiered" if model.table.measured else "uniform"
     cache = open_cache(None, model.table, model.name)
@@ -118,7 +118,7 @@ def make_chooser(model: Served, analyzer: Analyzer, context: int | None) -> Blue
     )
 
 
-def _embedding(model: Served) -> torch.Tensor | None:
+def _embedding(model: ServedModel) -> torch.Tensor | None:
     """The input embedding [vocabulary, hidden] out of the checkpoint; None where it has another name there."""
     weights = lazy_state_dict(Path(model.folder))
     site = next((s for s in model.table if s.role is Role.EMBEDDING), None)

@@ -9,11 +9,11 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from qbe.kernels.ops import merged_linear as merged_ops, nested_linear as ops  # noqa: F401  (they define the custom ops)
+from qbe.kernels.ops import merged_linear as merged_ops  # noqa: F401  (they define the custom ops)
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.placement import device_layout
 from qbe.store.plan import Plan
-from qbe.vllm.served import Served
+from qbe.vllm.served import ServedModel
 from qbe.vllm.shards import stored_shard
 
 
@@ -27,7 +27,7 @@ class NestedLinearMethod(LinearMethodBase):
         rows: of the plan, one for each site that the layer is made of.
     """
 
-    def __init__(self, model: Served, plan: Plan, rows: list[int]) -> None:
+    def __init__(self, model: ServedModel, plan: Plan, rows: list[int]) -> None:
         self.model, self.plan, self.rows = model, plan, tuple(rows)
 
     def create_weights(
@@ -57,30 +57,36 @@ class NestedLinearMethod(LinearMethodBase):
                 nested = NestedTensor.from_weight(part, self.model.nesting.slices, self.model.nesting.group_size, False)
             packed, meta = device_layout(nested, device)
             self.exponents.append(nested.exponent)
-            for name, tensor in (("packed", packed), ("meta", meta), ("words", self.plan.words[row])):
+            for name, tensor in (("packed", packed), ("meta", meta), ("words", self.plan.precision_words[row])):
                 layer.register_buffer(f"qbe_{name}_{i}", tensor, persistent=False)
         self.slices = list(self.model.nesting.slices)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y = self.nested(layer, rows, bias, [w[: rows.shape[0]] for w in self.words(layer)])
+        y = self.nested(layer, rows, bias, [w[: rows.shape[0]] for w in self.precision_words(layer)])
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def words(self, layer: Any) -> list[torch.Tensor]:
+    def precision_words(self, layer: Any) -> list[torch.Tensor]:
         """The plan's rows of the layer's sites, int32 [most rows] each."""
         return [getattr(layer, f"qbe_words_{i}") for i in range(len(self.rows))]
 
-    def nested(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None, words: list[torch.Tensor]) -> torch.Tensor:
+    def nested(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None, precision_words: list[torch.Tensor]
+    ) -> torch.Tensor:
         """The product [rows, outputs] of x [rows, inputs] by the custom ops.
 
         Args:
-            words: int32 [rows] for each site.
+            precision_words: int32 [rows] for each site.
         """
-        packed, meta = ([getattr(layer, f"qbe_{name}_{i}") for i in range(len(words))] for name in ("packed", "meta"))
-        if len(words) == 1:
+        packed, meta = (
+            [getattr(layer, f"qbe_{name}_{i}") for i in range(len(precision_words))] for name in ("packed", "meta")
+        )
+        if len(precision_words) == 1:
             return torch.ops.qbe.nested_linear(
-                x, packed[0], meta[0], words[0], layer.weight, bias, self.slices, self.exponents[0]
+                x, packed[0], meta[0], precision_words[0], layer.weight, bias, self.slices, self.exponents[0]
             )
         originals = list(layer.weight.split(self.sizes))
         biases = [] if bias is None else list(bias.split(self.sizes))
-        return torch.ops.qbe.nested_linears(x, packed, meta, words, originals, biases, self.slices, self.exponents)
+        return torch.ops.qbe.nested_linears(
+            x, packed, meta, precision_words, originals, biases, self.slices, self.exponents
+        )

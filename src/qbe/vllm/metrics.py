@@ -6,7 +6,7 @@ from prometheus_client import Counter, Histogram
 
 from qbe.blueprint import Blueprint
 from qbe.sites import SiteTable
-from qbe.vllm.blueprint_payload import Ticket
+from qbe.vllm.blueprint_payload import BlueprintPayload
 
 REQUESTS = Counter("qbe:requests", "Requests that got a blueprint.", ["policy", "tier"])
 BITS = Histogram(
@@ -18,10 +18,10 @@ SECONDS = Histogram(
 )
 
 
-def admitted(ticket: Ticket, blueprint: Blueprint, table: SiteTable) -> None:
+def admitted(payload: BlueprintPayload, blueprint: Blueprint, table: SiteTable) -> None:
     """Count a request that got a blueprint."""
-    tier = ticket.budget["tier"]
-    name = ticket.policy.partition(":")[0]  # without a seed: whoever asks would make a series for each
+    tier = payload.budget["tier"]
+    name = payload.policy.partition(":")[0]  # without a seed: whoever asks would make a series for each
     REQUESTS.labels(name, tier).inc()
     BITS.labels(tier).observe(blueprint.average_weight_bits(table))
-    SECONDS.observe((ticket.analysis_ms + ticket.policy_ms) / 1e3)
+    SECONDS.observe((payload.analysis_ms + payload.policy_ms) / 1e3)

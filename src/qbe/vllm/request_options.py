@@ -23,7 +23,7 @@ KNOWN = ("service_tier", "qbe_bits", "qbe_activation_bits", "qbe_policy", "qbe_r
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestOptions:
     """A request's wishes.
 
     Attributes:
@@ -36,7 +36,7 @@ class Asked:
     text: str | None = None
 
     @classmethod
-    def of(cls, args: Mapping[str, Any] | None) -> Asked:
+    def of(cls, args: Mapping[str, Any] | None) -> RequestOptions:
         """Raises QBEError for a name that there is not, or a value that cannot be."""
         args = args or {}
         unknown = [k for k in args if k.startswith(PREFIX) and k not in KNOWN]

@@ -11,11 +11,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from qbe.analysis.difficulty import difficulty
 from qbe.blueprint import Blueprint
+from qbe.vllm.blueprint_history import BlueprintHistory
+from qbe.vllm.blueprint_payload import BlueprintPayload, blueprint_of
 from qbe.vllm.config import QBEConfig
-from qbe.vllm.blueprint_history import Course
 from qbe.vllm.full_rows import Runs
 from qbe.vllm.measured import measured
-from qbe.vllm.blueprint_payload import Ticket, blueprint_of
 
 
 class PlannedRunner(GPUModelRunner):
@@ -25,7 +25,7 @@ class PlannedRunner(GPUModelRunner):
     scheduler's output (`qbe.vllm.scheduler`). Preempted requests keep theirs, and those that they had before.
     """
 
-    courses: dict[str, Course]
+    courses: dict[str, BlueprintHistory]
 
     def start_plan(self, config: QBEConfig) -> None:
         """Called once, when the model is loaded."""
@@ -93,10 +93,12 @@ class PlannedRunner(GPUModelRunner):
         for full_rows, runs in zip(self._full_rows, (tokens, kept), strict=True):
             full_rows.note(runs)
 
-    def _course(self, request: str) -> Course:
+    def _course(self, request: str) -> BlueprintHistory:
         if request not in self.courses:
-            ticket = Ticket.find(self.requests[request].sampling_params)
-            self.courses[request] = Course(self._widest if ticket is None else ticket.blueprint(self.plan.table))
-            if ticket is not None and ticket.budget["refresh"]:
+            payload = BlueprintPayload.find(self.requests[request].sampling_params)
+            self.courses[request] = BlueprintHistory(
+                self._widest if payload is None else payload.blueprint(self.plan.table)
+            )
+            if payload is not None and payload.budget["refresh"]:
                 self.watched.add(request)
         return self.courses[request]

@@ -16,9 +16,9 @@ from qbe.records import RecordStore, RecordWriter
 from qbe.refresh import thresholds
 from qbe.refresh.monitor import Monitor
 from qbe.vllm import transfer
-from qbe.vllm.answer import Answer
-from qbe.vllm.cache_salt import resalt
-from qbe.vllm.blueprint_payload import KEY, Ticket
+from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
+from qbe.vllm.cache_salt import resalt_blocks
+from qbe.vllm.request_state import RequestState
 
 
 class PlannedScheduler(Scheduler):
@@ -27,7 +27,7 @@ class PlannedScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._model = self.vllm_config.quant_config.served
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, RequestState] = {}
         self._refreshed: dict[str, tuple[int, str, bytes, bytes]] = {}  # not yet sent to the workers
         self._records = RecordWriter(RecordStore())
         self._chooser: Any = None
@@ -36,10 +36,10 @@ class PlannedScheduler(Scheduler):
         if request.abort_immediately and not transfer.can_be_rejected(request.kv_transfer_params or {}):
             request.kv_transfer_params = None
         super().add_request(request)
-        ticket = Ticket.find(request.sampling_params)
-        if ticket is not None and request.request_id not in self._answers:
-            monitor = Monitor(thresholds.load(self._model.name)) if ticket.budget["refresh"] else None
-            self._answers[request.request_id] = Answer(ticket, self._model.table, request.arrival_time, monitor)
+        payload = BlueprintPayload.find(request.sampling_params)
+        if payload is not None and request.request_id not in self._answers:
+            monitor = Monitor(thresholds.load(self._model.name)) if payload.budget["refresh"] else None
+            self._answers[request.request_id] = RequestState(payload, self._model.table, request.arrival_time, monitor)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
@@ -76,16 +76,16 @@ class PlannedScheduler(Scheduler):
         # From the token on that was just written, or from the first that is not on its way; none is after a preemption.
         start = max(request.num_tokens - 1, request.num_computed_tokens)
         if answer.refresh(cause, self._chooser, start):
-            found = answer.course.last
+            found = answer.history.last
             self._refreshed[request_id] = start, found.policy, bytes(found.weight_bits), bytes(found.activation_bits)
-            resalt(request, start, found.computed_key, self.hash_block_size)
+            resalt_blocks(request, start, found.computed_key, self.hash_block_size)
 
     def _connector_finished(self, request: Any) -> Any:
         delay, params = super()._connector_finished(request)
         answer = self._answers.get(request.request_id)
         # Another server fetches the prompt; or a whole turn, of which a refreshed answer may be a part.
         if params is not None and answer is not None and (params.get("do_remote_prefill") or not answer.refreshes):
-            params = {**params, KEY: transfer.told(answer.ticket)}
+            params = {**params, KEY: transfer.told(answer.payload)}
         return delay, params
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model that vLLM serves with QBE. It travels to every worker.
 
     Attributes:
@@ -38,7 +38,7 @@ class Served:
     manifest: Manifest | None
 
 
-def describe(name: str, revision: str | None = None) -> Served:
+def describe(name: str, revision: str | None = None) -> ServedModel:
     """Reads what there is to know of a model before its weights are.
 
     Args:
@@ -68,7 +68,7 @@ def describe(name: str, revision: str | None = None) -> Served:
                 "%s has no %s, so that requests are served at the same bits in every layer (policy 'uniform'): "
                 "'qbe quantize' writes a folder with one", folder, sensitivity_table.NAME,
             )  # fmt: skip
-    return Served(name, folder, table, nesting, manifest)
+    return ServedModel(name, folder, table, nesting, manifest)
 
 
 def _download(name: str, revision: str | None) -> Path:

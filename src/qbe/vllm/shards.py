@@ -11,16 +11,16 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 from vllm.model_executor.utils import set_weight_attrs
 
 from qbe.errors import QBEError
+from qbe.format.layout import BLOCK, SliceLayout, padded
+from qbe.format.packing import from_blocks, to_blocks
 from qbe.sites import Site
 from qbe.store.folding import AGAIN
-from qbe.format.layout import BLOCK, SliceLayout, padded
 from qbe.store.nested_tensor import NestedTensor
-from qbe.format.packing import from_blocks, to_blocks
-from qbe.vllm.served import Served
+from qbe.vllm.served import ServedModel
 
 
 def stored_shard(
-    model: Served, layer: nn.Module, site: Site, weight: torch.Tensor, index: int, sizes: Sequence[int]
+    model: ServedModel, layer: nn.Module, site: Site, weight: torch.Tensor, index: int, sizes: Sequence[int]
 ) -> NestedTensor | None:
     """The codes of one site of a layer, of the rows and columns that this worker has.
 

@@ -14,7 +14,7 @@ from typing import Any
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 from qbe.vllm import QUANTIZATION
-from qbe.vllm.blueprint_payload import KEY, Ticket
+from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
 
 MOVE = ("NixlConnector", "NixlPullConnector")
 NAME_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
@@ -51,35 +51,35 @@ def _connectors(config: Any) -> Iterator[str]:
         yield f"{own}.{each.get('kv_connector')}" if own else str(each.get("kv_connector"))
 
 
-def told(ticket: Ticket) -> dict[str, Any]:
+def told(payload: BlueprintPayload) -> dict[str, Any]:
     """What a prompt was computed at, and for which wishes, as a part of the response's `kv_transfer_params`."""
     return {
-        "weight_bits": ticket.weight_bits.hex(), "activation_bits": ticket.activation_bits.hex(),
-        "digest": ticket.digest, "asked": _asked(ticket),
+        "weight_bits": payload.weight_bits.hex(), "activation_bits": payload.activation_bits.hex(),
+        "digest": payload.digest, "asked": _asked(payload),
     }  # fmt: skip
 
 
-def taken(ticket: Ticket, params: Mapping[str, Any] | None, table: SiteTable) -> Ticket:
+def taken(payload: BlueprintPayload, params: Mapping[str, Any] | None, table: SiteTable) -> BlueprintPayload:
     """The ticket of a request whose prompt another server computed: with the blueprint that was chosen there.
 
     Args:
-        ticket: that this server would serve it with.
+        payload: that this server would serve it with.
         params: the request's `kv_transfer_params`.
 
     Raises:
         QBEError: a prompt computed for other wishes, by another model's table, or by a server without QBE.
     """
     if not isinstance(params, Mapping) or not (params.get("do_remote_prefill") or params.get("remote_block_ids")):
-        return ticket
+        return payload
     found = params.get(KEY)
     if not isinstance(found, Mapping):
         raise QBEError(
             f"the prompt was computed by a server without QBE, or has parts of an answer that was refreshed: {AGAIN}"
         )
-    if found.get("digest") != ticket.digest:
+    if found.get("digest") != payload.digest:
         raise QBEError(f"the prompt was computed by a server with another model or another store: {AGAIN}")
-    if found.get("asked") != _asked(ticket):
-        raise QBEError(f"the prompt was computed for other wishes than {_asked(ticket)}: {AGAIN}")
+    if found.get("asked") != _asked(payload):
+        raise QBEError(f"the prompt was computed for other wishes than {_asked(payload)}: {AGAIN}")
     try:
         weights, activations = bytes.fromhex(found["weight_bits"]), bytes.fromhex(found["activation_bits"])
         fits = all(b in s.gears for b, s in zip(weights, table.nested, strict=True))
@@ -88,7 +88,7 @@ def taken(ticket: Ticket, params: Mapping[str, Any] | None, table: SiteTable) ->
         fits = False
     if not fits:
         raise QBEError(f"kv_transfer_params have no blueprint of this model under '{KEY}': pass on what came back")
-    return replace(ticket, weight_bits=weights, activation_bits=activations)
+    return replace(payload, weight_bits=weights, activation_bits=activations)
 
 
 def can_be_rejected(params: Mapping[str, Any]) -> bool:
@@ -96,5 +96,5 @@ def can_be_rejected(params: Mapping[str, Any]) -> bool:
     return not params.get("do_remote_prefill") or all(name in params for name in REMOTE)
 
 
-def _asked(ticket: Ticket) -> dict[str, Any]:
-    return {"policy": ticket.asked_policy, **ticket.budget}
+def _asked(payload: BlueprintPayload) -> dict[str, Any]:
+    return {"policy": payload.asked_policy, **payload.budget}

@@ -20,7 +20,7 @@ from qbe.sites import Role, SiteTable
 
 
 @dataclass
-class Moments:
+class ActivationStats:
     """Sums over the tokens of one prompt.
 
     Attributes:
@@ -37,7 +37,7 @@ class Moments:
     entropy: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @classmethod
-    def of(cls, table: SiteTable) -> Moments:
+    def of(cls, table: SiteTable) -> ActivationStats:
         """Of no token yet."""
         return cls([None] * len(table.nested), [None] * len(table.nested))
 
@@ -56,8 +56,8 @@ class Moments:
 
 
 @contextmanager
-def gathering(
-    model: nn.Module, table: SiteTable, parts: Sequence[tuple[slice, Moments]], tokens: int
+def collecting(
+    model: nn.Module, table: SiteTable, parts: Sequence[tuple[slice, ActivationStats]], tokens: int
 ) -> Iterator[None]:
     """Inside, a forward of so many tokens adds its rows to the moments that they belong to."""
     last: list[Any] = [None, []]  # sites that read the same input read it one after the other
@@ -69,8 +69,8 @@ def gathering(
                 rows = x.reshape(tokens, -1)
                 own = [rows[rows_of].float() for rows_of, _ in parts]
                 last[:] = x, [(o.square().sum(0), o.sum(0)) for o in own]
-            for (_, moments), found in zip(parts, last[1], strict=True):
-                for kind, new in zip((moments.squares, moments.sums), found, strict=True):
+            for (_, activation_stats), found in zip(parts, last[1], strict=True):
+                for kind, new in zip((activation_stats.squares, activation_stats.sums), found, strict=True):
                     before = kind[at]
                     kind[at] = new if before is None else before + new
 
@@ -86,5 +86,5 @@ def gathering(
     finally:
         for h in hooks:
             h.remove()
-    for rows_of, moments in parts:
-        moments.tokens += len(range(tokens)[rows_of])
+    for rows_of, activation_stats in parts:
+        activation_stats.tokens += len(range(tokens)[rows_of])

@@ -10,8 +10,8 @@ token really had: for a token that is computed again after a preemption, and for
 
 from __future__ import annotations
 
+import collections.abc
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 
 from qbe.blueprint import Blueprint
-from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Move, Sequence
-from qbe.kernels.ops.cascade import cascade
 from qbe.format.kv_blocks import PAGE_SIZE
-from qbe.policies.cascade import NAME, points_of, steering
-from qbe.policies.per_token import Routers
+from qbe.kernels.ops.cascade import cascade
+from qbe.policies.cascade import NAME, dynamic_precision, points_of
+from qbe.policies.per_token import TokenRouters
 from qbe.sites import SiteTable
 from qbe.store.plan import Plan
 
@@ -39,17 +39,19 @@ class Cascade:
         plan: of the engine, of one row for each token.
     """
 
-    def __init__(self, routers: Routers, sites: SiteTable, plan: Plan) -> None:
+    def __init__(self, routers: TokenRouters, sites: SiteTable, plan: Plan) -> None:
         self.routers, self.sites, self._plan, device = routers, sites, plan, plan.device
         self._points = {layer: point for point, layer in enumerate(points_of(sites))}
         heads = routers.networks[0].inner.shape[0] if routers.networks else 0
         self._seen = torch.zeros(plan.max_rows, len(self._points) * heads, device=device)
         self._networks = [[torch.from_numpy(t).to(device) for t in vars(n).values()] for n in routers.networks]
-        self._words = [plan.words[b.sites[0] : b.sites[-1] + 1] for b in routers.blocks]
+        self._precision_words = [plan.precision_words[b.sites[0] : b.sites[-1] + 1] for b in routers.blocks]
         self._thresholds = torch.from_numpy(routers.thresholds).to(device)
         self._gears = torch.tensor(routers.widths, dtype=torch.int32, device=device)
         self._copy = torch.zeros(
-            plan.words.numel() * plan.words.is_cuda, dtype=torch.int32, pin_memory=plan.words.is_cuda
+            plan.precision_words.numel() * plan.precision_words.is_cuda,
+            dtype=torch.int32,
+            pin_memory=plan.precision_words.is_cuda,
         )
         sizes = np.array([s.parameters for s in sites.nested], np.float64)
         self._shares = sizes / sizes.sum()
@@ -66,13 +68,13 @@ class Cascade:
             return attended
         return cascade(
             attended, entropy, lengths, rows, self._seen, self._networks[point], self._thresholds, self._gears,
-            self._plan.steering, self._words[point], point,
+            self._plan.dynamic_precision, self._precision_words[point], point,
         )  # fmt: skip
 
     def begin(self, sequence: Sequence) -> None:
         """Let the answer of a request that asks for it be steered, at the level that keeps its average."""
-        plain = replace(sequence.blueprint, steering=None)
-        sequence.past.append((len(sequence.prompt_ids), plain))
+        plain = replace(sequence.blueprint, dynamic_precision=None)
+        sequence.blueprint_history.append((len(sequence.prompt_ids), plain))
         sequence.blueprint, sequence.moved = self.steered(plain, sequence), self._moved
 
     def steered(self, blueprint: Blueprint, sequence: Sequence) -> Blueprint:
@@ -81,9 +83,11 @@ class Cascade:
         None where a refresh has brought it beyond what the routers can give: its tokens then have what it says.
         """
         bits = blueprint.weight_bits
-        return replace(blueprint, steering=steering(self.routers, self.sites, bits, sequence.excess, PAGE_SIZE))
+        return replace(
+            blueprint, dynamic_precision=dynamic_precision(self.routers, self.sites, bits, sequence.excess, PAGE_SIZE)
+        )
 
-    def fetch(self, work: Many[Work]) -> Callable[[Sequence], None] | None:
+    def fetch(self, work: collections.abc.Sequence[ScheduledTokens]) -> Callable[[Sequence], None] | None:
         """Begin to bring what a step that has run gave its rows to the host.
 
         Returns:
@@ -97,12 +101,12 @@ class Cascade:
             at += w.count
         if not rows:
             return None
-        words = self._plan.words[:, :at]
-        if words.is_cuda:
-            here = self._copy[: words.numel()].view_as(words)
-            here.copy_(words, non_blocking=True)
-            words = here
-        numbers = words.numpy()
+        precision_words = self._plan.precision_words[:, :at]
+        if precision_words.is_cuda:
+            here = self._copy[: precision_words.numel()].view_as(precision_words)
+            here.copy_(precision_words, non_blocking=True)
+            precision_words = here
+        numbers = precision_words.numpy()
 
         def keep(sequence: Sequence) -> None:
             row = rows.get((sequence.request_id, len(sequence.token_ids) - 1))
@@ -124,15 +128,15 @@ class Cascade:
         if position % PAGE_SIZE == PAGE_SIZE - 1:
             now = self.steered(own, sequence)
             if now != own:
-                sequence.past.append((position + 1, own))
+                sequence.blueprint_history.append((position + 1, own))
                 sequence.blueprint = now
 
 
 def _moved(blueprint: Blueprint, bits: bytes) -> Blueprint:
     """What a token of this blueprint with these weight bits really had; nobody steers that."""
-    return replace(blueprint, weight_bits=tuple(bits), steering=None)
+    return replace(blueprint, weight_bits=tuple(bits), dynamic_precision=None)
 
 
 def steers(blueprint: Blueprint) -> bool:
     """Whether the cascade may move rows of this blueprint."""
-    return blueprint.steering is not None and blueprint.steering.by == NAME
+    return blueprint.dynamic_precision is not None and blueprint.dynamic_precision.by == NAME

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections.abc
 import math
-from collections.abc import Sequence as Many
 
 import torch
 
-from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kvcache.cache import PagedCache
 
 
-def note(work: Many[Work], entropy: Many[torch.Tensor | None], cache: PagedCache) -> None:
+def note(
+    work: collections.abc.Sequence[ScheduledTokens],
+    entropy: collections.abc.Sequence[torch.Tensor | None],
+    cache: PagedCache,
+) -> None:
     """Append to `entropies` of the sequences that watch theirs and have just filled a page with a token of the answer.
 
     Which token is read depends on its position alone: not on how a prompt was cut, on company or on preemption.
@@ -40,8 +44,8 @@ def note(work: Many[Work], entropy: Many[torch.Tensor | None], cache: PagedCache
         work[row].sequence.entropies.append(found)
 
 
-def _fills(w: Work) -> bool:
+def _fills(w: ScheduledTokens) -> bool:
     """Whether a token of the answer fills a page for the first time."""
     s = w.sequence
-    fills = w.start % PAGE_SIZE == PAGE_SIZE - 1 and w.start // PAGE_SIZE == len(s.sealed_bits)
+    fills = w.start % PAGE_SIZE == PAGE_SIZE - 1 and w.start // PAGE_SIZE == len(s.quantised_bits)
     return s.watched and fills and w.start >= len(s.prompt_ids)

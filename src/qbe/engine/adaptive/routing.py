@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from qbe.blueprint import Blueprint, steerer
-from qbe.engine.scheduling.scheduler import Work
+from qbe.blueprint import Blueprint, controller_code
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.errors import QBEError
 from qbe.kernels.ops.routing import route
-from qbe.policies.per_token import Routers
-from qbe.policies.routers import blocks_of, widths_of
+from qbe.policies.per_token import TokenRouters
+from qbe.policies.routers import blocks_of, gear_bits
 from qbe.sites import SiteTable
 from qbe.store.plan import Plan
 
-WHO = steerer("routers")
+WHO = controller_code("routers")
 _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -45,7 +45,7 @@ class Routing:
         QBEError: a model whose forwards have one column for all tokens.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, routers: Routers) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, routers: TokenRouters) -> None:
         check_columns(plan)
         self.digest, self.widths, device = routers.digest, routers.widths, plan.device
         self.spent = torch.zeros(
@@ -58,22 +58,22 @@ class Routing:
         self._hooks, self._layers = [], sum(not b.head for b in routers.blocks)
         for i, (block, network) in enumerate(zip(routers.blocks, routers.networks, strict=True)):
             tensors = [torch.from_numpy(t).to(device, numbers) for t in vars(network).values()]
-            words = plan.words[block.sites[0] : block.sites[-1] + 1]
+            precision_words = plan.precision_words[block.sites[0] : block.sites[-1] + 1]
             sizes = torch.tensor([plan.table.nested[s].parameters for s in block.sites], device=device)
-            steering = plan.head_steering if block.head else plan.steering
-            hook = self._hook(tensors, thresholds, gears, sizes, steering, words, self.spent[i])
+            dynamic_precision = plan.head_dynamic_precision if block.head else plan.dynamic_precision
+            hook = self._hook(tensors, thresholds, gears, sizes, dynamic_precision, precision_words, self.spent[i])
             module = model.get_submodule(block.name)
             self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _hook(
         self, network: list[torch.Tensor], thresholds: torch.Tensor, gears: torch.Tensor, sizes: torch.Tensor,
-        steering: torch.Tensor, words: torch.Tensor, spent: torch.Tensor,
+        dynamic_precision: torch.Tensor, precision_words: torch.Tensor, spent: torch.Tensor,
     ) -> _Hook:  # fmt: skip
         def hook(
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             x = args[0] if args else kwargs["hidden_states"]
-            x = route(x, network, thresholds, gears, sizes, steering, words, spent, WHO)
+            x = route(x, network, thresholds, gears, sizes, dynamic_precision, precision_words, spent, WHO)
             return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
         return hook
@@ -82,7 +82,7 @@ class Routing:
         for hook in self._hooks:
             hook.remove()
 
-    def count(self, work: Sequence[Work], head_sees_all: bool) -> None:
+    def count(self, work: Sequence[ScheduledTokens], head_sees_all: bool) -> None:
         """Add what the step's rows have read to `Sequence.routed`; they are in the order of the work.
 
         Of a text that is scored, the tokens whose logits are wanted; of an output head, these alone.
@@ -114,7 +114,7 @@ def check_columns(plan: Plan) -> None:
 
 def is_routed(blueprint: Blueprint) -> bool:
     """Whether routers move its words."""
-    return blueprint.steering is not None and blueprint.steering.by == "routers"
+    return blueprint.dynamic_precision is not None and blueprint.dynamic_precision.by == "routers"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Read:
             for i in sites if total else ():
                 weights[blueprint.weight_bits[i]] -= table.nested[i].parameters
             size = sum(table.nested[s].parameters for s in sites)
-            for gear, count in zip(widths_of(table), counts, strict=True):
+            for gear, count in zip(gear_bits(table), counts, strict=True):
                 if not count:
                     continue
                 weights[gear] = weights.get(gear, 0.0) + size * count / total

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections.abc
 from collections import Counter
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ def capture(forward: Forward, size: int, device: torch.device, memory: Any) -> C
     return Captured(graph, logits, tokens, measured, forward, counted(launches))
 
 
-def counted(launches: Many[tuple[Choice, Config]]) -> list[tuple[Choice, Config, int]]:
+def counted(launches: collections.abc.Sequence[tuple[Choice, Config]]) -> list[tuple[Choice, Config, int]]:
     """Each choice once, and how many launches it has. Nothing is tuned while a graph is captured."""
     times = Counter(choice for choice, _ in launches)
     return [(choice, config, times[choice]) for choice, config in dict(launches).items()]

@@ -12,12 +12,12 @@ first such step of a size runs, unless `capture` or `compile` has.
 
 from __future__ import annotations
 
+import collections.abc
 import functools
 import importlib.util
 import logging
 import math
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,17 +25,17 @@ import torch
 from torch import nn
 
 from qbe.compile.backend import register
-from qbe.engine.execution import patch_modules as shortcuts
-from qbe.engine.execution.captured import Captured, Forward, Kind, capture
 from qbe.engine.adaptive.cascade import steers
+from qbe.engine.execution import patch_modules
+from qbe.engine.execution.captured import Captured, Forward, Kind, capture
 from qbe.engine.execution.compiled import Step, compile_step
 from qbe.engine.sampling.sampler import Scores, likeliest
-from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.format.kv_blocks import NO_ORIGINAL, PAGE_SIZE, sealed_pages
+from qbe.format.kv_blocks import NO_ORIGINAL, PAGE_SIZE, quantised_pages
 from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, in_runs, step
 from qbe.kvcache.cache import PagedCache, slot_of
-from qbe.kvcache.pages import entries_of
+from qbe.kvcache.pages import block_ids_of
 from qbe.kvcache.shares import Shares
 from qbe.store.plan import Plan
 
@@ -91,15 +91,15 @@ class DecodeStep:
         self._compiled_graphs: set[int] = set()
         self._inputs = torch.zeros(_INPUTS * largest, dtype=torch.long, device=self.device)
         self._staging = torch.zeros(_INPUTS * largest, dtype=torch.long, pin_memory=self.device.type == "cuda")
-        self._tables = torch.zeros(largest, max(1, pages), dtype=torch.long, device=self.device)
+        self._block_tables = torch.zeros(largest, max(1, pages), dtype=torch.long, device=self.device)
         self.entropy: list[torch.Tensor | None] = [
             torch.zeros(largest, heads, device=self.device) if heads else None for heads in cache.heads
         ]
-        self._originals = torch.full_like(self._tables, NO_ORIGINAL)
+        self._originals = torch.full_like(self._block_tables, NO_ORIGINAL)
         self._limits = torch.full((largest,), math.inf, device=self.device)
         self._counts = torch.zeros(largest, 3, dtype=torch.long, device=self.device)
         self._layouts: dict[Kind, DecodeLayout] = {}
-        # Whose pages are in a row of `_tables`, at which version of them, and the row's limit.
+        # Whose pages are in a row of `_block_tables`, at which version of them, and the row's limit.
         self._owners: list[tuple[Sequence, int, float] | None] = [None] * largest
         self._copied: torch.cuda.Event | None = None
         self.observe: Observe | None = None
@@ -173,7 +173,7 @@ class DecodeStep:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def serves(self, work: Many[Work]) -> bool:
+    def serves(self, work: collections.abc.Sequence[ScheduledTokens]) -> bool:
         """Whether this step is one: rows of a single new token, not too many, and no others' logits."""
         return len(work) <= self.largest and all(w.count == 1 and w.samples and not w.sequence.scoring for w in work)
 
@@ -183,7 +183,7 @@ class DecodeStep:
         return next((s for s in sizes if s >= rows), rows)
 
     @torch.inference_mode()
-    def run(self, work: Many[Work]) -> Scores:
+    def run(self, work: collections.abc.Sequence[ScheduledTokens]) -> Scores:
         """Run a step.
 
         Returns:
@@ -233,7 +233,10 @@ class DecodeStep:
                     self.captures += 1
                     self._compiled_graphs.add(size)  # whatever becomes of the next kind
             else:
-                with shortcuts.aside(self.model), step(self._layout(Kind(size, steered=self.observe is not None))):
+                with (
+                    patch_modules.unpatched(self.model),
+                    step(self._layout(Kind(size, steered=self.observe is not None))),
+                ):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
         except RuntimeError as error:  # what dynamo and Inductor raise
             log.warning("some decode steps of %d run without torch.compile: %s", size, str(error).splitlines()[0])
@@ -247,7 +250,7 @@ class DecodeStep:
 
         def run(size: int) -> tuple[torch.Tensor, torch.Tensor]:
             self._prepare(size)
-            with shortcuts.aside(self.model):
+            with patch_modules.unpatched(self.model):
                 return planned(size)
 
         return run
@@ -273,20 +276,20 @@ class DecodeStep:
             _, _, slots, lengths, _ = self._rows(size)
             entropy = [None if e is None else e[:size] for e in self.entropy]
             bounds = Bounds(self._originals[:size], self._limits[:size], self._counts[:size]) if bounded else None
-            steady = size <= self._several and bounds is None
+            batch_invariant = size <= self._several and bounds is None
             self._layouts[kind] = DecodeLayout(
-                self.cache, slots, self._tables[:size], lengths, entropy, bounds, several,
-                self.observe if steered else None, shares=None if steady or bounds else self._shares_for(size),
-                steady=steady,
+                self.cache, slots, self._block_tables[:size], lengths, entropy, bounds, several,
+                self.observe if steered else None, shares=None if batch_invariant or bounds else self._shares_for(size),
+                batch_invariant=batch_invariant,
             )  # fmt: skip
         return self._layouts[kind]
 
     def _shares_for(self, size: int) -> Shares | None:
         """Of steps of this size, where they are worth a launch."""
         shares = self._shares
-        return shares if shares is not None and shares.pay(size, self._tables.shape[1]) else None
+        return shares if shares is not None and shares.pay(size, self._block_tables.shape[1]) else None
 
-    def _stage(self, work: Many[Work], size: int) -> None:
+    def _stage(self, work: collections.abc.Sequence[ScheduledTokens], size: int) -> None:
         """Bring the step's numbers to the device: one small copy, and a row of pages for each that changed hands."""
         sequences = [w.sequence for w in work]
         pad = size - len(work)
@@ -306,16 +309,16 @@ class DecodeStep:
         for row, sequence in enumerate(sequences):
             before, owner = self._owners[row], (sequence, sequence.version, sequence.kv_limit)
             if before != owner:
-                sealed = sealed_pages(work[row].start // PAGE_SIZE)
-                pages = in_runs(sequence.pages, sealed, self.cache.slides)
-                entries = torch.tensor(entries_of(pages, sealed))
-                self._tables[row, : len(entries)].copy_(entries, non_blocking=True)
+                quantised = quantised_pages(work[row].start // PAGE_SIZE)
+                pages = in_runs(sequence.pages, quantised, self.cache.slides)
+                block_ids = torch.tensor(block_ids_of(pages, quantised))
+                self._block_tables[row, : len(block_ids)].copy_(block_ids, non_blocking=True)
                 if before is None or before[2] != owner[2]:
                     self._limits[row] = owner[2]
                 if owner[2] < math.inf:
-                    kept = torch.tensor([NO_ORIGINAL if p.original is None else p.original for p in pages[:sealed]])
-                    self._originals[row, :sealed].copy_(kept, non_blocking=True)
-                    self._originals[row, sealed:] = NO_ORIGINAL
+                    kept = torch.tensor([NO_ORIGINAL if p.original is None else p.original for p in pages[:quantised]])
+                    self._originals[row, :quantised].copy_(kept, non_blocking=True)
+                    self._originals[row, quantised:] = NO_ORIGINAL
                 self._owners[row] = owner
 
     def _run_model(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,7 +332,7 @@ class DecodeStep:
         self.plan.gather(self._rows(size)[-1])
         layout = self.cache.layout
         if isinstance(layout, DecodeLayout) and layout.shares is not None:
-            layout.shares.find(layout.tables, layout.lengths)
+            layout.shares.find(layout.block_tables, layout.lengths)
 
     def _run_planned(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step with the plan as it is."""

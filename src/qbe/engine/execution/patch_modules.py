@@ -3,7 +3,7 @@
 A step of few rows spends as long on torch's calls as on products. A nested layer here skips the way through `F.linear`
 and its tensor subclass; a norm and rotary embeddings are one op each in place of eight and of fourteen
 (`qbe.kernels.ops.rms_norm`, `rotary_ops`), wherever a trial shows that these have the same bits. Whatever they do not
-serve goes the model's own way, and so does what is compiled (`aside`).
+serve goes the model's own way, and so does what is compiled (`unpatched`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.cpu import build
+from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.rms_norm import rms_norm
 from qbe.kernels.ops.rotary import rotate
 from qbe.store.nested_tensor import NestedTensor, nested_linears
@@ -26,7 +26,7 @@ _ROTARY = "apply_rotary_pos_emb"  # the name of the function in transformers' mo
 SERVED = torch.bfloat16  # of what norms and rotary embeddings take
 
 
-def take(model: nn.Module) -> None:
+def patch_modules(model: nn.Module) -> None:
     """Let the modules of `model` take them; once, and for good."""
     for _, layer, _ in nested_linears(model):
         _replace(layer, _linear)
@@ -46,7 +46,7 @@ def take(model: nn.Module) -> None:
 
 
 @contextmanager
-def aside(model: nn.Module, rotary: bool = True) -> Iterator[None]:
+def unpatched(model: nn.Module, rotary: bool = True) -> Iterator[None]:
     """Inside the block `model` has none of them: dynamo follows the modules' own code, which Inductor fuses better.
 
     Args:
@@ -78,7 +78,7 @@ def _linear(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return nn.Linear.forward(self, x)
     return ops.nested_linear(
         x, weight.packed, weight.meta, bits[:rows], weight.original, self._parameters["bias"], weight.slices,
-        weight.exponent, weight.wide,
+        weight.exponent, weight.float32_output,
     )  # fmt: skip
 
 

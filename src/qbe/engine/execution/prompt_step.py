@@ -6,15 +6,15 @@ attention is one op that finds out whose tokens are whose (`qbe.kvcache.step_op`
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+import collections.abc
 
 import torch
 from torch import nn
 
-from qbe.engine.execution import patch_modules as shortcuts
 from qbe.engine.adaptive.cascade import steers
+from qbe.engine.execution import patch_modules
 from qbe.engine.execution.compiled import compile_prompts
-from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.kvcache.attention import OpenLayout, StepLayout, step
 from qbe.kvcache.cache import PagedCache
 from qbe.kvcache.step_op import running
@@ -43,10 +43,10 @@ class PromptStep:
         given = tokens, positions, kept
         with step(OpenLayout(cache)), running(nobody):
             try:
-                with shortcuts.aside(model, rotary=cache.pool.dtype is not shortcuts.SERVED):
+                with patch_modules.unpatched(model, rotary=cache.pool.dtype is not patch_modules.SERVED):
                     self._run = compile_prompts(self._forward, given)
             except RuntimeError:  # not every dynamo follows the function that stands for a module's own
-                with shortcuts.aside(model):
+                with patch_modules.unpatched(model):
                     self._run = compile_prompts(self._forward, given)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ class PromptStep:
         return logits.float()
 
     @staticmethod
-    def serves(work: Many[Work]) -> bool:
+    def serves(work: collections.abc.Sequence[ScheduledTokens]) -> bool:
         """Whether it runs this step: several tokens, none of them steered."""
         return sum(w.count for w in work) >= _FEWEST and not any(steers(w.blueprint) for w in work)
 

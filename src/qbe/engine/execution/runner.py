@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections.abc
 import inspect
 import logging
-from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,16 +13,16 @@ from torch.distributions import Categorical
 from transformers import PretrainedConfig
 
 from qbe.engine.adaptive import entropy
-from qbe.engine.execution.decode import DecodeStep, batch_sizes
-from qbe.engine.adaptive.activation_statistics import gathering
-from qbe.engine.execution.prompt_step import PromptStep
+from qbe.engine.adaptive.activation_statistics import collecting
 from qbe.engine.adaptive.routing import Routing
+from qbe.engine.execution.decode import DecodeStep, batch_sizes
+from qbe.engine.execution.prompt_step import PromptStep
 from qbe.engine.sampling.sampler import Scores, likeliest
-from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_sealed, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
-from qbe.policies.per_token import Routers
+from qbe.policies.per_token import TokenRouters
 from qbe.progress import bar
 from qbe.store.plan import Plan
 
@@ -97,7 +97,7 @@ class Runner:
         self._takes_positions = "position_ids" in names
         self._takes_keep = "logits_to_keep" in names
 
-    def route(self, routers: Routers) -> None:
+    def route(self, routers: TokenRouters) -> None:
         """Let these routers, and no others, run in the forward pass; what was captured or compiled is made anew.
 
         Raises:
@@ -119,7 +119,7 @@ class Runner:
         return "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def step(self, work: Many[Work]) -> Scores:
+    def step(self, work: collections.abc.Sequence[ScheduledTokens]) -> Scores:
         """Run the work and advance each sequence's `computed`.
 
         Returns:
@@ -135,20 +135,20 @@ class Runner:
                 logits = self._hand_out(work, logits)
             scores = Scores(logits, likeliest(logits))
             for row, w in enumerate(w for w in work if w.samples):
-                if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
-                    w.sequence.moments.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
+                if w.sequence.activation_stats is not None and w.start < len(w.sequence.prompt_ids):
+                    w.sequence.activation_stats.entropy = Categorical(logits=logits[row], validate_args=False).entropy()
         if self.routing is not None:
             self.routing.count(work, head_sees_all=fixed is not None or not self._takes_keep)
         for w in work:
             if w.certain:
                 w.sequence.computed = w.start + w.count
-        # Prompts seal their pages layer by layer (`PagedCache.update`).
+        # Prompts quantise their pages layer by layer (`PagedCache.update`).
         alone = [w for w in work if w.count == 1]
         full = [p for w in alone for p in newly_sealed(w.sequence.pages, w.start, w.start + 1)]
-        self.cache.pool.seal(self.cache.pool.to_seal(full))
+        self.cache.pool.quantise(self.cache.pool.to_quantise(full))
         return scores
 
-    def _hand_out(self, work: Many[Work], logits: torch.Tensor) -> torch.Tensor:
+    def _hand_out(self, work: collections.abc.Sequence[ScheduledTokens], logits: torch.Tensor) -> torch.Tensor:
         """Give logits `[kept rows, vocabulary]` to those who want them; returns the rows of every work that samples."""
         at, last = 0, []
         for w in work:
@@ -159,16 +159,19 @@ class Runner:
                 last.append(at - 1)
         return logits[last]
 
-    def _gathering(self, work: Many[Work], tokens: int) -> AbstractContextManager[None] | None:
-        """In which what prompts show to policies that read them (`qbe.engine.adaptive.activation_statistics`) is gathered, if any does."""
+    def _gathering(
+        self, work: collections.abc.Sequence[ScheduledTokens], tokens: int
+    ) -> AbstractContextManager[None] | None:
+        """In which what prompts show to policies that read them (`qbe.engine.adaptive.activation_statistics`) is
+        gathered, if any does."""
         at, parts = 0, []
         for w in work:
-            if w.sequence.moments is not None and w.start < len(w.sequence.prompt_ids):
+            if w.sequence.activation_stats is not None and w.start < len(w.sequence.prompt_ids):
                 if w.start == 0:
-                    w.sequence.moments.restart()
-                parts.append((slice(at, at + w.count), w.sequence.moments))
+                    w.sequence.activation_stats.restart()
+                parts.append((slice(at, at + w.count), w.sequence.activation_stats))
             at += w.count
-        return gathering(self.model, self.plan.table, parts, tokens) if parts else None
+        return collecting(self.model, self.plan.table, parts, tokens) if parts else None
 
     def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, several: int = 0) -> None:
         """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
@@ -209,7 +212,7 @@ class Runner:
                     log.warning("steps with prompts run without torch.compile: %s", str(error).splitlines()[0])
                 advance()
 
-    def _forward(self, work: Many[Work]) -> torch.Tensor:
+    def _forward(self, work: collections.abc.Sequence[ScheduledTokens]) -> torch.Tensor:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -243,11 +246,11 @@ class Runner:
                 sequence.recurrent = new_state(self.config)
             self.cache.use_state(sequence.recurrent)
         layout = StepLayout(self.cache, spans, slot_ids, self.observe)
-        gathering = self._gathering(work, t)
-        if self.prompts is not None and gathering is None and self.prompts.serves(work):
+        collecting = self._gathering(work, t)
+        if self.prompts is not None and collecting is None and self.prompts.serves(work):
             logits = self.prompts.run(layout, input_ids, position_ids, keep)
         else:
-            with gathering or nullcontext(), step(layout):
+            with collecting or nullcontext(), step(layout):
                 logits = self.model(**arguments).logits[0]
         if layout.single is not None:
             entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)

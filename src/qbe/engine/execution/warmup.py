@@ -13,10 +13,10 @@ from torch import nn
 
 from qbe.analysis.difficulty import difficulty
 from qbe.format.kv_blocks import KV_BITS, NO_ORIGINAL
-from qbe.kernels.reference.activations import word
+from qbe.kernels.reference.activations import precision_word
 from qbe.kvcache.attention import Bounds, DecodeLayout, attend_decode
 from qbe.kvcache.cache import PagedCache
-from qbe.kvcache.prompt import Prompt, attend_prompt
+from qbe.kvcache.prompt import PromptSpan, attend_prompt
 from qbe.progress import bar
 from qbe.sites import ACTIVATION_GEARS, Role, SiteTable
 from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
@@ -75,7 +75,15 @@ def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: in
         layout = (tuple(weight.slices), weight.group_size, weight.packed.dim() == 1)
         # A plan of one row has bits that do not lie at a multiple of 16 bytes, for which Triton compiles once more.
         aligned = weight.bits.data_ptr() % 16 == 0
-        kind = (weight.shape, layout, weight.original is not None, layer.bias is not None, aligned, weight.wide, most)
+        kind = (
+            weight.shape,
+            layout,
+            weight.original is not None,
+            layer.bias is not None,
+            aligned,
+            weight.float32_output,
+            most,
+        )
         if kind not in seen:
             seen.add(kind)
             for m in row_counts(most):
@@ -85,7 +93,7 @@ def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: in
             seen.add(uniform)
             for width in weight.layout.precisions:
                 for activations in ACTIVATION_GEARS:
-                    yield functools.partial(_multiply, layer, UNIFORM_ROWS, word(width, activations))
+                    yield functools.partial(_multiply, layer, UNIFORM_ROWS, precision_word(width, activations))
 
 
 def _multiply(layer: nn.Module, rows: int, uniform: int | None = None) -> torch.Tensor:
@@ -128,7 +136,7 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
         if shape is None or call is None or (shape, heads, call) in seen:
             continue
         seen.add((shape, heads, call))
-        yield functools.partial(pool.seal, torch.stack([spare, spare]), layer)
+        yield functools.partial(pool.quantise, torch.stack([spare, spare]), layer)
         yield functools.partial(pool.read, layer, spare)
         out = torch.zeros(1, heads, shape.value_dim, dtype=pool.dtype, device=pool.device)
         for parts in (1 << i for i in range(MOST_SPLITS.bit_length())):
@@ -138,15 +146,17 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
         for n in (1, 2):
             sizes = ((heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
             q, k, v = (torch.zeros(1, h, n, d, dtype=pool.dtype, device=pool.device) for h, d in sizes)
-            yield functools.partial(attend_prompt, pool, layer, Prompt(0, n, 0, spare, spare, formats), q, k, v, *call)
-            words = pool.words[layer]
-            assert words is not None
+            yield functools.partial(
+                attend_prompt, pool, layer, PromptSpan(0, n, 0, spare, spare, formats), q, k, v, *call
+            )
+            head_offsets = pool.head_offsets[layer]
+            assert head_offsets is not None
             new = k[0].transpose(0, 1), v[0].transpose(0, 1)  # as `attend_decode` has those of a speculating sequence
-            yield functools.partial(write_rows, *new, pool.memory, words, spare.repeat(n))
+            yield functools.partial(write_rows, *new, pool.memory, head_offsets, spare.repeat(n))
             for width, bounded in product(widths, (False, True)):
-                tables = torch.zeros(n, width, dtype=torch.long, device=pool.device)
-                lengths = torch.ones_like(tables[:, 0])
+                block_tables = torch.zeros(n, width, dtype=torch.long, device=pool.device)
+                lengths = torch.ones_like(block_tables[:, 0])
                 limits = torch.full((n,), float("inf"), device=pool.device)
-                bounds = Bounds(tables + NO_ORIGINAL, limits, torch.zeros_like(tables[:, :1]).repeat(1, 3))
-                layout = DecodeLayout(cache, spare.repeat(n), tables, lengths, [], bounds if bounded else None)
+                bounds = Bounds(block_tables + NO_ORIGINAL, limits, torch.zeros_like(block_tables[:, :1]).repeat(1, 3))
+                layout = DecodeLayout(cache, spare.repeat(n), block_tables, lengths, [], bounds if bounded else None)
                 yield functools.partial(attend_decode, layout, layer, q, k, v, *call)

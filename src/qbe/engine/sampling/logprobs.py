@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+import collections.abc
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,9 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
-def logprobs(logits: torch.Tensor, tokens: Many[int], top: Many[int]) -> list[Logprob]:
+def logprobs(
+    logits: torch.Tensor, tokens: collections.abc.Sequence[int], top: collections.abc.Sequence[int]
+) -> list[Logprob]:
     """What each row says of its token.
 
     Args:

@@ -7,7 +7,7 @@ sequence's own generator: what a request writes does not depend on what else is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+import collections.abc
 from typing import NamedTuple
 
 import torch
@@ -59,14 +59,18 @@ Guess = tuple[int, torch.Tensor]  # a token, and the distribution float32 `[voca
 
 
 @torch.inference_mode()
-def sample(scores: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None = None) -> list[int | None]:
+def sample(
+    scores: Scores,
+    sequences: collections.abc.Sequence[Sequence],
+    draft_tokens: collections.abc.Sequence[Guess | None] | None = None,
+) -> list[int | None]:
     """The next token of each sequence; those that ask for it also get the entropy of the model's distribution, or the
     logarithms of likely tokens.
 
     Args:
         scores: of n rows; may be overwritten.
         sequences: n of them.
-        guesses: of those tokens, where rejection sampling shall take one if it may (`accept`).
+        draft_tokens: of those tokens, where rejection sampling shall take one if it may (`accept`).
 
     Returns:
         n token ids; None where the logits are not numbers (NaN, infinite, or nothing but -inf, which a constraint may
@@ -74,7 +78,7 @@ def sample(scores: Scores, sequences: Many[Sequence], guesses: Many[Guess | None
     """
     told = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
     raw = scores.logits[told] if told else None  # a copy
-    tokens = _choose(scores, sequences, guesses)
+    tokens = _choose(scores, sequences, draft_tokens)
     if raw is not None:
         valid = [(row, i, t) for row, i in enumerate(told) if (t := tokens[i]) is not None]
         rows = raw[[row for row, _, _ in valid]]
@@ -84,7 +88,11 @@ def sample(scores: Scores, sequences: Many[Sequence], guesses: Many[Guess | None
     return tokens
 
 
-def _choose(step: Scores, sequences: Many[Sequence], guesses: Many[Guess | None] | None) -> list[int | None]:
+def _choose(
+    step: Scores,
+    sequences: collections.abc.Sequence[Sequence],
+    draft_tokens: collections.abc.Sequence[Guess | None] | None,
+) -> list[int | None]:
     logits, best, measured = step
     asked = [i for i, s in enumerate(sequences) if s.difficult is not None or s.monitor is not None]
     if not asked:
@@ -108,7 +116,7 @@ def _choose(step: Scores, sequences: Many[Sequence], guesses: Many[Guess | None]
             scores = filtered(scores, chosen)
             tokens[rows] = draw(scores, [s.generator for s in chosen])
             for at, i in enumerate(drawn):
-                if guesses is not None and (guess := guesses[i]) is not None:
+                if draft_tokens is not None and (guess := draft_tokens[i]) is not None:
                     tokens[i] = accept(scores[at], *guess, sequences[i].generator)
         found = torch.where(valid, tokens, -1)
     if measured is None:
@@ -143,7 +151,7 @@ def _adjusts(sequence: Sequence) -> bool:
     return penalised or bool(p.logit_bias) or sequence.constraint is not None
 
 
-def adjust(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
+def adjust(logits: torch.Tensor, sequences: collections.abc.Sequence[Sequence]) -> torch.Tensor:
     """Logits after penalties and logit bias, -inf where a constraint allows no token, `[n, vocabulary]`; in place."""
     for row, sequence in zip(logits, sequences, strict=True):
         p = sequence.params
@@ -171,7 +179,7 @@ def _seen(sequence: Sequence, row: torch.Tensor) -> torch.Tensor:
     return sequence.seen
 
 
-def filtered(logits: torch.Tensor, sequences: Many[Sequence]) -> torch.Tensor:
+def filtered(logits: torch.Tensor, sequences: collections.abc.Sequence[Sequence]) -> torch.Tensor:
     """Logits over temperature, -inf where top-k, top-p or min-p drops a token; `[n, vocabulary]`.
 
     Tokens are dropped by comparing with a threshold of their row, so ties at it stay together. A row's likeliest token
@@ -218,7 +226,7 @@ def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return torch.where(top_p < 1, limit, float("-inf"))
 
 
-def draw(logits: torch.Tensor, generators: Many[torch.Generator]) -> torch.Tensor:
+def draw(logits: torch.Tensor, generators: collections.abc.Sequence[torch.Generator]) -> torch.Tensor:
     """A token for each row of logits `[n, vocabulary]`, drawn with the row's generator; int64 `[n]`.
 
     One uniform number per row against the cumulative distribution in float64, in the order of the vocabulary.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from qbe.blueprint import Blueprint
-from qbe.engine.core import Core
 from qbe.engine.adaptive.routing import Read
+from qbe.engine.core import Core
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.sequence import Scoring, Status
 from qbe.engine.scheduling.sequence import Sequence as Running

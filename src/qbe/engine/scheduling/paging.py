@@ -1,12 +1,12 @@
-"""The pages of each sequence: which it begins with, which it writes, when they are sealed and found by others."""
+"""The pages of each sequence: which it begins with, which it writes, when they are quantised and found by others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from qbe.engine.scheduling.sequence import Sequence, Status
-from qbe.format.kv_blocks import FULL_BITS, PAGE_SIZE, sealed_pages
-from qbe.kvcache.allocator import Format, PageAllocator
+from qbe.format.kv_blocks import FULL_BITS, PAGE_SIZE, quantised_pages
+from qbe.kvcache.allocator import PageAllocator, PageFormat
 from qbe.kvcache.prefix import page_key
 
 
@@ -20,12 +20,12 @@ class Paging:
         format_of: the format of a sequence's page of this number.
 
     Attributes:
-        copies: frames of pages that were shared and are written to next, each with that of its copy; to be copied
-            before the step.
+        copies: staging pages of pages that were shared and are written to next, each with that of its copy; to be
+            copied before the step.
     """
 
     def __init__(
-        self, allocator: PageAllocator, chunked: bool, reusable: bool, format_of: Callable[[Sequence, int], Format]
+        self, allocator: PageAllocator, chunked: bool, reusable: bool, format_of: Callable[[Sequence, int], PageFormat]
     ) -> None:
         self.allocator, self.chunked, self.reusable, self.format_of = allocator, chunked, reusable, format_of
         self.copies: list[tuple[int, int]] = []
@@ -39,7 +39,7 @@ class Paging:
         if not self.chunked:
             rest = total - self._first(sequence)
             return (1 + rest // (format.nbytes + page)) * PAGE_SIZE if rest >= 0 else 0
-        known = max(1, len(sequence.sealed_bits))  # pages whose bits do not change any more, and the first one
+        known = max(1, len(sequence.quantised_bits))  # pages whose bits do not change any more, and the first one
         used = sum(self.format_of(sequence, i).nbytes for i in range(known))
         rest = total - used - 2 * page
         if rest >= 0:
@@ -47,15 +47,15 @@ class Paging:
         return PAGE_SIZE if known == 1 and used + page <= total else 0
 
     def needs(self, sequence: Sequence) -> int:
-        """Bytes for its tokens when they are computed alone: sealed pages, and the frames of a step."""
+        """Bytes for its tokens when they are computed alone: quantised pages, and the staging pages of a step."""
         format, pages = self._next_format(sequence), -(-len(sequence.token_ids) // PAGE_SIZE)
-        frame = 0 if format.full else self.allocator.page_bytes
+        staging_page = 0 if format.full else self.allocator.page_bytes
         if self.chunked:
-            return self._first(sequence) + (pages - 1) * format.nbytes + min(2, pages) * frame
-        return self._first(sequence) + (pages - 1) * (format.nbytes + frame)
+            return self._first(sequence) + (pages - 1) * format.nbytes + min(2, pages) * staging_page
+        return self._first(sequence) + (pages - 1) * (format.nbytes + staging_page)
 
     def _first(self, sequence: Sequence) -> int:
-        """Bytes of its first page; with its frame, where all pages have one at once."""
+        """Bytes of its first page; with its staging page, where all pages have one at once."""
         format = self.format_of(sequence, 0)
         return format.nbytes + (0 if format.full or self.chunked else self.allocator.page_bytes)
 
@@ -69,7 +69,7 @@ class Paging:
         sequence.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
         # Whoever wants logits of its tokens computes them.
         most = sequence.alike if sequence.scoring is None else min(sequence.alike, sequence.scoring.start)
-        if sequence.moments is not None:
+        if sequence.activation_stats is not None:
             most = 0
         # Pages that hold tokens of a precision of their own are nobody else's.
         while self.reusable and (end := (len(sequence.pages) + 1) * PAGE_SIZE) < tokens and end <= most:
@@ -80,29 +80,29 @@ class Paging:
             sequence.pages.append(page)
             sequence.page_keys.append(key)
         found = len(sequence.pages)
-        while sealed_pages(found) < found and not sequence.pages[found - 1].format.full:
+        while quantised_pages(found) < found and not sequence.pages[found - 1].format.full:
             found -= 1
-        sequence.sealed = found
+        sequence.quantised = found
         self.allocator.release(sequence.pages[found:], len(sequence.pages) - found)
         del sequence.pages[found:], sequence.page_keys[found:]
         sequence.computed, last = found * PAGE_SIZE, (tokens - 1) // PAGE_SIZE
-        twin, sequence.twin = sequence.twin, None
+        fork_parent, sequence.fork_parent = sequence.fork_parent, None
         if (
             self.reusable
-            and twin is not None
-            and twin.status is Status.RUNNING
-            and twin.keyed_by == sequence.keyed_by
-            and twin.token_ids[:tokens] == sequence.token_ids
-            and last == (twin.computed + 1) // PAGE_SIZE  # not full after this step either
-            and sequence.computed < tokens - 1 <= min(twin.computed, twin.alike, sequence.alike)
-            and all(self.format_of(sequence, i) is twin.pages[i].format for i in range(found, last))
+            and fork_parent is not None
+            and fork_parent.status is Status.RUNNING
+            and fork_parent.keyed_by == sequence.keyed_by
+            and fork_parent.token_ids[:tokens] == sequence.token_ids
+            and last == (fork_parent.computed + 1) // PAGE_SIZE  # not full after this step either
+            and sequence.computed < tokens - 1 <= min(fork_parent.computed, fork_parent.alike, sequence.alike)
+            and all(self.format_of(sequence, i) is fork_parent.pages[i].format for i in range(found, last))
         ):
-            sequence.pages += twin.pages[found : last + 1]
-            sequence.sealed = max(found, sealed_pages(last))
-            self.allocator.share(sequence.pages[found:], sequence.sealed - found)
+            sequence.pages += fork_parent.pages[found : last + 1]
+            sequence.quantised = max(found, quantised_pages(last))
+            self.allocator.share(sequence.pages[found:], sequence.quantised - found)
             sequence.computed = tokens - 1
-        for i in range(len(sequence.sealed_bits), sequence.computed // PAGE_SIZE):
-            sequence.sealed_bits.append(sequence.kv_bits_of(i))
+        for i in range(len(sequence.quantised_bits), sequence.computed // PAGE_SIZE):
+            sequence.quantised_bits.append(sequence.kv_bits_of(i))
         if not sequence.preemptions:
             sequence.cached = sequence.computed
 
@@ -119,7 +119,9 @@ class Paging:
                 new = self.allocator.allocate(1, format)
                 if new is None:
                     return False
-                self.copies.append((page.entry, new[0].entry))  # the page may lose its frame before the step
+                self.copies.append(
+                    (page.block_id, new[0].block_id)
+                )  # the page may lose its staging page before the step
                 self.allocator.release([page])
                 sequence.pages[i] = new[0]
             elif page.format != format:
@@ -131,21 +133,21 @@ class Paging:
         return True
 
     def complete(self, sequence: Sequence, start: int) -> None:
-        """Its tokens from `start` on have run: pages that are sealed now may be found by others."""
+        """Its tokens from `start` on have run: pages that are quantised now may be found by others."""
         if sequence.keyed_by != sequence.first_key:
             sequence.keyed_by = None
         full = min(sequence.computed // PAGE_SIZE, len(sequence.pages))
-        for i in range(len(sequence.sealed_bits), full):
-            sequence.sealed_bits.append(sequence.kv_bits_of(i))
-        for i in range(sequence.sealed, sealed_pages(full)):
-            self.allocator.seal(sequence.pages[i])
-            sequence.sealed = i + 1
+        for i in range(len(sequence.quantised_bits), full):
+            sequence.quantised_bits.append(sequence.kv_bits_of(i))
+        for i in range(sequence.quantised, quantised_pages(full)):
+            self.allocator.quantise(sequence.pages[i])
+            sequence.quantised = i + 1
             sequence.version += 1
         for i in range(len(sequence.page_keys), full):
             alike = (i + 1) * PAGE_SIZE <= sequence.alike
             if not self.reusable or not alike or sequence.keyed_by is None:
                 break
-            if i >= sequence.sealed and not sequence.pages[i].format.full:
+            if i >= sequence.quantised and not sequence.pages[i].format.full:
                 break
             key = self._key(sequence, i)
             sequence.page_keys.append(key)
@@ -153,8 +155,8 @@ class Paging:
 
     def release(self, sequence: Sequence) -> None:
         """Take all of its pages back."""
-        self.allocator.release(sequence.pages, sequence.sealed)
-        sequence.pages, sequence.page_keys, sequence.sealed, sequence.recurrent = [], [], 0, None
+        self.allocator.release(sequence.pages, sequence.quantised)
+        sequence.pages, sequence.page_keys, sequence.quantised, sequence.recurrent = [], [], 0, None
         sequence.version += 1
 
     def _key(self, sequence: Sequence, i: int) -> bytes:
@@ -162,17 +164,17 @@ class Paging:
         before = sequence.page_keys[i - 1] if i else b""
         return page_key(before, sequence.first_key, sequence.kv_bits_of(i), tokens)
 
-    def _next_format(self, sequence: Sequence) -> Format:
+    def _next_format(self, sequence: Sequence) -> PageFormat:
         """Of the pages that it has not yet filled, the first one left out."""
-        return self.format_of(sequence, max(1, len(sequence.sealed_bits)))
+        return self.format_of(sequence, max(1, len(sequence.quantised_bits)))
 
 
 def average_bits(sequence: Sequence) -> float:
-    """Bits of a number in its pages: those of a sealed page, 16 in the others."""
+    """Bits of a number in its pages: those of a quantised page, 16 in the others."""
     bits = total = 0.0
     for i, page in enumerate(sequence.pages):
         tokens = min(PAGE_SIZE, sequence.computed - i * PAGE_SIZE)
         if tokens > 0:
-            bits += tokens * (page.format.average if i < sequence.sealed else FULL_BITS)
+            bits += tokens * (page.format.average if i < sequence.quantised else FULL_BITS)
             total += tokens
     return bits / total if total else float(FULL_BITS)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from qbe.blueprint import Blueprint
-from qbe.engine.scheduling.paging import Paging, average_bits
 from qbe.engine.context_limit import check_length
+from qbe.engine.scheduling.paging import Paging, average_bits
 from qbe.engine.scheduling.sequence import Sequence, Status
 from qbe.errors import QBEError
 from qbe.format.kv_blocks import PAGE_SIZE
-from qbe.kvcache.allocator import Format, PageAllocator
+from qbe.kvcache.allocator import PageAllocator, PageFormat
 
 
 @dataclass(frozen=True)
-class Work:
+class ScheduledTokens:
     """Tokens `[start, start + count)` of a sequence, to run in one step.
 
     Those of a sequence that speculates may be guesses (`qbe.engine.speculation.speculator`), one row each.
@@ -43,7 +43,9 @@ class Work:
     def token(self) -> int:
         """The token of a row: the sequence's, or a guess."""
         known, own = self.sequence.token_ids, self.sequence.speculation
-        return known[self.start] if self.start < len(known) or own is None else own.guesses[self.start - len(known)]
+        return (
+            known[self.start] if self.start < len(known) or own is None else own.draft_tokens[self.start - len(known)]
+        )
 
     @property
     def blueprint(self) -> Blueprint:
@@ -86,7 +88,7 @@ class Scheduler:
             nobody waits.
         prompt_tokens: of prompts that a step may have if this sequence's prompt is in it. A step cannot be interrupted,
             so this is how long whoever comes meanwhile may have to wait.
-        stuck: sequences that ended because even alone they no longer fit.
+        oversized: sequences that ended because even alone they no longer fit.
         last: the work of the last step that has run, for whoever counts.
         preempted: how often a sequence was.
 
@@ -104,7 +106,7 @@ class Scheduler:
         paged: bool = True,
         chunked: bool = True,
         reusable: bool = True,
-        format_of: Callable[[Sequence, int], Format] | None = None,
+        format_of: Callable[[Sequence, int], PageFormat] | None = None,
     ) -> None:
         if not 1 <= max_sequences <= max_batch_tokens:
             raise QBEError(
@@ -118,8 +120,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of their arrival
         self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None] = _first
         self.prompt_tokens: Callable[[Sequence], int] = lambda _: max_batch_tokens
-        self.stuck: list[Sequence] = []
-        self.last: list[Work] = []
+        self.oversized: list[Sequence] = []
+        self.last: list[ScheduledTokens] = []
         self.preempted = 0
         self._by_id: dict[str, Sequence] = {}
         self._preempted = False  # in the step that is being scheduled
@@ -183,13 +185,13 @@ class Scheduler:
         self.paging.release(sequence)
         sequence.computed = 0
 
-    def schedule(self) -> list[Work]:
+    def schedule(self) -> list[ScheduledTokens]:
         """The next step's work: sequences with a single token to run first, then chunks of prompts."""
         self._preempted = False
-        work: list[Work] = []
+        work: list[ScheduledTokens] = []
         for sequence in [s for s in self.running if s.remaining == 1]:
             if self._grow(sequence, sequence.computed + 1):
-                work.append(Work(sequence, sequence.computed, 1))
+                work.append(ScheduledTokens(sequence, sequence.computed, 1))
         work = _running(work)
         budget, read = self.max_batch_tokens - len(work), 0
         prompts = sorted((s for s in self.running if s.remaining > 1), key=_rank)
@@ -210,11 +212,11 @@ class Scheduler:
                 return _running(work)
             count = self._grow(sequence, sequence.computed + count)
             if count:
-                work.append(Work(sequence, sequence.computed, count))
+                work.append(ScheduledTokens(sequence, sequence.computed, count))
                 budget, read = budget - count, read + count
 
-    def complete(self, work: list[Work]) -> None:
-        """The step has run: pages that it filled are sealed, and others may find them."""
+    def complete(self, work: list[ScheduledTokens]) -> None:
+        """The step has run: pages that it filled are quantised, and others may find them."""
         self.last = work
         for w in work:
             self.paging.complete(w.sequence, w.start)
@@ -226,7 +228,7 @@ class Scheduler:
         if not self.paged:
             return end - sequence.computed
         if sequence.alone_at and self.chunked:
-            # The frames of several pages at once would lie scattered between what is sealed before they are.
+            # The staging pages of several pages at once would lie scattered between what is quantised before they are.
             end = min(end, (sequence.computed // PAGE_SIZE + 1) * PAGE_SIZE)
         while True:
             if self.paging.write(sequence, end):
@@ -242,12 +244,12 @@ class Scheduler:
                         f"{len(sequence.token_ids)} tokens do not fit in the KV cache at the bits that they have now: "
                         "lower the KV bits or raise kv_tokens"
                     )
-                    self.stuck.append(sequence)
+                    self.oversized.append(sequence)
                     self.finish(sequence, "error")
                     return 0
                 sequence.alone_at = len(sequence.token_ids)
                 self._preempt(sequence)
-                while self.allocator.drop_idle():
+                while self.allocator.evict():
                     pass
                 return 0
             victim = max(reversed(self.running), key=_rank)
@@ -284,13 +286,13 @@ class Scheduler:
 
     def _next(self, waiting: Collection[Sequence]) -> Sequence | None:
         """Whose turn it is; while other routers steer than it needs, who may go before it."""
-        first, steering = self.choose(waiting, self.running), {_routers(s) for s in self.running} - {""}
-        if first is None or not steering or _routers(first) in {"", *steering}:
+        first, dynamic_precision = self.choose(waiting, self.running), {_routers(s) for s in self.running} - {""}
+        if first is None or not dynamic_precision or _routers(first) in {"", *dynamic_precision}:
             return first
         if first.before is None:
             first.before = frozenset(self._by_id)
         before = first.before
-        may = [s for s in waiting if not _routers(s) or (_routers(s) in steering and s.request_id in before)]
+        may = [s for s in waiting if not _routers(s) or (_routers(s) in dynamic_precision and s.request_id in before)]
         return self.choose(may, self.running) if may else None
 
 
@@ -299,15 +301,15 @@ def _first(waiting: Collection[Sequence], _: list[Sequence]) -> Sequence:
 
 
 def _rank(sequence: Sequence) -> float:
-    return sequence.place.rank
+    return sequence.priority.rank
 
 
 def _routers(sequence: Sequence) -> str:
     """The digest of those that steer it; empty where none do."""
-    steering = sequence.blueprint.steering
-    return "" if steering is None else steering.routers
+    dynamic_precision = sequence.blueprint.dynamic_precision
+    return "" if dynamic_precision is None else dynamic_precision.routers
 
 
-def _running(work: list[Work]) -> list[Work]:
+def _running(work: list[ScheduledTokens]) -> list[ScheduledTokens]:
     """The work of those that were not preempted after they got it."""
     return [w for w in work if w.sequence.status is Status.RUNNING]

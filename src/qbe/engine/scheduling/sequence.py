@@ -19,9 +19,9 @@ from qbe.kvcache.allocator import Page
 from qbe.sites import FULL_BITS, KVBits
 
 if TYPE_CHECKING:
-    from qbe.engine.speculation.draft_tokens import Speculation
+    from qbe.engine.adaptive.activation_statistics import ActivationStats
     from qbe.engine.sampling.logprobs import Logprob
-    from qbe.engine.adaptive.activation_statistics import Moments
+    from qbe.engine.speculation.draft_tokens import Speculation
     from qbe.refresh.monitor import Monitor
 
 
@@ -40,7 +40,7 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Place:
+class Priority:
     """Where a request stands in line.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place:
     tier: str = ""
 
 
-FIRST_COME = Place()
+FIRST_COME = Priority()
 
 
 class Move(NamedTuple):
@@ -84,12 +84,12 @@ class Sequence:
         computed: how many of `token_ids` have gone through the model.
         max_length: `token_ids` it may grow to; the scheduler sets it from `max_tokens` and the context.
         pages: for the tokens computed and those of the step that comes.
-        sealed: how many of them, from the first on, its next token sees as they are sealed.
+        quantised: how many of them, from the first on, its next token sees as they are quantised.
         version: changes whenever an entry of `pages` does.
         page_keys: what its full pages are known by, as far as they are.
-        sealed_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
+        quantised_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
         keyed_by: `first_key` as all of its tokens up to `alike` had it; None once it was another.
-        twin: a sequence of the same prompt whose pages it may begin with; None once it has begun.
+        fork_parent: a sequence of the same prompt whose pages it may begin with; None once it has begun.
         watched: whether to gather `entropies`.
         entropies: of the attention in the steps of one token that filled a page, one list each: per key head the mean
             of its query heads, as in `qbe.sites.KVSite.entropy`.
@@ -99,8 +99,9 @@ class Sequence:
         pages_raised, host_bytes: those of them that were read again from their originals, and the bytes of that.
         preemptions: how often it gave its pages up and waited again.
         alone_at: length at which it did so although no other sequence ran.
-        past: blueprints that it had before, each with the position up to which; the first one first.
-        moved: what the cascade makes of a blueprint and a token's bits (`qbe.engine.adaptive.cascade`); None: it moves nothing.
+        blueprint_history: blueprints that it had before, each with the position up to which; the first one first.
+        moved: what the cascade makes of a blueprint and a token's bits (`qbe.engine.adaptive.cascade`); None: it moves
+            nothing.
         moves: of the answer's tokens that have gone through the model, when `moved` asks.
         excess: bits of the average that these had more than their blueprints say, summed.
         difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
@@ -109,17 +110,18 @@ class Sequence:
         token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` or
             `monitor` asks.
         token_margins: likewise, by how much the likeliest token's logit exceeds the next one's.
-        careful: positions of the tokens that do so.
+        high_precision_positions: positions of the tokens that do so.
         scoring: whose logits are handed out, if any are.
         logprobs: of the answer's tokens, when `params.logprobs` asks.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, when asked for.
         routed: int64 [2, widths] on the device: weights that its tokens have read at each width where routers chose it
-            (`qbe.engine.adaptive.routing`), of the layers and of the output head, those of tokens computed again counted again;
-            None where none do.
+            (`qbe.engine.adaptive.routing`), of the layers and of the output head, those of tokens computed again
+            counted again; None where none do.
         constraint: what the answer may be; None allows everything.
-        place: where it stands in line.
+        priority: where it stands in line.
         before: requests that were in the engine when its turn came and other routers than its own steered; else None.
-        moments: what its prompt shows, for a policy that reads it: it then begins on nobody's pages. Else None.
+        activation_stats: what its prompt shows, for a policy that reads it: it then begins on nobody's pages. Else
+            None.
         speculation: guesses of its next tokens; None where nobody asked, or it cannot be.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
         finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
@@ -135,12 +137,12 @@ class Sequence:
     computed: int = 0
     max_length: int = 0
     pages: list[Page] = field(default_factory=list)
-    sealed: int = 0
+    quantised: int = 0
     version: int = 0
     page_keys: list[bytes] = field(default_factory=list)
-    sealed_bits: list[tuple[KVBits, ...]] = field(default_factory=list)
+    quantised_bits: list[tuple[KVBits, ...]] = field(default_factory=list)
     keyed_by: str | None = None
-    twin: Sequence | None = field(default=None, repr=False)
+    fork_parent: Sequence | None = field(default=None, repr=False)
     watched: bool = False
     entropies: list[list[float]] = field(default_factory=list)
     cached: int = 0
@@ -150,7 +152,7 @@ class Sequence:
     host_bytes: int = 0
     preemptions: int = 0
     alone_at: int = 0
-    past: list[tuple[int, Blueprint]] = field(default_factory=list)
+    blueprint_history: list[tuple[int, Blueprint]] = field(default_factory=list)
     moved: Callable[[Blueprint, bytes], Blueprint] | None = None
     moves: list[Move] = field(default_factory=list)
     excess: float = 0.0
@@ -158,15 +160,15 @@ class Sequence:
     monitor: Monitor | None = None
     token_entropies: list[float] = field(default_factory=list)
     token_margins: list[float] = field(default_factory=list)
-    careful: set[int] = field(default_factory=set)
+    high_precision_positions: set[int] = field(default_factory=set)
     scoring: Scoring | None = None
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     routed: torch.Tensor | None = field(default=None, repr=False)
     constraint: Constraint | None = None
-    place: Place = FIRST_COME
+    priority: Priority = FIRST_COME
     before: frozenset[str] | None = None
-    moments: Moments | None = None
+    activation_stats: ActivationStats | None = None
     speculation: Speculation | None = None
     recurrent: dict[int, Any] | None = None
     finish_reason: str | None = None
@@ -195,12 +197,12 @@ class Sequence:
     def append(self, token: int) -> None:
         """Add a token of the answer; its precision follows from the entropy that the sampler has left."""
         if self.difficult is not None and self.token_entropies and self.token_entropies[-1] > self.difficult:
-            self.careful.add(len(self.token_ids))
+            self.high_precision_positions.add(len(self.token_ids))
         self.token_ids.append(token)
 
     def exchange(self, blueprint: Blueprint) -> None:
         """Let the tokens that have not gone through the model yet do so at another blueprint."""
-        self.past.append((len(self.token_ids) - 1, self.blueprint))
+        self.blueprint_history.append((len(self.token_ids) - 1, self.blueprint))
         self.blueprint = blueprint
 
     def rewind(self, count: int) -> None:
@@ -215,16 +217,16 @@ class Sequence:
     def blueprint_at(self, position: int) -> Blueprint:
         """What the token at this position goes through the model with."""
         found = self._chosen_at(position)
-        return found.careful if position in self.careful else found
+        return found.full_activations if position in self.high_precision_positions else found
 
     def _chosen_at(self, position: int) -> Blueprint:
-        found = next((b for end, b in self.past if position < end), self.blueprint)
+        found = next((b for end, b in self.blueprint_history if position < end), self.blueprint)
         at = position - len(self.prompt_ids)
         return found if self.moved is None or not 0 <= at < len(self.moves) else self.moved(found, self.moves[at].bits)
 
     def rows(self, start: int, count: int) -> list[tuple[Blueprint, int]]:
         """The same of the tokens `[start, start + count)`: runs of equal blueprints and their lengths."""
-        if not self.careful and not self.past:
+        if not self.high_precision_positions and not self.blueprint_history:
             return [(self.blueprint, count)]
         runs = groupby(map(self.blueprint_at, range(start, start + count)))
         return [(blueprint, len(list(run))) for blueprint, run in runs]
@@ -238,8 +240,8 @@ class Sequence:
         """The same of the positions `[start, end)`, whether computed or not; of moved ones not in their order."""
         if self.moves:
             return list(Counter(map(self._chosen_at, range(start, end))).items())
-        ends = [min(max(start, at), end) for at, _ in self.past] + [max(start, end)]
-        blueprints = (*(b for _, b in self.past), self.blueprint)
+        ends = [min(max(start, at), end) for at, _ in self.blueprint_history] + [max(start, end)]
+        blueprints = (*(b for _, b in self.blueprint_history), self.blueprint)
         return [(b, at - before) for b, before, at in zip(blueprints, [start, *ends], ends, strict=False)]
 
     @property
@@ -250,22 +252,22 @@ class Sequence:
     @property
     def first_key(self) -> str:
         """`computed_key` of the blueprint that its first token has."""
-        return (self.past[0][1] if self.past else self.blueprint).computed_key
+        return (self.blueprint_history[0][1] if self.blueprint_history else self.blueprint).computed_key
 
     @property
-    def careful_computed(self) -> int:
+    def high_precision_computed(self) -> int:
         """How many tokens went through the model with 16-bit activations because they were hard to predict."""
-        return sum(position < self.computed for position in self.careful)
+        return sum(position < self.computed for position in self.high_precision_positions)
 
     @property
     def alike(self) -> int:
         """How many tokens, from the first on, have the blueprint's own precision, as in any other request."""
-        changed = self.past[0][0] if self.past else len(self.token_ids)
-        return min(self.careful | {changed})
+        changed = self.blueprint_history[0][0] if self.blueprint_history else len(self.token_ids)
+        return min(self.high_precision_positions | {changed})
 
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
-        """KV bits of its page of this number: what it was sealed at, or will be."""
-        return self.sealed_bits[page] if page < len(self.sealed_bits) else self.blueprint.kv_bits_of(page)
+        """KV bits of its page of this number: what it was quantised at, or will be."""
+        return self.quantised_bits[page] if page < len(self.quantised_bits) else self.blueprint.kv_bits_of(page)
 
     @property
     def kv_limit(self) -> float:
@@ -273,7 +275,7 @@ class Sequence:
         error = self.blueprint.kv_error
         if error is None:
             return math.inf
-        every = (bits for layers in (self.blueprint.kv_bits, *self.sealed_bits) for bits in layers)
+        every = (bits for layers in (self.blueprint.kv_bits, *self.quantised_bits) for bits in layers)
         return error if any(bits != FULL_BITS for bits in every) else math.inf
 
     @property

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections.abc
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 
 from qbe.engine.sampling.sampler import Scores, is_likeliest, sample
-from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.engine.speculation.speculator import guess_of
+from qbe.engine.speculation.speculator import draft_token_of
 
 
-def take(rows: Many[Work], scores: Scores, advance: Callable[[Sequence, int | None], None]) -> None:
+def accept_tokens(
+    rows: collections.abc.Sequence[ScheduledTokens], scores: Scores, advance: Callable[[Sequence, int | None], None]
+) -> None:
     """Samples every row's token.
 
     Of a sequence that checks guesses the rows are taken one after the other, as if each had been a step, until one
@@ -34,7 +36,7 @@ def take(rows: Many[Work], scores: Scores, advance: Callable[[Sequence, int | No
             tokens: list[int | None] = [known[i] if known[i] >= 0 else None for i in at]
         else:
             part = scores if len(at) == len(rows) else scores.rows(at)
-            tokens = sample(part, sequences, [guess_of(s, depth) for s in sequences])
+            tokens = sample(part, sequences, [draft_token_of(s, depth) for s in sequences])
         for s, token in zip(sequences, tokens, strict=True):
             advance(s, token)
             own = s.speculation
@@ -43,6 +45,6 @@ def take(rows: Many[Work], scores: Scores, advance: Callable[[Sequence, int | No
                 s.computed += 1  # the row of the guess has computed it
                 continue
             del chains[s]
-            if own is not None and own.guesses:
-                own.checked(depth + right, refused=not right and depth < len(own.guesses))
+            if own is not None and own.draft_tokens:
+                own.checked(depth + right, refused=not right and depth < len(own.draft_tokens))
         depth += 1

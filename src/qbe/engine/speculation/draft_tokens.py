@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qbe.engine.speculation.ngram_proposer import Followers, Foreseen
+from qbe.engine.speculation.ngram_proposer import NgramProposal, NgramTable
 
 WINDOW = 32  # outcomes that an acceptance rate is the mean of
-LEAST = 16  # outcomes before it counts alone
-HOPE = 0.9  # acceptance rate before that: high, so that a drafter is tried where it could pay
-REST = 1024  # tokens after which a drafter that did not pay is tried again
-TEXT = 0  # the drafter that reads what was written (`qbe.engine.speculation.ngram_proposer`); others are known by their bits
+PRIOR_WEIGHT = 16  # outcomes before it counts alone
+PRIOR_RATE = 0.9  # acceptance rate before that: high, so that a drafter is tried where it could pay
+RETRY_INTERVAL = 1024  # tokens after which a drafter that did not pay is tried again
+# the drafter that reads what was written (`qbe.engine.speculation.ngram_proposer`); others are known by their bits
+NGRAM_DRAFTER = 0
 
 
-class Outcomes:
+class AcceptanceStats:
     """How guesses of one drafter fared: accepted or not, the last ones."""
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Outcomes:
     def pass_by(self, tokens: int) -> None:
         """So many tokens were written without it."""
         self._idle += tokens
-        if self._idle >= REST:
+        if self._idle >= RETRY_INTERVAL:
             self._last.clear()
             self._idle = 0
 
@@ -40,12 +41,12 @@ class Outcomes:
         """Part of the guesses that are right."""
         n = len(self._last)
         seen = sum(self._last) / n if n else 0.0
-        return seen if n >= LEAST else HOPE + (seen - HOPE) * n / LEAST
+        return seen if n >= PRIOR_WEIGHT else PRIOR_RATE + (seen - PRIOR_RATE) * n / PRIOR_WEIGHT
 
 
-def progress(rate: float, guesses: int) -> float:
+def progress(rate: float, draft_tokens: int) -> float:
     """Tokens that a step is expected to write when it checks so many guesses (1 when there are none)."""
-    return guesses + 1.0 if rate >= 1 else (1 - rate ** (guesses + 1)) / (1 - rate)
+    return draft_tokens + 1.0 if rate >= 1 else (1 - rate ** (draft_tokens + 1)) / (1 - rate)
 
 
 @dataclass(eq=False)
@@ -53,8 +54,8 @@ class Speculation:
     """What a sequence that speculates keeps.
 
     Attributes:
-        guesses: tokens that may follow `Sequence.token_ids`.
-        source: the drafter of them: `TEXT`, or its bits.
+        draft_tokens: tokens that may follow `Sequence.token_ids`.
+        source: the drafter of them: `NGRAM_DRAFTER`, or its bits.
         proposals: per guess the distribution float32 `[vocabulary]` that it was drawn from, where it was drawn and
             rejection sampling decides; else empty.
         generator: what guesses are drawn with.
@@ -62,19 +63,19 @@ class Speculation:
         drafted_by, accepted_by: per drafter the guesses that were checked, and how many of them were right.
         draft_bytes: bytes of weights and scales that draft rows read, at batch 1.
         text: what followed where in this sequence.
-        foreseen: what was last read for it, checked or not.
+        proposed: what was last read for it, checked or not.
     """
 
-    guesses: list[int] = field(default_factory=list)
-    source: int = TEXT
+    draft_tokens: list[int] = field(default_factory=list)
+    source: int = NGRAM_DRAFTER
     proposals: list[torch.Tensor] = field(default_factory=list)
     generator: torch.Generator | None = None
-    outcomes: Outcomes | None = None
+    outcomes: AcceptanceStats | None = None
     drafted_by: Counter[int] = field(default_factory=Counter)
     accepted_by: Counter[int] = field(default_factory=Counter)
     draft_bytes: int = 0
-    text: Followers = field(default_factory=Followers, repr=False)
-    foreseen: Foreseen | None = field(default=None, repr=False)
+    text: NgramTable = field(default_factory=NgramTable, repr=False)
+    proposed: NgramProposal | None = field(default=None, repr=False)
 
     @property
     def drafted(self) -> int:
@@ -88,16 +89,16 @@ class Speculation:
 
     def drop(self) -> None:
         """Forget the guesses."""
-        self.guesses.clear()
+        self.draft_tokens.clear()
         self.proposals.clear()
 
     def right(self, at: int, token: int | None) -> bool:
         """Whether this token is what was guessed, by the guess of this number."""
-        return token in self.guesses[at : at + 1]
+        return token in self.draft_tokens[at : at + 1]
 
     def checked(self, accepted: int, refused: bool) -> None:
         """The first `accepted` guesses were right; `refused`: the next one was not."""
-        self.drafted_by[self.source] += len(self.guesses)
+        self.drafted_by[self.source] += len(self.draft_tokens)
         self.accepted_by[self.source] += accepted
         if self.outcomes is not None:
             self.outcomes.add(accepted, refused)

@@ -7,19 +7,19 @@ short one, so that each kind of match has a rate of its own, which says how many
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+import collections.abc
 from dataclasses import dataclass
 
-GRAMS = (4, 3, 2, 1)  # tokens that must have stood before, in the same order
-KEPT = 1 << 18  # n-grams that an engine remembers: those of some 65 000 tokens, 40 MB
-WORTH = 0.05  # guesses that are less likely to be right are not made
-FIRST = 0.5  # rate of a kind that nothing is known of
-RECENT = 64  # outcomes that a rate is about the mean of
+NGRAM_SIZES = (4, 3, 2, 1)  # tokens that must have stood before, in the same order
+TABLE_SIZE = 1 << 18  # n-grams that an engine remembers: those of some 65 000 tokens, 40 MB
+MIN_PROBABILITY = 0.05  # guesses that are less likely to be right are not made
+PRIOR_RATE = 0.5  # rate of a kind that nothing is known of
+RATE_WINDOW = 64  # outcomes that a rate is about the mean of
 
 Kind = tuple[bool, int]  # whether it is from other sequences; tokens that matched
 
 
-class Followers:
+class NgramTable:
     """Which token came last after each n-gram.
 
     Args:
@@ -35,16 +35,16 @@ class Followers:
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
 
-    def read(self, tokens: Many[int], start: int) -> None:
+    def read(self, tokens: collections.abc.Sequence[int], start: int) -> None:
         """Learn what the tokens from number `start` on followed."""
         for at in range(max(start, 1), len(tokens)):
-            for n in GRAMS:
+            for n in NGRAM_SIZES:
                 if at >= n:
                     self._new[tuple(tokens[at - n : at])] = tokens[at]
         if self._most is not None and len(self._new) > self._most // 2:
             self._old, self._new = self._new, {}
 
-    def read_on(self, tokens: Many[int]) -> int:
+    def read_on(self, tokens: collections.abc.Sequence[int]) -> int:
         """`read` what has come since the last call, of one sequence; returns where that began."""
         start, self._read = self._read, len(tokens)
         self.read(tokens, start)
@@ -56,14 +56,14 @@ class Followers:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class NgramProposal:
     """Guesses for the tokens of a sequence from number `start` on, each with its kind."""
 
     start: int
-    guesses: list[tuple[int, Kind]]
+    draft_tokens: list[tuple[int, Kind]]
 
 
-class Reader:
+class NgramProposer:
     """Reads for the sequences of an engine.
 
     Attributes:
@@ -72,10 +72,12 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self.memory = Followers(KEPT)
+        self.memory = NgramTable(TABLE_SIZE)
         self.rates: dict[Kind, float] = {}
 
-    def foresee(self, text: Followers, tokens: Many[int], most: int) -> tuple[Foreseen, list[float]]:
+    def propose(
+        self, text: NgramTable, tokens: collections.abc.Sequence[int], most: int
+    ) -> tuple[NgramProposal, list[float]]:
         """At most `most` tokens that may follow, and for each the probability that it and all before it are right.
 
         Args:
@@ -83,28 +85,28 @@ class Reader:
             tokens: of this sequence.
         """
         self.memory.read(tokens, text.read_on(tokens))
-        last, guesses, likely = list(tokens[-max(GRAMS) :]), list[tuple[int, Kind]](), list[float]()
+        last, draft_tokens, likely = list(tokens[-max(NGRAM_SIZES) :]), list[tuple[int, Kind]](), list[float]()
         probability = 1.0
-        while len(guesses) < most and (found := self._next(text, last)) is not None:
-            probability *= self.rates.get(found[1], FIRST)
-            if probability < WORTH:
+        while len(draft_tokens) < most and (found := self._next(text, last)) is not None:
+            probability *= self.rates.get(found[1], PRIOR_RATE)
+            if probability < MIN_PROBABILITY:
                 break
-            guesses.append(found)
+            draft_tokens.append(found)
             likely.append(probability)
-            last = [*last[1 - max(GRAMS) :], found[0]]
-        return Foreseen(len(tokens), guesses), likely
+            last = [*last[1 - max(NGRAM_SIZES) :], found[0]]
+        return NgramProposal(len(tokens), draft_tokens), likely
 
-    def learn(self, foreseen: Foreseen, tokens: Many[int]) -> None:
+    def learn(self, proposed: NgramProposal, tokens: collections.abc.Sequence[int]) -> None:
         """What was foreseen has come, or something else."""
-        for (guess, kind), token in zip(foreseen.guesses, tokens[foreseen.start :], strict=False):
-            rate = self.rates.get(kind, FIRST)
-            self.rates[kind] = rate + ((guess == token) - rate) / RECENT
+        for (guess, kind), token in zip(proposed.draft_tokens, tokens[proposed.start :], strict=False):
+            rate = self.rates.get(kind, PRIOR_RATE)
+            self.rates[kind] = rate + ((guess == token) - rate) / RATE_WINDOW
             if guess != token:
                 break
 
-    def _next(self, text: Followers, last: list[int]) -> tuple[int, Kind] | None:
+    def _next(self, text: NgramTable, last: list[int]) -> tuple[int, Kind] | None:
         """The longest match, of the sequence itself rather than of others."""
-        for n in GRAMS:
+        for n in NGRAM_SIZES:
             gram = tuple(last[-n:])
             for others, source in enumerate((text, self.memory)):
                 token = source.after(gram)

@@ -6,23 +6,23 @@ it. What a sequence writes comes from these rows alone, sampled one after the ot
 own, for as long as what was sampled is what had been guessed. The keys and values of a guess are written at draft bits
 first and overwritten by the row that checks it; what lies behind the last accepted token is overwritten later.
 
-Guesses stay within the page that is being filled and never fill it, so that no page is sealed with one in it.
+Guesses stay within the page that is being filled and never fill it, so that no page is quantised with one in it.
 """
 
 from __future__ import annotations
 
+import collections.abc
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import replace
 
 import torch
 
 from qbe.blueprint import Blueprint
-from qbe.engine.speculation.draft_tokens import TEXT, Costs, Outcomes, Speculation, progress
-from qbe.engine.speculation.ngram_proposer import Reader
 from qbe.engine.sampling.sampler import Guess, draw, filtered
-from qbe.engine.scheduling.scheduler import Work
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, AcceptanceStats, Costs, Speculation, progress
+from qbe.engine.speculation.ngram_proposer import NgramProposer
 from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.sites import SiteTable
 
@@ -39,21 +39,21 @@ class Speculator:
         size_of: rows of a step -> rows that run, with those that pad it.
 
     Attributes:
-        drafters: who may guess: `TEXT`, and bits below those of a sequence.
-        reader: what `TEXT` reads.
-        fared: how own drafts did, by their bits and those of what checks them.
+        drafters: who may guess: `NGRAM_DRAFTER`, and bits below those of a sequence.
+        reader: what `NGRAM_DRAFTER` reads.
+        acceptance: how own drafts did, by their bits and those of what checks them.
     """
 
     def __init__(self, table: SiteTable, rows: int, size_of: Callable[[int], int]) -> None:
         self.table, self.rows, self._size_of = table, rows, size_of
-        self.costs, self.drafters, self.reader = Costs(), {TEXT, *table.gears()}, Reader()
-        self.fared: dict[tuple[int, int], Outcomes] = {}
-        self._gear = TEXT  # of the draft steps that run now
+        self.costs, self.drafters, self.reader = Costs(), {NGRAM_DRAFTER, *table.gears()}, NgramProposer()
+        self.acceptance: dict[tuple[int, int], AcceptanceStats] = {}
+        self._gear = NGRAM_DRAFTER  # of the draft steps that run now
         self._done = self._left = 0  # of them
         self._lower: dict[tuple[str, int], tuple[Blueprint, int]] = {}  # with the bytes that it reads
         self._averages: dict[str, float] = {}
 
-    def extend(self, work: list[Work]) -> list[Work]:
+    def extend(self, work: list[ScheduledTokens]) -> list[ScheduledTokens]:
         """The work of a decode step with rows that guess or check guesses; the same work where that would not pay.
 
         A draft step reads fewer bits only if all of its rows do: sequences draft together, or not at all.
@@ -61,16 +61,16 @@ class Speculator:
         able = [w for w in work if w.sequence.speculation is not None]
         if not able:
             return self.pause(work)
-        if self._left and not all(w in able and len(_of(w).guesses) == self._done for w in work):
+        if self._left and not all(w in able and len(_of(w).draft_tokens) == self._done for w in work):
             self.pause(work)  # somebody is new
-        if not self._left and not any(_of(w).guesses for w in able):
+        if not self._left and not any(_of(w).draft_tokens for w in able):
             self._choose(work, able)
         if self._left:
             self._done, self._left = self._done + 1, self._left - 1
             return [self._draft(w) for w in work]
         return [row for w in work for row in _checks(w)]
 
-    def pause(self, work: list[Work]) -> list[Work]:
+    def pause(self, work: list[ScheduledTokens]) -> list[ScheduledTokens]:
         """The same work: the step that comes neither guesses nor checks."""
         self._left = 0
         for w in work:
@@ -78,12 +78,12 @@ class Speculator:
                 w.sequence.speculation.drop()
         return work
 
-    def measured(self, work: Many[Work], seconds: float) -> None:
+    def measured(self, work: collections.abc.Sequence[ScheduledTokens], seconds: float) -> None:
         """A decode step with these rows took so long."""
         self.costs.add(self._size_of(len(work)), max(self._average(w.blueprint) for w in work), seconds)
 
     @torch.inference_mode()
-    def guess(self, sequences: Many[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
+    def guess(self, sequences: collections.abc.Sequence[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
         """Take the guesses that a draft step gives, each drawn as its sequence draws tokens.
 
         With a seed a guess is drawn with the number that will draw the token, so that both are the same where the
@@ -103,13 +103,15 @@ class Speculator:
                     _of(s).proposals.append(row)
         numbers = torch.where(best >= 0, tokens, -1).tolist()
         for s, token in zip(sequences, numbers, strict=True):
-            _of(s).guesses.append(token)
+            _of(s).draft_tokens.append(token)
         if min(numbers) < 0:  # the logits were no numbers: what the sequences are worth at their own bits comes next
             self._left = 0
             for s in sequences:
                 _of(s).drop()
 
-    def _choose(self, work: Many[Work], able: Many[Work]) -> None:
+    def _choose(
+        self, work: collections.abc.Sequence[ScheduledTokens], able: collections.abc.Sequence[ScheduledTokens]
+    ) -> None:
         """The way to the most tokens a second, by the acceptance so far: none, reading the text, or own drafts."""
         n, bits = len(work), max(self._average(w.blueprint) for w in work)
         usual = self.costs.of(self._size_of(n), bits)
@@ -121,61 +123,61 @@ class Speculator:
             return self.costs.of(self._size_of(rows), at) or usual * min(1.0, at / bits)
 
         fastest, source, count = n / usual, None, 0
-        gains = self._read(able) if TEXT in self.drafters else []
+        gains = self._read(able) if NGRAM_DRAFTER in self.drafters else []
         written = float(n)
         for k, (gain, _) in enumerate(gains[: max(0, self.rows - n)], 1):
             written += gain
             if written / seconds(n + k, bits) > fastest:
-                fastest, source, count = written / seconds(n + k, bits), TEXT, k
+                fastest, source, count = written / seconds(n + k, bits), NGRAM_DRAFTER, k
         most = min(self.rows // n - 1, *map(_room, work)) if len(able) == n else 0
-        for gear in (g for g in self.drafters if TEXT < g < bits):
+        for gear in (g for g in self.drafters if NGRAM_DRAFTER < g < bits):
             low = max(self._average(self._lowered(w.blueprint, gear)[0]) for w in work)
             for k in range(1, min(MOST, most) + 1 if low < bits else 1):
                 written = n * progress(self._outcomes(gear, bits).rate, k)
                 rate = written / (k * seconds(n, low) + seconds(n * (k + 1), bits))
                 if rate > fastest:
                     fastest, source, count = rate, gear, k
-        for (gear, of), outcomes in self.fared.items():
+        for (gear, of), outcomes in self.acceptance.items():
             if of == round(bits) and gear != source:
                 outcomes.pass_by(n)
         for w in able:
             own = _of(w)
             if source is not None:
                 own.source, own.outcomes = source, self._outcomes(source, bits) if source else None
-            if source == TEXT and own.foreseen is not None:
+            if source == NGRAM_DRAFTER and own.proposed is not None:
                 checked = sum(of is own for _, of in gains[:count])
-                own.guesses = [token for token, _ in own.foreseen.guesses[:checked]]
+                own.draft_tokens = [token for token, _ in own.proposed.draft_tokens[:checked]]
             elif source is not None and w.sequence.params.seed is not None:
                 own.generator = torch.Generator()
                 own.generator.set_state(w.sequence.generator.get_state())
-        self._gear, self._done, self._left = source or TEXT, 0, count if source else 0
+        self._gear, self._done, self._left = source or NGRAM_DRAFTER, 0, count if source else 0
 
-    def _read(self, able: Many[Work]) -> list[tuple[float, Speculation]]:
+    def _read(self, able: collections.abc.Sequence[ScheduledTokens]) -> list[tuple[float, Speculation]]:
         """Read for these sequences. Returns the tokens that each guess adds to what a step writes, the most first, and
         whose it is; those of one sequence in their order."""
         gains = list[tuple[float, Speculation]]()
         for w in able:
             own, tokens = _of(w), w.sequence.token_ids
-            if own.foreseen is not None:
-                self.reader.learn(own.foreseen, tokens)
-            own.foreseen, likely = self.reader.foresee(own.text, tokens, min(MOST, _room(w)))
+            if own.proposed is not None:
+                self.reader.learn(own.proposed, tokens)
+            own.proposed, likely = self.reader.propose(own.text, tokens, min(MOST, _room(w)))
             gains += [(probability, own) for probability in likely]
         return sorted(gains, key=lambda gain: -gain[0])
 
-    def _outcomes(self, drafter: int, bits: float) -> Outcomes:
-        return self.fared.setdefault((drafter, round(bits)), Outcomes())
+    def _outcomes(self, drafter: int, bits: float) -> AcceptanceStats:
+        return self.acceptance.setdefault((drafter, round(bits)), AcceptanceStats())
 
-    def _draft(self, w: Work) -> Work:
+    def _draft(self, w: ScheduledTokens) -> ScheduledTokens:
         own = _of(w)
         lowered, nbytes = self._lowered(w.blueprint, self._gear)
         own.draft_bytes += nbytes
-        return Work(w.sequence, w.start + len(own.guesses), 1, lowered)
+        return ScheduledTokens(w.sequence, w.start + len(own.draft_tokens), 1, lowered)
 
     def _lowered(self, blueprint: Blueprint, gear: int) -> tuple[Blueprint, int]:
         key = blueprint.linear_key, gear
         if key not in self._lower:
             bits = tuple(min(b, gear) for b in blueprint.weight_bits)
-            lowered = replace(blueprint, weight_bits=bits, steering=None)
+            lowered = replace(blueprint, weight_bits=bits, dynamic_precision=None)
             self._lower[key] = lowered, lowered.bytes_per_token(self.table)
         return self._lower[key]
 
@@ -185,14 +187,14 @@ class Speculator:
         return self._averages[blueprint.linear_key]
 
 
-def guess_of(sequence: Sequence, at: int) -> Guess | None:
+def draft_token_of(sequence: Sequence, at: int) -> Guess | None:
     """The guess of this number, where rejection sampling decides on it."""
     own = sequence.speculation
-    return None if own is None or at >= len(own.proposals) else (own.guesses[at], own.proposals[at])
+    return None if own is None or at >= len(own.proposals) else (own.draft_tokens[at], own.proposals[at])
 
 
-def _of(what: Work | Sequence) -> Speculation:
-    own = (what.sequence if isinstance(what, Work) else what).speculation
+def _of(what: ScheduledTokens | Sequence) -> Speculation:
+    own = (what.sequence if isinstance(what, ScheduledTokens) else what).speculation
     assert own is not None
     return own
 
@@ -201,12 +203,14 @@ def _generator(sequence: Sequence) -> torch.Generator:
     return _of(sequence).generator or sequence.generator
 
 
-def _checks(w: Work) -> list[Work]:
+def _checks(w: ScheduledTokens) -> list[ScheduledTokens]:
     """The row of a sequence's last token and those of its guesses."""
     own = w.sequence.speculation
-    return [w] + [Work(w.sequence, w.start + 1 + i, 1) for i in range(0 if own is None else len(own.guesses))]
+    return [w] + [
+        ScheduledTokens(w.sequence, w.start + 1 + i, 1) for i in range(0 if own is None else len(own.draft_tokens))
+    ]
 
 
-def _room(w: Work) -> int:
+def _room(w: ScheduledTokens) -> int:
     """How many guesses a sequence may have: they do not fill its page, and leave a place for the token after them."""
     return max(0, min(PAGE_SIZE - 2 - w.start % PAGE_SIZE, w.sequence.max_length - len(w.sequence.token_ids) - 1))

@@ -8,7 +8,7 @@
 
 #include "lanes.c"
 
-#include "kv_seal.c"
+#include "kv_quantise.c"
 
 #include "kv_read.c"
 
@@ -16,7 +16,7 @@
 
 #define MAX_QUERIES 4 /* rows served by one reading */
 
-#include "sealed.c"
+#include "quantised_pages.c"
 
 /* `_Shape` of paged_attention.py. Strides are in numbers; the last dimension is contiguous. */
 typedef struct {
@@ -34,8 +34,8 @@ typedef struct {
     const Bounds *bounds; /* or NULL */
     const char *query;
     const uint8_t *memory;
-    const int32_t *words;
-    const int64_t *tables, *lengths;
+    const int32_t *head_offsets;
+    const int64_t *block_tables, *lengths;
     char *out, *scratch;
     float *entropy;
     int64_t again_at, scratch_bytes; /* of a thread: where `Again` has its part, and all of it */
@@ -55,7 +55,7 @@ INLINE int rotations(const Attention *a, const int64_t *table, int64_t head, int
     int most = 0;
     for (int64_t page = from / PAGE; page * PAGE < to && most < 2; page++) {
         int kind;
-        find_block(a->words, a->s->kv_heads, table[page], head, &kind);
+        find_block(a->head_offsets, a->s->kv_heads, table[page], head, &kind);
         if (kind != FULL_BITS) most = kind > TURBO ? 2 : 1;
     }
     return most;
@@ -63,7 +63,7 @@ INLINE int rotations(const Attention *a, const int64_t *table, int64_t head, int
 
 /* M query heads from `first` on, which share the key head `head`, of sequence b, whose pages are `table`. `again` takes
    note of the pages that should be read again, unless it is NULL. */
-INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, int64_t first, const int64_t *table,
+INLINE void attend(const Attention *a, Quantised quantised, int64_t b, int64_t head, int64_t first, const int64_t *table,
                    Again *again, char *scratch, const int M, const int DTYPE) {
     const AttentionShape *s = a->s;
     const int64_t number = DTYPE == FLOAT32 ? 4 : 2, to = a->lengths[b];
@@ -83,20 +83,20 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
         memcpy(rotated, rotated - queries, (size_t)(M * key_wide) * 4);
         for (int m = 0; m < M; m++) rotate_query(rotated + m * key_wide, s->key_dim, turn == 0);
     }
-    attention_scores(a, sealed, table, head, from, to, query, queries, key_wide, scores, room, M, DTYPE);
+    attention_scores(a, quantised, table, head, from, to, query, queries, key_wide, scores, room, M, DTYPE);
     for (int m = 0; m < M; m++)
         a->entropy[b * s->entropy_row + first + m] = softmax(scores + m * room, to - from, s->softcap);
     int64_t i = 0;
     for (; i + 4 * LANES <= wide; i += 4 * LANES)
-        attention_values(a, sealed, table, head, from, to, scores, room, i, out, sums, wide, M, 4, DTYPE);
+        attention_values(a, quantised, table, head, from, to, scores, room, i, out, sums, wide, M, 4, DTYPE);
     for (; i < wide; i += LANES)
-        attention_values(a, sealed, table, head, from, to, scores, room, i, out, sums, wide, M, 1, DTYPE);
+        attention_values(a, quantised, table, head, from, to, scores, room, i, out, sums, wide, M, 1, DTYPE);
     for (int m = 0; m < M && turns; m++) {
         rotate_query(out + sums + m * wide, s->value_dim, 1);
         for (int64_t d = 0; d < s->value_dim; d++) out[m * wide + d] += out[sums + m * wide + d];
     }
     if (again)
-        flag_pages(a, sealed, b, head, table, query + (turns ? queries : 0), key_wide, scores, room, out, wide, M,
+        flag_pages(a, quantised, b, head, table, query + (turns ? queries : 0), key_wide, scores, room, out, wide, M,
                    again);
     for (int m = 0; m < M; m++) {
         char *y = a->out + (b * s->heads + first + m) * s->value_dim * number;
@@ -130,7 +130,7 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
         default: ADD_ROWS(4);                                                                                 \
         }                                                                                                     \
     }                                                                                                         \
-    static const Sealed NAME##_sealed = {NAME##_unpack, NAME##_unpack_turbo, NAME##_add_rows, SUM_EACH};      \
+    static const Quantised NAME##_sealed = {NAME##_unpack, NAME##_unpack_turbo, NAME##_add_rows, SUM_EACH};      \
     TARGET static void NAME##_attention(void *arg) {                                                          \
         Attention *a = arg;                                                                                   \
         const AttentionShape *s = a->s;                                                                       \
@@ -140,7 +140,7 @@ INLINE void attend(const Attention *a, Sealed sealed, int64_t b, int64_t head, i
             const int64_t task = atomic_fetch_add(&a->next, 1), b = task / s->kv_heads;                       \
             if (b >= s->batch) return;                                                                        \
             const int64_t head = task % s->kv_heads, end = (head + 1) * repeat;                               \
-            const int64_t *table = a->tables + b * s->table_row;                                              \
+            const int64_t *table = a->block_tables + b * s->table_row;                                              \
             Again both, *again = begin_again(a, b, head, scratch, &both);                                     \
             for (;;) { /* twice where pages are read again */                                                 \
                 for (int64_t first = head * repeat; first < end; first += MAX_QUERIES)                        \
@@ -162,17 +162,17 @@ DEFINE_ATTENTION(avx2, TARGET_AVX2, sum_each)
 DEFINE_ATTENTION(avx512, TARGET_AVX512, sum_each_avx512)
 #endif
 
-/* Whether a page's blocks of this layer lie inside of the memory. */
-static int page_fits(const AttentionShape *s, const int32_t *words, int64_t entry, int open) {
-    if (entry < 0 || entry >= s->bytes) return 0;
+/* Whether a page's head_offsets of this layer lie inside of the memory. */
+static int page_fits(const AttentionShape *s, const int32_t *head_offsets, int64_t block_id, int open) {
+    if (block_id < 0 || block_id >= s->bytes) return 0;
     for (int64_t head = 0; head < s->kv_heads; head++) {
         int kind;
-        const int64_t at = find_block(words, s->kv_heads, entry, head, &kind);
-        const int sealed = kind == 2 || kind == 4 || kind == 8 || kind == (TURBO | 2) || kind == (TURBO | 4);
-        if (!sealed && kind != FULL_BITS) return 0;
+        const int64_t at = find_block(head_offsets, s->kv_heads, block_id, head, &kind);
+        const int quantised = kind == 2 || kind == 4 || kind == 8 || kind == (TURBO | 2) || kind == (TURBO | 4);
+        if (!quantised && kind != FULL_BITS) return 0;
         const Block b = block_layout(kind, s->key_dim, s->value_dim, s->dtype == FLOAT32 ? 4 : 2);
         if (at < 0 || at + b.nbytes > s->bytes) return 0;
-        if (open && sealed) return 0;
+        if (open && quantised) return 0;
     }
     return 1;
 }
@@ -191,12 +191,12 @@ static void mark_infinite(uint8_t *key, int64_t count, int dtype) {
 }
 
 /* Whether a row can be written there. */
-static int slot_fits(const AttentionShape *s, const int32_t *words, int64_t slot) {
-    return slot >= 0 && slot % ALIGN < PAGE && page_fits(s, words, slot - slot % ALIGN, 1);
+static int slot_fits(const AttentionShape *s, const int32_t *head_offsets, int64_t slot) {
+    return slot >= 0 && slot % ALIGN < PAGE && page_fits(s, head_offsets, slot - slot % ALIGN, 1);
 }
 
 /* Keys and values of the batch's rows to their slots. */
-static void write_all(uint8_t *memory, const int32_t *words, const int64_t *slots, const char *key, const char *value,
+static void write_all(uint8_t *memory, const int32_t *head_offsets, const int64_t *slots, const char *key, const char *value,
                       const AttentionShape *s) {
     const int64_t number = s->dtype == FLOAT32 ? 4 : 2;
     const Block full = block_layout(FULL_BITS, s->key_dim, s->value_dim, number);
@@ -204,7 +204,7 @@ static void write_all(uint8_t *memory, const int32_t *words, const int64_t *slot
         for (int64_t h = 0; h < s->kv_heads; h++) {
             const int64_t offset = slots[b] % ALIGN;
             int kind;
-            uint8_t *to = memory + find_block(words, s->kv_heads, slots[b] - offset, h, &kind);
+            uint8_t *to = memory + find_block(head_offsets, s->kv_heads, slots[b] - offset, h, &kind);
             memcpy(to + offset * full.key_row, key + (b * s->key_row + h * s->key_head) * number, (size_t)full.key_row);
             mark_infinite(to + offset * full.key_row, s->key_dim, s->dtype);
             memcpy(to + full.values + offset * full.value_row, value + (b * s->value_row + h * s->value_head) * number,
@@ -213,41 +213,41 @@ static void write_all(uint8_t *memory, const int32_t *words, const int64_t *slot
 }
 
 /* `write_rows` of qbe/kernels/ops/kv_pages.py. Returns 0; -1: a slot outside of the memory (nothing was done). */
-int64_t qbe_write_rows(const void *key, const void *value, void *memory, const int32_t *words, const int64_t *slots,
+int64_t qbe_write_rows(const void *key, const void *value, void *memory, const int32_t *head_offsets, const int64_t *slots,
                        const AttentionShape *s) {
     for (int64_t b = 0; b < s->batch; b++)
-        if (!slot_fits(s, words, slots[b])) return -1;
-    write_all(memory, words, slots, key, value, s);
+        if (!slot_fits(s, head_offsets, slots[b])) return -1;
+    write_all(memory, head_offsets, slots, key, value, s);
     return 0;
 }
 
-/* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.ops.paged_attention says, words
+/* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.ops.paged_attention says, head_offsets
    contiguous, out [batch, heads, value_dim] contiguous; bounds NULL or as qbe.kernels.ops.bounded_attention says. Returns 0; -1: a
    slot, length or page outside of the memory (nothing was done); -2: out of memory. */
-int64_t qbe_bounded_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *words,
-                              const int64_t *slots, const int64_t *tables, const int64_t *lengths, float *entropy,
+int64_t qbe_bounded_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *head_offsets,
+                              const int64_t *slots, const int64_t *block_tables, const int64_t *lengths, float *entropy,
                               void *out, const AttentionShape *s, const Bounds *bounds, int32_t threads,
                               int32_t backend) {
     int64_t longest = 0, tokens = 0;
     for (int64_t b = 0; b < s->batch; b++) {
         const int64_t from = s->window && lengths[b] > s->window ? lengths[b] - s->window : 0, count = lengths[b] - from;
         if (count < 1 || lengths[b] > s->table_width * PAGE) return -1;
-        if (!slot_fits(s, words, slots[b])) return -1;
+        if (!slot_fits(s, head_offsets, slots[b])) return -1;
         for (int64_t p = from / PAGE; p * PAGE < lengths[b]; p++)
-            if (!page_fits(s, words, tables[b * s->table_row + p], 0)) return -1;
+            if (!page_fits(s, head_offsets, block_tables[b * s->table_row + p], 0)) return -1;
         longest = count > longest ? count : longest;
         tokens += count;
     }
     /* Reading these many numbers takes longer than waking a thread. */
     if (threads < 1 || tokens * s->heads * (s->key_dim + s->value_dim) < 65536) threads = 1;
-    Attention a = {.s = s, .bounds = bounds, .query = query, .memory = memory, .words = words, .tables = tables, .lengths = lengths,
+    Attention a = {.s = s, .bounds = bounds, .query = query, .memory = memory, .head_offsets = head_offsets, .block_tables = block_tables, .lengths = lengths,
                    .entropy = entropy, .out = out, .backend = backend};
     const int64_t floats = 3 * s->key_dim + 2 * s->value_dim + longest + 6 * LANES;
     a.again_at = (int64_t)aligned((size_t)(4 * MAX_QUERIES * floats));
     a.scratch_bytes = a.again_at + (bounds ? (int64_t)aligned((size_t)(s->table_width * AGAIN_BYTES)) : 0);
     a.scratch = aligned_alloc(64, (size_t)(threads * a.scratch_bytes));
     if (!a.scratch) return -2;
-    write_all(memory, words, slots, key, value, s); /* here, because rows that pad a batch share a slot */
+    write_all(memory, head_offsets, slots, key, value, s); /* here, because rows that pad a batch share a slot */
 #ifdef X86
     pool_run(backend >= AVX512 ? avx512_attention : backend == AVX2 ? avx2_attention : scalar_attention, &a, threads);
 #else
@@ -257,9 +257,9 @@ int64_t qbe_bounded_attention(const void *query, const void *key, const void *va
     return 0;
 }
 
-int64_t qbe_paged_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *words,
-                            const int64_t *slots, const int64_t *tables, const int64_t *lengths, float *entropy,
+int64_t qbe_paged_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *head_offsets,
+                            const int64_t *slots, const int64_t *block_tables, const int64_t *lengths, float *entropy,
                             void *out, const AttentionShape *s, int32_t threads, int32_t backend) {
-    return qbe_bounded_attention(query, key, value, memory, words, slots, tables, lengths, entropy, out, s, NULL,
+    return qbe_bounded_attention(query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, out, s, NULL,
                                  threads, backend);
 }

@@ -46,8 +46,8 @@ INLINE void add_rows(const char *rows, int64_t from, int64_t to, int64_t dim, co
         }
 }
 
-/* query: the M queries as they are, rotated (for sealed pages) and once more (for sketches), `next` floats apart. */
-INLINE void attention_scores(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
+/* query: the M queries as they are, rotated (for quantised pages) and once more (for sketches), `next` floats apart. */
+INLINE void attention_scores(const Attention *a, Quantised quantised, const int64_t *table, int64_t head, int64_t from,
                              int64_t to, const float *query, int64_t next, int64_t wide, float *scores, int64_t room,
                              const int M, const int DTYPE) {
     const AttentionShape *s = a->s;
@@ -56,21 +56,21 @@ INLINE void attention_scores(const Attention *a, Sealed sealed, const int64_t *t
         end = (page + 1) * PAGE < to ? (page + 1) * PAGE : to;
         const int64_t last = first + end - t;
         int kind;
-        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &kind);
+        const uint8_t *block = a->memory + find_block(a->head_offsets, s->kv_heads, table[page], head, &kind);
         float *out = scores + t - from;
         if (kind == FULL_BITS)
-            full_scores(sealed.sum_each, (const char *)block, first, last, s->key_dim, s->value_dim, query, wide, out, room, M, DTYPE);
+            full_scores(quantised.sum_each, (const char *)block, first, last, s->key_dim, s->value_dim, query, wide, out, room, M, DTYPE);
         else if (kind > TURBO)
-            turbo_scores(sealed, block, kind, first, last, s->key_dim, s->value_dim, query + next, query + 2 * next,
+            turbo_scores(quantised, block, kind, first, last, s->key_dim, s->value_dim, query + next, query + 2 * next,
                          wide, out, room, M);
         else
-            sealed_scores(sealed, block, kind, first, last, s->key_dim, s->value_dim, query + next, wide, out, room, M);
+            quantised_scores(quantised, block, kind, first, last, s->key_dim, s->value_dim, query + next, wide, out, room, M);
     }
 }
 
 /* out[m] = sum over tokens [from, to) of weights[m * room + t - from] * value t, for N * LANES numbers from i: of those
-   in pages of 16 bits, and `next` floats behind of those in sealed pages, rotated. */
-INLINE void attention_values(const Attention *a, Sealed sealed, const int64_t *table, int64_t head, int64_t from,
+   in pages of 16 bits, and `next` floats behind of those in quantised pages, rotated. */
+INLINE void attention_values(const Attention *a, Quantised quantised, const int64_t *table, int64_t head, int64_t from,
                              int64_t to, const float *weights, int64_t room, int64_t i, float *out, int64_t next,
                              int64_t wide, const int M, const int N, const int DTYPE) {
     const AttentionShape *s = a->s;
@@ -81,12 +81,12 @@ INLINE void attention_values(const Attention *a, Sealed sealed, const int64_t *t
         end = (page + 1) * PAGE < to ? (page + 1) * PAGE : to;
         const int64_t last = first + end - t;
         int kind;
-        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[page], head, &kind);
+        const uint8_t *block = a->memory + find_block(a->head_offsets, s->kv_heads, table[page], head, &kind);
         const float *own = weights + t - from;
         if (kind == FULL_BITS)
             add_rows((const char *)block + values, first, last, s->value_dim, own, room, i, sum, M, N, DTYPE);
         else
-            sealed_values(sealed, block, kind, first, last, s->key_dim, s->value_dim, own, room, i, rotated, M, N);
+            quantised_values(quantised, block, kind, first, last, s->key_dim, s->value_dim, own, room, i, rotated, M, N);
     }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) {

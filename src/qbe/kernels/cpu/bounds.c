@@ -1,7 +1,7 @@
 /* Which pages qbe::bounded_attention reads again from their originals. The bound and its proof are in
    reference/bounded_attention.py, whose names these are. Included by attention.c. */
 
-/* Tensors as qbe.kernels.ops.bounded_attention says, all contiguous but originals, whose rows are those of the tables. */
+/* Tensors as qbe.kernels.ops.bounded_attention says, all contiguous but originals, whose rows are those of the block_tables. */
 struct Bounds {
     const int64_t *originals;
     const float *limits;
@@ -36,7 +36,7 @@ static Again *begin_again(const Attention *a, int64_t b, int64_t head, char *scr
     for (int64_t p = 0; p < both->pages; p++) {
         const int64_t at = b * s->table_row + both->first + p;
         int bits;
-        find_block(a->words, s->kv_heads, a->tables[at], head, &bits);
+        find_block(a->head_offsets, s->kv_heads, a->block_tables[at], head, &bits);
         both->lowered[p] = bits != FULL_BITS && a->bounds->originals[at] != NO_ORIGINAL;
         both->raised[p] = 0;
     }
@@ -86,8 +86,8 @@ static float norm_of(const float *x, int64_t count) {
 }
 
 /* The notes of one page for M query rows; `weights` are those of its tokens [from, to), `query` is scaled and, for a
-   sealed page, rotated. */
-static void note_page(const Attention *a, Sealed sealed, const uint8_t *block, int kind, int64_t from, int64_t to,
+   quantised page, rotated. */
+static void note_page(const Attention *a, Quantised quantised, const uint8_t *block, int kind, int64_t from, int64_t to,
                       const float *query, int64_t key_wide, const float *weights, int64_t room, int M, float *notes) {
     const AttentionShape *s = a->s;
     const int64_t dim = s->value_dim, number = s->dtype == FLOAT32 ? 4 : 2;
@@ -122,7 +122,7 @@ static void note_page(const Attention *a, Sealed sealed, const uint8_t *block, i
             const float low = from_half(((const uint16_t *)(block + b.value_scales))[PAGE + t]);
             for (int64_t i = 0; i < dim; i += 4 * LANES) {
                 const int64_t count = dim - i < 4 * LANES ? dim - i : 4 * LANES;
-                sealed.unpack(block + b.values + t * b.value_row + i * bits / 8, bits, (count + LANES - 1) / LANES * LANES,
+                quantised.unpack(block + b.values + t * b.value_row + i * bits / 8, bits, (count + LANES - 1) / LANES * LANES,
                               numbers);
                 for (int64_t j = 0; j < count; j++) numbers[j] = numbers[j] * scale + low;
                 const float part = norm_of(numbers, count);
@@ -169,7 +169,7 @@ static void flag_row(float *notes, float allowed, const Again *again) {
 
 /* The same for M query rows that have attended: `query` is scaled, `weights` [M, room] are those of all tokens they
    see, `out` is what they got. */
-static void flag_pages(const Attention *a, Sealed sealed, int64_t b, int64_t head, const int64_t *table,
+static void flag_pages(const Attention *a, Quantised quantised, int64_t b, int64_t head, const int64_t *table,
                        const float *query, int64_t key_wide, const float *weights, int64_t room, const float *out,
                        int64_t wide, int M, const Again *again) {
     const AttentionShape *s = a->s;
@@ -177,8 +177,8 @@ static void flag_pages(const Attention *a, Sealed sealed, int64_t b, int64_t hea
     for (int64_t p = 0; p < again->pages; p++) {
         const int64_t at = (again->first + p) * PAGE, low = at > from ? at : from, high = at + PAGE < to ? at + PAGE : to;
         int bits;
-        const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, table[again->first + p], head, &bits);
-        note_page(a, sealed, block, bits, low - at, high - at, query, key_wide, weights + low - from, room, M,
+        const uint8_t *block = a->memory + find_block(a->head_offsets, s->kv_heads, table[again->first + p], head, &bits);
+        note_page(a, quantised, block, bits, low - at, high - at, query, key_wide, weights + low - from, room, M,
                   again->notes + p * MAX_QUERIES * NOTES);
     }
     for (int m = 0; m < M; m++)

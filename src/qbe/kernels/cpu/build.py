@@ -182,8 +182,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         lib.qbe_prompt_attention.restype = long
     lib.qbe_write_rows.argtypes = [pointer] * 6
     lib.qbe_write_rows.restype = long
-    lib.qbe_seal_pages.argtypes = [pointer] * 4 + [long] * 5 + [integer] * 2
-    lib.qbe_seal_pages.restype = long
+    lib.qbe_quantise_pages.argtypes = [pointer] * 4 + [long] * 5 + [integer] * 2
+    lib.qbe_quantise_pages.restype = long
     lib.qbe_read_pages.argtypes = [pointer] * 3 + [long] * 4 + [integer] + [pointer] * 2 + [integer]
     lib.qbe_read_pages.restype = long
     lib.qbe_round_rows.argtypes = [pointer] * 3 + [long] + [integer] * 3

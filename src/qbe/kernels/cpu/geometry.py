@@ -14,7 +14,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbering of store.c
 ROW_DTYPES = {**DTYPES, torch.float16: 2}  # of x and y of nested weights
 
 
-class _Table(ctypes.Structure):
+class _ShapeStruct(ctypes.Structure):
     """`Shape` of store.c, its layout in front."""
 
     _fields_ = (
@@ -40,7 +40,7 @@ class Geometry(NamedTuple):
     group: int  # inputs that share a scale
     layout: SliceLayout
     address: int  # of `table`
-    table: _Table
+    table: _ShapeStruct
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,7 +70,7 @@ def geometry(
         )
     if n and not kp - kp // groups < k <= kp:
         raise RuntimeError(f"x has {k} inputs a row, but its nested weight takes {kp - kp // groups + 1} to {kp}")
-    table = _Table(layout.total_bits, len(layout.precisions), len(layout.parts), exponent=exponent)
+    table = _ShapeStruct(layout.total_bits, len(layout.precisions), len(layout.parts), exponent=exponent)
     table.precision[: len(layout.precisions)] = layout.precisions
     table.first[: len(layout.parts)] = [p.first for p in layout.parts]
     table.width[: len(layout.parts)] = [p.width for p in layout.parts]

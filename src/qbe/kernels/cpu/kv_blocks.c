@@ -36,26 +36,26 @@ INLINE Block block_layout(int kind, int64_t key_dim, int64_t value_dim, int64_t 
     return b;
 }
 
-/* The address of a head's block in a page, and its kind; words are those of one layer. */
-INLINE int64_t find_block(const int32_t *words, int64_t word_row, int64_t entry, int64_t head, int *kind) {
-    const int32_t word = words[entry % ALIGN * word_row + head];
-    *kind = word % ALIGN;
-    return entry - entry % ALIGN + word - word % ALIGN;
+/* The address of a head's block in a page, and its kind; head_offsets are those of one layer. */
+INLINE int64_t find_block(const int32_t *head_offsets, int64_t word_row, int64_t block_id, int64_t head, int *kind) {
+    const int32_t head_offset = head_offsets[block_id % ALIGN * word_row + head];
+    *kind = head_offset % ALIGN;
+    return block_id - block_id % ALIGN + head_offset - head_offset % ALIGN;
 }
 
-/* 16 codes of 4 or 2 bits that begin at a whole byte: every lane shifts its own out of a 32-bit word (little endian). */
+/* 16 codes of 4 or 2 bits that begin at a whole byte: every lane shifts its own out of a 32-bit head_offset (little endian). */
 INLINE Integers unpack_lanes(const uint8_t *from, const int BITS) {
     if (BITS == 4) {
         const Words shift = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
         const Words first = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
-        uint32_t word[2];
-        memcpy(word, from, sizeof word);
-        return (Integers)((((word[0] & first) | (word[1] & ~first)) >> shift) & 15);
+        uint32_t head_offset[2];
+        memcpy(head_offset, from, sizeof head_offset);
+        return (Integers)((((head_offset[0] & first) | (head_offset[1] & ~first)) >> shift) & 15);
     }
     const Words shift = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    uint32_t word;
-    memcpy(&word, from, sizeof word);
-    return (Integers)((word - (Words){0}) >> shift & 3);
+    uint32_t head_offset;
+    memcpy(&head_offset, from, sizeof head_offset);
+    return (Integers)((head_offset - (Words){0}) >> shift & 3);
 }
 
 /* `count` codes, a multiple of 16. */

@@ -15,20 +15,27 @@ from pathlib import Path
 
 import torch
 
-from qbe.kernels.ops import paged_attention as attention_ops, cascade as cascade_ops, merged_linear as merged_ops, rms_norm as norm_ops, numbered_linear as numbered_ops, nested_linear as ops, rotary as rotary_ops, routing as routing_ops  # fmt: skip
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import ROW_DTYPES
 from qbe.kernels.cpu.nested_linear import many_full, many_rows
+from qbe.kernels.ops import cascade as cascade_ops
+from qbe.kernels.ops import merged_linear as merged_ops
+from qbe.kernels.ops import nested_linear as ops
+from qbe.kernels.ops import numbered_linear as numbered_ops
+from qbe.kernels.ops import paged_attention as attention_ops  # fmt: skip
+from qbe.kernels.ops import rms_norm as norm_ops
+from qbe.kernels.ops import rotary as rotary_ops
+from qbe.kernels.ops import routing as routing_ops
 
 SOURCE = Path(__file__).parent / "torch_ops.cpp"
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
 _OPS = {
     "nested_linear": (ops, "Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
-                      "int[] slices, int exponent, bool wide"),
+                      "int[] slices, int exponent, bool float32_output"),
     "nested_linears": (merged_ops, "Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
                        "Tensor[] biases, int[] slices, int[] exponents"),
-    "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, "
-                        "Tensor slots, Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, "
+    "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, "
+                        "Tensor slots, Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, "
                         "float softcap"),
     "route": (routing_ops, routing_ops.ARGUMENTS),
     "cascade": (cascade_ops, cascade_ops.ARGUMENTS),

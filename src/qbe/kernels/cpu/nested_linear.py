@@ -60,16 +60,17 @@ def nested_linear(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor:
     """y[r] = x[r] @ W(bits[r]).T + bias. Arguments and result as those of `qbe.kernels.ops.nested_linear`.
 
     The compiled kernel's result for a row does not depend, bit for bit, on the rows beside it. It serves fewer than
-    `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others, and of `wide` ones) and multiplies the exact
-    weight with x, which AVX-512 reads as 16-bit fixed point with a scale for each group, in float32, too; sums are
-    float32. With AMX `TILED_ROWS` of bfloat16 at one precision are multiplied by torch, with the weight rounded to
-    bfloat16, where the inputs are a multiple of 32. Elsewhere with more rows the weight is first rounded to x's dtype
-    (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised layer.
+    `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others, and of `float32_output` ones) and multiplies
+    the exact weight with x, which AVX-512 reads as 16-bit fixed point with a scale for each group, in float32, too;
+    sums are float32. With AMX `TILED_ROWS` of bfloat16 at one precision are multiplied by torch, with the weight
+    rounded to bfloat16, where the inputs are a multiple of 32. Elsewhere with more rows the weight is first rounded to
+    x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised
+    layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -77,18 +78,20 @@ def nested_linear(
         QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
     """
     shape, dtype = x.shape, x.dtype
-    wide = wide and dtype is not torch.float32
+    float32_output = float32_output and dtype is not torch.float32
     if dtype not in MANY_ROWS and not many_rows(dtype):  # float16 without AVX-512: as float32, rounded once
         y = nested_linear(x.float(), packed, meta, bits, original, bias, slices, exponent)
-        return y if wide else y.to(dtype)
+        return y if float32_output else y.to(dtype)
     form = geometry(packed.shape, meta.shape, shape[-1], tuple(slices), exponent)
     rows = x if len(shape) == 2 else x.reshape(-1, form.k)
     check(rows, packed, meta, bits, original, bias, form)
     if rows.shape[0] == 0 or form.n == 0:
-        y = x.new_empty(rows.shape[0], form.n, dtype=torch.float32 if wide else None)
-    elif few_enough(bits, many_rows(dtype), many_full(dtype)) or (wide and build.backend() in ("avx512", "amx")):
-        y = _few(rows, packed, meta, bits, original, bias, form, wide)
-    elif wide:  # torch rounds what it multiplies in bfloat16
+        y = x.new_empty(rows.shape[0], form.n, dtype=torch.float32 if float32_output else None)
+    elif few_enough(bits, many_rows(dtype), many_full(dtype)) or (
+        float32_output and build.backend() in ("avx512", "amx")
+    ):
+        y = _few(rows, packed, meta, bits, original, bias, form, float32_output)
+    elif float32_output:  # torch rounds what it multiplies in bfloat16
         y = nested_linear(rows.float(), packed, meta, bits, original, bias, slices, exponent)
     else:
         y = _many(rows, packed, meta, bits, original, bias, form)
@@ -136,11 +139,11 @@ def _few(
     original: torch.Tensor | None,
     bias: torch.Tensor | None,
     form: Geometry,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor:
     """The compiled kernel; rows at 16 bits go to torch where the original has another dtype than x."""
     rows, bits = rows.contiguous(), bits.contiguous()
-    y = torch.empty(rows.shape[0], form.n, dtype=torch.float32 if wide else rows.dtype)
+    y = torch.empty(rows.shape[0], form.n, dtype=torch.float32 if float32_output else rows.dtype)
     own = None if bias is None else readable_bias(bias, rows)
     failed = build.loaded().qbe_multiply(
         rows.data_ptr(),
@@ -166,9 +169,9 @@ def _few(
         raise missing_original()
     full = weight_bits(bits) >= FULL_BITS
     exact = rounded(rows[full], bits[full], form)
-    y[full] = full_rows(exact.float() if wide else exact, original, bias)
+    y[full] = full_rows(exact.float() if float32_output else exact, original, bias)
     if not full.all():
-        y[~full] = _few(rows[~full], packed, meta, bits[~full], None, bias, form, wide)
+        y[~full] = _few(rows[~full], packed, meta, bits[~full], None, bias, form, float32_output)
     return y
 
 
@@ -211,10 +214,14 @@ def _many(
     form: Geometry,
 ) -> torch.Tensor:
     """Precision by precision: rows that do not pay for torch's product take the compiled kernel together."""
-    layout, words = form.layout, weight_bits(bits)
+    layout, precision_words = form.layout, weight_bits(bits)
     # A prompt's rows are nearly always alike, and a step asks some two hundred times.
-    alike = bool((words == words[0]).all())
-    values, counts = (words[:1], torch.tensor([len(words)])) if alike else words.unique(return_counts=True)
+    alike = bool((precision_words == precision_words[0]).all())
+    values, counts = (
+        (precision_words[:1], torch.tensor([len(precision_words)]))
+        if alike
+        else precision_words.unique(return_counts=True)
+    )
     count = Counter[int]()
     asked: dict[int, list[int]] = {}  # precision -> the words that ask for it
     for value, rows_of in zip(values.tolist(), counts.tolist(), strict=True):
@@ -233,7 +240,7 @@ def _many(
         if len(group) == len(count):
             at, mine, own = None, rows, bits
         else:
-            at = torch.isin(words, torch.tensor([v for b in group for v in asked[b]])).nonzero().squeeze(-1)
+            at = torch.isin(precision_words, torch.tensor([v for b in group for v in asked[b]])).nonzero().squeeze(-1)
             mine, own = rows[at], bits[at]
         if group is few:
             part = _few(mine, packed, meta, own, None, bias, form)

@@ -9,9 +9,9 @@ import functools
 
 import torch
 
+from qbe.format.kv_blocks import FORMATS
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES
-from qbe.format.kv_blocks import FORMATS
 from qbe.kernels.reference.bounded_attention import bounded_attention as bounded_reference
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 
@@ -48,9 +48,9 @@ def paged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
@@ -65,10 +65,10 @@ def paged_attention(
     """
     if not _compiled_for(query, key, value):
         return reference(
-            query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap
+            query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap
         )  # fmt: skip
     return _attend(
-        query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, None
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap, None
     )  # fmt: skip
 
 
@@ -77,9 +77,9 @@ def bounded_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     originals: torch.Tensor,
@@ -89,25 +89,26 @@ def bounded_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`; errors as of `paged_attention`."""
+    """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`; errors as of
+    `paged_attention`."""
     if not _compiled_for(query, key, value):
         return bounded_reference(
-            query, key, value, memory, blocks, slots, tables, lengths, entropy, originals, limits, counts, scaling,
+            query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts, scaling,
             window, softcap,
         )  # fmt: skip
     batch = query.shape[0]
     tensors = (
-        (originals, torch.int64, tables.shape),
+        (originals, torch.int64, block_tables.shape),
         (limits, torch.float32, (batch,)),
         (counts, torch.int64, (batch, 3)),
     )
     if any(t.dtype is not dtype or t.shape != shape or t.stride(-1) != 1 for t, dtype, shape in tensors) or (
-        originals.stride(0) != tables.stride(0) or not counts.is_contiguous()
+        originals.stride(0) != block_tables.stride(0) or not counts.is_contiguous()
     ):
         raise RuntimeError("originals, limits and counts do not belong to these tables")
     bounds = _Bounds(originals.data_ptr(), limits.data_ptr(), counts.data_ptr())
     return _attend(
-        query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap, bounds
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap, bounds
     )  # fmt: skip
 
 
@@ -120,9 +121,9 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
@@ -132,16 +133,16 @@ def _attend(
 ) -> torch.Tensor:
     dtype = query.dtype
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
-    slots, lengths, blocks = slots.contiguous(), lengths.contiguous(), blocks.contiguous()
+    slots, lengths, head_offsets = slots.contiguous(), lengths.contiguous(), head_offsets.contiguous()
     shape = _shape(
-        query.shape, key.shape, value.shape, memory.shape, blocks.shape, tables.shape, entropy.shape, query.stride(),
-        key.stride(), value.stride(), tables.stride(), entropy.stride(), scaling, window, softcap, dtype,
+        query.shape, key.shape, value.shape, memory.shape, head_offsets.shape, block_tables.shape, entropy.shape, query.stride(),
+        key.stride(), value.stride(), block_tables.stride(), entropy.stride(), scaling, window, softcap, dtype,
     )  # fmt: skip
-    if memory.dtype is not torch.uint8 or not memory.is_contiguous() or blocks.dtype is not torch.int32:
+    if memory.dtype is not torch.uint8 or not memory.is_contiguous() or head_offsets.dtype is not torch.int32:
         raise RuntimeError("the pages must be contiguous uint8, the words of their blocks int32")
-    if {slots.dtype, lengths.dtype, tables.dtype} != {torch.int64} or entropy.dtype is not torch.float32:
+    if {slots.dtype, lengths.dtype, block_tables.dtype} != {torch.int64} or entropy.dtype is not torch.float32:
         raise RuntimeError(
-            f"slots, tables and lengths must be int64, not {slots.dtype}, {tables.dtype} and {lengths.dtype}; "
+            f"slots, tables and lengths must be int64, not {slots.dtype}, {block_tables.dtype} and {lengths.dtype}; "
             f"entropy must be float32, not {entropy.dtype}"
         )
     if slots.shape != query.shape[:1] or lengths.shape != query.shape[:1]:
@@ -152,9 +153,9 @@ def _attend(
         key.data_ptr(),
         value.data_ptr(),
         memory.data_ptr(),
-        blocks.data_ptr(),
+        head_offsets.data_ptr(),
         slots.data_ptr(),
-        tables.data_ptr(),
+        block_tables.data_ptr(),
         lengths.data_ptr(),
         entropy.data_ptr(),
         out.data_ptr(),
@@ -176,8 +177,8 @@ def _shape(
     key: tuple[int, ...],
     value: tuple[int, ...],
     memory: tuple[int, ...],
-    blocks: tuple[int, ...],
-    tables: tuple[int, ...],
+    head_offsets: tuple[int, ...],
+    block_tables: tuple[int, ...],
     entropy: tuple[int, ...],
     query_stride: tuple[int, ...],
     key_stride: tuple[int, ...],
@@ -194,11 +195,13 @@ def _shape(
     Raises:
         RuntimeError: they do not belong together.
     """
-    fits = len(query) == len(key) == len(value) == 3 and len(memory) == 1 and len(blocks) == len(tables) == 2
+    fits = (
+        len(query) == len(key) == len(value) == 3 and len(memory) == 1 and len(head_offsets) == len(block_tables) == 2
+    )
     fits = (
         fits
-        and query[0] == key[0] == value[0] == tables[0]
-        and blocks == (FORMATS, key[1])
+        and query[0] == key[0] == value[0] == block_tables[0]
+        and head_offsets == (FORMATS, key[1])
         and value[1] == key[1]
         and query[2] == key[2]
         and key[1] > 0
@@ -210,10 +213,10 @@ def _shape(
     )
     if not fits:
         raise RuntimeError(
-            f"query {list(query)}, key {list(key)}, value {list(value)}, blocks {list(blocks)}, tables {list(tables)} "
+            f"query {list(query)}, key {list(key)}, value {list(value)}, blocks {list(head_offsets)}, tables {list(block_tables)} "
             f"and entropy {list(entropy)} do not belong together"
         )
     return AttentionShape(
-        query[0], query[1], key[1], key[2], value[2], memory[0], tables[1], *query_stride[:2], *key_stride[:2],
+        query[0], query[1], key[1], key[2], value[2], memory[0], block_tables[1], *query_stride[:2], *key_stride[:2],
         *value_stride[:2], table_stride[0], entropy_stride[0], window, scaling, softcap, DTYPES[dtype],
     )  # fmt: skip

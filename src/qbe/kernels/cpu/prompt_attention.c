@@ -1,7 +1,7 @@
 /* Attention of a prompt's tokens, which are in their pages already, in bfloat16 with AVX-512. Included by nested.c.
 
-   Every page that is seen becomes a panel of keys and one of values: as it is sealed, as it is at 16 bits, or both, because
-   tokens see the last pages before them at 16 bits (`sealed_pages` of kv_blocks.py).
+   Every page that is seen becomes a panel of keys and one of values: as it is quantised, as it is at 16 bits, or both, because
+   tokens see the last pages before them at 16 bits (`quantised_pages` of kv_blocks.py).
 
    Scores and sums of values are both products of up to MOST_ROWS rows with 64 columns of a panel, two numbers at a time
    (`vdpbf16ps`): of keys two dimensions, of values two tokens. Weights are rounded to bfloat16, as torch's flash attention
@@ -25,11 +25,11 @@ typedef struct {
     const PromptShape *s;
     const uint16_t *query;
     const uint8_t *memory;
-    const int32_t *words;
-    const int64_t *entries, *frames; /* of all pages; of those seen at 16 bits, from `first_exact` on */
+    const int32_t *head_offsets;
+    const int64_t *block_ids, *staging_pages; /* of all pages; of those seen at 16 bits, from `first_exact` on */
     uint16_t *out;                   /* [rows, heads, value_dim] */
     char *panels, *scratch;
-    int64_t begin, sealed, first_exact; /* pages: the first one seen, the end of those seen sealed, the first at 16 bits */
+    int64_t begin, quantised, first_exact; /* pages: the first one seen, the end of those seen quantised, the first at 16 bits */
     int64_t key_bytes, panel_bytes;     /* of a page's keys, of its keys and values */
     int64_t wide;                       /* numbers of a value, in whole panels of 64 */
     int64_t scratch_bytes;              /* of a thread */
@@ -37,16 +37,16 @@ typedef struct {
     atomic_int slot;
 } PromptAttention;
 
-/* How many of the pages before `page` its tokens see sealed: `sealed_pages` of kv_blocks.py. */
+/* How many of the pages before `page` its tokens see quantised: `quantised_pages` of kv_blocks.py. */
 INLINE int64_t seen_sealed(const PromptShape *s, int64_t page) { return page - (page % s->stretch > 0); }
 
-/* The panels of a head: of pages [begin, sealed) as they are sealed, then of [first_exact, pages) at 16 bits. */
-INLINE int64_t panels_of_head(const PromptAttention *a) { return a->sealed - a->begin + a->s->pages - a->first_exact; }
+/* The panels of a head: of pages [begin, quantised) as they are quantised, then of [first_exact, pages) at 16 bits. */
+INLINE int64_t panels_of_head(const PromptAttention *a) { return a->quantised - a->begin + a->s->pages - a->first_exact; }
 
-/* A page's panel. One that is not sealed has that of 16 bits alone. */
+/* A page's panel. One that is not quantised has that of 16 bits alone. */
 INLINE int64_t panel_of(const PromptAttention *a, int64_t page, int exact) {
-    if (!exact && page >= a->first_exact && a->entries[page] == a->frames[page - a->first_exact]) exact = 1;
-    return exact ? a->sealed - a->begin + page - a->first_exact : page - a->begin;
+    if (!exact && page >= a->first_exact && a->block_ids[page] == a->staging_pages[page - a->first_exact]) exact = 1;
+    return exact ? a->quantised - a->begin + page - a->first_exact : page - a->begin;
 }
 
 /* `count` tokens of a page's keys as [pair of dimensions, 64 tokens] and values as [64 dimensions, pair of tokens, 64 of
@@ -77,15 +77,15 @@ TARGET_AVX512 static void pack_page(const PromptAttention *a, const uint16_t *ke
     }
 }
 
-/* Panel number `task` of all heads'. room: what a sealed page is read into. */
+/* Panel number `task` of all heads'. room: what a quantised page is read into. */
 static void pack_panel(const PromptAttention *a, int64_t task, char *room) {
     const PromptShape *s = a->s;
-    const int64_t head = task / panels_of_head(a), i = task % panels_of_head(a), before = a->sealed - a->begin;
+    const int64_t head = task / panels_of_head(a), i = task % panels_of_head(a), before = a->quantised - a->begin;
     const int exact = i >= before;
     const int64_t page = exact ? i - before + a->first_exact : i + a->begin, left = s->start + s->rows - page * PAGE;
     if (panel_of(a, page, exact) != i) return;
     int kind;
-    const uint8_t *block = a->memory + find_block(a->words, s->kv_heads, exact ? a->frames[page - a->first_exact] : a->entries[page],
+    const uint8_t *block = a->memory + find_block(a->head_offsets, s->kv_heads, exact ? a->staging_pages[page - a->first_exact] : a->block_ids[page],
                                                   head, &kind);
     const uint8_t *value = block + block_layout(FULL_BITS, s->key_dim, s->value_dim, 2).values;
     if (kind != FULL_BITS) {
@@ -228,39 +228,39 @@ static void prompt_pack(void *arg) {
 static void prompt_attend(void *arg) {
     PromptAttention *a = arg;
     const PromptShape *s = a->s;
-    const int64_t repeat = s->heads / s->kv_heads, blocks = (PAGE * repeat + BLOCK_ROWS - 1) / BLOCK_ROWS; /* of a page */
-    const int64_t first = s->start / PAGE, tasks = (s->pages - first) * blocks;
+    const int64_t repeat = s->heads / s->kv_heads, head_offsets = (PAGE * repeat + BLOCK_ROWS - 1) / BLOCK_ROWS; /* of a page */
+    const int64_t first = s->start / PAGE, tasks = (s->pages - first) * head_offsets;
     char *scratch = a->scratch + atomic_fetch_add(&a->slot, 1) * a->scratch_bytes;
     for (int64_t task; (task = atomic_fetch_add(&a->next, 1)) < tasks * s->kv_heads;) {
-        const int64_t block = tasks - 1 - task % tasks, page = first + block / blocks; /* the longest first: threads end together */
+        const int64_t block = tasks - 1 - task % tasks, page = first + block / head_offsets; /* the longest first: threads end together */
         const int64_t begin = page * PAGE > s->start ? page * PAGE - s->start : 0, after = (page + 1) * PAGE - s->start;
-        const int64_t r0 = begin * repeat + block % blocks * BLOCK_ROWS, end = (after < s->rows ? after : s->rows) * repeat;
+        const int64_t r0 = begin * repeat + block % head_offsets * BLOCK_ROWS, end = (after < s->rows ? after : s->rows) * repeat;
         if (r0 < end) attend_rows(a, task / tasks, r0, r0 + BLOCK_ROWS < end ? r0 + BLOCK_ROWS : end, scratch);
     }
 }
 
-/* Whether a page's blocks lie inside of the memory, and are of 16 bits where they have to be. */
-static int prompt_page_fits(const PromptShape *s, const int32_t *words, int64_t entry, int open) {
+/* Whether a page's head_offsets lie inside of the memory, and are of 16 bits where they have to be. */
+static int prompt_page_fits(const PromptShape *s, const int32_t *head_offsets, int64_t block_id, int open) {
     const AttentionShape shape = {.kv_heads = s->kv_heads, .key_dim = s->key_dim, .value_dim = s->value_dim, .bytes = s->bytes,
                                   .dtype = BFLOAT16};
-    return page_fits(&shape, words, entry, open);
+    return page_fits(&shape, head_offsets, block_id, open);
 }
 
-/* `prompt_attention` of qbe/kernels/cpu/prompt_attention.py: all of bfloat16, key_dim even, words, entries and frames contiguous.
+/* `prompt_attention` of qbe/kernels/cpu/prompt_attention.py: all of bfloat16, key_dim even, head_offsets, block_ids and staging_pages contiguous.
    Returns 0; -1: a page outside of the memory (nothing was done); -2: out of memory. */
-int64_t qbe_prompt_attention(const void *query, const void *memory, const int32_t *words, const int64_t *entries,
-                             const int64_t *frames, void *out, const PromptShape *s, int32_t threads) {
-    PromptAttention a = {.s = s, .query = query, .memory = memory, .words = words, .entries = entries, .out = out};
+int64_t qbe_prompt_attention(const void *query, const void *memory, const int32_t *head_offsets, const int64_t *block_ids,
+                             const int64_t *staging_pages, void *out, const PromptShape *s, int32_t threads) {
+    PromptAttention a = {.s = s, .query = query, .memory = memory, .head_offsets = head_offsets, .block_ids = block_ids, .out = out};
     const int64_t earliest = s->start + 1, first = seen_sealed(s, s->start / PAGE);
     a.begin = s->window && earliest > s->window ? (earliest - s->window) / PAGE : 0;
-    a.sealed = seen_sealed(s, (s->start + s->rows - 1) / PAGE);
+    a.quantised = seen_sealed(s, (s->start + s->rows - 1) / PAGE);
     a.first_exact = first > a.begin ? first : a.begin;
-    a.frames = frames + a.first_exact - first;
-    if (a.sealed < a.begin) a.sealed = a.begin;
-    for (int64_t page = a.begin; page < a.sealed; page++)
-        if (!prompt_page_fits(s, words, entries[page], 0)) return -1;
+    a.staging_pages = staging_pages + a.first_exact - first;
+    if (a.quantised < a.begin) a.quantised = a.begin;
+    for (int64_t page = a.begin; page < a.quantised; page++)
+        if (!prompt_page_fits(s, head_offsets, block_ids[page], 0)) return -1;
     for (int64_t page = a.first_exact; page < s->pages; page++)
-        if (!prompt_page_fits(s, words, a.frames[page - a.first_exact], 1)) return -1;
+        if (!prompt_page_fits(s, head_offsets, a.staging_pages[page - a.first_exact], 1)) return -1;
     a.wide = (s->value_dim + 63) / 64 * 64;
     a.key_bytes = s->key_dim / 2 * 256;
     a.panel_bytes = a.key_bytes + a.wide * PAGE * 2;

@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
+from qbe.format.kv_blocks import FORMATS, PAGE_SIZE, STRETCH, quantised_pages
 from qbe.kernels.cpu import build
-from qbe.format.kv_blocks import FORMATS, PAGE_SIZE, STRETCH, sealed_pages
 
 _threads = torch.get_num_threads
 
@@ -39,9 +39,9 @@ def serves(query: torch.Tensor, softcap: float) -> bool:
 def prompt_attention(
     query: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
-    entries: torch.Tensor,
-    frames: torch.Tensor,
+    head_offsets: torch.Tensor,
+    block_ids: torch.Tensor,
+    staging_pages: torch.Tensor,
     start: int,
     shape: tuple[int, int, int],
     scaling: float,
@@ -64,22 +64,26 @@ def prompt_attention(
         key_dim != own_dim
         or heads % max(1, kv_heads)
         or count < 1
-        or blocks.shape != (FORMATS, kv_heads)
-        or entries.shape != (pages,)
-        or frames.shape != (pages - sealed_pages(start // PAGE_SIZE),)
+        or head_offsets.shape != (FORMATS, kv_heads)
+        or block_ids.shape != (pages,)
+        or staging_pages.shape != (pages - quantised_pages(start // PAGE_SIZE),)
     ):
         raise RuntimeError(
-            f"query {list(query.shape)}, blocks {list(blocks.shape)}, {len(entries)} pages and {len(frames)} frames of "
+            f"query {list(query.shape)}, blocks {list(head_offsets.shape)}, {len(block_ids)} pages and {len(staging_pages)} staging pages of "
             f"{list(shape)} from token {start} on do not belong together"
         )
-    blocks, entries, frames = blocks.contiguous(), entries.contiguous(), frames.contiguous()
+    head_offsets, block_ids, staging_pages = (
+        head_offsets.contiguous(),
+        block_ids.contiguous(),
+        staging_pages.contiguous(),
+    )
     out = torch.empty(count, heads, value_dim, dtype=query.dtype)
     about = _Shape(
         heads, kv_heads, key_dim, value_dim, count, start, pages, memory.shape[0], STRETCH, *query.stride()[:2], window,
         scaling,
     )  # fmt: skip
     failed = build.loaded().qbe_prompt_attention(
-        query.data_ptr(), memory.data_ptr(), blocks.data_ptr(), entries.data_ptr(), frames.data_ptr(), out.data_ptr(),
+        query.data_ptr(), memory.data_ptr(), head_offsets.data_ptr(), block_ids.data_ptr(), staging_pages.data_ptr(), out.data_ptr(),
         ctypes.addressof(about), _threads(),
     )  # fmt: skip
     if failed == -1:

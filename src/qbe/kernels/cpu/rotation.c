@@ -1,12 +1,12 @@
-/* The rotation of sealed pages (qbe/kernels/reference/rotation.py) as a fast Walsh-Hadamard transform.
+/* The rotation of quantised pages (qbe/kernels/reference/rotation.py) as a fast Walsh-Hadamard transform.
    Included by kv_blocks.c. */
 
 /* 1 or -1, of Rudin and Shapiro; i < 2^16. */
 INLINE float sign_of(int i) {
-    int word = i & i >> 1;
-    word ^= word >> 8;
-    word ^= word >> 4;
-    return (float)(1 - (0x6996 >> (word & 15) & 1) * 2); /* the parity of four bits, looked up */
+    int parity = i & i >> 1;
+    parity ^= parity >> 8;
+    parity ^= parity >> 4;
+    return (float)(1 - (0x6996 >> (parity & 15) & 1) * 2); /* the parity of four bits, looked up */
 }
 
 /* x[i * inner + j] for i < dim rotated along i, in place, for every j. */

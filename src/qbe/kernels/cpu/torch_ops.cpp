@@ -66,13 +66,13 @@ int dtype_of(const Tensor &t) {
 // The same, and float16 2
 int row_dtype_of(const Tensor &t) { return t.scalar_type() == ScalarType::Half ? 2 : dtype_of(t); }
 
-Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes, bool wide = false) {
+Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes, bool float32_output = false) {
     int64_t strides[8];
     for (int64_t d = dims - 1, stride = 1; d >= 0; stride *= sizes[d--]) strides[d] = stride;
     int32_t dtype;
     AtenTensorHandle out;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
-    if (wide) dtype = aoti_torch_dtype_float32();
+    if (float32_output) dtype = aoti_torch_dtype_float32();
     STABLE_TORCH_ERROR_CODE_CHECK(
         aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &out));
     return Tensor(out);
@@ -80,7 +80,7 @@ Tensor empty_like(const Tensor &t, int dims, const int64_t *sizes, bool wide = f
 
 // geometry.py and `check` of nested_linear.py; false: Python says what is wrong. bits: of the rows, or of more.
 bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &packed, const Tensor &meta, const Tensor &bits,
-          const Tensor *original, const Tensor *bias, const Integers &slices, int64_t exponent, bool wide = false) {
+          const Tensor *original, const Tensor *bias, const Integers &slices, int64_t exponent, bool float32_output = false) {
     if (packed.dim() != 2 || meta.dim() != 3 || slices.empty() || slices.size() > 8 || exponent < 1 || exponent > 254)
         return false;
     const int64_t k = x.size(x.dim() - 1);
@@ -112,18 +112,18 @@ bool fill(Matrix &m, Shape &s, const Tensor &x, int64_t rows, const Tensor &pack
     int64_t full = 0;
     for (int64_t r = 0; r < rows; r++) full += (wanted[r] & 255) >= FULL_BITS;
     const int dtype = row_dtype_of(x);
-    if (full && (!readable || (full >= many_full[dtype] && !(wide && dtype == 1 && backend >= AVX512)))) return false;
+    if (full && (!readable || (full >= many_full[dtype] && !(float32_output && dtype == 1 && backend >= AVX512)))) return false;
     m = Matrix{packed.data_ptr(), meta.data_ptr(), wanted, readable ? original->data_ptr() : nullptr,
-               bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? row_dtype_of(*bias) : 0, wide ? 0 : dtype};
+               bias ? bias->data_ptr() : nullptr, nullptr, &s, 0, bias ? row_dtype_of(*bias) : 0, float32_output ? 0 : dtype};
     return true;
 }
 
 // The rows of x if the compiled kernel serves them, else 0.
-int64_t rows_of(const Tensor &x, bool wide = false) {
+int64_t rows_of(const Tensor &x, bool float32_output = false) {
     const int dtype = row_dtype_of(x);
     if (dtype < 0 || x.dim() < 1 || x.dim() > 8 || !x.is_contiguous() || x.numel() == 0) return 0;
     const int64_t rows = x.numel() / x.size(x.dim() - 1);
-    return rows < many_rows[dtype] || (wide && backend >= AVX512) ? rows : 0;
+    return rows < many_rows[dtype] || (float32_output && backend >= AVX512) ? rows : 0;
 }
 
 Tensor run(const Tensor &x, Matrix *m, int64_t count, int64_t rows) {
@@ -150,15 +150,15 @@ template <typename... A> Tensor python(const char *name, const A &...arguments) 
 }
 
 Tensor nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, std::optional<Tensor> original,
-                     std::optional<Tensor> bias, Integers slices, int64_t exponent, bool wide) {
-    const int64_t rows = rows_of(x, wide);
+                     std::optional<Tensor> bias, Integers slices, int64_t exponent, bool float32_output) {
+    const int64_t rows = rows_of(x, float32_output);
     Matrix m;
     Shape s;
     if (rows && bits.dim() == 1 && bits.size(0) == rows &&
         fill(m, s, x, rows, packed, meta, bits, original ? &*original : nullptr,
-             bias ? &*bias : nullptr, slices, exponent, wide))
+             bias ? &*bias : nullptr, slices, exponent, float32_output))
         return run(x, &m, 1, rows);
-    return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent, wide);
+    return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent, float32_output);
 }
 
 Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tensors originals, Tensors biases,
@@ -180,14 +180,14 @@ Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tens
 
 // What numbered_ops.py has told of its layers.
 struct Kept {
-    Tensors packed, meta, words;
+    Tensors packed, meta, precision_words;
     Integers slices, exponents;
 };
 std::vector<Kept> kept;
 
-void keep_linear(int64_t layer, Tensors packed, Tensors meta, Tensors words, Integers slices, Integers exponents) {
+void keep_linear(int64_t layer, Tensors packed, Tensors meta, Tensors precision_words, Integers slices, Integers exponents) {
     if ((size_t)layer >= kept.size()) kept.resize((size_t)layer + 1);
-    kept[(size_t)layer] = Kept{packed, meta, words, slices, exponents};
+    kept[(size_t)layer] = Kept{packed, meta, precision_words, slices, exponents};
 }
 
 // The product of rows none of which is at 16 bits.
@@ -203,7 +203,7 @@ Tensor numbered_linear(Tensor x, std::optional<Tensor> bias, int64_t outputs, in
         bool fits = count && count <= MOST && (!bias || (bias_dtype == row_dtype_of(x) && bias->is_contiguous()));
         int64_t n = 0;
         for (size_t i = 0; fits && i < count; i++) {
-            fits = fill(m[i], s[i], x, rows, k.packed[i], k.meta[i], k.words[i], nullptr, nullptr, k.slices, k.exponents[i]);
+            fits = fill(m[i], s[i], x, rows, k.packed[i], k.meta[i], k.precision_words[i], nullptr, nullptr, k.slices, k.exponents[i]);
             if (!fits) break;
             if (bias) {
                 m[i].bias = (const char *)bias->data_ptr() + n * (bias_dtype == 0 ? 4 : 2), m[i].bias_dtype = bias_dtype;
@@ -216,17 +216,17 @@ Tensor numbered_linear(Tensor x, std::optional<Tensor> bias, int64_t outputs, in
     return python("qbe::numbered_linear_python", x, bias, outputs, layer);
 }
 
-Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Tensor blocks, Tensor slots, Tensor tables,
+Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Tensor blocks, Tensor slots, Tensor block_tables,
                        Tensor lengths, Tensor entropy, double scaling, int64_t window, double softcap) {
     const int dtype = dtype_of(query);
     bool fits = dtype >= 0 && query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && memory.dim() == 1 &&
-                blocks.dim() == 2 && tables.dim() == 2 && slots.dim() == 1 && lengths.dim() == 1 && entropy.dim() == 2 &&
+                blocks.dim() == 2 && block_tables.dim() == 2 && slots.dim() == 1 && lengths.dim() == 1 && entropy.dim() == 2 &&
                 window >= 0;
     for (const Tensor *t : {&key, &value}) fits = fits && dtype_of(*t) == dtype;
     for (const Tensor *t : {&query, &key, &value}) fits = fits && t->stride(2) == 1 && t->size(0) == query.size(0);
     for (const Tensor *t : {&slots, &lengths})
         fits = fits && t->scalar_type() == ScalarType::Long && t->is_contiguous() && t->size(0) == query.size(0);
-    fits = fits && tables.scalar_type() == ScalarType::Long && tables.stride(1) == 1 && tables.size(0) == query.size(0) &&
+    fits = fits && block_tables.scalar_type() == ScalarType::Long && block_tables.stride(1) == 1 && block_tables.size(0) == query.size(0) &&
            entropy.scalar_type() == ScalarType::Float && entropy.stride(1) == 1 && entropy.size(0) == query.size(0) &&
            entropy.size(1) == query.size(1) && memory.scalar_type() == ScalarType::Byte && memory.is_contiguous() &&
            blocks.scalar_type() == ScalarType::Int && blocks.is_contiguous() && blocks.size(0) == FORMATS &&
@@ -234,21 +234,21 @@ Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Te
            key.size(1) > 0 && query.size(1) % key.size(1) == 0;
     if (fits) {
         const AttentionShape s{query.size(0), query.size(1), key.size(1), key.size(2), value.size(2), memory.size(0),
-                               tables.size(1), query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-                               value.stride(0), value.stride(1), tables.stride(0), entropy.stride(0), window,
+                               block_tables.size(1), query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+                               value.stride(0), value.stride(1), block_tables.stride(0), entropy.stride(0), window,
                                (float)scaling, (float)softcap, dtype};
         const int64_t sizes[3] = {s.batch, s.heads, s.value_dim};
         Tensor out = empty_like(query, 3, sizes);
         const int64_t failed =
             attend(query.data_ptr(), key.data_ptr(), value.data_ptr(), memory.data_ptr(),
                    (const int32_t *)blocks.data_ptr(), (const int64_t *)slots.data_ptr(),
-                   (const int64_t *)tables.data_ptr(), (const int64_t *)lengths.data_ptr(), (float *)entropy.data_ptr(),
+                   (const int64_t *)block_tables.data_ptr(), (const int64_t *)lengths.data_ptr(), (float *)entropy.data_ptr(),
                    out.data_ptr(), &s, (int32_t)torch::stable::get_num_threads(), backend);
         STD_TORCH_CHECK(failed != -1, "a slot, length or page lies outside of the KV cache's memory");
         STD_TORCH_CHECK(failed == 0, "the CPU kernel found no memory for its working buffers");
         return out;
     }
-    return python("qbe::paged_attention_python", query, key, value, memory, blocks, slots, tables, lengths, entropy,
+    return python("qbe::paged_attention_python", query, key, value, memory, blocks, slots, block_tables, lengths, entropy,
                   scaling, window, softcap);
 }
 
@@ -281,7 +281,7 @@ CLONES void add_units(double *unit, const double *x, int64_t k, const float *inn
 // A network's choice for one row: `unit` holds its hidden units, `each(site, chosen)` hears the slices of every site.
 template <class Each>
 void choose(const double *unit, int64_t hidden, const float *outer, const float *outer_bias, int64_t sites, int64_t slices,
-            float threshold, const int32_t *gears, int32_t *words, int64_t stride, Each each) {
+            float threshold, const int32_t *gears, int32_t *precision_words, int64_t stride, Each each) {
     double score[UNITS];
     std::copy(outer_bias, outer_bias + sites * slices, score);
     for (int64_t h = 0; h < hidden; h++)
@@ -295,7 +295,7 @@ void choose(const double *unit, int64_t hidden, const float *outer, const float 
             if (e) worth -= fall > 20 ? fall : std::log1p(std::exp(fall));
             chosen += (float)worth > threshold;
         }
-        words[s * stride] = (words[s * stride] & ~255) | gears[chosen];
+        precision_words[s * stride] = (precision_words[s * stride] & ~255) | gears[chosen];
         each(s, chosen);
     }
 }
@@ -308,7 +308,7 @@ bool of_floats(std::initializer_list<const Tensor *> tensors) {
 
 // `qbe.kernels.ops.routing`, for the few rows of a decode step. Written there in torch, that is a dozen calls a block.
 Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears,
-             Tensor sizes, Tensor steering, Tensor words, Tensor spent, int64_t who) {
+             Tensor sizes, Tensor steering, Tensor precision_words, Tensor spent, int64_t who) {
     const int dtype = dtype_of(x);
     const bool shaped = dtype >= 0 && x.dim() > 0 && x.is_contiguous() && x.numel() && inner.dim() == 2 && outer.dim() == 2;
     const int64_t k = shaped ? x.size(x.dim() - 1) : 1, rows = shaped ? x.numel() / k : 0;
@@ -316,16 +316,16 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
     bool fits = rows && rows <= ROUTED && hidden <= UNITS && hidden % 8 == 0 && sites * slices <= UNITS && inner.size(0) == k &&
                 outer.size(0) == hidden && outer.size(1) == sites * slices && inner_bias.numel() == hidden &&
                 outer_bias.numel() == sites * slices && thresholds.numel() == 256 && steering.dim() == 1 &&
-                steering.size(0) >= rows && words.dim() == 2 && words.size(0) == sites && words.size(1) >= rows &&
-                spent.dim() == 2 && spent.size(0) == slices + 1 && spent.size(1) >= rows && words.stride(1) == 1 &&
+                steering.size(0) >= rows && precision_words.dim() == 2 && precision_words.size(0) == sites && precision_words.size(1) >= rows &&
+                spent.dim() == 2 && spent.size(0) == slices + 1 && spent.size(1) >= rows && precision_words.stride(1) == 1 &&
                 spent.stride(1) == 1 && thresholds.scalar_type() == ScalarType::Float;
     fits = fits && of_floats({&inner, &inner_bias, &outer, &outer_bias});
-    for (const Tensor *t : {&gears, &steering, &words}) fits = fits && t->scalar_type() == ScalarType::Int;
+    for (const Tensor *t : {&gears, &steering, &precision_words}) fits = fits && t->scalar_type() == ScalarType::Int;
     for (const Tensor *t : {&sizes, &spent}) fits = fits && t->scalar_type() == ScalarType::Long;
     for (const Tensor *t : {&thresholds, &gears, &sizes, &steering}) fits = fits && t->is_contiguous();
     if (!fits)
         return python("qbe::route_python", x, inner, inner_bias, outer, outer_bias, thresholds, gears, sizes, steering,
-                      words, spent, who);
+                      precision_words, spent, who);
     int64_t shape[8];
     for (int64_t d = 0; d < x.dim(); d++) shape[d] = x.size(d);
     Tensor out = empty_like(x, (int)x.dim(), shape);
@@ -344,7 +344,7 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
         for (int64_t i = 0; i < k; i++) row[(size_t)i] = number(x.data_ptr(), r * k + i, dtype);
         add_units(unit, row.data(), k, in, hidden);
         choose(unit, hidden, on, last, sites, slices, threshold, (const int32_t *)gears.data_ptr(),
-               (int32_t *)words.data_ptr() + r, words.stride(0), [&](int64_t s, int64_t chosen) {
+               (int32_t *)precision_words.data_ptr() + r, precision_words.stride(0), [&](int64_t s, int64_t chosen) {
                    total[chosen * spent.stride(0) + r] += ((const int64_t *)sizes.data_ptr())[s];
                });
     }
@@ -354,10 +354,10 @@ Tensor route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor out
 // `qbe.kernels.ops.cascade`.
 Tensor cascade(Tensor attended, Tensor entropy, Tensor lengths, std::optional<Tensor> rows, Tensor seen, Tensor inner,
                Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor steering,
-               Tensor words, int64_t point) {
+               Tensor precision_words, int64_t point) {
     const int64_t heads = entropy.dim() == 2 ? entropy.size(1) : 0, n = heads ? entropy.size(0) : 0;
     const int64_t k = (point + 1) * heads, slices = gears.numel() - 1, hidden = inner.dim() == 2 ? inner.size(1) : 0;
-    const int64_t sites = words.dim() == 2 ? words.size(0) : 0, most = sites ? words.size(1) : 0;
+    const int64_t sites = precision_words.dim() == 2 ? precision_words.size(0) : 0, most = sites ? precision_words.size(1) : 0;
     bool fits = n && sites && attended.dim() == 3 && attended.is_contiguous() && attended.size(0) == n &&
                 (rows ? rows->numel() == n && rows->is_contiguous() && rows->scalar_type() == ScalarType::Long : n <= most) &&
                 lengths.numel() == n && lengths.is_contiguous() && lengths.scalar_type() == ScalarType::Long &&
@@ -365,15 +365,15 @@ Tensor cascade(Tensor attended, Tensor entropy, Tensor lengths, std::optional<Te
                 hidden % 8 == 0 && inner.size(0) == k && inner_bias.numel() == hidden && sites * slices <= UNITS &&
                 outer.dim() == 2 && outer.size(0) == hidden && outer.size(1) == sites * slices &&
                 outer_bias.numel() == sites * slices && thresholds.numel() == 256 && steering.numel() >= most &&
-                words.stride(1) == 1 && entropy.stride(1) == 1 && entropy.scalar_type() == ScalarType::Float &&
+                precision_words.stride(1) == 1 && entropy.stride(1) == 1 && entropy.scalar_type() == ScalarType::Float &&
                 of_floats({&seen, &inner, &inner_bias, &outer, &outer_bias, &thresholds});
-    for (const Tensor *t : {&gears, &steering, &words}) fits = fits && t->scalar_type() == ScalarType::Int;
+    for (const Tensor *t : {&gears, &steering, &precision_words}) fits = fits && t->scalar_type() == ScalarType::Int;
     const ScalarType dtype = attended.scalar_type();
     fits = fits && gears.is_contiguous() && steering.is_contiguous() &&
            (dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
     if (!fits)
         return python("qbe::cascade_python", attended, entropy, lengths, rows, seen, inner, inner_bias, outer, outer_bias,
-                      thresholds, gears, steering, words, point);
+                      thresholds, gears, steering, precision_words, point);
     const int64_t shape[3] = {n, attended.size(1), attended.size(2)};
     Tensor out = empty_like(attended, 3, shape);
     memcpy(out.data_ptr(), attended.data_ptr(), (size_t)attended.numel() * (dtype == ScalarType::Float ? 4 : 2));
@@ -395,7 +395,7 @@ Tensor cascade(Tensor attended, Tensor entropy, Tensor lengths, std::optional<Te
         add_units(unit, x.data(), k, (const float *)inner.data_ptr(), hidden);
         choose(unit, hidden, (const float *)outer.data_ptr(), (const float *)outer_bias.data_ptr(), sites, slices,
                ((const float *)thresholds.data_ptr())[steered & 255], (const int32_t *)gears.data_ptr(),
-               (int32_t *)words.data_ptr() + row, words.stride(0), [](int64_t, int64_t) {});
+               (int32_t *)precision_words.data_ptr() + row, precision_words.stride(0), [](int64_t, int64_t) {});
     }
     return out;
 }

@@ -23,7 +23,7 @@ DEVICE float of_warp(float x) {
 // `qbe::paged_attention`.
 template <int DIM, bool F16, bool SOFTCAP>
 KERNEL(32 * WARPS, 1)
-combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const int *blocks, const i64 *slots,
+combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const int *head_offsets, const i64 *slots,
         const float *means, const float *sums, const int *spans, u16 *out, float *entropy, int q_row, int q_head,
         int q_one, int k_row, int k_head, int k_one, int v_row, int v_head, int v_one, int entropy_row, double scaling,
         double softcap, int kv_heads, int repeat, int all) {
@@ -99,7 +99,7 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
             (top + logarithm2(total) - weighted * part_of) / LOG2E;
     if (own == 0) {
         const i64 slot = slots[sequence];
-        to = (u16 *)(memory + (slot & ~(i64)255) + (blocks[head] & ~255)) + (slot & 255) * DIM + COUNT * lane;
+        to = (u16 *)(memory + (slot & ~(i64)255) + (head_offsets[head] & ~255)) + (slot & 255) * DIM + COUNT * lane;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) to[i] = pack<F16>(keys[i], 0), to[PAGE * DIM + i] = numbers[i];
     }

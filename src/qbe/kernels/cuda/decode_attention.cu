@@ -20,7 +20,7 @@
 // unless each pair has so many `parts`, and each part a block.
 template <int DIM, bool F16, bool SOFTCAP, int SETS>
 KERNEL(32 * WARPS, 1)
-decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const i64 *tables, const i64 *lengths,
+decode_attention(const u16 *queries, const u8 *memory, const int *head_offsets, const i64 *block_tables, const i64 *lengths,
                  const int *cuts, float *means, float *parts_sums, int *spans, int q_row, int q_head, int q_one, int table_row,
                  int table_width, double scaling, double softcap, int parts, int start, int least, int batch, int kv_heads, int repeat,
                  int window) {
@@ -29,7 +29,7 @@ decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const 
     Sums<DIM, SETS> sums;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
     const int room = warp * In::WARP, pairs = batch * kv_heads;
-    const Sequences of = {blocks, tables, lengths, table_row, kv_heads, window};
+    const Sequences of = {head_offsets, block_tables, lengths, table_row, kv_heads, window};
     fetch_tables(of, batch, table_width, blockIdx.x, gridDim.x);
     wait_for_kernels();   // before the next line: what comes after this kernel relies on what came before it (combine.cu)
     begin_next_kernel();
@@ -51,7 +51,7 @@ decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const 
     ring.begin(memory, warp, lane);  // where costs have been read
     using Full16 = Full<DIM, F16, SOFTCAP, SETS>;
     Full16 full = {ring, sums, lane, group, (float)scaling, (float)softcap};
-    Sealed<DIM, F16, SOFTCAP, SETS> sealed(ring, sums, lane, softcap);
+    Quantised<DIM, F16, SOFTCAP, SETS> quantised(ring, sums, lane, softcap);
 
 #pragma unroll 1
     for (int pair = load4(In::CUTS);; pair++) {
@@ -69,9 +69,9 @@ decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const 
         }
         if (own <= 0 && !skipped) continue;  // only the new token is seen
 
-        const i64 *table = tables + (i64)sequence * table_row + low;
+        const i64 *table = block_tables + (i64)sequence * table_row + low;
         const bool lists = threadIdx.x < LISTED;
-        i64 entry = lists && threadIdx.x < own ? table[threadIdx.x] : 0;
+        i64 block_id = lists && threadIdx.x < own ? table[threadIdx.x] : 0;
         const u16 *query = queries + (i64)sequence * q_row + (i64)head * repeat * q_head;
         float own_query[DIM / 32];
         load_query<DIM, F16>(own_query, query, q_head, q_one, repeat, warp, lane);
@@ -83,10 +83,10 @@ decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const 
         for (int base = 0; base < own; base += LISTED) {
             const int i = base + threadIdx.x;
             const bool there = lists && i < own;
-            if (base && there) entry = table[i];
-            const int word = there ? blocks[(entry & 255) * kv_heads + head] : 0;
+            if (base && there) block_id = table[i];
+            const int head_offset = there ? head_offsets[(block_id & 255) * kv_heads + head] : 0;
             int ends[KINDS];
-            list_pages<DIM>(ends, there, entry, word, (low + i) * PAGE < seen.first, warp, lane);
+            list_pages<DIM>(ends, there, block_id, head_offset, (low + i) * PAGE < seen.first, warp, lane);
             ring.first_listed = low + base;
             const int pages = ends[KINDS - 1], full_pages = ends[0], next = ring.take_turns(full_pages, warp);
             ring.next = next, ring.second = false;
@@ -113,7 +113,7 @@ decode_attention(const u16 *queries, const u8 *memory, const int *blocks, const 
                     continue;
                 }
                 if (next >= pages) continue;
-                sealed.walk(next, pages);
+                quantised.walk(next, pages);
                 some = true;
             }
         }

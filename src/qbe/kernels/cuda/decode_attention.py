@@ -30,7 +30,7 @@ CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
 SOURCES = (  # compiled as one
     "device.cuh", "room.cuh", "plan.cuh", "codes.cuh", "sums.cuh", "rotation.cuh", "list.cuh", "ring.cuh", "full.cuh",
-    "sealed.cuh", "merge.cuh", "decode_attention.cu", "combine.cu",
+    "quantised_pages.cuh", "merge.cuh", "decode_attention.cu", "combine.cu",
 )  # fmt: skip
 SHARE_SOURCES = "device.cuh", "room.cuh", "plan.cuh", "share.cu"
 
@@ -82,7 +82,7 @@ def parts_for(pairs: int, pages: int, processors: int) -> int:
     return parts if most(parts) <= FEW else 0
 
 
-def steady_parts(kv_heads: int, pages: int, processors: int) -> int:
+def batch_invariant_splits(kv_heads: int, pages: int, processors: int) -> int:
     """Parts that the pages of each key head are cut into where that may not depend on how many sequences there are.
 
     A sequence that is alone has a block for each processor, unless parts would become so short that many rows wait for
@@ -158,18 +158,27 @@ def _share_kernel(device: torch.device) -> Any:
 
 
 def share(
-    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+    head_offsets: torch.Tensor,
+    windows: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    cuts: torch.Tensor,
 ) -> None:
     """See `qbe.kernels.ops.paged_attention.share_pages`."""
-    layers, count, (batch, pages), kv_heads = blocks.shape[0], cuts.shape[1] - 1, tables.shape, blocks.shape[2]
+    layers, count, (batch, pages), kv_heads = (
+        head_offsets.shape[0],
+        cuts.shape[1] - 1,
+        block_tables.shape,
+        head_offsets.shape[2],
+    )
     shared = 4 * batch * kv_heads
-    kernel = _share_kernel(blocks.device)
+    kernel = _share_kernel(head_offsets.device)
     assert kernel is not None, "`shares` was asked"
     arguments: list[torch.Tensor | int] = [
-        blocks, windows, tables, lengths, cuts, blocks.stride(0), tables.stride(0), pages, START, LEAST, batch,
+        head_offsets, windows, block_tables, lengths, cuts, head_offsets.stride(0), block_tables.stride(0), pages, START, LEAST, batch,
         kv_heads, count,
     ]  # fmt: skip
-    with torch.cuda.device(blocks.device):
+    with torch.cuda.device(head_offsets.device):
         start(kernel, layers * -(-(count + 1) // WARPS), 32 * WARPS, arguments, shared)
 
 
@@ -178,9 +187,9 @@ def launch(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
@@ -188,18 +197,20 @@ def launch(
     softcap: float,
     processors: int,
     cuts: torch.Tensor | None = None,
-    steady: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """`qbe.kernels.ops.paged_attention.paged_attention`, where `serves` says so, on a device with so many processors.
 
     cuts: what `share` found for this layer, int32 `[processors + 1, 2]`.
-    steady: a row comes out the same whatever rows are beside it.
+    batch_invariant: a row comes out the same whatever rows are beside it.
     """
     batch, heads, dim = query.shape
     kv_heads = value.shape[1]
     pairs, repeat = batch * kv_heads, heads // kv_heads
-    pages = tables.shape[1]
-    parts = steady_parts(kv_heads, pages, processors) if steady else parts_for(pairs, pages, processors)
+    pages = block_tables.shape[1]
+    parts = (
+        batch_invariant_splits(kv_heads, pages, processors) if batch_invariant else parts_for(pairs, pages, processors)
+    )
     count = pairs * parts or processors
     means = torch.empty(count + pairs, repeat, dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(count + pairs, 3, repeat, dtype=torch.float32, device=query.device)
@@ -209,11 +220,11 @@ def launch(
     assert kernels is not None
     numbers = float(scaling), float(softcap)
     walk: list[torch.Tensor | int | float | None] = [
-        query, memory, blocks, tables, lengths, None if parts else cuts, means, sums, spans, *query.stride(),
-        tables.stride(0), tables.shape[1], *numbers, parts, START, LEAST, batch, kv_heads, repeat, window,
+        query, memory, head_offsets, block_tables, lengths, None if parts else cuts, means, sums, spans, *query.stride(),
+        block_tables.stride(0), block_tables.shape[1], *numbers, parts, START, LEAST, batch, kv_heads, repeat, window,
     ]  # fmt: skip
     together: list[torch.Tensor | int | float] = [
-        query, key, value, memory, blocks, slots, means, sums, spans, out, entropy, *query.stride(), *key.stride(),
+        query, key, value, memory, head_offsets, slots, means, sums, spans, out, entropy, *query.stride(), *key.stride(),
         *value.stride(), entropy.stride(0), *numbers, kv_heads, repeat, batch * heads,
     ]  # fmt: skip
     with torch.cuda.device(query.device):

@@ -30,7 +30,7 @@ struct Ring {
         fence_copies();
     }
 
-    // Warps take sealed pages in turns, those with a page of 16 bits only when the others have had AHEAD: so much time
+    // Warps take quantised pages in turns, those with a page of 16 bits only when the others have had AHEAD: so much time
     // goes into such a page, whose instructions come from far away, and into the rotation after it. Returns the first.
     DEVICE int take_turns(int full, int warp) {
         const int busy = full < WARPS ? full : 0;
@@ -40,9 +40,9 @@ struct Ring {
 
     DEVICE int after(int i) const { return i + (i < turns ? step : WARPS); }
 
-    DEVICE const u8 *address_of(u64 entry) const { return memory + (entry & 0x00FFFFFFFFFFFF00); }
+    DEVICE const u8 *address_of(u64 block_id) const { return memory + (block_id & 0x00FFFFFFFFFFFF00); }
 
-    DEVICE int first_key(u64 entry) const { return (first_listed + (int)(entry >> 56)) * PAGE; }
+    DEVICE int first_key(u64 block_id) const { return (first_listed + (int)(block_id >> 56)) * PAGE; }
 
     // The slot that was filled first, once it is.
     DEVICE int wait() {
@@ -61,15 +61,15 @@ struct Ring {
         return slot;
     }
 
-    // Begins to copy the next of the sealed pages before `all`; of 8 bits the keys or the values.
+    // Begins to copy the next of the quantised pages before `all`; of 8 bits the keys or the values.
     DEVICE void begin_sealed(int all) {
         if (next >= all) return;
         const int slot = take();
-        const u64 entry = listed<DIM>(next);
-        const int kind = entry & 127;
+        const u64 block_id = listed<DIM>(next);
+        const int kind = block_id & 127;
         if (lane == 0) {
             const int at = room + slot * In::SLOT, barrier = room + In::BARRIERS + 8 * slot;
-            const u8 *from = address_of(entry);
+            const u8 *from = address_of(block_id);
             if (kind == 8) {
                 constexpr int CODES = 64 * DIM;
                 const int scales = second ? 4 * PAGE : 4 * DIM;

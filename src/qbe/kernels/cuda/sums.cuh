@@ -4,7 +4,7 @@
 template <int DIM, int SETS>
 struct Sums {
     float acc[SETS][DIM / 16][2];  // weight * value: channels 16 j + group and + 8
-    float top[SETS];               // what sums are relative to: no score of a sealed page is above it
+    float top[SETS];               // what sums are relative to: no score of a quantised page is above it
     float total[SETS];             // of weights
     float weighted[SETS];          // weight * (score - top)
     float bases[SETS];             // what the lows of values add to all channels
@@ -91,7 +91,7 @@ struct Sums {
         return x;
     }
 
-    // The rotation of sealed pages (qbe/kernels/reference/rotation.py), its own inverse, of acc.
+    // The rotation of quantised pages (qbe/kernels/reference/rotation.py), its own inverse, of acc.
     DEVICE void rotate(int group) {
         add_bases();
 #pragma unroll

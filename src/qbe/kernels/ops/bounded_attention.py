@@ -8,8 +8,8 @@ import torch
 
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
-    "bounded_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
-    "Tensor tables, Tensor lengths, Tensor(b!) entropy, Tensor originals, Tensor limits, Tensor(c!) counts, "
+    "bounded_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
+    "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, Tensor originals, Tensor limits, Tensor(c!) counts, "
     "float scaling, int window, float softcap) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -20,9 +20,9 @@ def bounded_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     originals: torch.Tensor,
@@ -38,8 +38,8 @@ def bounded_attention(
 
     Args:
         originals: int64 `[B, P]`, entries of the same pages at 16 bits, in host memory that the device can read
-            (addresses count from the beginning of `memory`, so they may lie before it or beyond its end) or in frames;
-            `NO_ORIGINAL` for a page that has none or needs none.
+            (addresses count from the beginning of `memory`, so they may lie before it or beyond its end) or in
+            staging_pages; `NO_ORIGINAL` for a page that has none or needs none.
         limits: float32 `[B]`: by how much a head's output may differ, in the Euclidean norm, from what pages of 16 bits
             give, as a part of that output's norm. Infinity: as much as it may.
         counts: int64 `[B, 3]`; added to: pages below 16 bits that were read, those of them that were read again, and
@@ -49,7 +49,7 @@ def bounded_attention(
         `[B, heads, value_dim]` in query's dtype, contiguous.
     """
     return torch.ops.qbe.bounded_attention.default(
-        query, key, value, memory, blocks, slots, tables, lengths, entropy, originals, limits, counts, scaling, window,
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts, scaling, window,
         softcap,
     )  # fmt: skip
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.blueprint import steerer
+from qbe.blueprint import controller_code
 
-WHO = steerer("cascade")  # in the second byte of a row's steering
+WHO = controller_code("cascade")  # in the second byte of a row's steering
 ARGUMENTS = (
     "Tensor attended, Tensor entropy, Tensor lengths, Tensor? rows, Tensor seen, Tensor inner, Tensor inner_bias, "
-    "Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor steering, Tensor words, int point"
+    "Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor dynamic_precision, Tensor precision_words, int point"
 )
 
 _library = torch.library.Library("qbe", "FRAGMENT")
@@ -35,8 +35,8 @@ def cascade(
     network: Sequence[torch.Tensor],
     thresholds: torch.Tensor,
     gears: torch.Tensor,
-    steering: torch.Tensor,
-    words: torch.Tensor,
+    dynamic_precision: torch.Tensor,
+    precision_words: torch.Tensor,
     point: int,
 ) -> torch.Tensor:
     """Sets the words of the sites behind one point, for the rows that the cascade steers.
@@ -52,18 +52,18 @@ def cascade(
         rows: int64 `[n]`, each one's row in the plan; None: the first n, in order.
         seen: float32 `[max_rows, points * heads]`, contiguous; this point's part is written.
         network: inner float32 `[(point + 1) * heads, hidden]`, inner_bias `[hidden]`, outer `[hidden, sites * slices]`,
-            outer_bias; what scores are: see `qbe.policies.per_token.Routers`.
+            outer_bias; what scores are: see `qbe.policies.per_token.TokenRouters`.
         thresholds: float32 `[levels]`, by the level of a row's steering.
         gears: int32 `[slices + 1]`, the bits with one slice, with two and so on.
-        steering: int32 `[max_rows]`, as in `qbe.store.plan.Plan`: level in the lowest byte.
-        words: int32 `[sites, max_rows]` of these sites; the lowest byte becomes the gear.
+        dynamic_precision: int32 `[max_rows]`, as in `qbe.store.plan.Plan`: level in the lowest byte.
+        precision_words: int32 `[sites, max_rows]` of these sites; the lowest byte becomes the gear.
         point: number of this point, from 0.
 
     Returns:
         a copy of `attended`, to be used in its place.
     """
     return torch.ops.qbe.cascade.default(
-        attended, entropy, lengths, rows, seen, *network, thresholds, gears, steering, words, point
+        attended, entropy, lengths, rows, seen, *network, thresholds, gears, dynamic_precision, precision_words, point
     )
 
 

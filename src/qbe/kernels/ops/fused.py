@@ -2,8 +2,8 @@
 linears also brings it into the form that their decode kernel reads, which else is a launch of its own.
 
 `qbe.compile.fuse` puts them into compiled graphs; nobody need call them. `qbe::quantised_linears` is
-`qbe.kernels.ops.merged_linear.nested_linears` of one to three weights and up to 16 rows, with x quantised already; a single
-one may be `wide` (`qbe.kernels.ops.nested_linear`).
+`qbe.kernels.ops.merged_linear.nested_linears` of one to three weights and up to 16 rows, with x quantised already; a
+single one may be `float32_output` (`qbe.kernels.ops.nested_linear`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _library.define(
 _library.define("gate(Tensor gate, Tensor up, int inputs, int group) -> (Tensor, Tensor)", tags=_SAFE)
 _library.define(
     "quantised_linears(Tensor x, Tensor quantised, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
-    "Tensor[] biases, int[] slices, int[] exponents, bool wide=False) -> Tensor",
+    "Tensor[] biases, int[] slices, int[] exponents, bool float32_output=False) -> Tensor",
     tags=_SAFE,
 )
 
@@ -89,10 +89,10 @@ def _fake_gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) ->
 @torch.library.register_fake("qbe::quantised_linears", lib=_library)
 def _fake_linears(
     x: torch.Tensor, quantised: torch.Tensor, packed: Any, meta: Any, bits: Any, originals: Any, biases: Any,
-    slices: Any, exponents: Any, wide: bool = False,
+    slices: Any, exponents: Any, float32_output: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     y = merged_ops._fake(x, packed, meta, bits, originals, biases, slices, exponents)
-    return y.float() if wide else y
+    return y.float() if float32_output else y
 
 
 def _norm(
@@ -119,11 +119,13 @@ def _gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tupl
 
 def _linears(
     x: torch.Tensor, quantised: torch.Tensor, packed: Any, meta: Any, bits: Any, originals: Any, biases: Any,
-    slices: Any, exponents: Any, wide: bool = False,
+    slices: Any, exponents: Any, float32_output: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     from qbe.kernels.triton.nested_linears import nested_linears as kernel
 
-    return kernel(x, packed, meta, bits, originals, biases, slices, exponents, ready=quantised, wide=wide)
+    return kernel(
+        x, packed, meta, bits, originals, biases, slices, exponents, ready=quantised, float32_output=float32_output
+    )
 
 
 for _name, _kernel in (("norm", _norm), ("add_norm", _add_norm), ("gate", _gate), ("quantised_linears", _linears)):

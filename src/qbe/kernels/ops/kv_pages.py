@@ -1,4 +1,4 @@
-"""Writing, sealing and reading pages of the KV cache, on the device where their memory is.
+"""Writing, quantising and reading pages of the KV cache, on the device where their memory is.
 
 Plain functions, not custom ops: they run between and before forward passes that are not captured.
 """
@@ -11,7 +11,7 @@ Shape = tuple[int, int, int]  # kv_heads, key_dim, value_dim
 
 
 def write_rows(
-    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, head_offsets: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Writes tokens to their pages of 16 bits.
 
@@ -21,19 +21,19 @@ def write_rows(
         key: `[T, kv_heads, key_dim]`, of the dtype of pages of 16 bits; any strides, as for value.
         value: `[T, kv_heads, value_dim]`.
         memory: uint8, all pages; written at `slots`.
-        blocks: int32 `[FORMATS, kv_heads]`, the words of the layer.
+        head_offsets: int32 `[FORMATS, kv_heads]`, the words of the layer.
         slots: int64 `[T]`, address of a page of format 0 | where in it a token goes.
     """
     if memory.is_cuda:
         from qbe.kernels.triton.write_rows import write_rows as kernel
     else:
         from qbe.kernels.cpu.kv_pages import write_rows as kernel
-    kernel(key, value, memory, blocks, slots)
+    kernel(key, value, memory, head_offsets, slots)
 
 
-def seal_pages(
+def quantise_pages(
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
     shape: Shape,
@@ -43,21 +43,21 @@ def seal_pages(
 
     Args:
         memory: uint8, all pages; written at `targets`.
-        blocks: int32 `[L, FORMATS, kv_heads]`, the words of the layers to seal.
+        head_offsets: int32 `[L, FORMATS, kv_heads]`, the words of the layers to quantise.
         sources: int64 `[n]`, entries of pages of 16 bits, every token of which is written.
         targets: int64 `[n]`, entries that the pages will have; their memory is distinct from the sources'.
         shape: of these layers.
         dtype: of pages of 16 bits.
     """
     if memory.is_cuda:
-        from qbe.kernels.triton.kv_pages import seal_pages as kernel
+        from qbe.kernels.triton.kv_pages import quantise_pages as kernel
     else:
-        from qbe.kernels.cpu.kv_pages import seal_pages as kernel
-    kernel(memory, blocks, sources, targets, shape, dtype)
+        from qbe.kernels.cpu.kv_pages import quantise_pages as kernel
+    kernel(memory, head_offsets, sources, targets, shape, dtype)
 
 
 def read_pages(
-    memory: torch.Tensor, blocks: torch.Tensor, entries: torch.Tensor, shape: Shape, dtype: torch.dtype
+    memory: torch.Tensor, head_offsets: torch.Tensor, block_ids: torch.Tensor, shape: Shape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys `[kv_heads, P * PAGE_SIZE, key_dim]` and values `[kv_heads, P * PAGE_SIZE, value_dim]` of pages.
 
@@ -65,8 +65,8 @@ def read_pages(
 
     Args:
         memory: uint8, all pages.
-        blocks: int32 `[FORMATS, kv_heads]`, the words of one layer.
-        entries: int64 `[P]`.
+        head_offsets: int32 `[FORMATS, kv_heads]`, the words of one layer.
+        block_ids: int64 `[P]`.
         shape: of the layer.
         dtype: of pages of 16 bits and of the result.
     """
@@ -74,4 +74,4 @@ def read_pages(
         from qbe.kernels.triton.kv_pages import read_pages as kernel
     else:
         from qbe.kernels.cpu.kv_pages import read_pages as kernel
-    return kernel(memory, blocks, entries, shape, dtype)
+    return kernel(memory, head_offsets, block_ids, shape, dtype)

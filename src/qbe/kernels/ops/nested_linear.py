@@ -18,7 +18,7 @@ from qbe.kernels.ops.gradients import without_gradient
 _library = torch.library.Library("qbe", "DEF")
 _library.define(
     "nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
-    "int[] slices, int exponent, bool wide=False) -> Tensor",
+    "int[] slices, int exponent, bool float32_output=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -32,7 +32,7 @@ def nested_linear(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor:
     """A linear layer whose weight is read at each row's own precision. For inference: a gradient through
     it raises QBEError (`qbe.kernels.ops.gradients`).
@@ -49,13 +49,13 @@ def nested_linear(
         bias: [N] or None.
         slices: widths of the slices, most significant first.
         exponent: scale exponent of the matrix.
-        wide: give the sums as they are, in float32 and not rounded to x's dtype: for logits, which are far from zero
-            and near each other (in bfloat16 those from 16 to 32 are told apart by eighths only).
+        float32_output: give the sums as they are, in float32 and not rounded to x's dtype: for logits, which are far
+            from zero and near each other (in bfloat16 those from 16 to 32 are told apart by eighths only).
 
     Returns:
         [..., N] in x's dtype, or float32; sums are taken in float32.
     """
-    y = torch.ops.qbe.nested_linear.default(x, packed, meta, bits, original, bias, slices, exponent, wide)
+    y = torch.ops.qbe.nested_linear.default(x, packed, meta, bits, original, bias, slices, exponent, float32_output)
     return without_gradient(y, x, bias)
 
 
@@ -69,9 +69,9 @@ def _fake(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], meta.shape[1], dtype=torch.float32 if wide else None)
+    return x.new_empty(*x.shape[:-1], meta.shape[1], dtype=torch.float32 if float32_output else None)
 
 
 def _cpu(
@@ -83,11 +83,11 @@ def _cpu(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor:
     from qbe.kernels.cpu.nested_linear import nested_linear as kernel
 
-    return kernel(x, packed, meta, bits, original, bias, slices, exponent, wide)
+    return kernel(x, packed, meta, bits, original, bias, slices, exponent, float32_output)
 
 
 def _cuda(
@@ -99,11 +99,11 @@ def _cuda(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor:
     from qbe.kernels.triton.nested_linear import nested_linear as kernel
 
-    return kernel(x, packed, meta, bits, original, bias, slices, exponent, wide)
+    return kernel(x, packed, meta, bits, original, bias, slices, exponent, float32_output)
 
 
 on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place

@@ -28,7 +28,7 @@ def number(
     run: Run,
     packed: Sequence[torch.Tensor],
     meta: Sequence[torch.Tensor],
-    words: Sequence[torch.Tensor],
+    precision_words: Sequence[torch.Tensor],
     slices: Sequence[int],
     exponents: Sequence[int],
 ) -> int:
@@ -37,11 +37,11 @@ def number(
     Args:
         run: (x [..., K], bias [N] or None) -> [..., N] of x's dtype, for any rows.
         packed, meta, slices, exponents: of the layer's parts, as in `qbe.kernels.ops.merged_linear`.
-        words: int32 [most rows] for each part, persistent: what is in them when the layer is called counts.
+        precision_words: int32 [most rows] for each part, persistent: what is in them when the layer is called counts.
     """
     _layers.append(run)
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"qbe::{_KEEP}", "CPU"):
-        torch.ops.qbe.keep_linear(len(_layers) - 1, list(packed), list(meta), list(words), slices, exponents)
+        torch.ops.qbe.keep_linear(len(_layers) - 1, list(packed), list(meta), list(precision_words), slices, exponents)
     return len(_layers) - 1
 
 

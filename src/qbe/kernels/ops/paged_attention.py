@@ -12,23 +12,23 @@ import torch
 
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
-    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
-    "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
+    "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "shared_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
-    "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap, Tensor cuts) "
+    "shared_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
+    "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap, Tensor cuts) "
     "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "steady_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor blocks, Tensor slots, "
-    "Tensor tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
+    "batch_invariant_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
+    "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "share_pages(Tensor blocks, Tensor windows, Tensor tables, Tensor lengths, Tensor(a!) cuts) -> ()",
+    "share_pages(Tensor head_offsets, Tensor windows, Tensor block_tables, Tensor lengths, Tensor(a!) cuts) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -38,9 +38,9 @@ def paged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
@@ -56,10 +56,10 @@ def paged_attention(
         key: `[B, kv_heads, key_dim]`, of the new tokens; its dtype is that of pages of 16 bits.
         value: `[B, kv_heads, value_dim]`.
         memory: uint8, all pages; written at `slots`.
-        blocks: int32 `[FORMATS, kv_heads]`, the words of one layer; format 0 has 16 bits everywhere.
+        head_offsets: int32 `[FORMATS, kv_heads]`, the words of one layer; format 0 has 16 bits everywhere.
         slots: int64 `[B]`, address of a page of format 0 | where in it the new token goes. Rows that pad a batch share
             one slot.
-        tables: int64 `[B, P]`, entries of each sequence's pages; those past its length are not read.
+        block_tables: int64 `[B, P]`, entries of each sequence's pages; those past its length are not read.
         lengths: int64 `[B]`, tokens of each sequence with the new one, 1 or more.
         entropy: float32 `[B, heads]`; written: the entropy of each head's weights, in nats.
         scaling: factor of the scores.
@@ -70,12 +70,16 @@ def paged_attention(
         `[B, heads, value_dim]` in query's dtype, contiguous; sums are taken in float32.
     """
     return torch.ops.qbe.paged_attention.default(
-        query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap
     )
 
 
 def share_pages(
-    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+    head_offsets: torch.Tensor,
+    windows: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    cuts: torch.Tensor,
 ) -> None:
     """On a GPU: which pages each block of a decode step's attentions will read, for all layers of one shape.
 
@@ -83,12 +87,12 @@ def share_pages(
     and pages. Without this every block of every layer finds it out for itself, before it has anything to read.
 
     Args:
-        blocks: int32 `[layers, FORMATS, kv_heads]`, their words.
+        head_offsets: int32 `[layers, FORMATS, kv_heads]`, their words.
         windows: int32 `[layers]`; 0 means all keys are seen.
-        tables, lengths: as in `paged_attention`; of all layers.
+        block_tables, lengths: as in `paged_attention`; of all layers.
         cuts: int32 `[layers, processors + 1, 2]`, written: where each block's pages begin.
     """
-    torch.ops.qbe.share_pages.default(blocks, windows, tables, lengths, cuts)
+    torch.ops.qbe.share_pages.default(head_offsets, windows, block_tables, lengths, cuts)
 
 
 def shared_attention(*arguments: torch.Tensor | float, cuts: torch.Tensor) -> torch.Tensor:
@@ -101,7 +105,7 @@ def shared_attention(*arguments: torch.Tensor | float, cuts: torch.Tensor) -> to
     return torch.ops.qbe.shared_attention.default(*arguments, cuts)
 
 
-def steady_attention(*arguments: torch.Tensor | float) -> torch.Tensor:
+def batch_invariant_attention(*arguments: torch.Tensor | float) -> torch.Tensor:
     """On a GPU: `paged_attention` in which a row comes out the same, bit for bit, whatever rows are beside it.
 
     Its pages are cut into parts by what a table has room for, which makes long contexts slower where rows are many.
@@ -112,16 +116,16 @@ def steady_attention(*arguments: torch.Tensor | float) -> torch.Tensor:
     return torch.ops.qbe.steady_attention.default(*arguments)
 
 
-@torch.library.register_fake("qbe::steady_attention", lib=_library)
+@torch.library.register_fake("qbe::batch_invariant_attention", lib=_library)
 @torch.library.register_fake("qbe::paged_attention", lib=_library)
 def _fake(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
@@ -140,7 +144,11 @@ def _fake_shared(
 
 @torch.library.register_fake("qbe::share_pages", lib=_library)
 def _fake_share(
-    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+    head_offsets: torch.Tensor,
+    windows: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    cuts: torch.Tensor,
 ) -> None:
     pass
 
@@ -150,9 +158,9 @@ def _cpu(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
@@ -161,7 +169,9 @@ def _cpu(
 ) -> torch.Tensor:
     from qbe.kernels.cpu.paged_attention import paged_attention as kernel
 
-    return kernel(query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap)
+    return kernel(
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap
+    )
 
 
 def _cuda(
@@ -169,34 +179,38 @@ def _cuda(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,
     cuts: torch.Tensor | None = None,
-    steady: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     from qbe.kernels.triton.paged_attention import paged_attention as kernel
 
-    where = memory, blocks, slots, tables, lengths, entropy
-    return kernel(query, key, value, *where, scaling, window, softcap, cuts, steady)
+    where = memory, head_offsets, slots, block_tables, lengths, entropy
+    return kernel(query, key, value, *where, scaling, window, softcap, cuts, batch_invariant)
 
 
 def _cuda_share(
-    blocks: torch.Tensor, windows: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, cuts: torch.Tensor
+    head_offsets: torch.Tensor,
+    windows: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    cuts: torch.Tensor,
 ) -> None:
     from qbe.kernels.cuda.decode_attention import share
 
-    share(blocks, windows, tables, lengths, cuts)
+    share(head_offsets, windows, block_tables, lengths, cuts)
 
 
 on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
 on_cpu.impl("paged_attention", _cpu, "CPU")
 _library.impl("paged_attention", _cuda, "CUDA")
 _library.impl("shared_attention", _cuda, "CUDA")
-_library.impl("steady_attention", functools.partial(_cuda, steady=True), "CUDA")
+_library.impl("batch_invariant_attention", functools.partial(_cuda, batch_invariant=True), "CUDA")
 _library.impl("share_pages", _cuda_share, "CUDA")

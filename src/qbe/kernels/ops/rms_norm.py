@@ -1,8 +1,8 @@
 """`qbe::rms_norm`: RMS norm as one op.
 
 Transformers' Llama makes eight operations of torch of it, and a step of few rows on a CPU is largely the calling of
-such. Compiled (`cpu/norm_rope.c`) it rounds wherever torch does, so that no bit differs. `qbe.engine.execution.patch_modules` puts it
-into models.
+such. Compiled (`cpu/norm_rope.c`) it rounds wherever torch does, so that no bit differs.
+`qbe.engine.execution.patch_modules` puts it into models.
 """
 
 from __future__ import annotations

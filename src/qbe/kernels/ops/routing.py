@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 _library = torch.library.Library("qbe", "FRAGMENT")
 ARGUMENTS = (
     "Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, "
-    "Tensor sizes, Tensor steering, Tensor words, Tensor spent, int who"
+    "Tensor sizes, Tensor dynamic_precision, Tensor precision_words, Tensor spent, int who"
 )
 _library.define(f"route({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -21,33 +21,35 @@ def route(
     thresholds: torch.Tensor,
     gears: torch.Tensor,
     sizes: torch.Tensor,
-    steering: torch.Tensor,
-    words: torch.Tensor,
+    dynamic_precision: torch.Tensor,
+    precision_words: torch.Tensor,
     spent: torch.Tensor,
     who: int,
 ) -> torch.Tensor:
     """Sets the words of one block's sites, for the rows that are steered by `who`.
 
-    It writes to `words` and `spent`, which its schema does not say: `words` is what nested weights hold views of, and a
-    compiler that knew of the write would have to know them all. What orders the write before the block's own reads is
-    that these multiply what this returns.
+    It writes to `precision_words` and `spent`, which its schema does not say: `precision_words` is what nested weights
+    hold views of, and a compiler that knew of the write would have to know them all. What orders the write before the
+    block's own reads is that these multiply what this returns.
 
     Args:
         x: [..., K], what the block reads; R rows.
         network: inner float32 or float64 [K, hidden], inner_bias [hidden], outer [hidden, sites * slices], outer_bias:
-            see `qbe.policies.per_token.Routers`. Sums are in float64, so that a token's scores do not depend on the
-            number of rows.
+            see `qbe.policies.per_token.TokenRouters`. Sums are in float64, so that a token's scores do not depend on
+            the number of rows.
         thresholds: float32 [levels].
         gears: int32 [slices + 1], the bits with one slice, with two and so on.
         sizes: int64 [sites], weights of each.
-        steering: int32 [>= R], as in `qbe.store.plan.Plan`: level in the lowest byte.
-        words: int32 [sites, >= R]; the lowest byte becomes the gear.
+        dynamic_precision: int32 [>= R], as in `qbe.store.plan.Plan`: level in the lowest byte.
+        precision_words: int32 [sites, >= R]; the lowest byte becomes the gear.
         spent: int64 [slices + 1, >= R]: becomes the block's weights that each row reads at each gear, 0 for other rows.
 
     Returns:
         A copy of x.
     """
-    return torch.ops.qbe.route.default(x, *network, thresholds, gears, sizes, steering, words, spent, who)
+    return torch.ops.qbe.route.default(
+        x, *network, thresholds, gears, sizes, dynamic_precision, precision_words, spent, who
+    )
 
 
 def worths_of(scores: torch.Tensor) -> torch.Tensor:
@@ -58,18 +60,18 @@ def worths_of(scores: torch.Tensor) -> torch.Tensor:
 
 def _route(
     x: torch.Tensor, inner: torch.Tensor, inner_bias: torch.Tensor, outer: torch.Tensor, outer_bias: torch.Tensor,
-    thresholds: torch.Tensor, gears: torch.Tensor, sizes: torch.Tensor, steering: torch.Tensor, words: torch.Tensor,
+    thresholds: torch.Tensor, gears: torch.Tensor, sizes: torch.Tensor, dynamic_precision: torch.Tensor, precision_words: torch.Tensor,
     spent: torch.Tensor, who: int,
 ) -> torch.Tensor:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     count, sites = len(rows), len(sizes)
     hidden = torch.addmm(inner_bias.double(), rows.double(), inner.double()).relu_()
     scores = torch.addmm(outer_bias.double(), hidden, outer.double()).view(count, sites, -1)
-    steering, words, spent = steering[:count], words[:, :count], spent[:, :count]
-    ours = (steering >> 8) == who
+    dynamic_precision, precision_words, spent = dynamic_precision[:count], precision_words[:, :count], spent[:, :count]
+    ours = (dynamic_precision >> 8) == who
     worth = worths_of(scores).float()
-    chosen = (worth > thresholds[(steering & 255).long()][:, None, None]).sum(-1).T  # [sites, rows]
-    words.copy_(torch.where(ours, (words & ~255) | gears[chosen], words))
+    chosen = (worth > thresholds[(dynamic_precision & 255).long()][:, None, None]).sum(-1).T  # [sites, rows]
+    precision_words.copy_(torch.where(ours, (precision_words & ~255) | gears[chosen], precision_words))
     spent.zero_().scatter_add_(0, chosen, sizes[:, None] * ours)
     return x.clone()
 

@@ -13,19 +13,19 @@ from qbe.sites import FULL_BITS
 EIGHT = 8  # the one width of activations below 16 bits
 
 
-def word(weight_bits: int, activation_bits: int = FULL_BITS) -> int:
+def precision_word(weight_bits: int, activation_bits: int = FULL_BITS) -> int:
     """What a plan's cell holds for a row that reads these bits."""
     return weight_bits if activation_bits >= FULL_BITS else weight_bits | activation_bits << 8
 
 
-def weight_bits(words: torch.Tensor) -> torch.Tensor:
+def weight_bits(precision_words: torch.Tensor) -> torch.Tensor:
     """int32 words -> int32 bits of the weight."""
-    return words & 255
+    return precision_words & 255
 
 
-def has_eight(words: torch.Tensor) -> torch.Tensor:
+def has_eight(precision_words: torch.Tensor) -> torch.Tensor:
     """int32 words -> bool: whether the row's activations have 8 bits."""
-    return words >> 8 == EIGHT
+    return precision_words >> 8 == EIGHT
 
 
 def eight_bits(x: torch.Tensor, group_size: int) -> torch.Tensor:

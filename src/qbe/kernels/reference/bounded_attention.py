@@ -1,7 +1,7 @@
 """`qbe::bounded_attention` written out: what reading pages at few bits can have changed, and the pages read again.
 
 The bound. A query q sees tokens t with keys k and values v; s = f(scaling * q.k) are their scores, f the soft cap or
-nothing. Sealed, they are k', v', s' with weights w' = softmax(s'), and nothing but `number_error` is known of them:
+nothing. Quantised, they are k', v', s' with weights w' = softmax(s'), and nothing but `number_error` is known of them:
 |k'_d - k_d| <= eps_d and |v'_d - v_d| <= eps_t. For a page let W be the sum of its w' and
 
     e = |scaling| * sum_d |q_d| eps_d >= |s' - s|       (f is 1-Lipschitz)
@@ -21,7 +21,7 @@ m = sum b v / N, whose norm is at most R = sum_pages W exp(e) a / L:
     |o" - o| <= sum over the pages not read again of B,  B = W (h + (exp(e) - 1) (a + R)) / L
 
 It holds in exact arithmetic; the rounding of sums, which 16-bit pages have too, is not in it. Keys, values and queries
-turned by an orthonormal matrix have the same products and norms: q is the query as sealed blocks see it, rotated.
+turned by an orthonormal matrix have the same products and norms: q is the query as quantised blocks see it, rotated.
 Turbo keys have no eps (a bound by their sketch scale is too wide to keep any page), so theirs is infinite.
 """
 
@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import torch
 
-from qbe.format.kv_blocks import FULL_BITS, NO_ORIGINAL, PAGE_SIZE, TURBO, block
+from qbe.format.kv_blocks import FULL_BITS, NO_ORIGINAL, PAGE_SIZE, TURBO, head_layout
 from qbe.kernels.reference.kv_pages import LARGEST, error_bound, find, read_pages, write_rows
 from qbe.kernels.reference.rotation import rotate
-from qbe.sites import kv_width
+from qbe.sites import kv_number_bits
 
 SLACK = 1.001  # for the rounding of the bound itself
 
@@ -92,9 +92,9 @@ def bounded_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     originals: torch.Tensor,
@@ -104,18 +104,19 @@ def bounded_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`. It waits for the device."""
-    write_rows(key, value, memory, blocks, slots)
+    """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`. It waits for the
+    device."""
+    write_rows(key, value, memory, head_offsets, slots)
     heads, shape, dtype = query.shape[1], (key.shape[1], key.shape[2], value.shape[2]), key.dtype
-    repeat, full = heads // shape[0], block(FULL_BITS, *shape[1:], dtype.itemsize)
+    repeat, full = heads // shape[0], head_layout(FULL_BITS, *shape[1:], dtype.itemsize)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = []
     for row, (q, length) in enumerate(zip(query.to(wide), lengths.tolist(), strict=True)):
         first = max(0, length - window) if window else 0
         begin, end = first // PAGE_SIZE, -(-length // PAGE_SIZE)
         seen = slice(first - begin * PAGE_SIZE, length - begin * PAGE_SIZE)
-        entries = tables[row, begin:end]
-        keys, values = read_pages(memory, blocks, entries, shape, dtype, wide)
+        block_ids = block_tables[row, begin:end]
+        keys, values = read_pages(memory, head_offsets, block_ids, shape, dtype, wide)
 
         def attend(q: torch.Tensor = q, seen: slice = seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             k, v = (t[:, seen].repeat_interleave(repeat, 0) for t in (keys, values))  # noqa: B023
@@ -127,15 +128,15 @@ def bounded_attention(
         weights, v, y = attend()
         limit, kept = float(limits[row]), originals[row, begin:end].tolist()
         if limit < torch.inf:
-            errors = [_errors(memory, blocks, e, shape, dtype) for e in entries.tolist()]
+            errors = [_errors(memory, head_offsets, e, shape, dtype) for e in block_ids.tolist()]
             key_errors = torch.stack([k for k, _ in errors], 1).to(wide).repeat_interleave(repeat, 0)
             value_errors = torch.cat([v for _, v in errors], 1).to(wide)[:, seen].repeat_interleave(repeat, 0)
             pages = (torch.arange(first, length, device=q.device) // PAGE_SIZE) - begin
             bounds = SLACK * page_bounds(q, weights, v, key_errors, value_errors, pages, scaling)
             for head in range(shape[0]):
                 lowered = torch.tensor([
-                    find(blocks, entry, head)[0] != FULL_BITS and original != NO_ORIGINAL
-                    for entry, original in zip(entries.tolist(), kept, strict=True)
+                    find(head_offsets, block_id, head)[0] != FULL_BITS and original != NO_ORIGINAL
+                    for block_id, original in zip(block_ids.tolist(), kept, strict=True)
                 ])  # fmt: skip
                 raised = torch.zeros_like(lowered)
                 for query_head in range(head * repeat, (head + 1) * repeat):
@@ -144,7 +145,7 @@ def bounded_attention(
                 for page in raised.nonzero().flatten().tolist():
                     at = torch.tensor([kept[page]], device=memory.device)
                     rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
-                    again = read_pages(memory, blocks, at, shape, dtype, wide)
+                    again = read_pages(memory, head_offsets, at, shape, dtype, wide)
                     keys[head, rows], values[head, rows] = again[0][head], again[1][head]
                 number = int(raised.sum())
                 counts[row] += torch.tensor([int(lowered.sum()), number, number * full.nbytes], device=counts.device)
@@ -155,16 +156,16 @@ def bounded_attention(
 
 
 def _errors(
-    memory: torch.Tensor, blocks: torch.Tensor, entry: int, shape: tuple[int, int, int], dtype: torch.dtype
+    memory: torch.Tensor, head_offsets: torch.Tensor, block_id: int, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """eps of a page's channels `[kv_heads, key_dim]` and tokens `[kv_heads, PAGE_SIZE]`, float64."""
     kv_heads, key_dim, value_dim = shape
     keys = torch.zeros(kv_heads, key_dim, dtype=torch.float64, device=memory.device)
     values = torch.zeros(kv_heads, PAGE_SIZE, dtype=torch.float64, device=memory.device)
     for head in range(kv_heads):
-        kind, at = find(blocks, entry, head)
+        kind, at = find(head_offsets, block_id, head)
         if kind != FULL_BITS:
-            layout, bits = block(kind, key_dim, value_dim, dtype.itemsize), kv_width(kind)
+            layout, bits = head_layout(kind, key_dim, value_dim, dtype.itemsize), kv_number_bits(kind)
             scale, low = memory[at + layout.value_scales :][: 4 * PAGE_SIZE].view(torch.float16).view(2, PAGE_SIZE)
             values[head] = number_error(scale, low, bits)
             if kind > TURBO:

@@ -22,15 +22,15 @@ def cascade(
     outer_bias: torch.Tensor,
     thresholds: torch.Tensor,
     gears: torch.Tensor,
-    steering: torch.Tensor,
-    words: torch.Tensor,
+    dynamic_precision: torch.Tensor,
+    precision_words: torch.Tensor,
     point: int,
 ) -> torch.Tensor:
     """Arguments as those of `qbe.kernels.ops.cascade.cascade`. It waits for the device."""
     heads = entropy.shape[1]
     for i, (of_heads, length) in enumerate(zip(entropy, lengths.tolist(), strict=True)):
         row = i if rows is None else int(rows[i])
-        who, level = divmod(int(steering[row]), 256)
+        who, level = divmod(int(dynamic_precision[row]), 256)
         if who != WHO:
             continue
         seen[row, point * heads : (point + 1) * heads] = of_heads / math.log(max(2, length))
@@ -38,6 +38,6 @@ def cascade(
         if not x.isfinite().all():
             continue
         hidden = (inner_bias.double() + x.double() @ inner.double()).relu()
-        worth = worths_of((outer_bias.double() + hidden @ outer.double()).view(len(words), -1)).float()
-        words[:, row] = words[:, row] & ~255 | gears[(worth > thresholds[level]).sum(-1)]
+        worth = worths_of((outer_bias.double() + hidden @ outer.double()).view(len(precision_words), -1)).float()
+        precision_words[:, row] = precision_words[:, row] & ~255 | gears[(worth > thresholds[level]).sum(-1)]
     return attended.clone()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from qbe.hardware import Format
+from qbe.hardware import NumberFormat
 
-DTYPES = {str(Format.FP8_E4M3): torch.float8_e4m3fn, str(Format.INT8): torch.int8}
+DTYPES = {str(NumberFormat.FP8_E4M3): torch.float8_e4m3fn, str(NumberFormat.INT8): torch.int8}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 

@@ -1,4 +1,5 @@
-"""Writing, sealing and reading pages of the KV cache, written out: one block after the other, float32, nothing clever.
+"""Writing, quantising and reading pages of the KV cache, written out: one block after the other, float32, nothing
+clever.
 
 Bound: a number x that is quantised, |x| <= 65504, comes back within `error_bound(scale, low, bits)`: half a step
 and float32's rounding of it, what rounding `low` to float16 moves the lowest code, and what rounding a tiny scale takes
@@ -12,9 +13,9 @@ import ctypes
 
 import torch
 
-from qbe.format.kv_blocks import ALIGN, DEVIATION, FULL_BITS, LEVELS, PAGE_SIZE, TURBO, block
+from qbe.format.kv_blocks import ALIGN, DEVIATION, FULL_BITS, LEVELS, PAGE_SIZE, TURBO, head_layout
 from qbe.kernels.reference.rotation import rotate
-from qbe.sites import kv_width
+from qbe.sites import kv_number_bits
 
 LARGEST = 65504.0  # of float16
 
@@ -83,39 +84,39 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def write_rows(
-    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, head_offsets: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Arguments as those of `qbe.kernels.ops.kv_pages.write_rows`."""
-    full = block(FULL_BITS, key.shape[2], value.shape[2], key.element_size())
-    words, offsets = blocks[0].long(), slots % ALIGN
-    begins = (slots - offsets)[:, None] + words - words % ALIGN  # of blocks, [T, kv_heads]
+    full = head_layout(FULL_BITS, key.shape[2], value.shape[2], key.element_size())
+    layer_offsets, offsets = head_offsets[0].long(), slots % ALIGN
+    begins = (slots - offsets)[:, None] + layer_offsets - layer_offsets % ALIGN  # of blocks, [T, kv_heads]
     for x, begin, size in ((key + key * 0, 0, full.key_row), (value, full.values, full.value_row)):
         at = (begins + begin + offsets[:, None] * size) // key.element_size()
         memory.view(key.dtype)[at[..., None] + torch.arange(x.shape[2], device=x.device)] = x
 
 
-def seal_pages(
+def quantise_pages(
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> None:
-    """Arguments as those of `qbe.kernels.ops.kv_pages.seal_pages`. It waits for the device."""
+    """Arguments as those of `qbe.kernels.ops.kv_pages.quantise_pages`. It waits for the device."""
     kv_heads, key_dim, value_dim = shape
-    full = block(FULL_BITS, key_dim, value_dim, dtype.itemsize)
-    for words in blocks:
+    full = head_layout(FULL_BITS, key_dim, value_dim, dtype.itemsize)
+    for layer_offsets in head_offsets:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for head in range(kv_heads):
-                _, at = find(words, source, head)
+                _, at = find(layer_offsets, source, head)
                 keys = memory[at : at + full.values].view(dtype).view(PAGE_SIZE, key_dim)
                 values = memory[at + full.values : at + full.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
-                kind, to = find(words, target, head)
+                kind, to = find(layer_offsets, target, head)
                 if kind == FULL_BITS:
                     memory[to : to + full.nbytes] = memory[at : at + full.nbytes]
                     continue
-                layout, bits = block(kind, key_dim, value_dim, dtype.itemsize), kv_width(kind)
+                layout, bits = head_layout(kind, key_dim, value_dim, dtype.itemsize), kv_number_bits(kind)
                 keys, values = rotate(keys.to(torch.float32)), rotate(values.to(torch.float32))
                 if kind > TURBO:
                     codes, *scales = turbo_keys(keys, bits)
@@ -137,8 +138,8 @@ def _write(memory: torch.Tensor, at: int, *parts: torch.Tensor) -> None:
 
 def read_pages(
     memory: torch.Tensor,
-    blocks: torch.Tensor,
-    entries: torch.Tensor,
+    head_offsets: torch.Tensor,
+    block_ids: torch.Tensor,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     wide: torch.dtype | None = None,
@@ -147,21 +148,21 @@ def read_pages(
     for the device.
     """
     kv_heads, key_dim, value_dim = shape
-    tokens = entries.shape[0] * PAGE_SIZE
+    tokens = block_ids.shape[0] * PAGE_SIZE
     keys = memory.new_empty((kv_heads, tokens, key_dim), dtype=wide or dtype)
     values = memory.new_empty((kv_heads, tokens, value_dim), dtype=wide or dtype)
-    for i, entry in enumerate(entries.tolist()):
+    for i, block_id in enumerate(block_ids.tolist()):
         rows = slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE)
         for head in range(kv_heads):
-            kind, at = find(blocks, entry, head)
+            kind, at = find(head_offsets, block_id, head)
             keys[head, rows], values[head, rows] = _read(memory, at, kind, key_dim, value_dim, dtype)
     return keys, values
 
 
-def find(blocks: torch.Tensor, entry: int, head: int) -> tuple[int, int]:
+def find(head_offsets: torch.Tensor, block_id: int, head: int) -> tuple[int, int]:
     """Kind and address of a head's block; blocks int32 `[FORMATS, kv_heads]`."""
-    word = int(blocks[entry % ALIGN, head])
-    return word % ALIGN, entry - entry % ALIGN + word - word % ALIGN
+    head_offset = int(head_offsets[block_id % ALIGN, head])
+    return head_offset % ALIGN, block_id - block_id % ALIGN + head_offset - head_offset % ALIGN
 
 
 def _bytes_at(memory: torch.Tensor, at: int, count: int) -> torch.Tensor:
@@ -175,7 +176,7 @@ def _bytes_at(memory: torch.Tensor, at: int, count: int) -> torch.Tensor:
 def _read(
     memory: torch.Tensor, at: int, kind: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layout, bits = block(kind, key_dim, value_dim, dtype.itemsize), kv_width(kind)
+    layout, bits = head_layout(kind, key_dim, value_dim, dtype.itemsize), kv_number_bits(kind)
     raw = _bytes_at(memory, at, layout.nbytes)
     if kind == FULL_BITS:
         keys = raw[: layout.values].view(dtype).view(PAGE_SIZE, key_dim)
@@ -195,24 +196,24 @@ def _read(
 
 def rearrange(
     memory: torch.Tensor,
-    blocks: torch.Tensor,
-    entries: torch.Tensor,
+    head_offsets: torch.Tensor,
+    block_ids: torch.Tensor,
     shape: tuple[int, int, int],
     itemsize: int,
     back: bool = False,
 ) -> torch.Tensor:
-    """A copy of `memory` with the sealed blocks of these pages as they lie on a GPU (`qbe.format.kv_blocks`).
+    """A copy of `memory` with the quantised blocks of these pages as they lie on a GPU (`qbe.format.kv_blocks`).
 
     back: from there to how they lie on a CPU.
     """
     kv_heads, key_dim, value_dim = shape
     out = memory.clone()
-    for entry in set(entries.flatten().tolist()):
+    for block_id in set(block_ids.flatten().tolist()):
         for head in range(kv_heads):
-            kind, at = find(blocks, entry, head)
+            kind, at = find(head_offsets, block_id, head)
             if kind == FULL_BITS:
                 continue
-            layout, bits = block(kind, key_dim, value_dim, itemsize), kv_width(kind)
+            layout, bits = head_layout(kind, key_dim, value_dim, itemsize), kv_number_bits(kind)
             for begin, n, m in ((at, key_dim, PAGE_SIZE), (at + layout.values, PAGE_SIZE, value_dim)):
                 on_cpu, on_gpu = (n, -(-m * bits // 8)), (m, -(-n * bits // 8))
                 rows, row = on_gpu if back else on_cpu

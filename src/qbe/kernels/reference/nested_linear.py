@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
-from qbe.sites import FULL_BITS
 from qbe.format import scales
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import unpack
+from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
+from qbe.sites import FULL_BITS
 
 
 def dequantise(

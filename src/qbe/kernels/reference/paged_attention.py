@@ -13,9 +13,9 @@ def paged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
@@ -23,16 +23,16 @@ def paged_attention(
     softcap: float,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.paged_attention.paged_attention`. It waits for the device."""
-    write_rows(key, value, memory, blocks, slots)
+    write_rows(key, value, memory, head_offsets, slots)
     heads, shape = query.shape[1], (key.shape[1], key.shape[2], value.shape[2])
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = []
     for row, (q, length) in enumerate(zip(query, lengths.tolist(), strict=True)):
         first = max(0, length - window) if window else 0
         page = first // PAGE_SIZE
-        entries = tables[row, page : -(-length // PAGE_SIZE)]
+        block_ids = block_tables[row, page : -(-length // PAGE_SIZE)]
         seen = slice(first - page * PAGE_SIZE, length - page * PAGE_SIZE)
-        pages = read_pages(memory, blocks, entries, shape, key.dtype, wide)
+        pages = read_pages(memory, head_offsets, block_ids, shape, key.dtype, wide)
         k, v = (t[:, seen].repeat_interleave(heads // shape[0], 0) for t in pages)
         scores = torch.einsum("hd,hkd->hk", q.to(wide), k) * scaling
         if softcap:

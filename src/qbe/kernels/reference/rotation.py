@@ -1,8 +1,9 @@
-"""The rotation of sealed keys and values, written out: a Hadamard matrix on blocks of a head's numbers, between signs.
+"""The rotation of quantised keys and values, written out: a Hadamard matrix on blocks of a head's numbers, between
+signs.
 
 It spreads what a few channels carry over all of them. Rotating a key and a query alike leaves their product as it is;
-a sum of rotated values is the sum of the values, rotated. Pages are rotated when they are sealed, a query when it meets
-them, and a sum when it has passed them. No weight could hold this: keys go through rotary embeddings after their
+a sum of rotated values is the sum of the values, rotated. Pages are rotated when they are quantised, a query when it
+meets them, and a sum when it has passed them. No weight could hold this: keys go through rotary embeddings after their
 projection, and weights at 16 bits are the checkpoint's own.
 """
 
@@ -21,10 +22,10 @@ def rotation(dim: int, signs: bool = True) -> torch.Tensor:
     n = dim & -dim
     i = torch.arange(n)
     own = i & i >> 1 if signs else torch.zeros_like(i)
-    word = (i[:, None] & i) ^ own[:, None] ^ own
+    parity = (i[:, None] & i) ^ own[:, None] ^ own
     for shift in (32, 16, 8, 4, 2, 1):
-        word = word ^ word >> shift
-    block = (1.0 - 2 * (word & 1).double()) / n**0.5
+        parity = parity ^ parity >> shift
+    block = (1.0 - 2 * (parity & 1).double()) / n**0.5
     return torch.block_diag(*[block] * (dim // n))
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from qbe.format.layout import SliceLayout
 from qbe.kernels.triton.layout import TILE, padded_shape, unit
 from qbe.kernels.tuning.tunable import Config, Problem, processors
-from qbe.format.layout import SliceLayout
 
 MOST_SPLITS = 8
 PROGRAMS = 2  # a processor: the splits nearest to that many programs are tried

@@ -29,18 +29,18 @@ def cascade(
     outer_bias: torch.Tensor,
     thresholds: torch.Tensor,
     gears: torch.Tensor,
-    steering: torch.Tensor,
-    words: torch.Tensor,
+    dynamic_precision: torch.Tensor,
+    precision_words: torch.Tensor,
     point: int,
 ) -> torch.Tensor:
     """Arguments as those of `qbe.kernels.ops.cascade.cascade`."""
     n, heads = entropy.shape
     out, width, hidden = torch.empty_like(attended), attended[0].numel(), inner.shape[1]
-    inputs, sites = (point + 1) * heads, len(words)
+    inputs, sites = (point + 1) * heads, len(precision_words)
     chunk = min(_INPUTS, triton.next_power_of_2(inputs))
     cascade_kernel[(n,)](
         attended, out, width, entropy, lengths, rows, seen, inner, inner_bias, outer, outer_bias, thresholds, gears,
-        steering, words, entropy.stride(0), seen.stride(0), words.stride(0), sites, inputs,
+        dynamic_precision, precision_words, entropy.stride(0), seen.stride(0), precision_words.stride(0), sites, inputs,
         WIDTHS=triton.cdiv(width, _WIDTH), BW=min(_WIDTH, triton.next_power_of_2(width)), HEADS=heads, HIDDEN=hidden,
         BU=triton.next_power_of_2(hidden), CHUNKS=triton.cdiv(inputs, chunk), BK=chunk,
         SITE_CHUNKS=triton.cdiv(sites, _SITES), BS=min(_SITES, triton.next_power_of_2(sites)), SLICES=len(gears) - 1,
@@ -53,7 +53,7 @@ def cascade(
 @triton.jit(do_not_specialize=["inputs", "sites"])
 def cascade_kernel(
     attended_ptr, out_ptr, width, entropy_ptr, lengths_ptr, rows_ptr, seen_ptr, inner_ptr, inner_bias_ptr, outer_ptr,
-    outer_bias_ptr, thresholds_ptr, gears_ptr, steering_ptr, words_ptr, entropy_row, seen_row, words_row, sites, inputs,
+    outer_bias_ptr, thresholds_ptr, gears_ptr, steering_ptr, precision_words_ptr, entropy_row, seen_row, precision_words_row, sites, inputs,
     WIDTHS: tl.constexpr, BW: tl.constexpr, HEADS: tl.constexpr, HIDDEN: tl.constexpr, BU: tl.constexpr,
     CHUNKS: tl.constexpr, BK: tl.constexpr, SITE_CHUNKS: tl.constexpr, BS: tl.constexpr, SLICES: tl.constexpr,
     BE: tl.constexpr, WHO: tl.constexpr, EARLY: tl.constexpr,
@@ -92,7 +92,9 @@ def cascade_kernel(
     seen = seen_ptr + row * seen_row
     ours, wrong = (steer >> 8) == WHO, 0
     threshold = tl.load(thresholds_ptr + (steer & 255))
-    word = tl.load(words_ptr + site.to(tl.int64) * words_row + row, mask=site < sites, other=0)
+    precision_word = tl.load(
+        precision_words_ptr + site.to(tl.int64) * precision_words_row + row, mask=site < sites, other=0
+    )
     for part in tl.static_range(WIDTHS):
         at = part * BW + tl.arange(0, BW)
         tl.store(out_ptr + i * width + at, tl.load(attended_ptr + i * width + at, mask=at < width), mask=at < width)
@@ -118,10 +120,12 @@ def cascade_kernel(
             outer_at = outer_ptr + unit[:, None, None] * (sites * SLICES) + score_at[None, :, :]
             outer = tl.load(outer_at, mask=used[:, None, None] & there[None, :, :], other=0.0)
             bias = tl.load(outer_bias_ptr + score_at, mask=there, other=0.0)
-            word = tl.load(words_ptr + site.to(tl.int64) * words_row + row, mask=site < sites, other=0)
+            precision_word = tl.load(
+                precision_words_ptr + site.to(tl.int64) * precision_words_row + row, mask=site < sites, other=0
+            )
         score = bias + tl.sum(units[:, None, None] * outer, 0)
         fall = tl.where(score > 20, score, tl.log(1.0 + tl.exp(tl.minimum(score, 20.0))))
         worth = tl.cumsum(tl.where(slot[None, :] == 0, score, -fall), 1)  # of a slice: falling
         gear = lowest + tl.sum(tl.where(worth > threshold, step[None, :], 0), 1)
-        word_at = words_ptr + site.to(tl.int64) * words_row + row
-        tl.store(word_at, (word & -256) | gear, mask=(site < sites) & ours & (wrong == 0))
+        word_at = precision_words_ptr + site.to(tl.int64) * precision_words_row + row
+        tl.store(word_at, (precision_word & -256) | gear, mask=(site < sites) & ours & (wrong == 0))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from qbe.format.layout import SliceLayout
 from qbe.kernels.triton.eight_bit_rows import LARGEST
 from qbe.kernels.triton.layout import TILE, group_size_of, largest_of_rows, padded_shape
 from qbe.kernels.triton.tiled_dense_kernel import dequantise_kernel
-from qbe.format.layout import SliceLayout
 
 _ANY = 2**30  # beyond every width: the kernel's bounds that ask for nothing
 

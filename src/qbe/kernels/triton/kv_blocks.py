@@ -11,24 +11,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbe.format.kv_blocks import LEVELS, PAGE_SIZE, TURBO, Block
+from qbe.format.kv_blocks import LEVELS, PAGE_SIZE, TURBO, HeadLayout
 
 PAGE = tl.constexpr(PAGE_SIZE)
 TURBO4 = tl.constexpr(TURBO | 4)
 TURBO2 = tl.constexpr(TURBO | 2)
-SEALED_KINDS = tl.constexpr(5)
+QUANTISED_KINDS = tl.constexpr(5)
 MAGNITUDES = tl.constexpr(sum(level << 8 * i for i, level in enumerate(LEVELS[4])))
 
 
 @triton.constexpr_function
 def part(name, kind, key_dim, value_dim, item):
-    """A part of `qbe.format.kv_blocks.Block`; Triton refuses kernels that refer to a cached function."""
-    return getattr(Block(kind, key_dim, value_dim, item), name)
+    """A part of `qbe.format.kv_blocks.HeadLayout`; Triton refuses kernels that refer to a cached function."""
+    return getattr(HeadLayout(kind, key_dim, value_dim, item), name)
 
 
 @triton.constexpr_function
-def sealed_kind(i):
-    """Of the SEALED_KINDS of blocks that are not at 16 bits."""
+def quantised_kind(i):
+    """Of the QUANTISED_KINDS of blocks that are not at 16 bits."""
     return (8, 4, 2, TURBO | 4, TURBO | 2)[i]
 
 
@@ -140,7 +140,7 @@ def full_values(
 
 
 @triton.jit
-def sealed_keys(memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
+def quantised_keys(memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
     """Bytes uint8 [PAGE, block_of(R)] of the keys of the block at this address."""
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     u = tl.arange(0, block_of(ROW))
@@ -184,7 +184,7 @@ def turbo_scales(memory_ptr, at, token, KIND: tl.constexpr, KEY_DIM: tl.constexp
 
 
 @triton.jit
-def sealed_values(
+def quantised_values(
     memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr
 ):  # fmt: skip
     """Bytes uint8 [BV, R] of the values of the block at this address."""

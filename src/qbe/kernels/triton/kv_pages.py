@@ -1,4 +1,4 @@
-"""Sealing and reading pages of the KV cache on a GPU: a program for each page, key head and (sealing) layer."""
+"""Quantising and reading pages of the KV cache on a GPU: a program for each page, key head and (quantising) layer."""
 
 # mypy: disable-error-code="no-untyped-def, assignment, operator"
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from qbe.format.kv_blocks import DEVIATION, LEVELS, PAGE_SIZE
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
-    SEALED_KINDS,
+    QUANTISED_KINDS,
     TURBO2,
     TURBO4,
     bits_of,
@@ -21,8 +21,8 @@ from qbe.kernels.triton.kv_blocks import (
     full_values,
     is_turbo,
     part,
+    quantised_kind,
     row_bytes,
-    sealed_kind,
     turbo_levels,
     turbo_mean,
     turbo_scales,
@@ -79,7 +79,7 @@ def _turbo_codes(y, ok, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
 
 
 @triton.jit
-def _seal(
+def _quantise(
     k, v, memory_ptr, to, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
@@ -127,18 +127,18 @@ def _seal(
     tl.store(memory_ptr + to + VALUES + dv[None, :] * TOKENS + few[:, None], packed_v.to(tl.uint8), mask=inside_v)
 
 
-@triton.jit(do_not_specialize=["sources_ptr", "targets_ptr", "words_ptr", "layer_words"])
-def seal_kernel(
-    memory_ptr, numbers_ptr, words_ptr, sources_ptr, targets_ptr, layer_words,
+@triton.jit(do_not_specialize=["sources_ptr", "targets_ptr", "head_offsets_ptr", "layer_words"])
+def quantise_kernel(
+    memory_ptr, numbers_ptr, head_offsets_ptr, sources_ptr, targets_ptr, layer_words,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    words_ptr += tl.program_id(2) * layer_words
+    head_offsets_ptr += tl.program_id(2) * layer_words
     source = tl.load(sources_ptr + tl.program_id(0))
     target = tl.load(targets_ptr + tl.program_id(0))
-    from_word = tl.load(words_ptr + source % 256 * KV_HEADS + head)
-    to_word = tl.load(words_ptr + target % 256 * KV_HEADS + head)
+    from_word = tl.load(head_offsets_ptr + source % 256 * KV_HEADS + head)
+    to_word = tl.load(head_offsets_ptr + target % 256 * KV_HEADS + head)
     at = tl.multiple_of(source - source % 256 + from_word - from_word % 256, 256)
     to = tl.multiple_of(target - target % 256 + to_word - to_word % 256, 256)
     kind = to_word % 256
@@ -154,9 +154,9 @@ def seal_kernel(
     else:
         rotated_k = rotate(k, KEY_DIM)
         rotated_v = rotate(v, VALUE_DIM)
-        for i in tl.static_range(SEALED_KINDS):
-            if kind == sealed_kind(i):
-                _seal(rotated_k, rotated_v, memory_ptr, to, sealed_kind(i), KEY_DIM, VALUE_DIM, BK, BV)
+        for i in tl.static_range(QUANTISED_KINDS):
+            if kind == quantised_kind(i):
+                _quantise(rotated_k, rotated_v, memory_ptr, to, quantised_kind(i), KEY_DIM, VALUE_DIM, BK, BV)
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _read(
     memory_ptr, at, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
-    """Keys [PAGE, BK] and values [PAGE, BV] of the sealed block at this address, rotated, in float32."""
+    """Keys [PAGE, BK] and values [PAGE, BV] of the quantised block at this address, rotated, in float32."""
     BITS: tl.constexpr = bits_of(KIND)
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     TOKENS: tl.constexpr = PAGE * BITS // 8
@@ -191,18 +191,18 @@ def _read(
     return k, codes_v.to(tl.float32) * scale_v[:, None] + low_v[:, None]
 
 
-@triton.jit(do_not_specialize=["entries_ptr", "pages"])
+@triton.jit(do_not_specialize=["block_ids_ptr", "pages"])
 def read_kernel(
-    memory_ptr, numbers_ptr, words_ptr, entries_ptr, keys_ptr, values_ptr, pages,
+    memory_ptr, numbers_ptr, head_offsets_ptr, block_ids_ptr, keys_ptr, values_ptr, pages,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
     page = tl.program_id(0)
     head = tl.program_id(1)
-    entry = tl.load(entries_ptr + page)
-    word = tl.load(words_ptr + entry % 256 * KV_HEADS + head)
-    at = tl.multiple_of(entry - entry % 256 + word - word % 256, 256)
-    kind = word % 256
+    block_id = tl.load(block_ids_ptr + page)
+    head_offset = tl.load(head_offsets_ptr + block_id % 256 * KV_HEADS + head)
+    at = tl.multiple_of(block_id - block_id % 256 + head_offset - head_offset % 256, 256)
+    kind = head_offset % 256
     row = (head.to(tl.int64) * pages + page) * PAGE
     keys_ptr += row * KEY_DIM
     values_ptr += row * VALUE_DIM
@@ -241,32 +241,36 @@ def _sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, int]:
     }  # fmt: skip
 
 
-def seal_pages(
+def quantise_pages(
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> None:
-    """See `qbe.kernels.ops.kv_pages.seal_pages`."""
-    seal_kernel[(sources.shape[0], shape[0], blocks.shape[0])](
-        memory, memory.view(dtype), blocks, sources, targets, blocks.stride(0),
+    """See `qbe.kernels.ops.kv_pages.quantise_pages`."""
+    quantise_kernel[(sources.shape[0], shape[0], head_offsets.shape[0])](
+        memory, memory.view(dtype), head_offsets, sources, targets, head_offsets.stride(0),
         **_sizes(shape, dtype), num_warps=4,
     )  # fmt: skip
 
 
 def read_pages(
-    memory: torch.Tensor, blocks: torch.Tensor, entries: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype
+    memory: torch.Tensor,
+    head_offsets: torch.Tensor,
+    block_ids: torch.Tensor,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `qbe.kernels.ops.kv_pages.read_pages`."""
     kv_heads, key_dim, value_dim = shape
-    pages = entries.shape[0]
+    pages = block_ids.shape[0]
     keys, values = (
         torch.empty(kv_heads, pages * PAGE_SIZE, dim, dtype=dtype, device=memory.device) for dim in (key_dim, value_dim)
     )
     read_kernel[(pages, kv_heads)](
-        memory, memory.view(dtype), blocks, entries, keys, values, pages,
+        memory, memory.view(dtype), head_offsets, block_ids, keys, values, pages,
         **_sizes(shape, dtype), num_warps=4,
     )  # fmt: skip
     return keys, values

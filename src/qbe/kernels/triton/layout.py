@@ -23,13 +23,13 @@ from qbe.format.packing import pack, unpack
 
 RUN = 64  # bytes of one output in a run
 TILE = 64  # outputs of a tile
-WORD = 256  # inputs that share a word of meta
+SCALE_WORD_INPUTS = 256  # inputs that share a word of meta
 GROUPS = (64, 128)  # group sizes the layout is made for
 
 
 def unit(layout: SliceLayout) -> int:
     """Inputs after which every part is at the start of a run and meta at a word: the step of the kernels."""
-    return max(WORD, 8 * RUN // min(part.width for part in layout.parts))
+    return max(SCALE_WORD_INPUTS, 8 * RUN // min(part.width for part in layout.parts))
 
 
 def padded_shape(n: int, k: int, layout: SliceLayout) -> tuple[int, int]:
@@ -100,7 +100,9 @@ def to_device_layout(
     p = len(layout.precisions)
     wide = torch.zeros(p, 2, rows, inputs // group_size, dtype=torch.uint8, device=packed.device)
     wide[:, :, :n, :groups] = meta.view(p, 2, n, groups)
-    wide = wide.view(p, 2, rows // TILE, TILE, inputs // WORD, WORD // group_size).permute(0, 2, 4, 3, 5, 1)
+    wide = wide.view(p, 2, rows // TILE, TILE, inputs // SCALE_WORD_INPUTS, SCALE_WORD_INPUTS // group_size).permute(
+        0, 2, 4, 3, 5, 1
+    )
     out[codes_bytes : codes_bytes + meta_bytes] = wide.reshape(-1)
     largest = largest_of_rows(out, n, in_features, layout)
     for i, bits in enumerate(layout.precisions):

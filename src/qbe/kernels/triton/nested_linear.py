@@ -9,12 +9,12 @@ import torch
 import triton
 
 from qbe.errors import QBEError
+from qbe.format.layout import BLOCK, SliceLayout
 from qbe.kernels.triton import candidates
 from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel, nested_linear_kernel
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_linear import tiled_linear
 from qbe.kernels.tuning.tunable import Config, Problem, Tunable
-from qbe.format.layout import BLOCK, SliceLayout
 
 DECODE_ROWS = 64  # up to here rows share one tile and codes are multiplied undequantised
 LEAST_ROWS = 16  # of a tile: fewer rows are launched as so many are, so that each comes out the same
@@ -82,11 +82,12 @@ def nested_linear(
     bias: torch.Tensor | None,
     slices: Sequence[int],
     exponent: int,
-    wide: bool = False,
+    float32_output: bool = False,
     config: Config | None = None,
     ready: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y[r] = x[r] @ W(bits[r]).T + bias on a GPU. Arguments and result as the custom op's (`qbe.kernels.ops.nested_linear`).
+    """y[r] = x[r] @ W(bits[r]).T + bias on a GPU. Arguments and result as the custom op's
+    (`qbe.kernels.ops.nested_linear`).
 
     One kernel reads the canonical buffer; a flat one is in the layout made for GPUs (`layout`) and has faster ones.
     `bits` is read by the kernel only: the launch is the same for every content, so a captured CUDA graph serves them
@@ -107,7 +108,7 @@ def nested_linear(
     k = x.shape[-1]
     rows = x.reshape(-1, k).contiguous()
     m = rows.shape[0]
-    y = x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if wide else None)
+    y = x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if float32_output else None)
     if y.numel() == 0:
         return y
     if packed.dim() == 1:
@@ -115,7 +116,7 @@ def nested_linear(
             tiled_linear(rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n), config, ready)
         return y
     blocks = packed.shape[1] * 8 // n // BLOCK
-    words = bits.contiguous()
+    precision_words = bits.contiguous()
     config = config or PLAIN.config(
         x.device,
         max(m, LEAST_ROWS),
@@ -132,9 +133,9 @@ def nested_linear(
     out = y if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
     grid = (-(-n // config["BLOCK_N"]) * -(-m // config["BLOCK_M"]), splits)
     with torch.cuda.device_of(x):  # Triton launches on the current device; does nothing for a CPU tensor
-        rows = round_rows(rows, words, blocks // groups * BLOCK)
+        rows = round_rows(rows, precision_words, blocks // groups * BLOCK)
         nested_linear_kernel[grid](
-            rows, packed.view(torch.int32), meta, words, original, bias, out, m, n, k, blocks,
+            rows, packed.view(torch.int32), meta, precision_words, original, bias, out, m, n, k, blocks,
             exponent=exponent, PRECISIONS=layout.precisions, PARTS=_parts(layout), GROUP_BLOCKS=blocks // groups,
             **config,
         )  # fmt: skip

@@ -24,7 +24,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _load_words(packed_ptr, n_long, N, blocks, block, col, wanted, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+def _load_code_words(packed_ptr, n_long, N, blocks, block, col, wanted, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """The words of a part that hold the inputs of words `col` of 32 inputs, 8 to a block: int32 [BLOCK_N, len(col)].
 
     A block has 2*WIDTH words; narrower parts than 4 bits hand the same word to several columns, which the memory
@@ -37,15 +37,15 @@ def _load_words(packed_ptr, n_long, N, blocks, block, col, wanted, FIRST: tl.con
 
 
 @triton.jit
-def _unpack_words(words, col, code0, code1, WIDTH: tl.constexpr):
+def _unpack_code_words(code_words, col, code0, code1, WIDTH: tl.constexpr):
     """Appends a part's bits to the codes of a block's first and second 32 inputs, four codes to an int32.
 
     Field j of byte u belongs to input 8*WIDTH*j + u (`qbe.format.layout`); col is the word's place in its 32 inputs.
     """
     FIELD: tl.constexpr = ((1 << WIDTH) - 1) * 0x01010101
     shift = (col // (2 * WIDTH)) * WIDTH
-    code0 = (code0 << WIDTH) | ((words >> shift[None, :]) & FIELD)
-    code1 = (code1 << WIDTH) | ((words >> (shift + 4)[None, :]) & FIELD)
+    code0 = (code0 << WIDTH) | ((code_words >> shift[None, :]) & FIELD)
+    code1 = (code1 << WIDTH) | ((code_words >> (shift + 4)[None, :]) & FIELD)
     return code0, code1
 
 
@@ -178,10 +178,12 @@ def nested_linear_kernel(
             # mask is off moves nothing.
             k = block * 64 + order
             x = tl.load(x_row + k[:, None], mask=(k < K)[:, None] & m_ok[None, :], other=0.0)
-            words = ()
+            code_words = ()
             for i in tl.static_range(len(PARTS)):
                 wanted = n_ok & (highest >= PARTS[i][2])
-                words += (_load_words(packed_ptr, n_long, N, blocks, block, col, wanted, PARTS[i][0], PARTS[i][1]),)
+                code_words += (
+                    _load_code_words(packed_ptr, n_long, N, blocks, block, col, wanted, PARTS[i][0], PARTS[i][1]),
+                )
             meta_at = meta_row + block // GROUP_BLOCKS
             some = n_ok & (block < blocks)
             scale = tl.load(meta_at, mask=some, other=0)
@@ -199,7 +201,7 @@ def nested_linear_kernel(
             code1 = tl.zeros((BLOCK_N, 8 * STEP_BLOCKS), tl.int32)
             for i in tl.static_range(len(PARTS)):
                 if highest >= PARTS[i][2]:
-                    code0, code1 = _unpack_words(words[i], col % 8, code0, code1, PARTS[i][1])
+                    code0, code1 = _unpack_code_words(code_words[i], col % 8, code0, code1, PARTS[i][1])
                 if PARTS[i][3]:
                     if (present >> PARTS[i][2]) & 1 != 0:
                         rows = tl.where((serves == PARTS[i][2])[None, :], x, nothing)

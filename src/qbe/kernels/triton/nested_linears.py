@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from qbe.format.layout import SliceLayout
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.kernels.triton.nested_linear import nested_linear
 from qbe.kernels.triton.tiled_configs import DECODE
@@ -16,7 +17,6 @@ from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
 from qbe.kernels.triton.tiled_linear import DECODE_ROWS, quantised, split_launch
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
-from qbe.format.layout import SliceLayout
 
 TOGETHER = 3  # weights of one launch
 
@@ -32,12 +32,13 @@ def nested_linears(
     exponents: Sequence[int],
     config: Config | None = None,
     ready: torch.Tensor | None = None,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor:
-    """See `qbe.kernels.ops.merged_linear.nested_linears`. Many rows, float32 and other layouts take a call for each weight.
+    """See `qbe.kernels.ops.merged_linear.nested_linears`. Many rows, float32 and other layouts take a call for each
+    weight.
 
     `config` is what a trial launches with; by itself the best one known. `ready` is x quantised, if that is made.
-    `wide` gives float32, of a single weight.
+    `float32_output` gives float32, of a single weight.
     """
     rows = x.reshape(-1, x.shape[-1])
     tiled = all(p.dim() == 1 for p in packed)
@@ -45,7 +46,7 @@ def nested_linears(
         parts = [
             nested_linear(
                 x, p, meta[i], bits[i], originals[i] if originals else None, biases[i] if biases else None, slices,
-                exponents[i], wide, ready=ready,
+                exponents[i], float32_output, ready=ready,
             )
             for i, p in enumerate(packed)
         ]  # fmt: skip

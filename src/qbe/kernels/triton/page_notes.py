@@ -52,7 +52,7 @@ def note_sealed(
     notes_ptr, row, page, REPEAT: tl.constexpr, weights, top, e, packed, memory_ptr, block, KIND: tl.constexpr,
     DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """A sealed page: weights and `top` as above, e [BM], and the bytes [BV, R] of the values of its block."""
+    """A quantised page: weights and `top` as above, e [BM], and the bytes [BV, R] of the values of its block."""
     BITS: tl.constexpr = bits_of(KIND)
     FIELDS: tl.constexpr = 8 // BITS
     ROW: tl.constexpr = PAGE * BITS // 8

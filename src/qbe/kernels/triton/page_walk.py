@@ -1,8 +1,8 @@
 """An online softmax over pages of mixed precision: what decode and prompt attention have in common.
 
 It walks through runs of pages whose blocks of this head are of the same kind: the branch on the kind is outside of the
-loop over a run, whose loads can be pipelined. Sealed pages meet rotated queries; where a run of them borders on pages
-of 16 bits the sum of values is rotated. Keys and values are the left operands of the products, queries and
+loop over a run, whose loads can be pipelined. Quantised pages meet rotated queries; where a run of them borders on
+pages of 16 bits the sum of values is rotated. Keys and values are the left operands of the products, queries and
 weights the right ones: codes go from memory through registers to the tensor cores and are unpacked on the way.
 """
 
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from qbe.kernels.triton.kv_blocks import (
     PAGE,
-    SEALED_KINDS,
+    QUANTISED_KINDS,
     bits_of,
     block_of,
     centre,
@@ -24,10 +24,10 @@ from qbe.kernels.triton.kv_blocks import (
     is_turbo,
     key_scales,
     numbers_of,
+    quantised_keys,
+    quantised_kind,
+    quantised_values,
     row_bytes,
-    sealed_keys,
-    sealed_kind,
-    sealed_values,
     turbo_levels,
     turbo_mean,
     turbo_scales,
@@ -71,7 +71,7 @@ def query_columns(q_ptr, q_head, q_one, d, d_ok, BM: tl.constexpr, REPEAT: tl.co
 
 @triton.jit
 def _fields_of_queries(rotated_ptr, BITS: tl.constexpr, KEY_DIM: tl.constexpr, BM: tl.constexpr, REPEAT: tl.constexpr):
-    """A tuple of the channels of each field of sealed keys, columns [block_of(R), BM]."""
+    """A tuple of the channels of each field of quantised keys, columns [block_of(R), BM]."""
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     u = tl.arange(0, block_of(ROW))
     q = ()
@@ -82,7 +82,7 @@ def _fields_of_queries(rotated_ptr, BITS: tl.constexpr, KEY_DIM: tl.constexpr, B
 
 
 @triton.jit
-def _sealed_scores(
+def _quantised_scores(
     q, memory_ptr, block, BITS: tl.constexpr, DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ASM: tl.constexpr, NOTED: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def _sealed_scores(
     far these may be off, if NOTED.
     """
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
-    packed = sealed_keys(memory_ptr, block, BITS, KEY_DIM)
+    packed = quantised_keys(memory_ptr, block, BITS, KEY_DIM)
     scores = tl.zeros((PAGE, q[0].shape[1]), tl.float32)
     moved = tl.zeros((block_of(ROW), q[0].shape[1]), tl.float32)
     errors = moved
@@ -114,7 +114,7 @@ def _turbo_scores(
     BITS: tl.constexpr = bits_of(KIND)
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     u = tl.arange(0, block_of(ROW))
-    packed = sealed_keys(memory_ptr, block, BITS, KEY_DIM).to(tl.int32)
+    packed = quantised_keys(memory_ptr, block, BITS, KEY_DIM).to(tl.int32)
     levels = tl.zeros((PAGE, q[0].shape[1]), tl.float32)
     signs = tl.zeros((PAGE, q[0].shape[1]), tl.float32)
     moved = tl.zeros((block_of(ROW), q[0].shape[1]), tl.float32)
@@ -180,10 +180,10 @@ def _full_run(
     totals = tl.zeros((PAGE, top.shape[0]), tl.float32)
     products = totals
     q = query_columns(q_ptr, q_head, q_one, d, d < KEY_DIM, top.shape[0], REPEAT)
-    entry = tl.load(table_ptr + begin)
+    block_id = tl.load(table_ptr + begin)
     for page in tl.range(begin, end, num_stages=2):  # 3 would leave room for few programs on a processor
-        block = tl.multiple_of(entry - entry % 256 + offset, 256)
-        entry = tl.load(table_ptr + tl.minimum(page + 1, end - 1))  # a page ahead: addresses come from it
+        block = tl.multiple_of(block_id - block_id % 256 + offset, 256)
+        block_id = tl.load(table_ptr + tl.minimum(page + 1, end - 1))  # a page ahead: addresses come from it
         at = page * PAGE + t
         k = full_keys(numbers_ptr, block, at < past, KEY_DIM, BK, ITEM)
         scores = _scaled(tl.dot(k, q, input_precision="ieee"), scaling, softcap, SOFTCAP)
@@ -198,13 +198,13 @@ def _full_run(
 
 
 @triton.jit
-def _sealed_run(
+def _quantised_run(
     rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, offset, begin, end, first, scaling, softcap,
     KIND: tl.constexpr, DTYPE: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row,
     NOTED: tl.constexpr,
 ):  # fmt: skip
-    """The same of sealed pages. acc is rotated.
+    """The same of quantised pages. acc is rotated.
 
     A number is scale * (what `numbers_of` gives + centre) + low. A channel's scale goes into the query and a token's
     into its weight. What `numbers_of` gives lies around 0, so that acc stays small beside what is added to it.
@@ -219,21 +219,21 @@ def _sealed_run(
     q = _fields_of_queries(rotated_ptr, BITS, KEY_DIM, top.shape[0], REPEAT)
     if is_turbo(KIND):
         sketch = _fields_of_queries(rotated_ptr + KEY_DIM, BITS, KEY_DIM, top.shape[0], REPEAT)
-    entry = tl.load(table_ptr + begin)
+    block_id = tl.load(table_ptr + begin)
     for page in tl.range(begin, end, num_stages=3):
-        block = tl.multiple_of(entry - entry % 256 + offset, 256)
-        entry = tl.load(table_ptr + tl.minimum(page + 1, end - 1))  # a page ahead: addresses come from it
+        block = tl.multiple_of(block_id - block_id % 256 + offset, 256)
+        block_id = tl.load(table_ptr + tl.minimum(page + 1, end - 1))  # a page ahead: addresses come from it
         if is_turbo(KIND):
             scores = _turbo_scores(q, sketch, memory_ptr, block, KIND, DTYPE, KEY_DIM, VALUE_DIM)
             errors = tl.full((1, top.shape[0]), float("inf"), tl.float32)  # no bound
         else:
-            scores, errors = _sealed_scores(q, memory_ptr, block, BITS, DTYPE, KEY_DIM, VALUE_DIM, ASM, NOTED)
+            scores, errors = _quantised_scores(q, memory_ptr, block, BITS, DTYPE, KEY_DIM, VALUE_DIM, ASM, NOTED)
         scores = _scaled(scores, scaling, softcap, SOFTCAP)
-        if WINDOW > 0:  # else all tokens of sealed pages are seen
+        if WINDOW > 0:  # else all tokens of quantised pages are seen
             at = page * PAGE + t
             scores = tl.where(at[:, None] >= first, scores, float("-inf"))
         weights, factor, top, totals, products = _softmax_step(scores, top, totals, products, WINDOW > 0)
-        packed = sealed_values(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
+        packed = quantised_values(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
         scale, low = value_scales(memory_ptr, block, t, KIND, KEY_DIM, VALUE_DIM)
         scaled = (weights * scale[:, None]).to(DTYPE)
         bases = bases * factor[None, :] + weights * (low + scale * centre(BITS))[:, None]
@@ -254,7 +254,7 @@ def _sealed_run(
 
 @triton.jit
 def attend_pages(
-    q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr, head,
+    q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, head_offsets_ptr, table_ptr, head,
     begin, end, first, past, scaling, softcap, KV_HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
@@ -273,24 +273,24 @@ def attend_pages(
         ahead = page + tl.arange(0, AHEAD)
         inside = ahead < end
         formats = tl.load(table_ptr + ahead, mask=inside, other=0) % 256
-        words = tl.load(words_ptr + formats * KV_HEADS + head, mask=inside, other=-1)
-        word = tl.load(words_ptr + tl.load(table_ptr + page) % 256 * KV_HEADS + head)
-        stop = tl.min(tl.where(words == word, page + AHEAD, ahead), 0)
-        kind = word % 256
-        sealed = (kind != 16).to(tl.int32)
-        if (sealed != rotated) & (page > begin):
+        head_offsets = tl.load(head_offsets_ptr + formats * KV_HEADS + head, mask=inside, other=-1)
+        head_offset = tl.load(head_offsets_ptr + tl.load(table_ptr + page) % 256 * KV_HEADS + head)
+        stop = tl.min(tl.where(head_offsets == head_offset, page + AHEAD, ahead), 0)
+        kind = head_offset % 256
+        quantised = (kind != 16).to(tl.int32)
+        if (quantised != rotated) & (page > begin):
             acc = rotate_columns(acc, VALUE_DIM)
-        rotated = sealed
+        rotated = quantised
         if kind == 16:
             top, total, weighted, acc = _full_run(
-                q_ptr, q_head, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, word - kind, page, stop, first,
+                q_ptr, q_head, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, head_offset - kind, page, stop, first,
                 past, scaling, softcap, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, notes_ptr, note_row, NOTED,
             )  # fmt: skip
-        for i in tl.static_range(SEALED_KINDS):
-            if kind == sealed_kind(i):
-                top, total, weighted, acc = _sealed_run(
-                    rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, word - kind, page, stop, first,
-                    scaling, softcap, sealed_kind(i), numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV,
+        for i in tl.static_range(QUANTISED_KINDS):
+            if kind == quantised_kind(i):
+                top, total, weighted, acc = _quantised_run(
+                    rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, head_offset - kind, page, stop, first,
+                    scaling, softcap, quantised_kind(i), numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV,
                     WINDOW, SOFTCAP, ASM, notes_ptr, note_row, NOTED,
                 )  # fmt: skip
         page = stop

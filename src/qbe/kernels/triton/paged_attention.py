@@ -8,8 +8,8 @@ from functools import cache
 import torch
 import triton
 
-from qbe.kernels.cuda import decode_attention
 from qbe.format.kv_blocks import PAGE_SIZE
+from qbe.kernels.cuda import decode_attention
 from qbe.kernels.triton.paged_attention_kernel import combine_kernel, decode_attention_kernel
 from qbe.kernels.triton.rotation import rotate_queries_kernel
 
@@ -47,30 +47,30 @@ def paged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,
     cuts: torch.Tensor | None = None,
-    steady: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """See `qbe.kernels.ops.paged_attention.paged_attention`. Any head sizes, any ratio of query to key heads up to 64.
 
     The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere, which needs no `cuts`.
-    `steady` is `qbe.kernels.ops.paged_attention.steady_attention`.
+    `batch_invariant` is `qbe.kernels.ops.paged_attention.batch_invariant_attention`.
     """
     if decode_attention.serves(query, key, value, softcap):
         return decode_attention.launch(
-            query, key, value, memory, blocks, slots, tables, lengths, entropy, scaling, window, softcap,
-            processors(query.device), cuts, steady,
+            query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap,
+            processors(query.device), cuts, batch_invariant,
         )  # fmt: skip
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
-    where = memory, blocks, slots, tables, lengths, entropy
-    walk(query, key, value, *where, scaling, window, softcap, out, Noted(), steady)
+    where = memory, head_offsets, slots, block_tables, lengths, entropy
+    walk(query, key, value, *where, scaling, window, softcap, out, Noted(), batch_invariant)
     return out
 
 
@@ -79,9 +79,9 @@ def walk(
     key: torch.Tensor,
     value: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
+    head_offsets: torch.Tensor,
     slots: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     lengths: torch.Tensor,
     entropy: torch.Tensor,
     scaling: float,
@@ -89,15 +89,15 @@ def walk(
     softcap: float,
     out: torch.Tensor,
     noted: Noted,
-    steady: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """The attention of `paged_attention` into `out`; tables may be `[B, kv_heads, P]`, a table for each key head."""
     batch, heads, key_dim = query.shape
     kv_heads, value_dim = value.shape[1:]
     repeat = heads // kv_heads
-    width, count = tables.shape[-1], processors(query.device)
+    width, count = block_tables.shape[-1], processors(query.device)
     parts = (
-        decode_attention.steady_parts(kv_heads, width, count) if steady
+        decode_attention.batch_invariant_splits(kv_heads, width, count) if batch_invariant
         else splits_for(batch, kv_heads, width * PAGE_SIZE, count)
     )  # fmt: skip
     means = torch.empty(batch, parts, heads, value_dim, dtype=torch.float32, device=query.device)
@@ -109,12 +109,12 @@ def walk(
         num_warps=1,
     )  # fmt: skip
     decode_attention_kernel[(batch * kv_heads, parts)](
-        query, key, value, memory, memory.view(key.dtype), blocks, slots, tables, lengths,
+        query, key, value, memory, memory.view(key.dtype), head_offsets, slots, block_tables, lengths,
         means, sums, noted.notes, noted.raised, rotated,
         query.stride(0), query.stride(1), query.stride(2),
         key.stride(0), key.stride(1), key.stride(2),
         value.stride(0), value.stride(1), value.stride(2),
-        tables.stride(0), tables.stride(1) if tables.dim() == 3 else 0, tables.shape[-1] + 1, scaling, softcap, parts,
+        block_tables.stride(0), block_tables.stride(1) if block_tables.dim() == 3 else 0, block_tables.shape[-1] + 1, scaling, softcap, parts,
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(8, triton.next_power_of_2(repeat)), BK=wide,
         BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,

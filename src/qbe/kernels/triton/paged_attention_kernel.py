@@ -21,7 +21,7 @@ from qbe.kernels.triton.rotation import rotate, rotate_columns
 # What changes between steps must not make Triton compile once more: how many parts, and how a table lies in memory.
 @triton.jit(
     do_not_specialize=[
-        "scaling", "softcap", "parts", "table_row", "table_head", "note_row", "slots_ptr", "tables_ptr",
+        "scaling", "softcap", "parts", "table_row", "table_head", "note_row", "slots_ptr", "block_tables_ptr",
         "lengths_ptr", "parts_ptr",
     ]
 )  # fmt: skip
@@ -31,9 +31,9 @@ def decode_attention_kernel(
     v_ptr,
     memory_ptr,
     numbers_ptr,
-    words_ptr,
+    head_offsets_ptr,
     slots_ptr,
-    tables_ptr,
+    block_tables_ptr,
     lengths_ptr,
     means_ptr,
     parts_ptr,
@@ -92,7 +92,7 @@ def decode_attention_kernel(
     each = tl.cdiv(pages, parts)
     low = first // PAGE + part * each
     high = tl.minimum(low + each, first // PAGE + pages)
-    table_ptr = tables_ptr + sequence * table_row + head * table_head
+    table_ptr = block_tables_ptr + sequence * table_row + head * table_head
     NOTED: tl.constexpr = notes_ptr is not None
     if NOTED:
         notes_ptr += (sequence * KV_HEADS + head) * REPEAT * NOTES * note_row
@@ -104,7 +104,7 @@ def decode_attention_kernel(
     weighted = tl.zeros((BM,), tl.float32)  # sum of weight * score, for the entropy
     acc = tl.zeros((BV, BM), tl.float32)
     top, total, weighted, acc, rotated = attend_pages(
-        q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, words_ptr, table_ptr,
+        q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, head_offsets_ptr, table_ptr,
         head, low, high, first, past, scaling, softcap, KV_HEADS, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW,
         SOFTCAP, ASM, notes_ptr, note_row, NOTED,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def decode_attention_kernel(
         k_new += k_new * 0  # infinity becomes NaN, so that it cannot hide behind a score that is low
         v_new = tl.load(v_ptr + sequence * v_row + head * v_head + dv * v_one, mask=dv < VALUE_DIM, other=0.0)
         slot = tl.load(slots_ptr + sequence)
-        open_word = tl.load(words_ptr + head)  # of format 0
+        open_word = tl.load(head_offsets_ptr + head)  # of format 0
         to = (slot - slot % 256 + open_word - open_word % 256) // ITEM
         tl.store(numbers_ptr + to + slot % 256 * KEY_DIM + dk, k_new, mask=dk < KEY_DIM)
         tl.store(numbers_ptr + to + PAGE * KEY_DIM + slot % 256 * VALUE_DIM + dv, v_new, mask=dv < VALUE_DIM)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qbe.format.kv_blocks import PAGE_SIZE, STRETCH, sealed_pages
+from qbe.format.kv_blocks import PAGE_SIZE, STRETCH, quantised_pages
 from qbe.kernels.triton.kv_blocks import PAGE, full_keys, full_values
 from qbe.kernels.triton.kv_pages import read_pages
 from qbe.kernels.triton.page_walk import LOG2E, capped
@@ -60,10 +60,12 @@ def _attend_before(
     return _attend(q, k, v, top, total, acc, seen, scaling, softcap, WINDOW > 0, SOFTCAP)
 
 
-@triton.jit(do_not_specialize=["start", "end", "begin", "first_frame", "rows", "scaling", "softcap", "frames_ptr"])
+@triton.jit(
+    do_not_specialize=["start", "end", "begin", "first_staging_page", "rows", "scaling", "softcap", "staging_pages_ptr"]
+)
 def prompt_attention_kernel(
-    q_ptr, keys_ptr, values_ptr, numbers_ptr, words_ptr, frames_ptr, out_ptr, q_head, q_row, q_one, start, end, begin,
-    first_frame, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, numbers_ptr, head_offsets_ptr, staging_pages_ptr, out_ptr, q_head, q_row, q_one, start, end, begin,
+    first_staging_page, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
@@ -103,10 +105,10 @@ def prompt_attention_kernel(
             q, before, keys_ptr, values_ptr, begin, top, total, acc, lows, scaling, softcap, STEP, KEY_DIM, VALUE_DIM,
             BK, BV, WINDOW, SOFTCAP,
         )  # fmt: skip
-    word = tl.load(words_ptr + kv_head)  # of format 0
+    head_offset = tl.load(head_offsets_ptr + kv_head)  # of format 0
     for page in tl.range(last // PAGE, own + 1):
-        frame = tl.load(frames_ptr + page - first_frame)
-        block = tl.multiple_of(frame - frame % 256 + word - word % 256, 256)
+        staging_page = tl.load(staging_pages_ptr + page - first_staging_page)
+        block = tl.multiple_of(staging_page - staging_page % 256 + head_offset - head_offset % 256, 256)
         page_at = page * PAGE + tl.arange(0, PAGE)
         k = full_keys(numbers_ptr, block, page_at < end, KEY_DIM, BK, ITEM)
         v = full_values(numbers_ptr, block, page_at < end, KEY_DIM, VALUE_DIM, BV, ITEM)
@@ -120,9 +122,9 @@ def prompt_attention_kernel(
 def prompt_attention(
     query: torch.Tensor,
     memory: torch.Tensor,
-    blocks: torch.Tensor,
-    entries: torch.Tensor,
-    frames: torch.Tensor,
+    head_offsets: torch.Tensor,
+    block_ids: torch.Tensor,
+    staging_pages: torch.Tensor,
     start: int,
     shape: tuple[int, int, int],
     scaling: float,
@@ -134,9 +136,9 @@ def prompt_attention(
     Args:
         query: `[heads, count, key_dim]`, any strides, of the dtype of pages of 16 bits.
         memory: uint8, all pages.
-        blocks: int32 `[FORMATS, kv_heads]`, the words of the layer.
-        entries: int64 `[P]`, its pages as they are after the step.
-        frames: int64, those that `query`'s tokens see at 16 bits.
+        head_offsets: int32 `[FORMATS, kv_heads]`, the words of the layer.
+        block_ids: int64 `[P]`, its pages as they are after the step.
+        staging_pages: int64, those that `query`'s tokens see at 16 bits.
         shape: kv_heads, key_dim, value_dim.
         window, softcap: 0 for none.
 
@@ -147,7 +149,9 @@ def prompt_attention(
     kv_heads, _, value_dim = shape
     end = start + count
     first = max(0, start - window + 1) // PAGE_SIZE if window else 0
-    keys, values = read_pages(memory, blocks, entries[first : sealed_pages((end - 1) // PAGE_SIZE)], shape, query.dtype)
+    keys, values = read_pages(
+        memory, head_offsets, block_ids[first : quantised_pages((end - 1) // PAGE_SIZE)], shape, query.dtype
+    )
     out = torch.empty(count, heads, value_dim, dtype=query.dtype, device=query.device)
     pages = -(-end // PAGE_SIZE) - start // PAGE_SIZE
     wide = query.element_size() < 4  # float32 would need twice the shared memory
@@ -155,9 +159,9 @@ def prompt_attention(
     small = wide and max(key_dim, value_dim) <= 128
     together = 4 if small and repeat % 4 == 0 else 2 if wide and repeat % 2 == 0 else 1
     prompt_attention_kernel[(pages, heads // together)](
-        query, keys, values, memory.view(query.dtype), blocks, frames, out,
+        query, keys, values, memory.view(query.dtype), head_offsets, staging_pages, out,
         query.stride(0), query.stride(1), query.stride(2), start, end, first * PAGE_SIZE,
-        sealed_pages(start // PAGE_SIZE), keys.shape[1], scaling, softcap,
+        quantised_pages(start // PAGE_SIZE), keys.shape[1], scaling, softcap,
         HEADS=heads, KV_HEADS=kv_heads, TOGETHER=together, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         ITEM=query.element_size(), BK=max(16, triton.next_power_of_2(key_dim)),
         BV=max(16, triton.next_power_of_2(value_dim)), WINDOW=window, SOFTCAP=softcap != 0,

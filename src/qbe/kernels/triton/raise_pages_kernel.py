@@ -20,12 +20,12 @@ NO_ORIGINAL = tl.constexpr(-1)
 
 @triton.jit(
     do_not_specialize=[
-        "note_row", "table_row", "original_row", "tables_ptr", "originals_ptr", "lengths_ptr", "limits_ptr",
+        "note_row", "table_row", "original_row", "block_tables_ptr", "originals_ptr", "lengths_ptr", "limits_ptr",
         "counts_ptr", "raised_ptr", "full_bytes",
     ]
 )  # fmt: skip
 def raise_pages_kernel(
-    notes_ptr, note_row, out_ptr, words_ptr, tables_ptr, table_row, originals_ptr, original_row, lengths_ptr,
+    notes_ptr, note_row, out_ptr, head_offsets_ptr, block_tables_ptr, table_row, originals_ptr, original_row, lengths_ptr,
     limits_ptr, counts_ptr, again_ptr, raised_ptr, full_bytes,
     KV_HEADS: tl.constexpr, REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -41,9 +41,9 @@ def raise_pages_kernel(
             first = tl.maximum(past + 1 - WINDOW, 0) // PAGE
         p = tl.arange(0, BP)
         seen = (p >= first) & (p < tl.cdiv(past, PAGE))
-        entry = tl.load(tables_ptr + sequence * table_row + p, mask=seen, other=0)
+        block_id = tl.load(block_tables_ptr + sequence * table_row + p, mask=seen, other=0)
         original = tl.load(originals_ptr + sequence * original_row + p, mask=seen, other=NO_ORIGINAL)
-        bits = tl.load(words_ptr + entry % 256 * KV_HEADS + head, mask=seen, other=16) % 256
+        bits = tl.load(head_offsets_ptr + block_id % 256 * KV_HEADS + head, mask=seen, other=16) % 256
         lowered = (bits != 16) & (original != NO_ORIGINAL)
         wanted = tl.zeros((BP,), tl.int32)
         dv = tl.arange(0, BV)
@@ -74,7 +74,7 @@ def raise_pages_kernel(
                 highest = highest / 2
             wanted = tl.where(lowered & ((bound <= highest) == 0), 1, wanted)
         to = again_ptr + tl.program_id(0).to(tl.int64) * (note_row - 1) + p
-        tl.store(to, tl.where(wanted == 1, original, entry), mask=seen)
+        tl.store(to, tl.where(wanted == 1, original, block_id), mask=seen)
         number = tl.sum(wanted, 0)
         tl.atomic_add(counts_ptr + sequence * 3, tl.sum(lowered.to(tl.int64), 0))
         tl.atomic_add(counts_ptr + sequence * 3 + 1, number.to(tl.int64))

@@ -1,4 +1,4 @@
-"""The rotation of sealed pages in Triton (`qbe.kernels.reference.rotation`), as a fast Walsh-Hadamard transform."""
+"""The rotation of quantised pages in Triton (`qbe.kernels.reference.rotation`), as a fast Walsh-Hadamard transform."""
 
 # mypy: disable-error-code="no-untyped-def, assignment, operator, index, attr-defined"
 
@@ -23,10 +23,10 @@ def rotation_factor(dim):
 def signs_of(N: tl.constexpr, DIM: tl.constexpr):
     """float32 [N] of 1 and -1, the signs of Rudin and Shapiro"""
     at = tl.arange(0, N) % (DIM & -DIM)
-    word = at & (at >> 1)
-    word = word ^ (word >> 8)
-    word = word ^ (word >> 4)
-    return (1 - 2 * ((0x6996 >> (word & 15)) & 1)).to(tl.float32)  # the parity of four bits, looked up
+    parity = at & (at >> 1)
+    parity = parity ^ (parity >> 8)
+    parity = parity ^ (parity >> 4)
+    return (1 - 2 * ((0x6996 >> (parity & 15)) & 1)).to(tl.float32)  # the parity of four bits, looked up
 
 
 @triton.jit

@@ -22,7 +22,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.triton.tiled_common import counter, exact_product, finish, has_eight, load_bias, load_words, serving
+from qbe.kernels.triton.tiled_common import (
+    counter,
+    exact_product,
+    finish,
+    has_eight,
+    load_bias,
+    load_precision_words,
+    serving,
+)
 from qbe.kernels.triton.tiled_quantise import fixed_point, high_byte
 
 EXPONENT = tl.constexpr(118)  # of the scales here: the largest weight is just a float16, the smallest scale is normal
@@ -162,9 +170,9 @@ def _batch_loop(
     rw = tl.arange(0, 16)
     tile = n // 64
     plane = np_.to(tl.int64) * kp // 8  # bytes of one bit of all codes
-    words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
+    scale_words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
     word_plane = (np_ * (kp // 256)).to(tl.int64)
-    pm = words + tile.to(tl.int64) * ((kp // 256) * 64) + n % 64
+    pm = scale_words + tile.to(tl.int64) * ((kp // 256) * 64) + n % 64
     px = x_ptr + m.to(tl.int64)[None, :] * kp + ru[:, None]
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for step in tl.range(0, UNITS, num_stages=STAGES):
@@ -238,7 +246,7 @@ def batch_kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    wanted = load_words(bits_ptr, m, m_ok)
+    wanted = load_precision_words(bits_ptr, m, m_ok)
     serves = serving(wanted, original_ptr, m_ok, PRECISIONS)
     half = half_ptr.to(tl.pointer_type(tl.float16))
     acc = tl.zeros((BN, BM), tl.float32)

@@ -12,24 +12,24 @@ from qbe.kernels.triton.tiled_quantise import scale_of, scale_pairs
 
 
 @triton.jit
-def load_words(bits_ptr, m, m_ok):
+def load_precision_words(bits_ptr, m, m_ok):
     """each row's word of precision, 0 past the end"""
     # Past the L1 cache, which may hold what the words were before the kernel ahead of this one had ended.
     return tl.load(bits_ptr + m, mask=m_ok, other=0, cache_modifier=".cg")
 
 
 @triton.jit
-def has_eight(words):
+def has_eight(precision_words):
     """whether the activations of a row with this word have 8 bits"""
-    return (words >> 8) == 8
+    return (precision_words >> 8) == 8
 
 
 @triton.jit
-def serving(words, original_ptr, m_ok, PRECISIONS: tl.constexpr):
+def serving(precision_words, original_ptr, m_ok, PRECISIONS: tl.constexpr):
     """index of the precision that serves each row; their number for the original, -1 for a row past the end"""
     P: tl.constexpr = len(PRECISIONS)
-    bits = words & 255
-    serves = tl.zeros(words.shape, tl.int32)
+    bits = precision_words & 255
+    serves = tl.zeros(precision_words.shape, tl.int32)
     for p in tl.static_range(1, P):
         serves += (bits >= PRECISIONS[p]).to(tl.int32)
     if original_ptr is not None:

@@ -6,12 +6,12 @@ from functools import cache
 
 import torch
 
+from qbe.format.layout import SliceLayout
 from qbe.kernels.triton import candidates
 from qbe.kernels.triton.candidates import even_tiles
 from qbe.kernels.triton.layout import padded_shape, unit
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config, Problem, Tunable, processors
-from qbe.format.layout import SliceLayout
 
 MOST_ROW_TILES = 4  # of a split sum: a weight has counters for so many (`layout`)
 

@@ -32,7 +32,7 @@ from qbe.kernels.triton.tiled_common import (
     finish,
     has_eight,
     load_bias,
-    load_words,
+    load_precision_words,
     serving,
 )
 from qbe.kernels.triton.tiled_quantise import scale_of, scale_pairs
@@ -87,9 +87,9 @@ def _loop(
     ru = tl.arange(0, 64)
     tile, row = tile_and_rows(n0, BN)
     plane = np_.to(tl.int64) * kp // 8  # bytes of one bit of all codes
-    words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
+    scale_words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
     word_plane = (np_ * (kp // 256)).to(tl.int64)
-    pm = words + tile.to(tl.int64) * ((kp // 256) * 64)
+    pm = scale_words + tile.to(tl.int64) * ((kp // 256) * 64)
     m_in = tl.minimum(m, M - 1)
     high = x_ptr.to(tl.pointer_type(tl.int8))
     low = high + M * kp
@@ -185,9 +185,9 @@ def decode_tile(
         if SPLIT:
             _prefetch(count_ptr)
         gdc_wait()
-    words = load_words(bits_ptr, m, m_ok)
-    serves = serving(words, original_ptr, m_ok, PRECISIONS)
-    eight = has_eight(words)
+    scale_words = load_precision_words(bits_ptr, m, m_ok)
+    serves = serving(scale_words, original_ptr, m_ok, PRECISIONS)
+    eight = has_eight(scale_words)
     highest = tl.max(tl.where(serves < P, serves, -1), 0)
     lowest = tl.min(tl.where(m_ok, serves, P), 0)
     acc = tl.zeros((BN, BM), tl.float32)

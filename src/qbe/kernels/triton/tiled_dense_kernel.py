@@ -38,9 +38,9 @@ def dequantise_kernel(
         row = tl.arange(0, 64)
         ru = tl.arange(0, 64)
         plane = np_.to(tl.int64) * kp // 8
-        words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
+        scale_words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
         word_plane = (np_ * (kp // 256)).to(tl.int64)
-        pm = words + tile.to(tl.int64) * ((kp // 256) * 64) + unit_ * 64 + row
+        pm = scale_words + tile.to(tl.int64) * ((kp // 256) * 64) + unit_ * 64 + row
         base64 = tl.load(pm)
         low64 = base64
         if PRECISIONS[TOP] < TOTAL:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.triton.tiled_codes import append_at, as_float, first_at, scale_offset
-from qbe.kernels.triton.tiled_common import exact_product, load_bias, load_words, serving
+from qbe.kernels.triton.tiled_common import exact_product, load_bias, load_precision_words, serving
 
 
 @triton.jit
@@ -30,9 +30,9 @@ def _float32_loop(
     tile = n // 64
     row = n % 64
     plane = np_.to(tl.int64) * kp // 8
-    words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
+    scale_words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
     word_plane = (np_ * (kp // 256)).to(tl.int64)
-    pm = words + tile.to(tl.int64) * ((kp // 256) * 64) + row
+    pm = scale_words + tile.to(tl.int64) * ((kp // 256) * 64) + row
     px = x_ptr + m.to(tl.int64)[:, None] * K + ru[None, :]
     zero = tl.zeros((n.shape[0], 64), tl.int32)
     acc = tl.zeros((m.shape[0], n.shape[0]), tl.float32)
@@ -81,7 +81,7 @@ def float32_kernel(
     m_ok = m < M
     n_ok = n < N
     n_in = tl.where(n < np_, n, 0)  # a wide tile may reach past the padding
-    serves = serving(load_words(bits_ptr, m, m_ok), original_ptr, m_ok, PRECISIONS)
+    serves = serving(load_precision_words(bits_ptr, m, m_ok), original_ptr, m_ok, PRECISIONS)
     acc = tl.zeros((BM, BN), tl.float32)
     for p in tl.static_range(P):
         if tl.max((serves == p).to(tl.int32), 0) > 0:

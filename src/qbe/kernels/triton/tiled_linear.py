@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 
+from qbe.format.layout import SliceLayout
 from qbe.kernels.triton.layout import group_size_of, padded_shape, unit
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_batch_kernel import batch_kernel, half_bytes, half_rows_kernel
@@ -25,7 +26,6 @@ from qbe.kernels.triton.tiled_prefill import PREFILL_ROWS, prefill
 from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
-from qbe.format.layout import SliceLayout
 
 DECODE_ROWS = 16
 _HALF_BLOCK = 16384  # inputs of a row that `half_rows_kernel` holds at once

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import triton
 
+from qbe.format.layout import SliceLayout
 from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape
 from qbe.kernels.triton.tiled_dense_kernel import dense_kernel, dequantise_kernel
 from qbe.sites import FULL_BITS
-from qbe.format.layout import SliceLayout
 
 PREFILL_ROWS = 256  # from here the weight is dequantised once for all rows
 CHUNK_ROWS = 8192  # rows of one launch
@@ -44,16 +44,16 @@ def prefill(
     top = FULL_BITS if original is not None else _ANY
     bounds = (-_ANY, *layout.precisions[1:], top)
     for at in range(0, x.shape[0], CHUNK_ROWS):
-        x_part, y_part, words = (t[at : at + CHUNK_ROWS] for t in (x, y, bits))
+        x_part, y_part, precision_words = (t[at : at + CHUNK_ROWS] for t in (x, y, bits))
         m = x_part.shape[0]
         grid = (-(-n // 256) * -(-m // 128),)
         for p in range(len(layout.precisions)):
             low, high = bounds[p], bounds[p + 1]
             dequantise_kernel[(rows // TILE, inputs // 256)](
-                tiled, words, weight, None, None, m, rows, inputs, exponent, low, high, 0,
+                tiled, precision_words, weight, None, None, m, rows, inputs, exponent, low, high, 0,
                 ROWS=triton.next_power_of_2(m), TOP=p, LARGEST=None, PRECISIONS=layout.precisions,
                 PARTS=layout.needed_parts, GROUP=group_size_of(tiled, n, k, layout), ASM=x.device.type == "cuda",
             )  # fmt: skip
-            dense_kernel[grid](x_part, weight, words, bias, y_part, m, n, k, inputs, low, high, **tile)
+            dense_kernel[grid](x_part, weight, precision_words, bias, y_part, m, n, k, inputs, low, high, **tile)
         if original is not None:
-            dense_kernel[grid](x_part, original, words, bias, y_part, m, n, k, k, top, _ANY, **tile)
+            dense_kernel[grid](x_part, original, precision_words, bias, y_part, m, n, k, k, top, _ANY, **tile)

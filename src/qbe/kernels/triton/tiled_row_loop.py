@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from qbe.kernels.triton.tiled_codes import codes_of, left_aligned_scales, load_parts, tile_and_rows
-from qbe.kernels.triton.tiled_common import has_eight, load_words, serving
+from qbe.kernels.triton.tiled_common import has_eight, load_precision_words, serving
 from qbe.kernels.triton.tiled_quantise import scale_of, scale_pairs
 
 PACKED_ROWS = 4  # at most
@@ -54,17 +54,17 @@ def row_loop(
     column = tl.arange(0, 8)
     place = tl.arange(0, 4)
     plane = np_.to(tl.int64) * kp // 8
-    words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
+    scale_words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
     word_plane = (np_ * (kp // 256)).to(tl.int64)
     tile, row = tile_and_rows(n0, BN)
-    pm = words + tile.to(tl.int64) * ((kp // 256) * 64)
+    pm = scale_words + tile.to(tl.int64) * ((kp // 256) * 64)
     m8 = tl.minimum(column // 2 // RUNS, M - 1)
     run8 = column // 2 % RUNS
     x_at = x_ptr.to(tl.pointer_type(tl.int8)) + ((column % 2 * M + m8) * kp)[None, :] + tl.arange(0, 64)[:, None]
-    live = (column % 2 == 0) | (has_eight(load_words(bits_ptr, m8, m8 < M)) == 0)
+    live = (column % 2 == 0) | (has_eight(load_precision_words(bits_ptr, m8, m8 < M)) == 0)
     m4 = tl.minimum(place // RUNS, M - 1)
     run4 = place % RUNS
-    words4 = load_words(bits_ptr, m4, m4 < M)
+    words4 = load_precision_words(bits_ptr, m4, m4 < M)
     serves = serving(words4, original_ptr, m4 < M, PRECISIONS)
     pairs = scale_pairs(x_ptr, M, kp, m4, has_eight(words4), GROUP) + run4 * 64 // GROUP * M
     acc0 = tl.zeros((BN, 4), tl.float32)

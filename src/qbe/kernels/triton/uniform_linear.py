@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
+from qbe.format.layout import SliceLayout
 from qbe.kernels.reference.activations import EIGHT
 from qbe.kernels.triton.dequantise import dequantise
 from qbe.kernels.triton.eight_bit_rows import eight_bit_rows
 from qbe.kernels.triton.layout import TILE, padded_shape
 from qbe.sites import FULL_BITS
-from qbe.format.layout import SliceLayout
 
 CACHED_BYTES = 32 << 20  # of the weight made at once: what a GPU's L2 cache holds until it is multiplied
 LEAST_OUTPUTS = 2048  # made at once: a product of fewer does not fill the GPU
@@ -31,20 +31,20 @@ def uniform_linear(
     slices: Sequence[int],
     exponent: int,
     n: int,
-    word: int,
+    precision_word: int,
     native: torch.dtype | None = None,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> torch.Tensor | None:
     """y = x @ W(word).T + bias.
 
     Args:
         x: float16, bfloat16 or float32 [..., K].
         tiled: uint8 [bytes] (`qbe.kernels.triton.layout`).
-        bits: int32 [rows of x], all of them `word`.
+        bits: int32 [rows of x], all of them `precision_word`.
         original: [n, K], what 16 bits mean; None serves them by the widest precision.
         bias: [n] or None.
         native: float8_e4m3fn or int8, what a product of 8-bit activations is multiplied in; None where it is not.
-        wide: give float32, rounded to x's dtype by nobody but E4M3's library.
+        float32_output: give float32, rounded to x's dtype by nobody but E4M3's library.
 
     Returns:
         [..., n] in x's dtype or float32; None where the original that the word names is not on x's device in x's
@@ -52,7 +52,7 @@ def uniform_linear(
     """
     layout = SliceLayout.of(slices)
     k = x.shape[-1]
-    weight_bits, eight = word & 255, word >> 8 == EIGHT
+    weight_bits, eight = precision_word & 255, precision_word >> 8 == EIGHT
     whole = original if weight_bits >= FULL_BITS else None
     if whole is not None and (whole.device != x.device or whole.dtype != x.dtype):
         return None
@@ -60,19 +60,19 @@ def uniform_linear(
     dtype = native if native is not None and eight and x.dtype != torch.float32 else x.dtype
     rows = x.reshape(-1, k).contiguous()
     if whole is not None:
-        if wide:
+        if float32_output:
             y = _wide_product(rows, whole)
             return (y if bias is None else y + bias).view(*x.shape[:-1], n)
         return torch.nn.functional.linear(rows, whole, bias).view(*x.shape[:-1], n)
     padded, inputs = padded_shape(n, k, layout)
     converted = eight_bit_rows(rows, inputs, dtype) if dtype != x.dtype else None
-    y = torch.empty(rows.shape[0], n, dtype=torch.float32 if wide else x.dtype, device=x.device)
+    y = torch.empty(rows.shape[0], n, dtype=torch.float32 if float32_output else x.dtype, device=x.device)
     step = max(LEAST_OUTPUTS, CACHED_BYTES // (inputs * dtype.itemsize) // TILE * TILE)
     for first in range(0, padded, step):
         count = min(step, padded - first)
         weight, scales = dequantise(tiled, bits, n, k, layout, exponent, precision, dtype, first, count)
         part = y[:, first : first + count]
-        if converted is None and wide:
+        if converted is None and float32_output:
             part.copy_(_wide_product(rows, weight[: part.shape[1], :k]))
         elif converted is None:
             torch.mm(rows, weight[: part.shape[1], :k].t(), out=part)

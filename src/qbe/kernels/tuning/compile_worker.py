@@ -11,10 +11,10 @@ import sys
 import time
 from importlib import import_module
 
-from qbe.kernels.tuning.compiling import Compilation, Outcome
+from qbe.kernels.tuning.compiling import Compilation, CompileResult
 
 
-def compile_one(compilation: Compilation) -> Outcome:
+def compile_one(compilation: Compilation) -> CompileResult:
     """Compile into Triton's disk cache, or find it there."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -26,8 +26,8 @@ def compile_one(compilation: Compilation) -> Outcome:
         source = ASTSource(kernel, compilation.signature, compilation.constants, compilation.attributes)
         triton.compile(source, target=GPUTarget(*compilation.target), options=compilation.options)
     except Exception as error:  # whatever the compiler raises: this candidate is none
-        return Outcome(time.perf_counter() - began, f"{type(error).__name__}: {error}".splitlines()[0])
-    return Outcome(time.perf_counter() - began)
+        return CompileResult(time.perf_counter() - began, f"{type(error).__name__}: {error}".splitlines()[0])
+    return CompileResult(time.perf_counter() - began)
 
 
 def main() -> None:

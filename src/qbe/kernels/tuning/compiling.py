@@ -41,7 +41,7 @@ class Compilation:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CompileResult:
     """What became of a compilation: seconds, and one line where it failed."""
 
     seconds: float
@@ -105,7 +105,7 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
 
-    def compile(self, compilation: Compilation, limit: float) -> Outcome:
+    def compile(self, compilation: Compilation, limit: float) -> CompileResult:
         to, back = self.process.stdin, self.process.stdout
         assert to is not None
         assert back is not None
@@ -115,7 +115,7 @@ class _Worker:
         try:
             pickle.dump(compilation, to)
             to.flush()
-            outcome: Outcome = pickle.load(back)
+            outcome: CompileResult = pickle.load(back)
         finally:
             clock.cancel()
         return outcome
@@ -154,14 +154,14 @@ class CompilePool:
 
     def compile(
         self, compilations: Sequence[Compilation], on_done: Callable[[], None] | None = None
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, CompileResult]:
         """Compile them all; how each went, by its key. A worker that dies or takes too long fails its compilation.
 
         Args:
             on_done: called after each (a progress bar).
         """
         tasks = iter(list({c.key: c for c in compilations}.values()))
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, CompileResult] = {}
 
         def work() -> None:
             worker: _Worker | None = None
@@ -176,7 +176,7 @@ class CompilePool:
                     worker = worker or self._worker()
                     outcome = worker.compile(task, self.limit)
                 except (OSError, EOFError, ValueError, pickle.PickleError, QBEError) as error:
-                    outcome = Outcome(0.0, f"the compiling process failed: {error or type(error).__name__}")
+                    outcome = CompileResult(0.0, f"the compiling process failed: {error or type(error).__name__}")
                     if worker is not None:
                         self._drop(worker)
                         worker = None

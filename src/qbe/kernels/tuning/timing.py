@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.tuning.trial import Trial
+from qbe.kernels.tuning.trial import TuningTrial
 from qbe.kernels.tuning.tunable import Config
 
 LAUNCHES = 8  # in a row, at least
@@ -13,7 +13,7 @@ SPIN = 1 << 21  # cycles that the GPU is kept waiting for, about a millisecond; 
 MOST_SPIN = 1 << 26
 
 
-def seconds_per_launch(trial: Trial, config: Config) -> float:
+def seconds_per_launch(trial: TuningTrial, config: Config) -> float:
     """At the lowest and at the highest precision on average. Takes some milliseconds of the current stream.
 
     The launches queue up behind a kernel that does nothing for a while. (A CUDA graph would do as well, but while one

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from qbe.errors import QBEError
-from qbe.kernels.tuning.tunable import Choice, Config, Problem
 from qbe.format.layout import SliceLayout
+from qbe.kernels.tuning.tunable import Choice, Config, Problem
 
 EXPONENT = 104  # of the scales: results of random codes then fit float16
 NARROW = 512  # outputs of the weights that results are compared on
@@ -46,7 +46,7 @@ class _Weights:
                 self.biases.append(torch.randn(n, device=device).to(problem.dtype))
 
 
-class Trial:
+class TuningTrial:
     """Launches of a choice's kernel with any configuration.
 
     Args:
@@ -77,9 +77,9 @@ class Trial:
             _Weights(problem, self.tiled, problem.outputs, self.device, read=False) for _ in range(self.copies)
         ]
         self._x = torch.randn(self.rows, problem.inputs, device=self.device).to(problem.dtype)
-        self._bits = self.words([self.precisions[0]])
+        self._bits = self.precision_words([self.precisions[0]])
 
-    def words(self, widths: Sequence[int]) -> torch.Tensor:
+    def precision_words(self, widths: Sequence[int]) -> torch.Tensor:
         """Bits of the rows, int32 [rows]: these in turn."""
         values = [widths[i % len(widths)] for i in range(self.rows)]
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -88,7 +88,7 @@ class Trial:
         """What the kernel makes of narrow weights, at each precision and at all of them mixed."""
         widths = [*self.precisions, *([16] if self.problem.original else [])]
         asked = [[w] for w in widths] + ([widths] if self.rows > 1 else [])
-        return [self._run(config, self._narrow, self.words(a)) for a in asked]
+        return [self._run(config, self._narrow, self.precision_words(a)) for a in asked]
 
     def launch(self, config: Config, copy: int) -> torch.Tensor:
         """A launch on weights of the full size, at the bits of `set_bits`."""
@@ -110,7 +110,7 @@ class Trial:
             )
         original, bias = w.originals[0] if w.originals else None, w.biases[0] if w.biases else None
         return nested_linear(
-            self._x, w.packed[0], w.meta[0], bits, original, bias, slices, EXPONENT, self.problem.wide, config
+            self._x, w.packed[0], w.meta[0], bits, original, bias, slices, EXPONENT, self.problem.float32_output, config
         )
 
     def _cache_bytes(self) -> int:

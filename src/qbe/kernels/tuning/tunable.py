@@ -36,7 +36,7 @@ class Problem(NamedTuple):
         group_size: inputs that share a scale.
         dtype: of x.
         original, bias: whether the kernel was given them: it is compiled differently.
-        wide: whether its results are float32 where x is not.
+        float32_output: whether its results are float32 where x is not.
     """
 
     rows: int
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     original: bool
     bias: bool
-    wide: bool = False
+    float32_output: bool = False
 
 
 @dataclass(eq=False)
@@ -119,11 +119,11 @@ class Tunable:
 
     def config(
         self, device: torch.device, rows: int, outputs: tuple[int, ...], inputs: int, slices: tuple[int, ...],
-        group_size: int, dtype: torch.dtype, original: bool, bias: bool, wide: bool = False,
+        group_size: int, dtype: torch.dtype, original: bool, bias: bool, float32_output: bool = False,
     ) -> Config:  # fmt: skip
         """The configuration to launch with now. See `Problem`; `rows` is their number as it is."""
         bucket = 1 << (rows - 1).bit_length()
-        key = (device, bucket, outputs, inputs, slices, group_size, dtype, original, bias, wide)
+        key = (device, bucket, outputs, inputs, slices, group_size, dtype, original, bias, float32_output)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._choices.setdefault(key, self._first(device, Problem(*key[1:])))

@@ -16,7 +16,7 @@ import torch
 
 from qbe.kernels.tuning.compiling import Compilation, CompilePool, collecting
 from qbe.kernels.tuning.timing import seconds_per_launch
-from qbe.kernels.tuning.trial import Trial
+from qbe.kernels.tuning.trial import TuningTrial
 from qbe.kernels.tuning.tunable import Choice, Config, KernelCache, choices, hardware, kernel_cache
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class Tuner:
         host: Host,
         *,
         pool: CompilePool | None = None,
-        trial: Callable[[Choice], Trial] = Trial,
-        measure: Callable[[Trial, Config], float] = seconds_per_launch,
+        trial: Callable[[Choice], TuningTrial] = TuningTrial,
+        measure: Callable[[TuningTrial, Config], float] = seconds_per_launch,
     ) -> None:
         self.device = device
         self._host = weakref.ref(host)
@@ -140,13 +140,13 @@ class Tuner:
         )  # fmt: skip
         choice.settle(candidates[best])
 
-    def _time(self, trial: Trial, config: Config) -> float:
+    def _time(self, trial: TuningTrial, config: Config) -> float:
         while True:
             seconds = self._when_idle(lambda: self._measure(trial, config))
             if not self._busy():
                 return seconds
 
-    def _compile(self, trial: Trial, configs: Sequence[Config]) -> list[Config]:
+    def _compile(self, trial: TuningTrial, configs: Sequence[Config]) -> list[Config]:
         """Bring the kernels of the configurations to Triton's disk cache; those for which that worked."""
 
         def collect(config: Config) -> list[Compilation]:
@@ -167,7 +167,7 @@ class Tuner:
                 good.append(config)
         return good
 
-    def _agrees(self, choice: Choice, trial: Trial, config: Config, expected: list[torch.Tensor]) -> bool:
+    def _agrees(self, choice: Choice, trial: TuningTrial, config: Config, expected: list[torch.Tensor]) -> bool:
         """Whether a candidate's results are the generic one's, in a row at most an output's rounding apart."""
 
         def compare() -> bool:

@@ -85,7 +85,7 @@ def _content(path: str) -> str:
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Reading:
     """What is known of one source. Its thread alone writes into it, so that a late answer is never another source's.
 
     Attributes:
@@ -109,7 +109,7 @@ class Intensity:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._asked = clock, _Asked()
+        self._clock, self._asked = clock, _Reading()
 
     @property
     def now(self) -> float | None:
@@ -129,7 +129,7 @@ class Intensity:
         """
         asked = self._asked
         if (source, field) != (asked.source, asked.field):
-            asked = self._asked = _Asked(source, field)
+            asked = self._asked = _Reading(source, field)
         if not isinstance(source, str):
             return
         if asked.thread is None or not asked.thread.is_alive():
@@ -141,7 +141,7 @@ class Intensity:
         if asked.thread.is_alive():
             _failed(asked, f"the carbon intensity of {source} has not come in {_LIMIT_S:g} s")
 
-    def _ask(self, asked: _Asked, source: str) -> None:
+    def _ask(self, asked: _Reading, source: str) -> None:
         try:
             asked.found = self._clock(), fetch(source, asked.field)
             asked.failing = False
@@ -149,7 +149,7 @@ class Intensity:
             _failed(asked, str(error))
 
 
-def _failed(asked: _Asked, why: str) -> None:
+def _failed(asked: _Reading, why: str) -> None:
     if not asked.failing:
         log.warning("%s; the last one counts for an hour", why)
     asked.failing = True

@@ -42,7 +42,7 @@ class _Second:
     sums: dict[tuple[str, str], _Sum] = field(default_factory=dict)
 
 
-class Live:
+class LiveView:
     """Requests and sums. Threads may share it.
 
     Args:

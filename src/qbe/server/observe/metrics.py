@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from qbe.engine.result import Result
 from qbe.server.contract import Terms
-from qbe.server.observe.report import Report
+from qbe.server.observe.report import RequestReport
 from qbe.server.observe.steps import Step
 from qbe.server.worker import Load
 
@@ -118,7 +118,7 @@ class Metrics:
         if tokens > 1:
             self.per_token.observe(result.decode_ms / 1e3 / (tokens - 1))
 
-    def request(self, report: Report) -> None:
+    def request(self, report: RequestReport) -> None:
         """A request has ended."""
         name = self._model
         self.prompt.labels(name).inc(report.prompt_tokens)

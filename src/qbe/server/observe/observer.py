@@ -11,15 +11,15 @@ from qbe.server.energy.governor import Governor
 from qbe.server.energy.meter import find
 from qbe.server.energy.spending import MODEL, Spending, assumed_watts
 from qbe.server.observe import logs
-from qbe.server.observe.live import Live
+from qbe.server.observe.live import LiveView
 from qbe.server.observe.metrics import Metrics
 from qbe.server.observe.report import report
-from qbe.server.observe.steps import Steps
+from qbe.server.observe.steps import StepObserver
 from qbe.server.observe.traces import Traces
 from qbe.server.settings import Settings
 
 if TYPE_CHECKING:
-    from qbe.server.exchange import Asked, Exchange
+    from qbe.server.exchange import EngineRequest, Exchange
 
 
 class Observer:
@@ -32,16 +32,16 @@ class Observer:
     """
 
     def __init__(self, model: str, settings: Callable[[], Settings], traces: Traces | None) -> None:
-        self.metrics, self.live = Metrics(model), Live()
+        self.metrics, self.live = Metrics(model), LiveView()
         self._model, self._settings, self._traces = model, settings, traces
         self.governor = Governor(lambda: settings().energy)
-        self._steps: Steps | None = None
+        self._steps: StepObserver | None = None
         self._spending: Spending | None = None
 
     def begin(self, core: Core) -> None:
         """There is an engine."""
         assumed = assumed_watts(core.device)
-        self._steps = Steps(core)
+        self._steps = StepObserver(core)
         self._spending = Spending(find(core.device), lambda: self._settings().energy.watts or assumed)
 
     def step(self, seconds: float) -> dict[str, float]:
@@ -71,14 +71,14 @@ class Observer:
         """A request was taken."""
         self.live.began(exchange)
 
-    def written(self, asked: Asked, tokens: int, bits: float, joules: float, between: float | None) -> None:
+    def written(self, asked: EngineRequest, tokens: int, bits: float, joules: float, between: float | None) -> None:
         """In the ledger's thread: tokens of an answer have come, so many seconds after each other unless it is its
         first."""
         self.live.wrote(asked.client.name, asked.terms.tier, tokens, bits, joules)
         if between is not None:
             self.metrics.written(tokens, between)
 
-    def charged(self, asked: Asked, cost: float) -> None:
+    def charged(self, asked: EngineRequest, cost: float) -> None:
         """In the ledger's thread: so much more was booked."""
         self.live.charged(asked.client.name, asked.terms.tier, cost)
         self.metrics.charged(asked.terms, cost)

@@ -18,7 +18,7 @@ _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}
 
 
 @dataclass(frozen=True)
-class Report:
+class RequestReport:
     """A request and its answers.
 
     Attributes:
@@ -79,7 +79,7 @@ class Report:
         }  # fmt: skip
 
 
-def report(exchange: Exchange, model: str) -> Report:
+def report(exchange: Exchange, model: str) -> RequestReport:
     """Of a request whose jobs are over."""
     asked, now = exchange.asked, time.monotonic()
     accounts = exchange.accounts
@@ -102,7 +102,7 @@ def report(exchange: Exchange, model: str) -> Report:
     def mean(values: list[float]) -> float:
         return sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
 
-    return Report(
+    return RequestReport(
         id=exchange.id, operation=_OPERATIONS[asked.prefix], key=asked.client.name, tier=asked.terms.tier, model=model,
         policy=chosen[0].blueprint.policy, stream=asked.stream, n=asked.n, params=asked.params, ended=time.time(),
         seconds=now - exchange.came, waited_s=max((a.waited_s for a in accounts), default=0.0),

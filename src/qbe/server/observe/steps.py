@@ -31,7 +31,7 @@ class Step:
     shares: list[tuple[str, int]]
 
 
-class Steps:
+class StepObserver:
     """Looks at the engine after each of its steps.
 
     Args:

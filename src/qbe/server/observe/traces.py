@@ -13,7 +13,7 @@ from typing import Any
 
 from qbe import __version__
 from qbe.errors import QBEError
-from qbe.server.observe.report import Report
+from qbe.server.observe.report import RequestReport
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _HEADERS = (b"traceparent", b"tracestate")
@@ -66,7 +66,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("qbe", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def request(self, report: Report) -> None:
+    def request(self, report: RequestReport) -> None:
         """A request has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -88,7 +88,7 @@ class Traces:
         self._provider.shutdown()
 
 
-def attributes(report: Report) -> dict[str, Any]:
+def attributes(report: RequestReport) -> dict[str, Any]:
     """A span's attributes: the conventions' names, then `qbe.`."""
     params = report.params
     found: dict[str, Any] = {

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from conftest import byte_tokenizer
-from qbe.engine.token_length import longest
-from qbe.engine.context_limit import Room
+from qbe.engine.context_limit import ContextLimit
+from qbe.engine.token_length import token_length_bound
 from qbe.engine.tokenize import encode
 from qbe.errors import QBEError
 
@@ -44,7 +44,7 @@ TOKENIZERS = [
 @given(st.lists(PARTS | st.text(max_size=9), max_size=9).map("".join))
 def test_no_text_has_fewer_tokens(number: int, text: str) -> None:
     tokenizer = TOKENIZERS[number]
-    found = longest(tokenizer)
+    found = token_length_bound(tokenizer)
     assert found is not None
     assert len(tokenizer(text)["input_ids"]) >= found.least_tokens(text)
 
@@ -55,7 +55,7 @@ def test_nothing_is_said_of_tokenizers_that_take_text_away() -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     for one in (strips, merging(normalizer=normalizers.Strip()), PreTrainedTokenizerFast(tokenizer_object=words)):
-        assert longest(one) is None
+        assert token_length_bound(one) is None
 
 
 def test_what_cannot_fit_is_not_tokenized() -> None:
@@ -68,9 +68,9 @@ def test_what_cannot_fit_is_not_tokenized() -> None:
         def apply_chat_template(self, messages: Any, **_: Any) -> str:
             return str(messages[0]["content"])
 
-    room = Room(100, longest(byte_tokenizer()))
+    context_limit = ContextLimit(100, token_length_bound(byte_tokenizer()))
     for prompt in ("x" * 100, [{"role": "user", "content": "x" * 100}]):
         with pytest.raises(QBEError, match="100 characters") as refused:
-            encode(prompt, Silent(), "tiny", None, room)
+            encode(prompt, Silent(), "tiny", None, context_limit)
         assert refused.value.field == "prompt"
-    assert encode("x" * 99, byte_tokenizer(), "tiny", None, room)[2]
+    assert encode("x" * 99, byte_tokenizer(), "tiny", None, context_limit)[2]

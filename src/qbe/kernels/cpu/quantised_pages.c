@@ -1,4 +1,4 @@
-/* Attention over sealed pages: their codes are unpacked to floats, a few rows at a time, and added up like any others.
+/* Attention over quantised pages: their codes are unpacked to floats, a few rows at a time, and added up like any others.
    Included by attention.c. Only unpacking and adding are compiled for each path.
    Queries and sums of values are rotated, as the pages are. */
 
@@ -9,13 +9,13 @@ typedef void UnpackTurbo(const uint8_t *from, int bits, int64_t count, float *le
 typedef void AddRows(const float *rows, int64_t count, const float *weights, int64_t room, Floats *sum, int M, int N);
 typedef void SumEach(const Floats *f, float *to);
 
-/* What each path has of its own: to read sealed pages, and sums of many vectors' lanes. */
+/* What each path has of its own: to read quantised pages, and sums of many vectors' lanes. */
 typedef struct {
     Unpack *unpack;
     UnpackTurbo *unpack_turbo;
     AddRows *add_rows;
     SumEach *sum_each;
-} Sealed;
+} Quantised;
 
 /* sum[m * N + n] += over `count` rows of N vectors, weights[m * room + row] * vector n. */
 INLINE void add_floats(const float *rows, int64_t count, const float *weights, int64_t room, Floats *sum, const int M,
@@ -33,7 +33,7 @@ INLINE void add_floats(const float *rows, int64_t count, const float *weights, i
 
 /* scores[m * room + t - from] = query[m] . key t, for M queries and the tokens [from, to) of a page. A channel's scale
    goes into the query and its low into a sum of its own, so that codes are only unpacked and multiplied. */
-static void sealed_scores(Sealed sealed, const uint8_t *block, int bits, int64_t from, int64_t to, int64_t dim,
+static void quantised_scores(Quantised quantised, const uint8_t *block, int bits, int64_t from, int64_t to, int64_t dim,
                           int64_t value_dim, const float *query, int64_t wide, float *scores, int64_t room, int M) {
     const Block b = block_layout(bits, dim, value_dim, 2);
     Floats sum[MAX_QUERIES * (PAGE / LANES)] = {{0}};
@@ -51,8 +51,8 @@ static void sealed_scores(Sealed sealed, const uint8_t *block, int bits, int64_t
                     base[m] += q * low[l];
                 }
         }
-        sealed.unpack(block + d * b.key_row, bits, count * PAGE, codes);
-        sealed.add_rows(codes, count, scaled, CHANNELS, sum, M, PAGE / LANES);
+        quantised.unpack(block + d * b.key_row, bits, count * PAGE, codes);
+        quantised.add_rows(codes, count, scaled, CHANNELS, sum, M, PAGE / LANES);
     }
     for (int m = 0; m < M; m++) {
         float all[PAGE];
@@ -62,7 +62,7 @@ static void sealed_scores(Sealed sealed, const uint8_t *block, int bits, int64_t
 }
 
 /* The same for turbo keys; sketch: the queries rotated as the keys' sketches are. */
-static void turbo_scores(Sealed sealed, const uint8_t *block, int kind, int64_t from, int64_t to, int64_t dim,
+static void turbo_scores(Quantised quantised, const uint8_t *block, int kind, int64_t from, int64_t to, int64_t dim,
                          int64_t value_dim, const float *query, const float *sketch, int64_t wide, float *scores,
                          int64_t room, int M) {
     const Block b = block_layout(kind, dim, value_dim, 2);
@@ -76,9 +76,9 @@ static void turbo_scores(Sealed sealed, const uint8_t *block, int kind, int64_t 
             for (int m = 0; m < M; m++)
                 for (int64_t l = 0; l < LANES && i + l < count; l++) base[m] += query[m * wide + d + i + l] * mean[l];
         }
-        sealed.unpack_turbo(block + d * b.key_row, kind % TURBO, count * PAGE, levels, signs);
-        sealed.add_rows(levels, count, query + d, wide, level_sum, M, PAGE / LANES);
-        sealed.add_rows(signs, count, sketch + d, wide, sign_sum, M, PAGE / LANES);
+        quantised.unpack_turbo(block + d * b.key_row, kind % TURBO, count * PAGE, levels, signs);
+        quantised.add_rows(levels, count, query + d, wide, level_sum, M, PAGE / LANES);
+        quantised.add_rows(signs, count, sketch + d, wide, sign_sum, M, PAGE / LANES);
     }
     for (int t = 0; t < PAGE; t += LANES) {
         half_numbers(block + b.key_scales + 2 * t, scale + t);
@@ -95,7 +95,7 @@ static void turbo_scores(Sealed sealed, const uint8_t *block, int kind, int64_t 
 
 /* sum[m * N + n] += over the tokens [from, to) of a page, weights[m * room + t - from] * value t, N vectors of it from
    number i on. A token's scale goes into its weight, its low into a sum that all numbers share. */
-static void sealed_values(Sealed sealed, const uint8_t *block, int kind, int64_t from, int64_t to, int64_t key_dim,
+static void quantised_values(Quantised quantised, const uint8_t *block, int kind, int64_t from, int64_t to, int64_t key_dim,
                           int64_t dim, const float *weights, int64_t room, int64_t i, Floats *sum, int M, int N) {
     const Block b = block_layout(kind, key_dim, dim, 2);
     const int bits = kind % TURBO;
@@ -110,9 +110,9 @@ static void sealed_values(Sealed sealed, const uint8_t *block, int kind, int64_t
             base[m] += weights[m * room + t - from] * low[t];
         }
         const uint8_t *row = block + b.values + t * b.value_row + i * bits / 8;
-        sealed.unpack(row, bits, N * LANES, codes + (t - from) * N * LANES);
+        quantised.unpack(row, bits, N * LANES, codes + (t - from) * N * LANES);
     }
-    sealed.add_rows(codes, to - from, scaled, PAGE, sum, M, N);
+    quantised.add_rows(codes, to - from, scaled, PAGE, sum, M, N);
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) sum[m * N + n] += base[m];
 }

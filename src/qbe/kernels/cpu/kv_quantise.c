@@ -33,7 +33,7 @@ INLINE void pack_lanes(Integers codes, int bits, uint8_t *to) {
 }
 
 /* `count` numbers to codes, scale and low: `quantise` and `pack` of reference/kv_pages.py. */
-INLINE void seal_row(const float *x, int64_t count, int bits, uint8_t *codes, uint16_t *scale, uint16_t *low) {
+INLINE void quantise_row(const float *x, int64_t count, int bits, uint8_t *codes, uint16_t *scale, uint16_t *low) {
     const float levels = (float)((1 << bits) - 1);
     const int64_t whole = count / LANES * LANES;
     Floats lows = splat(x[0]), highs = lows, poisons = {0};
@@ -90,7 +90,7 @@ INLINE void load_rotated(const uint8_t *from, int64_t dim, int dtype, float *to)
 }
 
 /* The keys y [dim, PAGE] to codes and scales: `turbo_keys` of reference/kv_pages.py. rest: room for as many. */
-INLINE void seal_turbo(float *y, int64_t dim, int bits, uint8_t *codes, uint16_t *scale, float *rest) {
+INLINE void quantise_turbo(float *y, int64_t dim, int bits, uint8_t *codes, uint16_t *scale, float *rest) {
     const float deviation = bits == 4 ? 29.275f : 1.2533f; /* DEVIATION of kv_blocks.py */
     uint16_t *sketch_scale = scale + PAGE, *mean = sketch_scale + PAGE;
     float square[PAGE] = {0}, product[PAGE] = {0}, levels[PAGE] = {0}, left[PAGE] = {0}, sums[PAGE] = {0};
@@ -132,26 +132,26 @@ INLINE void seal_turbo(float *y, int64_t dim, int bits, uint8_t *codes, uint16_t
     for (int t = 0; t < PAGE; t++) sketch_scale[t] = to_half(left[t] / (sums[t] == 0 ? 1 : sums[t]));
 }
 
-/* Floats that sealing or reading a block needs room for. */
+/* Floats that quantising or reading a block needs room for. */
 static int64_t work_size(int64_t key_dim, int64_t value_dim) {
     return (2 * PAGE + 1) * (key_dim > value_dim ? key_dim : value_dim);
 }
 
-INLINE void seal_block(const uint8_t *from, uint8_t *to, int kind, int64_t key_dim, int64_t value_dim, int dtype,
+INLINE void quantise_block(const uint8_t *from, uint8_t *to, int kind, int64_t key_dim, int64_t value_dim, int dtype,
                        float *work) {
     const Block b = block_layout(kind, key_dim, value_dim, 2);
     const int bits = kind % TURBO;
     uint16_t *scales = (uint16_t *)(to + b.key_scales);
     load_rotated(from, key_dim, dtype, work);
-    if (kind > TURBO) seal_turbo(work, key_dim, bits, to, scales, work + key_dim * PAGE);
+    if (kind > TURBO) quantise_turbo(work, key_dim, bits, to, scales, work + key_dim * PAGE);
     else
         for (int64_t d = 0; d < key_dim; d++)
-            seal_row(work + d * PAGE, PAGE, bits, to + d * b.key_row, scales + d, scales + key_dim + d);
+            quantise_row(work + d * PAGE, PAGE, bits, to + d * b.key_row, scales + d, scales + key_dim + d);
     scales = (uint16_t *)(to + b.value_scales);
     load_rotated(from + PAGE * key_dim * (dtype == FLOAT32 ? 4 : 2), value_dim, dtype, work);
     float *row = work + value_dim * PAGE;
     for (int64_t t = 0; t < PAGE; t++) {
         for (int64_t d = 0; d < value_dim; d++) row[d] = work[d * PAGE + t];
-        seal_row(row, value_dim, bits, to + b.values + t * b.value_row, scales + t, scales + PAGE + t);
+        quantise_row(row, value_dim, bits, to + b.values + t * b.value_row, scales + t, scales + PAGE + t);
     }
 }

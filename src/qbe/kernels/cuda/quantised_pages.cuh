@@ -6,10 +6,10 @@
 //
 // EXACT: of such numbers all 16 bits count at every code (field_of), as results in float16 need it.
 //
-// Everything but the unpacking of codes is the same for all kinds, and there is one copy of it: blocks that go through
+// Everything but the unpacking of codes is the same for all kinds, and there is one copy of it: head_offsets that go through
 // pages of several kinds wait for instructions where each kind has a loop of its own.
 
-// Which tokens a lane has scores of: in half h of tile 2 p + s, for word a = 2 p + h of the values' operands, that is
+// Which tokens a lane has scores of: in half h of tile 2 p + s, for head_offset a = 2 p + h of the values' operands, that is
 // own + (a & 1) * near + (a >> 1) * far + 2 s.
 struct Tokens {
     int own, near, far;
@@ -23,10 +23,10 @@ struct Tokens {
 };
 
 template <int DIM, bool EXACT, bool SOFTCAP, int SETS>
-struct Sealed {
+struct Quantised {
     using In = Room<DIM>;
-    static constexpr int STEPS = DIM / 16;  // words of a token's codes that a lane has, of four channels each
-    static constexpr int QUARTER = DIM / 4, WORDS = DIM / 64;  // channels, and a lane's words of each quarter
+    static constexpr int STEPS = DIM / 16;  // head_offsets of a token's codes that a lane has, of four channels each
+    static constexpr int QUARTER = DIM / 4, WORDS = DIM / 64;  // channels, and a lane's head_offsets of each quarter
     Ring<DIM> &ring;
     Sums<DIM, SETS> &sums;
     int lane, group, quad;
@@ -36,10 +36,10 @@ struct Sealed {
     float factor[SETS];     // of this lane's scores, those of head quad
     u32 part;               // which bytes of a number the column has: 0 for the high ones
 
-    DEVICE Sealed(Ring<DIM> &ring, Sums<DIM, SETS> &sums, int lane, float softcap)
+    DEVICE Quantised(Ring<DIM> &ring, Sums<DIM, SETS> &sums, int lane, float softcap)
         : ring(ring), sums(sums), lane(lane), group(lane / 4), quad(lane % 4), softcap(softcap), part(lane >> 2 & 1) {}
 
-    // The first of the four channels of a word.
+    // The first of the four channels of a head_offset.
     DEVICE int channel(int a) const { return a / WORDS * QUARTER + quad * (QUARTER / 4) + 4 * (a % WORDS); }
 
     static DEVICE int place_of(int head, bool twice) { return 2 * head + twice; }
@@ -73,8 +73,8 @@ struct Sealed {
         for (int set = 0; set < SETS; set++) factor[set] = power_of(set, false);
 #pragma unroll 1
         for (; i < all; i = ring.after(i)) {
-            const u64 entry = listed<DIM>(i);
-            const int kind = entry & 127, bits = kind & 15, codes = 8 * DIM * bits;
+            const u64 block_id = listed<DIM>(i);
+            const int kind = block_id & 127, bits = kind & 15, codes = 8 * DIM * bits;
             const Tokens tokens = Tokens::of(bits, group);
             const int keys = ring.wait();
             float s[SETS][4][2];
@@ -89,7 +89,7 @@ struct Sealed {
             } else if (kind == 4) multiply_keys<4>(s, scaled, keys);
             else if (kind == 2) multiply_keys<2>(s, scaled, keys);
             else multiply_keys<8>(s, scaled, keys);
-            score(s, off, largest, entry, tokens);
+            score(s, off, largest, block_id, tokens);
             int page = keys;
             if (kind == 8) ring.release(all), page = ring.wait();
 
@@ -170,7 +170,7 @@ struct Sealed {
     }
 
     // What the lows of channels add to every token's score. Lows are left operands as they lie: the first and the third
-    // word are of rows of which the products with their channels' queries are taken, so are the second and the fourth.
+    // head_offset are of rows of which the products with their channels' queries are taken, so are the second and the fourth.
     DEVICE void add_lows(float (&off)[SETS]) const {
         float first[SETS][4], second[SETS][4];
 #pragma unroll
@@ -198,7 +198,7 @@ struct Sealed {
         for (int set = 0; set < SETS; set++) off[set] = first[set][0] + second[set][2];
     }
 
-    // The codes of a token that a lane multiplies: word `a` of STEPS.
+    // The codes of a token that a lane multiplies: head_offset `a` of STEPS.
     template <int BITS>
     static DEVICE u32 key_word(const u32 (&x)[BITS / 2][WORDS], int a) {
         const int quarter = a / WORDS;  // of 8 bits a quarter of the row, of 4 bits half of a field, of 2 bits a field
@@ -273,8 +273,8 @@ struct Sealed {
                 u32 level[4], sign[4];
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    const int quarter = (a + k / 2) / WORDS, word = (a + k / 2) % WORDS;
-                    const u32 from = (k & 1 ? y : x)[quarter % (BITS / 2)][word];
+                    const int quarter = (a + k / 2) / WORDS, head_offset = (a + k / 2) % WORDS;
+                    const u32 from = (k & 1 ? y : x)[quarter % (BITS / 2)][head_offset];
                     const int field = BITS == 4 ? quarter >> 1 : quarter;
                     level[k] = turbo_levels<BITS>(from, field), sign[k] = turbo_signs<BITS>(from, field);
                 }
@@ -301,7 +301,7 @@ struct Sealed {
     }
 
     // Integer scores become scores, times log2 e; tokens before a window are not seen.
-    DEVICE void score(float (&s)[SETS][4][2], const float (&off)[SETS], float largest, u64 entry, Tokens tokens) const {
+    DEVICE void score(float (&s)[SETS][4][2], const float (&off)[SETS], float largest, u64 block_id, Tokens tokens) const {
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
             const float by = factor[set] * largest * (2.0f / LARGEST), more = off[set] * factor[set];
@@ -313,8 +313,8 @@ struct Sealed {
                     if (SOFTCAP) s[set][tile][h] = capped<true>(s[set][tile][h], softcap) * LOG2E;
                 }
         }
-        if (!(entry & CUT)) return;
-        const int hidden = ring.first - ring.first_key(entry);
+        if (!(block_id & CUT)) return;
+        const int hidden = ring.first - ring.first_key(block_id);
 #pragma unroll
         for (int tile = 0; tile < 4; tile++)
 #pragma unroll

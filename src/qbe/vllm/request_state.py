@@ -9,19 +9,19 @@ from typing import Any
 
 from qbe.analysis import QueryProfile
 from qbe.blueprint import Blueprint, tokens_by_bits
-from qbe.selection.selector import BlueprintChooser
 from qbe.records import Record
 from qbe.refresh.monitor import Cause, Monitor, Refresh
 from qbe.refresh.thresholds import moved
+from qbe.selection.selector import BlueprintChooser
 from qbe.sites import FULL_BITS, SiteTable
-from qbe.vllm.blueprint_history import Course
-from qbe.vllm.blueprint_payload import Ticket
+from qbe.vllm.blueprint_history import BlueprintHistory
+from qbe.vllm.blueprint_payload import BlueprintPayload
 
 # A stop string is found in the front end, which aborts the request: here that is a cancellation, too.
 REASONS = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "cancelled"}
 
 
-class Answer:
+class RequestState:
     """One request between its arrival and its record.
 
     Args:
@@ -29,10 +29,10 @@ class Answer:
         monitor: of its tokens; None where nobody asked for refreshes.
     """
 
-    def __init__(self, ticket: Ticket, table: SiteTable, started: float, monitor: Monitor | None) -> None:
-        self.ticket, self.table, self.started, self.monitor = ticket, table, started, monitor
-        self.course = Course(ticket.blueprint(table))
-        self.profile = QueryProfile(**ticket.profile, context=ticket.context)
+    def __init__(self, payload: BlueprintPayload, table: SiteTable, started: float, monitor: Monitor | None) -> None:
+        self.payload, self.table, self.started, self.monitor = payload, table, started, monitor
+        self.history = BlueprintHistory(payload.blueprint(table))
+        self.profile = QueryProfile(**payload.profile, context=payload.context)
         self.refreshes: list[Refresh] = []
         self.entropies: list[float] = []
         self.margins: list[float] = []
@@ -43,7 +43,7 @@ class Answer:
 
     def computed(self, start: int, tokens: int) -> None:
         """Count tokens of a step, from position `start` on; after a preemption they are counted again."""
-        for blueprint, count in self.course.runs(start, tokens):
+        for blueprint, count in self.history.runs(start, tokens):
             self._computed[blueprint] += count
 
     def wrote(self, difficulty: tuple[float, float] | None) -> None:
@@ -53,9 +53,9 @@ class Answer:
             difficulty: its entropy and margin, where they are watched.
         """
         self._first_token = self._first_token or time.time()
-        key = self.course.last.linear_key
+        key = self.history.last.linear_key
         if key not in self._bytes_at:
-            self._bytes_at[key] = self.course.last.bytes_per_token(self.table)
+            self._bytes_at[key] = self.history.last.bytes_per_token(self.table)
         self._bytes += self._bytes_at[key]
         if difficulty is not None:
             self.entropies.append(difficulty[0])
@@ -68,14 +68,14 @@ class Answer:
     def refresh(self, cause: Cause, chooser: BlueprintChooser, start: int) -> bool:
         """Choose again for the tokens from position `start` on; whether that gave another blueprint."""
         profile = replace(self.profile, score=moved(self.profile.score, cause.kind))
-        policy = chooser.policy(self.ticket.asked_policy)
-        found, _ = chooser.blueprint(policy, profile, self.ticket.as_budget())
+        policy = chooser.policy(self.payload.asked_policy)
+        found, _ = chooser.blueprint(policy, profile, self.payload.as_budget())
         found = found.with_kv_bits((FULL_BITS,) * self.table.layers)
-        if found.linear_key == self.course.last.linear_key:
+        if found.linear_key == self.history.last.linear_key:
             return False
-        self.refreshes.append(Refresh.of(cause, self.course.last, found, self.table, profile.score))
+        self.refreshes.append(Refresh.of(cause, self.history.last, found, self.table, profile.score))
         self.profile = profile
-        self.course.change(start, found)
+        self.history.change(start, found)
         return True
 
     def record(self, request: Any, model: str) -> Record:
@@ -85,8 +85,8 @@ class Answer:
             request: vLLM's, finished.
             model: its name.
         """
-        now, ticket, profile, table = time.time(), self.ticket, self.ticket.profile, self.table
-        began, first, parts = self._first_token or now, self.course.first, self._computed
+        now, payload, profile, table = time.time(), self.payload, self.payload.profile, self.table
+        began, first, parts = self._first_token or now, self.history.first, self._computed
         computed = sum(parts.values())
         average = sum(b.average_weight_bits(table) * n for b, n in parts.items()) / computed if computed else None
         by_bits: Counter[int] = Counter()
@@ -97,7 +97,7 @@ class Answer:
             eight += round(tokens * sum(low) / table.nested_parameters)
         reason = REASONS.get(str(request.get_finished_reason()), "error")
         return Record(
-            model=model, policy=ticket.policy, tier=ticket.budget["tier"], budget_bits=ticket.budget["bits"],
+            model=model, policy=payload.policy, tier=payload.budget["tier"], budget_bits=payload.budget["bits"],
             prompt_tokens=request.num_prompt_tokens, completion_tokens=request.num_output_tokens, finish_reason=reason,
             score=profile["score"], prompt_class=profile["prompt_class"], analysis_tier=profile["tier"],
             features=profile["features"], blueprint_key=first.key,
@@ -106,8 +106,8 @@ class Answer:
             bytes_per_token=first.bytes_per_token(table), bytes_moved=self._bytes, tokens_by_bits=dict(by_bits),
             tokens_by_activation_bits={g: n for g, n in ((8, eight), (FULL_BITS, computed - eight)) if n},
             entropies=tuple(self.entropies) or None, margins=tuple(self.margins) or None,
-            refreshes=tuple(r.describe() for r in self.refreshes) or None, analysis_ms=ticket.analysis_ms,
-            policy_ms=ticket.policy_ms, prefill_ms=(began - self.started) * 1e3, decode_ms=(now - began) * 1e3,
+            refreshes=tuple(r.describe() for r in self.refreshes) or None, analysis_ms=payload.analysis_ms,
+            policy_ms=payload.policy_ms, prefill_ms=(began - self.started) * 1e3, decode_ms=(now - began) * 1e3,
             error=None if reason != "error" else f"vLLM ended it: {request.status.name}", cluster=profile["cluster"],
-            cache=ticket.cache,
+            cache=payload.cache,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, apply_rotary_pos_emb
 
 from conftest import tiny_llama
-from qbe.engine.execution import patch_modules as shortcuts
+from qbe.engine.execution import patch_modules
 from qbe.kernels.cpu import build, native
 from qbe.kernels.ops.rms_norm import rms_norm
 from qbe.kernels.ops.rotary import rotate
@@ -59,14 +59,14 @@ def test_rotary_embeddings_have_the_same_bits(heads: int, tokens: int, width: in
 def test_a_model_has_the_same_bits(dtype: torch.dtype) -> None:
     model = tiny_llama().to(dtype).eval()
     nest(model, [n for n, m in model.named_modules() if isinstance(m, nn.Linear)])
-    shortcuts.take(model)
+    patch_modules.patch_modules(model)
     taken = [type(m) for m in model.modules() if "forward" in m.__dict__]
     assert nn.Linear in taken
     compiled = build.backend() in ("avx512", "amx")
     assert (LlamaAttention in taken) == compiled
     assert (LlamaRMSNorm in taken) == (compiled and dtype is torch.bfloat16)
     ids = torch.arange(20)[None]
-    with shortcuts.aside(model):
+    with patch_modules.unpatched(model):
         assert not any("forward" in m.__dict__ for m in model.modules())
         expected = model(ids).logits
     assert torch.equal(model(ids).logits, expected)
@@ -90,18 +90,18 @@ def test_cosines_of_another_precision_go_the_models_own_way(name: str) -> None:
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
     ids = torch.arange(20)[None]
     expected = model(ids).logits
-    shortcuts.take(model)
+    patch_modules.patch_modules(model)
     assert torch.equal(model(ids).logits, expected)
 
 
 def test_a_norm_of_another_kind_stays() -> None:
     norm = GemmaRMSNorm(64).to(torch.bfloat16)
-    shortcuts.take(nn.Sequential(norm))
+    patch_modules.patch_modules(nn.Sequential(norm))
     assert "forward" not in norm.__dict__
 
 
 def test_gradients_go_the_models_own_way() -> None:
     norm = LlamaRMSNorm(64).to(torch.bfloat16)
-    shortcuts.take(nn.Sequential(norm))
+    patch_modules.patch_modules(nn.Sequential(norm))
     norm(torch.randn(2, 64).to(torch.bfloat16)).float().sum().backward()
     assert norm.weight.grad is not None

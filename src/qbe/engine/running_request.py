@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from qbe.analysis.profile import QueryProfile
+from qbe.engine.adaptive.routing import Read
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.result import Request, Result
-from qbe.engine.adaptive.routing import Read
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.explain import Explanation
 from qbe.records import Record
@@ -16,7 +16,7 @@ from qbe.sites import FULL_BITS
 
 
 @dataclass
-class Live:
+class RunningRequest:
     """A request in the core.
 
     Attributes:
@@ -61,7 +61,7 @@ class Live:
             routed=read.weights if read else {}, analysis_ms=chosen.analysis_ms,
             policy_ms=chosen.policy_ms, prefill_ms=(first - self.started) * 1e3, decode_ms=(now - first) * 1e3,
             error=running.error, computed_tokens=max(0, running.computed - running.cached),
-            cached_tokens=running.cached, careful_tokens=running.careful_computed,
+            cached_tokens=running.cached, high_precision_tokens=running.high_precision_computed,
             average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(chosen.table),
             kv_error=running.blueprint.kv_error, pages_read=running.pages_read, pages_raised=running.pages_raised,
             host_bytes=running.host_bytes, parts=tuple(running.parts), refreshes=tuple(self.refreshes),
@@ -77,7 +77,7 @@ class Live:
         budget, b, table = self.request.budget, result.blueprint, result.table
         computed = result.computed_tokens
         low = sum(s.parameters for s, a in zip(table.nested, b.activation_bits, strict=True) if a < FULL_BITS)
-        eight = round((computed - result.careful_tokens) * low / table.nested_parameters)
+        eight = round((computed - result.high_precision_tokens) * low / table.nested_parameters)
         return Record(
             id=result.id, model=model, policy=b.policy, tier=budget.tier, budget_bits=budget.bits,
             prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
