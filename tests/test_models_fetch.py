@@ -32,15 +32,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QBE_CACHE", str(tmp_path / "own"))
-    assert qbe.models.cache_dir() == tmp_path / "own"
+    assert qbe.files.cache_dir() == tmp_path / "own"
     (tmp_path / "own").write_text("")
     with pytest.raises(QBEError, match="own' is no folder; set QBE_CACHE"):
         qbe.models.pull(str(tmp_path))
     monkeypatch.delenv("QBE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert qbe.models.cache_dir() == tmp_path / "xdg" / "qbe"
+    assert qbe.files.cache_dir() == tmp_path / "xdg" / "qbe"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert qbe.models.cache_dir() == Path.home() / ".cache" / "qbe"
+    assert qbe.files.cache_dir() == Path.home() / ".cache" / "qbe"
 
 
 def test_local_paths_are_taken_as_they_are(tiny_gguf: Path, tmp_path: Path) -> None:

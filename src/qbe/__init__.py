@@ -18,6 +18,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.models import pull
+from qbe.version import __version__
 
 if TYPE_CHECKING:
     from qbe.engine.engine import Engine, Request, Result
@@ -34,7 +35,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-__version__ = "0.1.0"
 __all__ = [
     "Blueprint",
     "Budget",
@@ -45,6 +45,7 @@ __all__ = [
     "Request",
     "Result",
     "SamplingParams",
+    "__version__",
     "native_config",
     "pull",
     "quantize_",
@@ -54,7 +55,7 @@ _LAZY = {
     "Engine": "qbe.engine.engine",
     "Request": "qbe.engine.engine",
     "Result": "qbe.engine.engine",
-    "SamplingParams": "qbe.engine.scheduling.sequence",
+    "SamplingParams": "qbe.engine.sampling.sampling_params",
     "NestedTensor": "qbe.store.nested_tensor",
     "NestedWeightConfig": "qbe.store.nested_tensor",
     "native_config": "qbe.store.native_formats",

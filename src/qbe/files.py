@@ -1,4 +1,4 @@
-"""Writing a file so that it is either complete or as it was before."""
+"""Where QBE keeps files, and writing one so that it is either complete or as it was before."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from qbe.errors import QBEError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SAYS_FULL = re.compile(r"No space left|quota exceeded|os error (28|122)\b", re.IGNORECASE)
+
+
+def cache_dir() -> Path:
+    """Where QBE keeps what it fetched: `$QBE_CACHE`, else `$XDG_CACHE_HOME/qbe`, else `~/.cache/qbe`."""
+    if own := os.environ.get("QBE_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "qbe"
 
 
 def disk_full(error: BaseException | str) -> bool:

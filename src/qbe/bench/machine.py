@@ -126,7 +126,7 @@ def version(package: str) -> str | None:
 
 
 def _qbe() -> str:
-    from qbe import __version__
+    from qbe.version import __version__
 
     return __version__
 

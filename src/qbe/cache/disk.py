@@ -51,7 +51,7 @@ def default_path() -> Path | None:
     """`$QBE_BLUEPRINTS`, or else a file in the cache folder; None where that is `off`."""
     if given := os.environ.get("QBE_BLUEPRINTS"):
         return None if given == "off" else Path(given).expanduser()
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     return cache_dir() / f"blueprints-{VERSION}.sqlite"
 

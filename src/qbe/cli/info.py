@@ -82,7 +82,6 @@ def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
     import torchao
     import transformers
 
-    from qbe import __version__
     from qbe.engine.devices import pick_device
     from qbe.hardware import detect
     from qbe.kernels.cpu.build import backend
@@ -90,6 +89,7 @@ def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
     from qbe.kernels.tuning.tunable import hardware as tuned_for
     from qbe.store.native_formats import availability
     from qbe.tier_formats import tier_formats
+    from qbe.version import __version__
 
     device = pick_device("auto")
     profile = detect(device)

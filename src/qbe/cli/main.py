@@ -42,7 +42,7 @@ USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == 
 
 def _version(asked: bool) -> None:
     if asked:
-        from qbe import __version__
+        from qbe.version import __version__
 
         print(__version__)
         raise typer.Exit

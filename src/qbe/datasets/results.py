@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qbe.errors import QBEError
-from qbe.models import cache_dir, pull
+from qbe.files import cache_dir
+from qbe.models import pull
 from qbe.store.nested_tensor import NestedWeightConfig
 from qbe.store.prepare import fingerprint, store_folder
 

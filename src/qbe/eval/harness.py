@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 from qbe.budget import Budget
-from qbe.cli.console import say
 from qbe.engine.engine import Engine
 from qbe.engine.result import Request
 from qbe.engine.sampling.sampling_params import SamplingParams
@@ -28,7 +27,7 @@ try:
 except ImportError as error:
     missing = f"lm-evaluation-harness is not installed ({error}): pip install 'qbe[lm-eval]'"
     if __name__ == "__main__":
-        say(missing, "red")
+        print(f"qbe: {missing}", file=sys.stderr)
         sys.exit(2)
     raise QBEError(missing) from None
 
@@ -154,7 +153,7 @@ def main() -> None:
     try:
         cli_evaluate()
     except QBEError as error:
-        say(str(error), "red")
+        print(f"qbe: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -49,7 +49,7 @@ def compared(engine: Engine, datasets: Sequence[str], limit: int, results: Resul
 def _machine(engine: Engine) -> dict[str, Any]:
     import transformers
 
-    from qbe import __version__
+    from qbe.version import __version__
 
     device = engine.core.device
     return {

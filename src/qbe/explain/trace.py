@@ -5,14 +5,34 @@ from __future__ import annotations
 import collections.abc
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 
-if TYPE_CHECKING:
-    from qbe.engine.scheduling.sequence import Sequence
+
+class CascadeMove(Protocol):
+    """What the cascade did to a token: by how many bits of the average."""
+
+    @property
+    def shift(self) -> float: ...
+
+
+class TracedAnswer(Protocol):
+    """What a trace reads of a running answer (an engine's `Sequence`)."""
+
+    prompt_ids: list[int]
+    token_entropies: list[float]
+    token_margins: list[float]
+
+    @property
+    def output_ids(self) -> collections.abc.Sequence[int]: ...
+
+    @property
+    def moves(self) -> collections.abc.Sequence[CascadeMove]: ...
+
+    def blueprint_at(self, position: int) -> Blueprint: ...
 
 
 @dataclass
@@ -39,7 +59,7 @@ class Trace:
     refreshes: list[dict[str, Any]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
-    def follow(self, sequence: Sequence, table: SiteTable) -> None:
+    def follow(self, sequence: TracedAnswer, table: SiteTable) -> None:
         """Add the tokens that the sequence has written since the last call."""
         first = len(sequence.prompt_ids) - 1
         for i in range(len(self.bits), len(sequence.output_ids)):

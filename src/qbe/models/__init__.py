@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qbe.models.resolve import DEFAULT_MODEL, cache_dir, pull
+from qbe.models.resolve import DEFAULT_MODEL, pull
 
 if TYPE_CHECKING:
     from qbe.models.load import LoadedModel, load_config_and_tokenizer, load_model
 
-__all__ = ["DEFAULT_MODEL", "LoadedModel", "cache_dir", "load_config_and_tokenizer", "load_model", "pull"]
+__all__ = ["DEFAULT_MODEL", "LoadedModel", "load_config_and_tokenizer", "load_model", "pull"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from qbe.errors import QBEError
+from qbe.files import cache_dir
 from qbe.models import fetch
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def cache_dir() -> Path:
-    """Where QBE keeps what it fetched: `$QBE_CACHE`, else `$XDG_CACHE_HOME/qbe`, else `~/.cache/qbe`."""
-    if own := os.environ.get("QBE_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "qbe"
 
 
 def pull(name: str = DEFAULT_MODEL, *, progress: bool = True) -> Path:

@@ -46,7 +46,7 @@ class Learned:
 
 def path_of(policy: str, table: SiteTable) -> Path:
     """The file of a policy for a model, by its hub id or where it lies."""
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     name = table.model_name
     if (local := Path(name).expanduser()).exists():  # a folder has many names
@@ -67,7 +67,7 @@ def version_of(policy: str, table: SiteTable) -> str:
 
 def ready() -> None:
     """Raises QBEError where nothing can be kept: told before minutes of training, not after."""
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     make_folder(cache_dir() / "learned")
 

@@ -120,7 +120,7 @@ def default_path() -> Path:
     """`$QBE_LEDGER`, else `ledger.sqlite` in the cache folder."""
     if given := os.environ.get("QBE_LEDGER"):
         return Path(given).expanduser()
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     return cache_dir() / "ledger.sqlite"
 

@@ -44,7 +44,7 @@ def default_path() -> Path:
     """`$QBE_RECORDS`, else `records.sqlite` in the cache folder."""
     if given := os.environ.get("QBE_RECORDS"):
         return Path(given).expanduser()
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     return cache_dir() / "records.sqlite"
 

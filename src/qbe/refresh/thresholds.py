@@ -78,7 +78,7 @@ def _of(found: list[tuple[float, float]]) -> Thresholds:
 
 def default_path() -> Path:
     """`refresh.json` in the cache folder."""
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     return cache_dir() / "refresh.json"
 

@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from qbe import __version__
 from qbe.server import chat, completions
 from qbe.server.console import add_console
 from qbe.server.errors import APIError, ErrorBody
@@ -29,6 +28,7 @@ from qbe.server.protocol import ChatRequest, CompletionRequest
 from qbe.server.requests import FORMAT
 from qbe.server.service import Service
 from qbe.server.wire import dumps
+from qbe.version import __version__
 
 log = logging.getLogger(__name__)
 

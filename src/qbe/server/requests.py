@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from qbe import __version__
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.server import contract
 from qbe.server.energy.spending import MODEL
@@ -21,6 +20,7 @@ from qbe.server.protocol import (
     StreamOptions,
 )
 from qbe.server.service import Service
+from qbe.version import __version__
 
 FORMAT = "response_format"
 

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-import qbe
 from qbe.errors import QBEError
-from qbe.files import make_folder
-from qbe.models import cache_dir, load_model, pull
+from qbe.files import cache_dir, make_folder
+from qbe.models import load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.load import quiet
 from qbe.sites import SiteTable
@@ -32,6 +31,7 @@ from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
 from qbe.store.placement import place
 from qbe.tagger import tag
+from qbe.version import __version__
 
 
 @dataclass
@@ -179,7 +179,7 @@ def fingerprint(path: Path, config: NestedWeightConfig) -> str:
     kinds = (".safetensors", ".gguf", ".json")
     files = sorted(p for p in path.iterdir() if p.suffix in kinds) if path.is_dir() else [path]
     facts = [str(path.resolve()), config.slices, config.group_size]
-    facts += [known.VERSION, checkpoint.FORMAT_VERSION, qbe.__version__]
+    facts += [known.VERSION, checkpoint.FORMAT_VERSION, __version__]
     facts += [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return f"{path.name}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
 

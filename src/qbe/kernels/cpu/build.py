@@ -132,7 +132,7 @@ def compiled(name: str, compilers: Sequence[str], arguments: Sequence[str], othe
         arguments: all but the output.
         otherwise: what happens then, for the warning.
     """
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     folder = cache_dir() / "kernels"
     path = folder / name

@@ -77,7 +77,7 @@ def compiled_kernel(source: str, name: str, arch: str) -> tuple[bytes, str]:
 
     A file that is damaged, or that may not be read, is made anew.
     """
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     key = hashlib.sha256("\n".join((source, name, arch, str(torch.version.cuda), *OPTIONS)).encode()).hexdigest()[:24]
     try:

@@ -28,7 +28,7 @@ _WRITE = "INSERT OR REPLACE INTO tuned VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 def default_path() -> Path:
     """The file in the user's cache folder."""
-    from qbe.models import cache_dir
+    from qbe.files import cache_dir
 
     return cache_dir() / "kernels" / f"tuned-{VERSION}.sqlite"
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from qbe import __version__
 from qbe.errors import QBEError
 from qbe.server.observe.report import RequestReport
+from qbe.version import __version__
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _HEADERS = (b"traceparent", b"tracestate")
