@@ -203,7 +203,8 @@ def shuffled(s: Sequence, given: list[Blueprint], seed: int) -> list[Blueprint]:
 
 
 def kl(
-    engine: qbe.Engine, prompts: collections.abc.Sequence[list[int]], tokens: int, seeds: int, bits: float, ways: collections.abc.Sequence[str]
+    engine: qbe.Engine, prompts: collections.abc.Sequence[list[int]], tokens: int, seeds: int, bits: float,
+    ways: collections.abc.Sequence[str]
 ) -> dict[str, Any]:  # fmt: skip
     """Divergences of every answer, by way, and what they come to."""
     table, rows = engine.table, list[dict[str, Any]]()

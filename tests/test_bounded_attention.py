@@ -56,8 +56,8 @@ def bounded_case(
     return {name: arguments[name] for name in _ORDER}, host
 
 
-_ORDER = ("query", "key", "value", "memory", "head_offsets", "slots", "block_tables", "lengths", "entropy", "originals", "limits",
-          "counts", "scaling", "window", "softcap")  # fmt: skip
+_ORDER = ("query", "key", "value", "memory", "head_offsets", "slots", "block_tables", "lengths", "entropy", "originals",
+          "limits", "counts", "scaling", "window", "softcap")  # fmt: skip
 
 
 on_cpu = pytest.mark.skipif(

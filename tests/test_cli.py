@@ -52,8 +52,8 @@ def test_activation_bits_are_an_option(nested: str, home: Path, tmp_path: Path) 
     said = f"8 bits at {len(described['blueprint']['sites']) - 1} sites and 16 at 1, KV cache 16 bits"
     assert f"activations {said}" in " ".join(qbe("explain", "hello", *at, home=home).stdout.decode().split())
     assert f"Activations {said}" in page.read_text()
-    described = json.loads(qbe("explain", "hello", *at, "--careful-tokens", "--json", home=home).stdout)
-    assert described["budget"]["careful_tokens"]
+    described = json.loads(qbe("explain", "hello", *at, "--high-precision-tokens", "--json", home=home).stdout)
+    assert described["budget"]["high_precision_tokens"]
     done = qbe("generate", "hello", *at, "--careful-tokens", "--max-tokens", "2", home=home)
     assert "activations 8 bits" in done.stderr.decode()
     (row,) = json.loads(qbe("records", "--limit", "1", "--json", home=home).stdout)

@@ -27,7 +27,7 @@ from records_samples import record
         (["generate", "hi", "--activation-bits", "4"], "qbe: --activation-bits is 4, but must be 8 or 16"),
         (["chat", "--activation-bits", "12"], "qbe: --activation-bits is 12"),
         (["explain", "hi", "--activation-bits", "few"], "--activation-bits"),
-        (["generate", "hi", "--careful-tokens"], "qbe: --careful-tokens is for --activation-bits 8, and they are 16"),
+        (["generate", "hi", "--careful-tokens"], "qbe: --high-precision-tokens is for --activation-bits 8"),
         (["generate", "hi", "--max-tokens", "0"], "qbe: --max-tokens is 0"),
         (["generate", "hi", "--top-p", "2"], "qbe: --top-p is 2"),
         (["generate", "hi", "--stop", ""], "qbe: --stop is empty"),

@@ -194,8 +194,8 @@ def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.Mo
         for call in attention_launches(core.runner.cache, 4):
             call()
     kernels = {
-        "rotate_queries_kernel", "decode_attention_kernel", "combine_kernel", "prompt_attention_kernel", "quantise_kernel",
-        "read_kernel", "raise_pages_kernel", "write_rows_kernel",
+        "rotate_queries_kernel", "decode_attention_kernel", "combine_kernel", "prompt_attention_kernel",
+        "quantise_kernel", "read_kernel", "raise_pages_kernel", "write_rows_kernel",
     }  # fmt: skip
     assert {c.name for c in found} == kernels
     with collecting() as later:

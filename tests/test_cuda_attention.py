@@ -27,8 +27,8 @@ from test_paged_attention import MIXED, case, copied, on_cpu, on_gpu_order, same
 from test_triton_kernel import CUDA, DEVICE
 
 HERE = Path(__file__).parent
-POINTERS = ("query", "key", "value", "memory", "head_offsets", "slots", "block_tables", "lengths", "cuts", "means", "sums", "spans",
-            "out", "entropy")  # fmt: skip
+POINTERS = ("query", "key", "value", "memory", "head_offsets", "slots", "block_tables", "lengths", "cuts", "means",
+            "sums", "spans", "out", "entropy")  # fmt: skip
 NUMBERS = ("parts", "start", "least", "batch", "kv_heads", "repeat", "window", "count")
 
 
@@ -343,8 +343,8 @@ def test_large_values_stay_finite_in_float16(bits: int) -> None:
     block_ids = [memory.filled(1, keys[:64], values[:64]), memory.filled(0, keys[64:], values[64:])]
     arguments |= {
         "memory": memory.data.to(DEVICE), "head_offsets": memory.head_offsets.to(DEVICE),
-        "block_tables": torch.tensor([block_ids], device=DEVICE), "slots": torch.tensor([block_ids[1] + 5], device=DEVICE),
-        "key": torch.zeros_like(arguments["key"]),
+        "block_tables": torch.tensor([block_ids], device=DEVICE),
+        "slots": torch.tensor([block_ids[1] + 5], device=DEVICE), "key": torch.zeros_like(arguments["key"]),
     }  # fmt: skip
     expected = reference(**copied(arguments))
     found = kernel()(**arguments | {"memory": on_gpu_order(arguments)})

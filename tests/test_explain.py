@@ -95,6 +95,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
     asked = {
         "bits": None,
         "activation_bits": 16,
+        "high_precision_tokens": False,
         "careful_tokens": False,
         "tier": "default",
         "kv_bits": None,

@@ -67,8 +67,9 @@ def case(
            ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))]  # fmt: skip
     q, k, v = (t.to(DEVICE, dtype) for t in new)
     arguments = {
-        "query": q, "key": k, "value": v, "memory": memory.data.to(DEVICE), "head_offsets": memory.head_offsets.to(DEVICE),
-        "slots": slots.to(DEVICE), "block_tables": block_tables.to(DEVICE), "lengths": torch.tensor(lengths, device=DEVICE),
+        "query": q, "key": k, "value": v, "memory": memory.data.to(DEVICE),
+        "head_offsets": memory.head_offsets.to(DEVICE), "slots": slots.to(DEVICE),
+        "block_tables": block_tables.to(DEVICE), "lengths": torch.tensor(lengths, device=DEVICE),
         "entropy": torch.full((batch, heads), -1.0, device=DEVICE), "scaling": key_dim**-0.5, "window": 0,
         "softcap": 0.0,
     }  # fmt: skip
@@ -141,8 +142,8 @@ def test_a_sequence_does_not_depend_on_its_batch_on_the_cpu(path: str) -> None:
         torch.set_num_threads(1)
         alone = []
         for i in range(4):
-            own = {k: v[i : i + 1] if k in ("query", "key", "value", "slots", "block_tables", "lengths", "entropy") else v
-                   for k, v in copied(arguments).items()}  # fmt: skip
+            of_row = ("query", "key", "value", "slots", "block_tables", "lengths", "entropy")
+            own = {k: v[i : i + 1] if k in of_row else v for k, v in copied(arguments).items()}
             alone.append(cpu_kernel(**own))
         torch.set_num_threads(3)
         assert torch.equal(cpu_kernel(**arguments), torch.cat(alone))

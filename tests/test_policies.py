@@ -194,8 +194,12 @@ def test_ranges_that_are_none_are_refused_in_one_short_line(within: Any) -> None
     assert len(str(error.value)) < 160
 
 
-def test_careful_tokens_is_yes_or_no() -> None:
-    with pytest.raises(QBEError, match="careful_tokens is 'no', but must be true or false"):
+def test_high_precision_tokens_is_yes_or_no() -> None:
+    with pytest.raises(QBEError, match="high_precision_tokens is 'no', but must be true or false"):
         Budget(high_precision_tokens="no")  # type: ignore[arg-type]
-    with pytest.raises(QBEError, match="careful_tokens is for activation_bits 8, and they are 16"):
+    with pytest.raises(QBEError, match="high_precision_tokens is for activation_bits 8, and they are 16"):
         Budget(high_precision_tokens=True)
+
+
+def test_careful_tokens_is_still_a_name_of_it() -> None:
+    assert Budget(activation_bits=8, careful_tokens=True) == Budget(activation_bits=8, high_precision_tokens=True)

@@ -46,7 +46,7 @@ def test_the_kernel_is_attention_page_by_page(dtype, start, count, window, softc
     if INTERPRET:  # the pool has quantised its pages as a CPU's kernels read them
         memory = rearrange(memory, pool.head_offsets[0], prompt.block_ids, shape.sizes, dtype.itemsize)
     found = prompt_attention(
-        query[0], memory, pool.head_offsets[0], prompt.block_ids, prompt.staging_pages, start, shape.sizes, 0.2, window or 0,
-        softcap or 0.0,
+        query[0], memory, pool.head_offsets[0], prompt.block_ids, prompt.staging_pages, start, shape.sizes, 0.2,
+        window or 0, softcap or 0.0,
     )  # fmt: skip
     torch.testing.assert_close(found[None], expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

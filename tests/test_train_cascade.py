@@ -152,8 +152,8 @@ def test_networks_read_entropies_as_they_are(trained: tuple[Path, Path], monkeyp
         reference(
             torch.zeros(n, 1, 1), seen[point][0] * lengths.clamp(min=2).log()[:, None], lengths, None, kept,
             *map(torch.from_numpy, vars(network).values()), torch.from_numpy(routers.thresholds),
-            torch.tensor(routers.widths, dtype=torch.int32), dynamic_precision, precision_words[block.sites[0] : block.sites[-1] + 1],
-            point,
+            torch.tensor(routers.widths, dtype=torch.int32), dynamic_precision,
+            precision_words[block.sites[0] : block.sites[-1] + 1], point,
         )  # fmt: skip
         x = torch.cat([s[0] for s in seen[: point + 1]], -1)
         assert torch.allclose(kept[:, : (point + 1) * heads], x, atol=1e-5)

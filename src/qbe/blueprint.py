@@ -15,13 +15,13 @@ CONTROLLERS = ("cascade", "routers")
 
 @dataclass(frozen=True)
 class DynamicPrecision:
-    """Who may move a row's words within a forward pass, beginning with the blueprint's own bits.
+    """Who may move a row's precision words within a forward pass, beginning with the blueprint's own bits.
 
-    A plan holds it for every row as one more number (`code`), which the ops that move words read on the device.
+    A plan holds it for every row as one more number (`code`), which the ops that move them read on the device.
 
     Attributes:
         by: one of `CONTROLLERS`.
-        level: 0 to 255, how readily; what it means is the steerer's.
+        level: 0 to 255, how readily; what it means is the controller's.
         routers: their digest, where routers move the words: what others would do is another assignment.
     """
 
@@ -31,7 +31,9 @@ class DynamicPrecision:
 
     def __post_init__(self) -> None:
         if self.by not in CONTROLLERS or not 0 <= self.level <= 255:
-            raise QBEError(f"steering by '{self.by}' at level {self.level}: one of {', '.join(CONTROLLERS)}, 0 to 255")
+            raise QBEError(
+                f"dynamic precision by '{self.by}' at level {self.level}: one of {', '.join(CONTROLLERS)}, 0 to 255"
+            )
 
     @property
     def code(self) -> int:
@@ -123,24 +125,24 @@ class Blueprint:
     def key(self) -> str:
         """A short name that equal assignments share, e.g. for records."""
         first = () if self.first_kv_bits is None else (f"first {self.first_kv_bits}",)
-        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *first, *self._error, *self._steering)
+        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *first, *self._error, *self._dynamic)
 
     @cached_property
     def linear_key(self) -> str:
         """The same of the nested sites alone: what is computed at equal ones differs in the KV cache at most."""
-        return _digest(self.weight_bits, self.activation_bits, *self._steering)
+        return _digest(self.weight_bits, self.activation_bits, *self._dynamic)
 
     @cached_property
     def computed_key(self) -> str:
         """The same of all that keys and values depend on beside their own bits."""
-        return _digest(self.weight_bits, self.activation_bits, *self._error, *self._steering)
+        return _digest(self.weight_bits, self.activation_bits, *self._error, *self._dynamic)
 
     @property
     def _error(self) -> tuple[float, ...]:
         return () if self.kv_error is None else (self.kv_error,)
 
     @property
-    def _steering(self) -> tuple[DynamicPrecision, ...]:
+    def _dynamic(self) -> tuple[DynamicPrecision, ...]:
         return () if self.dynamic_precision is None else (self.dynamic_precision,)
 
     def average_weight_bits(self, table: SiteTable) -> float:
@@ -169,7 +171,7 @@ class Blueprint:
 
     def describe(self, table: SiteTable) -> dict[str, Any]:
         """The blueprint as JSON: policy, average bits, one entry per nested site and the KV bits of every layer."""
-        rows = []
+        rows, dynamic = [], None if self.dynamic_precision is None else asdict(self.dynamic_precision)
         for site, w, a in zip(table.nested, self.weight_bits, self.activation_bits, strict=True):
             kv = _plain(self.kv_bits[site.layer]) if site.role in ATTENTION_ROLES and site.layer is not None else None
             rows.append(
@@ -181,7 +183,8 @@ class Blueprint:
             "average_weight_bits": round(self.average_weight_bits(table), 4),
             "average_kv_bits": round(self.average_kv_bits(table), 4),
             "kv_error": self.kv_error,
-            "steering": None if self.dynamic_precision is None else asdict(self.dynamic_precision),
+            "dynamic_precision": dynamic,
+            "steering": dynamic,  # its name in version 0.1
             "sites": rows,
             "kv_bits": [_plain(b) for b in self.kv_bits],
             "first_kv_bits": self.first_kv_bits,

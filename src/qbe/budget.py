@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from qbe.errors import QBEError
 from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS, TURBO_KINDS
@@ -43,11 +43,12 @@ class Budget:
         kv_error: bounded mode, where the KV cache has less than 16 bits: by how much the output of an attention head
             may differ from what 16 bits give, as a part of its norm (0.05: 5 %); 0 reads everything at 16 bits. Pages
             for which that cannot be guaranteed are read again from 16-bit originals in host memory. None: no bound.
+        careful_tokens: the name that `high_precision_tokens` had in version 0.1.
 
     Raises:
         QBEError: an unknown tier, bits or a range outside 1 to 16, or activation or KV bits that there are not, or
             a KV error that is no number of at least 0 or above a million, or a refresh of bits that are fixed, or
-            careful tokens where activations have 16 bits anyway.
+            high-precision tokens where activations have 16 bits anyway.
     """
 
     bits: float | None = None
@@ -59,13 +60,16 @@ class Budget:
     within: tuple[float, float] | None = None
     refresh: bool = False
     cascade: bool = False
+    careful_tokens: InitVar[bool | None] = None
 
     @property
     def plain_tier(self) -> str:
         """The tier by its first name: `flex`, `default` or `priority`."""
         return TIER_ALIASES.get(self.tier, self.tier)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, careful_tokens: bool | None) -> None:
+        if careful_tokens is not None:
+            object.__setattr__(self, "high_precision_tokens", careful_tokens)
         if self.tier not in TIERS:
             raise QBEError(f"unknown tier {self.tier!r:.66}: choose one of {', '.join(TIERS)}")
         if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
@@ -78,13 +82,13 @@ class Budget:
             raise QBEError(
                 f"kv_error is {_told(error)}, but must be at least 0 and at most {MOST_KV_ERROR}, such as 0.05 for 5 %"
             )
-        for name, value in (("careful_tokens", self.high_precision_tokens), ("cascade", self.cascade)):
+        for name, value in (("high_precision_tokens", self.high_precision_tokens), ("cascade", self.cascade)):
             if not isinstance(value, bool):
                 raise QBEError(f"{name} is {_told(value)}, but must be true or false")
         if self.high_precision_tokens and self.activation_bits == FULL_BITS:
             raise QBEError(
-                "careful_tokens is for activation_bits 8, and they are 16: ask for 8, or leave it out",
-                field="careful_tokens",
+                "high_precision_tokens is for activation_bits 8, and they are 16: ask for 8, or leave it out",
+                field="high_precision_tokens",
             )
         if self.within is not None:
             ends = self.within if isinstance(self.within, tuple | list) else ()

@@ -171,7 +171,8 @@ def _seal(cases: Cases, sizes: KVSizes, limits: Roofline, note: str, tick: Calla
         row
         for name, case in low.items()
         for row in rows_beside(
-            theirs, WHOLE, each, what="quantising a page", size=f"{cases.shape.kv_heads} heads of {cases.shape.key_dim}",
+            theirs, WHOLE, each, what="quantising a page",
+            size=f"{cases.shape.kv_heads} heads of {cases.shape.key_dim}",
             case=f"{work.count} pages, {cases.layers} layers at once", bits=_bits(case), ours=mine[name][WHOLE],
             unit="us", limit=work.seconds(case, limits) * each, notes=dict.fromkeys(theirs, note),
         )

@@ -234,7 +234,7 @@ def _blueprint(hash_: bytes, body: object, table: SiteTable) -> Blueprint | None
         said = json.loads(body)
         kv_bits = [tuple(b) if isinstance(b, list) else b for b in said["kv_bits"]]
         found = Blueprint.of(said["policy"], table, said["weight_bits"], said["activation_bits"], kv_bits)
-        dynamic_precision, first = said.get("steering"), said.get("first_kv_bits")
+        dynamic_precision, first = said.get("dynamic_precision", said.get("steering")), said.get("first_kv_bits")
         return replace(
             found,
             kv_error=said["kv_error"],

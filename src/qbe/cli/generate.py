@@ -17,13 +17,13 @@ from qbe.cli.options import (
     Analysis,
     Answers,
     Bits,
-    CarefulTokens,
     Cascade,
     Chat,
     Compile,
     Device,
     Dtype,
     Greedy,
+    HighPrecisionTokens,
     Json,
     KVBits,
     KVError,
@@ -60,7 +60,7 @@ Prompt = Annotated[str, typer.Argument(help="the prompt; - reads it from standar
 
 def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, high_precision_tokens: CarefulTokens = False, tier: Tier = "default",
+    activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
     kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
@@ -101,7 +101,7 @@ def generate(
 
 def chat(
     context: typer.Context, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, high_precision_tokens: CarefulTokens = False, tier: Tier = "default",
+    activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
     kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
@@ -167,7 +167,7 @@ def chat(
 
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
-    activation_bits: ActivationBits = 16, high_precision_tokens: CarefulTokens = False, kv_bits: KVBits = None,
+    activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, kv_bits: KVBits = None,
     kv_error: KVError = None, max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False,
     cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,

@@ -21,8 +21,13 @@ Model = Annotated[str, typer.Option(help="hub id, transformers folder, GGUF file
 Policy = Annotated[str, typer.Option(help="which policy chooses the blueprint: tiered, uniform or a plug-in's name")]
 Bits = Annotated[float | None, typer.Option(help="budget: average bits over the weights of nested sites")]
 ActivationBits = Annotated[int, typer.Option(help="budget: bits of the inputs of nested sites, 8 or 16")]
-CarefulTokens = Annotated[
-    bool, typer.Option("--careful-tokens", help="budget: with 8-bit activations, 16 for tokens hard to predict")
+HighPrecisionTokens = Annotated[
+    bool,
+    typer.Option(
+        "--high-precision-tokens",
+        "--careful-tokens",
+        help="budget: with 8-bit activations, 16 for tokens hard to predict (--careful-tokens is its older name)",
+    ),
 ]
 KVBits = Annotated[str | None, typer.Option(help="budget: average bits of the KV cache, 2 to 16, or turbo2 or turbo4")]
 KVError = Annotated[

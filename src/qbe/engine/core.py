@@ -269,7 +269,7 @@ class Core:
                 sequence.blueprint = replace(sequence.blueprint, dynamic_precision=None)
             else:
                 self.cascade.begin(sequence)
-        # Bounds and careful tokens say of each token by itself how it is read, which a guess cannot know.
+        # Bounds and high-precision tokens say of each token by itself how it is read, which a guess cannot know.
         free = sequence.blueprint.kv_error is None and sequence.difficult is None
         sequence.speculation = Speculation() if sequence.params.speculate and self.speculator and free else None
         if self.originals.refused:

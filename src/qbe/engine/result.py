@@ -142,7 +142,8 @@ class Result:
                 "total_tokens": self.prompt_tokens + len(self.token_ids),
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
                 "completion_tokens_details": {
-                    "careful_tokens": self.high_precision_tokens,
+                    "high_precision_tokens": self.high_precision_tokens,
+                    "careful_tokens": self.high_precision_tokens,  # its name in version 0.1
                     "raised_tokens": self.raised_tokens,
                     "lowered_tokens": self.lowered_tokens,
                     "drafted_tokens": self.drafted_tokens,

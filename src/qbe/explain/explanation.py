@@ -89,7 +89,8 @@ class Explanation:
             "budget": {
                 "bits": self.budget.bits,
                 "activation_bits": self.budget.activation_bits,
-                "careful_tokens": self.budget.high_precision_tokens,
+                "high_precision_tokens": self.budget.high_precision_tokens,
+                "careful_tokens": self.budget.high_precision_tokens,  # its name in version 0.1
                 "tier": self.budget.tier,
                 "target_bits": round(self.target_bits, 4),
                 "kv_bits": self.budget.kv_bits,

@@ -117,7 +117,8 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
         )  # fmt: skip
     rest: dict[str, Any] = {
         "tier": given.tier, "activation_bits": c.activation_bits or given.tier_settings.activation_bits,
-        "careful_tokens": c.high_precision_tokens, "kv_bits": c.kv_bits, "kv_error": c.kv_error, "cascade": c.cascade,
+        "high_precision_tokens": c.high_precision_tokens, "kv_bits": c.kv_bits, "kv_error": c.kv_error,
+        "cascade": c.cascade,
     }  # fmt: skip
     if c.bits is not None:
         return Budget(bits=c.bits, **rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 
 from qbe.budget import MOST_KV_ERROR, check_kv_bits
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS
@@ -69,6 +69,14 @@ class Contract(Body):
     refresh: StrictBool = False
     cascade: StrictBool = False
     speculate: StrictBool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_of_version_0_1(cls, body: object) -> object:
+        if isinstance(body, dict) and "careful_tokens" in body and "high_precision_tokens" not in body:
+            rest = {k: v for k, v in body.items() if k != "careful_tokens"}
+            return {**rest, "high_precision_tokens": body["careful_tokens"]}
+        return body
 
 
 class StreamOptions(Body):

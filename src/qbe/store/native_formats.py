@@ -106,7 +106,7 @@ _OFFERED: dict[NumberFormat, Callable[[], AOBaseConfig]] = {
 _BITS = {NumberFormat.FP8_E4M3: 8, NumberFormat.MXFP8: 8, NumberFormat.MXFP4: 4, NumberFormat.NVFP4: 4}
 _NOT_OFFERED: dict[NumberFormat, str] = {
     NumberFormat.MXFP6: "torchao 0.18 has no FP6 product, it only emulates one; use the nested store at 6 bits",
-    NumberFormat.INT8: "torchao 0.18 multiplies int8 natively above 16 rows on a GPU only; use the nested store at 8 bits",
+    NumberFormat.INT8: "torchao 0.18 multiplies int8 natively above 16 rows on a GPU only; use nested 8 bits",
     NumberFormat.BF16: "it is a 16-bit format, to which nothing is quantised; leave the layer as it is",
     NumberFormat.FP16: "it is a 16-bit format, to which nothing is quantised; leave the layer as it is",
 }

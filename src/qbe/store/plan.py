@@ -160,6 +160,6 @@ class Plan:
 
 
 def _precision_words(blueprint: Blueprint) -> list[int]:
-    """The blueprint's column: a word for each site, and its steering, for the layers and for the output head."""
+    """The blueprint's column: a word for each site, and its dynamic precision, of the layers and of the head."""
     dynamic_precision = 0 if blueprint.dynamic_precision is None else blueprint.dynamic_precision.code
     return [*map(_word, blueprint.weight_bits, blueprint.activation_bits), dynamic_precision, dynamic_precision]

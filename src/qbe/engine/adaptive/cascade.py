@@ -78,7 +78,7 @@ class Cascade:
         sequence.blueprint, sequence.moved = self.steered(plain, sequence), self._moved
 
     def steered(self, blueprint: Blueprint, sequence: Sequence) -> Blueprint:
-        """The blueprint with the steering that makes up for the bits that a sequence had too many of, or too few.
+        """The blueprint whose dynamic precision makes up for the bits that a sequence had too many of, or too few.
 
         None where a refresh has brought it beyond what the routers can give: its tokens then have what it says.
         """

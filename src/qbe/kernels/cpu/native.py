@@ -34,9 +34,9 @@ _OPS = {
                       "int[] slices, int exponent, bool float32_output"),
     "nested_linears": (merged_ops, "Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
                        "Tensor[] biases, int[] slices, int[] exponents"),
-    "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, "
-                        "Tensor slots, Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, "
-                        "float softcap"),
+    "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, "
+                        "Tensor head_offsets, Tensor slots, Tensor block_tables, Tensor lengths, Tensor(b!) entropy, "
+                        "float scaling, int window, float softcap"),
     "route": (routing_ops, routing_ops.ARGUMENTS),
     "cascade": (cascade_ops, cascade_ops.ARGUMENTS),
     "numbered_linear": (numbered_ops, numbered_ops.ARGUMENTS),

@@ -93,8 +93,8 @@ def bounded_attention(
     `paged_attention`."""
     if not _compiled_for(query, key, value):
         return bounded_reference(
-            query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts, scaling,
-            window, softcap,
+            query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts,
+            scaling, window, softcap,
         )  # fmt: skip
     batch = query.shape[0]
     tensors = (
@@ -135,8 +135,9 @@ def _attend(
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     slots, lengths, head_offsets = slots.contiguous(), lengths.contiguous(), head_offsets.contiguous()
     shape = _shape(
-        query.shape, key.shape, value.shape, memory.shape, head_offsets.shape, block_tables.shape, entropy.shape, query.stride(),
-        key.stride(), value.stride(), block_tables.stride(), entropy.stride(), scaling, window, softcap, dtype,
+        query.shape, key.shape, value.shape, memory.shape, head_offsets.shape, block_tables.shape, entropy.shape,
+        query.stride(), key.stride(), value.stride(), block_tables.stride(), entropy.stride(), scaling, window, softcap,
+        dtype,
     )  # fmt: skip
     if memory.dtype is not torch.uint8 or not memory.is_contiguous() or head_offsets.dtype is not torch.int32:
         raise RuntimeError("the pages must be contiguous uint8, the words of their blocks int32")
@@ -213,8 +214,9 @@ def _shape(
     )
     if not fits:
         raise RuntimeError(
-            f"query {list(query)}, key {list(key)}, value {list(value)}, blocks {list(head_offsets)}, tables {list(block_tables)} "
-            f"and entropy {list(entropy)} do not belong together"
+            f"query {list(query)}, key {list(key)}, value {list(value)}, "
+            f"head_offsets {list(head_offsets)}, block_tables {list(block_tables)} and entropy {list(entropy)} do not "
+            "belong together"
         )
     return AttentionShape(
         query[0], query[1], key[1], key[2], value[2], memory[0], block_tables[1], *query_stride[:2], *key_stride[:2],

@@ -69,8 +69,8 @@ def prompt_attention(
         or staging_pages.shape != (pages - quantised_pages(start // PAGE_SIZE),)
     ):
         raise RuntimeError(
-            f"query {list(query.shape)}, blocks {list(head_offsets.shape)}, {len(block_ids)} pages and {len(staging_pages)} staging pages of "
-            f"{list(shape)} from token {start} on do not belong together"
+            f"query {list(query.shape)}, head_offsets {list(head_offsets.shape)}, {len(block_ids)} pages and "
+            f"{len(staging_pages)} staging pages of {list(shape)} from token {start} on do not belong together"
         )
     head_offsets, block_ids, staging_pages = (
         head_offsets.contiguous(),
@@ -83,8 +83,8 @@ def prompt_attention(
         scaling,
     )  # fmt: skip
     failed = build.loaded().qbe_prompt_attention(
-        query.data_ptr(), memory.data_ptr(), head_offsets.data_ptr(), block_ids.data_ptr(), staging_pages.data_ptr(), out.data_ptr(),
-        ctypes.addressof(about), _threads(),
+        query.data_ptr(), memory.data_ptr(), head_offsets.data_ptr(), block_ids.data_ptr(), staging_pages.data_ptr(),
+        out.data_ptr(), ctypes.addressof(about), _threads(),
     )  # fmt: skip
     if failed == -1:
         raise RuntimeError("a page lies outside of the KV cache's memory")

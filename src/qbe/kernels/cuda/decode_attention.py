@@ -175,8 +175,8 @@ def share(
     kernel = _share_kernel(head_offsets.device)
     assert kernel is not None, "`shares` was asked"
     arguments: list[torch.Tensor | int] = [
-        head_offsets, windows, block_tables, lengths, cuts, head_offsets.stride(0), block_tables.stride(0), pages, START, LEAST, batch,
-        kv_heads, count,
+        head_offsets, windows, block_tables, lengths, cuts, head_offsets.stride(0), block_tables.stride(0), pages,
+        START, LEAST, batch, kv_heads, count,
     ]  # fmt: skip
     with torch.cuda.device(head_offsets.device):
         start(kernel, layers * -(-(count + 1) // WARPS), 32 * WARPS, arguments, shared)
@@ -220,12 +220,13 @@ def launch(
     assert kernels is not None
     numbers = float(scaling), float(softcap)
     walk: list[torch.Tensor | int | float | None] = [
-        query, memory, head_offsets, block_tables, lengths, None if parts else cuts, means, sums, spans, *query.stride(),
-        block_tables.stride(0), block_tables.shape[1], *numbers, parts, START, LEAST, batch, kv_heads, repeat, window,
+        query, memory, head_offsets, block_tables, lengths, None if parts else cuts, means, sums, spans,
+        *query.stride(), block_tables.stride(0), block_tables.shape[1], *numbers, parts, START, LEAST, batch, kv_heads,
+        repeat, window,
     ]  # fmt: skip
     together: list[torch.Tensor | int | float] = [
-        query, key, value, memory, head_offsets, slots, means, sums, spans, out, entropy, *query.stride(), *key.stride(),
-        *value.stride(), entropy.stride(0), *numbers, kv_heads, repeat, batch * heads,
+        query, key, value, memory, head_offsets, slots, means, sums, spans, out, entropy, *query.stride(),
+        *key.stride(), *value.stride(), entropy.stride(0), *numbers, kv_heads, repeat, batch * heads,
     ]  # fmt: skip
     with torch.cuda.device(query.device):
         start(kernels[0], count, 32 * WARPS, walk, shared_bytes(dim))

@@ -49,8 +49,8 @@ def bounded_attention(
         `[B, heads, value_dim]` in query's dtype, contiguous.
     """
     return torch.ops.qbe.bounded_attention.default(
-        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts, scaling, window,
-        softcap,
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts,
+        scaling, window, softcap,
     )  # fmt: skip
 
 

@@ -16,10 +16,11 @@ import torch
 
 from qbe.blueprint import controller_code
 
-WHO = controller_code("cascade")  # in the second byte of a row's steering
+WHO = controller_code("cascade")  # in the second byte of a row's dynamic precision
 ARGUMENTS = (
     "Tensor attended, Tensor entropy, Tensor lengths, Tensor? rows, Tensor seen, Tensor inner, Tensor inner_bias, "
-    "Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor dynamic_precision, Tensor precision_words, int point"
+    "Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor dynamic_precision, "
+    "Tensor precision_words, int point"
 )
 
 _library = torch.library.Library("qbe", "FRAGMENT")
@@ -53,7 +54,7 @@ def cascade(
         seen: float32 `[max_rows, points * heads]`, contiguous; this point's part is written.
         network: inner float32 `[(point + 1) * heads, hidden]`, inner_bias `[hidden]`, outer `[hidden, sites * slices]`,
             outer_bias; what scores are: see `qbe.policies.per_token.TokenRouters`.
-        thresholds: float32 `[levels]`, by the level of a row's steering.
+        thresholds: float32 `[levels]`, by the level of a row's dynamic precision.
         gears: int32 `[slices + 1]`, the bits with one slice, with two and so on.
         dynamic_precision: int32 `[max_rows]`, as in `qbe.store.plan.Plan`: level in the lowest byte.
         precision_words: int32 `[sites, max_rows]` of these sites; the lowest byte becomes the gear.

@@ -12,8 +12,9 @@ import torch
 
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(
-    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
-    "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, "
+    "Tensor slots, Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) "
+    "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -23,8 +24,9 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "batch_invariant_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
-    "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) -> Tensor",
+    "batch_invariant_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, "
+    "Tensor slots, Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) "
+    "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(

@@ -60,8 +60,8 @@ def worths_of(scores: torch.Tensor) -> torch.Tensor:
 
 def _route(
     x: torch.Tensor, inner: torch.Tensor, inner_bias: torch.Tensor, outer: torch.Tensor, outer_bias: torch.Tensor,
-    thresholds: torch.Tensor, gears: torch.Tensor, sizes: torch.Tensor, dynamic_precision: torch.Tensor, precision_words: torch.Tensor,
-    spent: torch.Tensor, who: int,
+    thresholds: torch.Tensor, gears: torch.Tensor, sizes: torch.Tensor, dynamic_precision: torch.Tensor,
+    precision_words: torch.Tensor, spent: torch.Tensor, who: int,
 ) -> torch.Tensor:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     count, sites = len(rows), len(sizes)

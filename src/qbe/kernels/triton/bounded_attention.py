@@ -75,10 +75,10 @@ def _attend(
     numbers = scaling, window, softcap
     walk(query, key, value, *where, block_tables, lengths, entropy, *numbers, out, Noted(notes=notes))
     raise_pages_kernel[(batch * kv_heads,)](
-        notes, pages + 1, out, head_offsets, block_tables, block_tables.stride(0), originals, originals.stride(0), lengths, limits,
-        counts, again, raised, head_layout(FULL_BITS, key_dim, value_dim, key.element_size()).nbytes,
-        KV_HEADS=kv_heads, REPEAT=heads // kv_heads, VALUE_DIM=value_dim,
-        BV=max(16, triton.next_power_of_2(value_dim)), BP=wide, WINDOW=window, num_warps=min(16, max(4, wide // 512)),
+        notes, pages + 1, out, head_offsets, block_tables, block_tables.stride(0), originals, originals.stride(0),
+        lengths, limits, counts, again, raised, head_layout(FULL_BITS, key_dim, value_dim, key.element_size()).nbytes,
+        KV_HEADS=kv_heads, REPEAT=heads // kv_heads, VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)),
+        BP=wide, WINDOW=window, num_warps=min(16, max(4, wide // 512)),
     )  # fmt: skip
     walk(query, key, value, *where, again, lengths, entropy, *numbers, out, Noted(raised=raised))
     return out

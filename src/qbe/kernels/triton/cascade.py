@@ -53,10 +53,10 @@ def cascade(
 @triton.jit(do_not_specialize=["inputs", "sites"])
 def cascade_kernel(
     attended_ptr, out_ptr, width, entropy_ptr, lengths_ptr, rows_ptr, seen_ptr, inner_ptr, inner_bias_ptr, outer_ptr,
-    outer_bias_ptr, thresholds_ptr, gears_ptr, steering_ptr, precision_words_ptr, entropy_row, seen_row, precision_words_row, sites, inputs,
-    WIDTHS: tl.constexpr, BW: tl.constexpr, HEADS: tl.constexpr, HIDDEN: tl.constexpr, BU: tl.constexpr,
-    CHUNKS: tl.constexpr, BK: tl.constexpr, SITE_CHUNKS: tl.constexpr, BS: tl.constexpr, SLICES: tl.constexpr,
-    BE: tl.constexpr, WHO: tl.constexpr, EARLY: tl.constexpr,
+    outer_bias_ptr, thresholds_ptr, gears_ptr, dynamic_precision_ptr, precision_words_ptr, entropy_row, seen_row,
+    precision_words_row, sites, inputs, WIDTHS: tl.constexpr, BW: tl.constexpr, HEADS: tl.constexpr,
+    HIDDEN: tl.constexpr, BU: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr, SITE_CHUNKS: tl.constexpr,
+    BS: tl.constexpr, SLICES: tl.constexpr, BE: tl.constexpr, WHO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program serves one row. inputs: entropies, of which the last `HEADS` are this point's.
 
@@ -87,7 +87,7 @@ def cascade_kernel(
     row = i
     if rows_ptr is not None:
         row = tl.load(rows_ptr + i)
-    steer = tl.load(steering_ptr + row)
+    steer = tl.load(dynamic_precision_ptr + row)
     length = tl.maximum(tl.load(lengths_ptr + i), 2).to(tl.float32)
     seen = seen_ptr + row * seen_row
     ours, wrong = (steer >> 8) == WHO, 0

@@ -254,10 +254,10 @@ def _quantised_run(
 
 @triton.jit
 def attend_pages(
-    q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, head_offsets_ptr, table_ptr, head,
-    begin, end, first, past, scaling, softcap, KV_HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
+    q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, head_offsets_ptr, table_ptr,
+    head, begin, end, first, past, scaling, softcap, KV_HEADS: tl.constexpr, REPEAT: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ASM: tl.constexpr, notes_ptr, note_row, NOTED: tl.constexpr,
 ):  # fmt: skip
     """Goes on with an online softmax over the pages [begin, end) of a sequence.
 
@@ -283,15 +283,16 @@ def attend_pages(
         rotated = quantised
         if kind == 16:
             top, total, weighted, acc = _full_run(
-                q_ptr, q_head, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, head_offset - kind, page, stop, first,
-                past, scaling, softcap, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, notes_ptr, note_row, NOTED,
+                q_ptr, q_head, q_one, top, total, weighted, acc, numbers_ptr, table_ptr, head_offset - kind, page, stop,
+                first, past, scaling, softcap, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, SOFTCAP, notes_ptr, note_row,
+                NOTED,
             )  # fmt: skip
         for i in tl.static_range(QUANTISED_KINDS):
             if kind == quantised_kind(i):
                 top, total, weighted, acc = _quantised_run(
-                    rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, head_offset - kind, page, stop, first,
-                    scaling, softcap, quantised_kind(i), numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM, VALUE_DIM, BV,
-                    WINDOW, SOFTCAP, ASM, notes_ptr, note_row, NOTED,
+                    rotated_ptr, top, total, weighted, acc, memory_ptr, table_ptr, head_offset - kind, page, stop,
+                    first, scaling, softcap, quantised_kind(i), numbers_ptr.dtype.element_ty, REPEAT, KEY_DIM,
+                    VALUE_DIM, BV, WINDOW, SOFTCAP, ASM, notes_ptr, note_row, NOTED,
                 )  # fmt: skip
         page = stop
     return top, total, weighted, acc, rotated

@@ -104,9 +104,9 @@ def decode_attention_kernel(
     weighted = tl.zeros((BM,), tl.float32)  # sum of weight * score, for the entropy
     acc = tl.zeros((BV, BM), tl.float32)
     top, total, weighted, acc, rotated = attend_pages(
-        q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, head_offsets_ptr, table_ptr,
-        head, low, high, first, past, scaling, softcap, KV_HEADS, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM, WINDOW,
-        SOFTCAP, ASM, notes_ptr, note_row, NOTED,
+        q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, head_offsets_ptr,
+        table_ptr, head, low, high, first, past, scaling, softcap, KV_HEADS, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM,
+        WINDOW, SOFTCAP, ASM, notes_ptr, note_row, NOTED,
     )  # fmt: skip
 
     if part == parts - 1:

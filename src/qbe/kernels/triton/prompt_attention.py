@@ -64,10 +64,11 @@ def _attend_before(
     do_not_specialize=["start", "end", "begin", "first_staging_page", "rows", "scaling", "softcap", "staging_pages_ptr"]
 )
 def prompt_attention_kernel(
-    q_ptr, keys_ptr, values_ptr, numbers_ptr, head_offsets_ptr, staging_pages_ptr, out_ptr, q_head, q_row, q_one, start, end, begin,
-    first_staging_page, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, STRETCH: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, numbers_ptr, head_offsets_ptr, staging_pages_ptr, out_ptr, q_head, q_row, q_one, start,
+    end, begin, first_staging_page, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    TOGETHER: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = TOGETHER * PAGE
     own = tl.cdiv(end, PAGE) - 1 - tl.program_id(0)  # the page of these tokens; those that see most come first

@@ -25,10 +25,9 @@ NO_ORIGINAL = tl.constexpr(-1)
     ]
 )  # fmt: skip
 def raise_pages_kernel(
-    notes_ptr, note_row, out_ptr, head_offsets_ptr, block_tables_ptr, table_row, originals_ptr, original_row, lengths_ptr,
-    limits_ptr, counts_ptr, again_ptr, raised_ptr, full_bytes,
-    KV_HEADS: tl.constexpr, REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr,
-    WINDOW: tl.constexpr,
+    notes_ptr, note_row, out_ptr, head_offsets_ptr, block_tables_ptr, table_row, originals_ptr, original_row,
+    lengths_ptr, limits_ptr, counts_ptr, again_ptr, raised_ptr, full_bytes, KV_HEADS: tl.constexpr,
+    REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = tl.program_id(0) % KV_HEADS
