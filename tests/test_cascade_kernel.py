@@ -35,8 +35,8 @@ def case(seed: int, n: int, sites: int, heads: int, points: int, with_rows: bool
     dynamic_precision = torch.tensor(
         [
             0,
-            DynamicPrecision("routers", 7).precision_word,
-            *(DynamicPrecision("cascade", v).precision_word for v in (0, 110, 140, 255)),
+            DynamicPrecision("routers", 7).code,
+            *(DynamicPrecision("cascade", v).code for v in (0, 110, 140, 255)),
         ]
     )
     entropy = torch.rand(points, n, heads, generator=g) * 4
@@ -107,7 +107,7 @@ def test_the_reference_by_hand() -> None:
         torch.tensor([[1.0], [2.0]]), torch.tensor([-1.0]),  # the unit is 2 share - 0.5
         torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([0.0, -30.0, 0.7, 0.0]), torch.linspace(1, 0, LEVELS),
         torch.tensor(GEARS, dtype=torch.int32),
-        torch.tensor([DynamicPrecision("cascade", 127).precision_word] * 3 + [0]).int(), precision_words, 1,
+        torch.tensor([DynamicPrecision("cascade", 127).code] * 3 + [0]).int(), precision_words, 1,
     )  # fmt: skip
     assert seen[:2, 1].tolist() == pytest.approx([2 / math.log(20), 0.4 / math.log(40)])
     assert 2 * 2 / math.log(20) - 0.5 > 128 / 255 > 2 * 0.4 / math.log(40) - 0.5

@@ -18,10 +18,10 @@ DEFINE_BLOCKS(scalar, )
 #ifdef X86
 DEFINE_BLOCKS(avx2, TARGET_AVX2)
 DEFINE_BLOCKS(avx512, TARGET_AVX512)
-#define SEAL(BACKEND) ((BACKEND) >= AVX512 ? avx512_seal : (BACKEND) == AVX2 ? avx2_seal : scalar_seal)
+#define QUANTISE(BACKEND) ((BACKEND) >= AVX512 ? avx512_quantise : (BACKEND) == AVX2 ? avx2_quantise : scalar_quantise)
 #define READ(BACKEND) ((BACKEND) >= AVX512 ? avx512_read : (BACKEND) == AVX2 ? avx2_read : scalar_read)
 #else
-#define SEAL(BACKEND) scalar_seal
+#define QUANTISE(BACKEND) scalar_quantise
 #define READ(BACKEND) scalar_read
 #endif
 
@@ -30,7 +30,7 @@ int64_t qbe_quantise_pages(uint8_t *memory, const int32_t *head_offsets, const i
                        int64_t layers, int64_t pages, int64_t kv_heads, int64_t key_dim, int64_t value_dim,
                        int32_t dtype, int32_t backend) {
     const Block full = block_layout(FULL_BITS, key_dim, value_dim, dtype == FLOAT32 ? 4 : 2);
-    SealBlock *quantise = SEAL(backend);
+    SealBlock *quantise = QUANTISE(backend);
     float *work = malloc(sizeof *work * (size_t)work_size(key_dim, value_dim));
     if (!work) return -2;
     for (int64_t layer = 0; layer < layers; layer++)
