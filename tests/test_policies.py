@@ -179,12 +179,39 @@ def test_a_plug_in_is_found_and_checked(monkeypatch: pytest.MonkeyPatch) -> None
         def load(self) -> object:
             return lambda: self.made
 
-    monkeypatch.setattr(policies, "entry_points", lambda group: [Entry(policies.load("uniform"))])
-    assert policies.load("mine").name == "uniform"
+    uniform = policies.load("uniform")
+    monkeypatch.setattr(policies, "entry_points", lambda group: [Entry(uniform)])
+    assert policies.load("mine") is uniform
     assert "mine" in policies.available()
     monkeypatch.setattr(policies, "entry_points", lambda group: [Entry(object())])
     with pytest.raises(QBEError, match="lacks name"):
         policies.load("mine")
+    monkeypatch.setattr(policies, "entry_points", lambda group: [])
+    with pytest.raises(QBEError, match="no policy is registered: install"):
+        policies.load("mine")
+
+
+def test_a_plug_in_of_version_0_1_need_not_be_a_subclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has three attributes; what it does not say of itself is the base class's default."""
+
+    class Plain:
+        name, needs_sensitivity, reads_prompt = "plain", False, True
+
+        def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
+            return Blueprint.of("plain", table, (4,) * len(table.nested))
+
+    class Entry:
+        name, value = "plain", "somewhere:Plain"
+
+        def load(self) -> type:
+            return Plain
+
+    monkeypatch.setattr(policies, "entry_points", lambda group: [Entry()])
+    policy = policies.load("plain")
+    assert (policy.name, policy.reads_prompt, policy.cache_version, policy.has_routers) == ("plain", True, None, False)
+    policy.prepare(TABLE)
+    assert policy.routers(TABLE) is None
+    assert policy.blueprint(QueryProfile(0.5, "code", 2), Budget(), TABLE).policy == "plain"
 
 
 @pytest.mark.parametrize("within", [5, (1,), ("a", "b"), (7.0, 5.0), (0.5, 4.0), (5.0, 10**400), (True, 4)])

@@ -10,7 +10,6 @@ Importing `qbe` is cheap; torch and transformers are imported on first use of wh
 from __future__ import annotations
 
 import logging
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from qbe.engine.sampling.sampling_params import SamplingParams
     from qbe.store.native_formats import native_config
     from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
-
-# Waiting threads of torch's OpenMP spin by default. Beside any other busy process that slows a decode step manyfold
-# (measured: 39 ms became 1680), so they sleep instead; it has no effect where torch is imported before qbe.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 # torchao warns at import about GPU extensions that this machine cannot load, and torch about torchao's enums. Neither
 # concerns a user of QBE, and standard error belongs to progress bars and errors.

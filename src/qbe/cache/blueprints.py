@@ -80,7 +80,7 @@ class BlueprintCache:
         Raises:
             QBEError: the policy was asked and cannot meet the budget.
         """
-        version_of_policy = getattr(policy, "cache_version", None)
+        version_of_policy = policy.cache_version
         if version_of_policy is None:
             return policy.blueprint(profile, budget, self.table), None
         query = Fingerprint(profile, budget)
@@ -107,7 +107,7 @@ class BlueprintCache:
 
     def prepare(self, policy: Policy) -> None:
         """Finds the version of a policy's entries and opens the file, which its first request would do otherwise."""
-        policy_version = getattr(policy, "cache_version", None)
+        policy_version = policy.cache_version
         if policy_version is not None:
             with self._lock:
                 version, _ = self._memory(policy, policy_version)

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from typing import Any
 
 from rich.console import Console
 
 out = Console()
 err = Console(stderr=True)
+
+
+def keep_stdout() -> None:
+    """Once, in the command's own process: standard output is what the command prints, and nothing else.
+
+    Libraries write straight to file descriptor 1 (HiGHS does, whatever it is told), where `--json` belongs; what they
+    say goes to standard error.
+    """
+    if sys.stdout is None:
+        return
+    try:
+        own = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of them is closed
+        return
+    os.set_inheritable(own, False)
+    lines = 1 if os.isatty(own) else -1
+    sys.stdout = os.fdopen(own, "w", lines, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def print_json(value: Any) -> None:

@@ -113,7 +113,7 @@ class Chooser(BlueprintChooser):
 
     def reads_prompt(self, request: Request) -> bool:
         """Whether its policy chooses anew when the prompt has run."""
-        return getattr(self.policy(request.policy), "reads_prompt", False)
+        return self.policy(request.policy).reads_prompt
 
     def again(self, request: Request, chosen: Explanation, signals: PromptSignals) -> Blueprint:
         """The blueprint for the rest of a request of such a policy. The KV cache keeps what it has."""
@@ -128,7 +128,7 @@ class Chooser(BlueprintChooser):
 
     def routers(self, policy: str | None) -> TokenRouters | None:
         """Those that the policy of this name has, or the engine's. Raises QBEError for an unknown one."""
-        return routers_of(self.policy(policy), self._table)
+        return self.policy(policy).routers(self._table)
 
     def check_kept(self) -> None:
         """Raises QBEError where the cache keeps nothing of what the default policy chooses."""
@@ -166,9 +166,3 @@ class Chooser(BlueprintChooser):
                 f"{gear_bits(self._table)[-1]}"
             )
         return replace(blueprint, dynamic_precision=found)
-
-
-def routers_of(policy: Policy, table: SiteTable) -> TokenRouters | None:
-    """What the policy wants to run in the forward pass, if anything."""
-    routers = getattr(policy, "routers", None)
-    return None if routers is None else routers(table)

@@ -17,7 +17,7 @@ from qbe import policies
 from qbe.budget import Budget
 from qbe.cache import CacheNumbers, open_cache
 from qbe.cache.traffic import LoggedRequest
-from qbe.engine.chooser import Chooser, routers_of
+from qbe.engine.chooser import Chooser
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.execution.runner import can_pack
@@ -121,7 +121,7 @@ class Engine(Requests):
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
-                cascade=None if isinstance(cascade, QBEError) else cascade, routers=routers_of(default, prepared.table),
+                cascade=None if isinstance(cascade, QBEError) else cascade, routers=default.routers(prepared.table),
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not out_of_memory(error):

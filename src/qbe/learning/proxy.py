@@ -119,7 +119,7 @@ def train(
         QBEError: a policy whose blueprints do not follow from profile and budget, or too few records.
     """
     policy = policies.load(policy_name)
-    version = getattr(policy, "cache_version", None)
+    version = policy.cache_version
     if version is None:
         raise QBEError(f"the policy '{policy_name}' reads more than a record holds: no proxy can be learned of it")
     pairs, distinct, left = pairs_of(records, policy, table, tick)

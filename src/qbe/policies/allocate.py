@@ -6,11 +6,7 @@ That the damage of single sites adds up is the linearity theorem of HIGGS (Malin
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -20,7 +16,6 @@ from qbe.errors import QBEError
 from qbe.sites import Role, SiteTable
 
 TOLERANCE = 0.05  # average bits a solution may stay below its budget
-_stdout_lock = threading.Lock()
 NODES = 500  # of the search; the incumbent is used after that, the same one on a busy machine as on an idle one
 TIME_LIMIT = 20.0  # seconds, for what never ends: a search takes a tenth of one, and mostly one node
 
@@ -54,27 +49,6 @@ def allocate(table: SiteTable, average_bits: float, floors: Mapping[Role, int]) 
     raise QBEError(f"no assignment was found for a budget of {average_bits:g} bits; try a higher one")
 
 
-@contextmanager
-def _silent_stdout() -> Iterator[None]:
-    """HiGHS prints some of its doings straight to file descriptor 1, where `--json` belongs, whatever it is told."""
-    with _stdout_lock:
-        with suppress(OSError, ValueError, AttributeError):
-            sys.stdout.flush()
-        try:
-            kept = os.dup(1)
-        except OSError:  # there is no standard output
-            yield
-            return
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, 1)
-            yield
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-            os.close(nowhere)
-
-
 def _average(table: SiteTable, gears: list[int]) -> float:
     return sum(s.parameters * g for s, g in zip(table.nested, gears, strict=True)) / table.nested_parameters
 
@@ -96,17 +70,16 @@ def solve(
     # Costs span many decades and the solver's tolerances are absolute, so they are scaled to at most 1.
     scaled = cost / max(cost.max(), 1e-30)
     # Of two assignments that cost the same, the one with fewer bits.
-    with _silent_stdout():
-        result = milp(
-            scaled + 1e-7 * weight,
-            constraints=[
-                LinearConstraint(one_each.tocsr(), 1, 1),
-                LinearConstraint(weight[None, :], least, most + 1e-9),
-            ],
-            integrality=np.ones(len(choices)),
-            bounds=Bounds(0, 1),
-            options={"node_limit": NODES, "time_limit": TIME_LIMIT, "mip_rel_gap": 1e-3},
-        )
+    result = milp(
+        scaled + 1e-7 * weight,
+        constraints=[
+            LinearConstraint(one_each.tocsr(), 1, 1),
+            LinearConstraint(weight[None, :], least, most + 1e-9),
+        ],
+        integrality=np.ones(len(choices)),
+        bounds=Bounds(0, 1),
+        options={"node_limit": NODES, "time_limit": TIME_LIMIT, "mip_rel_gap": 1e-3},
+    )
     if result.x is None:
         return None
     gears = [0] * len(costs)

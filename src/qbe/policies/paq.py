@@ -11,6 +11,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies import learned
+from qbe.policies.base import Policy
 from qbe.policies.kv import allocate_kv
 from qbe.sites import FULL_BITS, SiteTable
 
@@ -19,7 +20,7 @@ THRESHOLDS = {"priority": 1.07, "default": 1.13, "flex": 1.21}
 LEAST = 1e-9  # probability of a width, where logarithms are taken
 
 
-class PAQPolicy:
+class PAQPolicy(Policy):
     """A linear classifier of the sentence encoder's vector says how likely each of the store's widths is the smallest
     one whose perplexity stays within the threshold of 16 bits' (`qbe train paq` makes it). Every nested site gets the
     likeliest width; the KV cache has the budget's bits, else 16.

@@ -10,6 +10,7 @@ from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies import learned
+from qbe.policies.base import Policy
 from qbe.policies.kv import allocate_kv
 from qbe.policies.routers import Network, RoutedBlock, bits_left, blocks_of, gear_bits, networks, static_gears
 from qbe.sites import FULL_BITS, SiteTable
@@ -37,7 +38,7 @@ class TokenRouters:
     digest: str
 
 
-class PerTokenPolicy:
+class PerTokenPolicy(Policy):
     """Every token of prompt and answer chooses the bits of each block when it gets there, within the forward pass: a
     router (`qbe train`) scores what each further slice of each site is worth to it, and slices above a threshold
     are read. One threshold serves all blocks; it follows from the budget by what training's tokens chose, so the
@@ -51,6 +52,7 @@ class PerTokenPolicy:
     name: str
     head = False  # whether the output head has a router, too
     needs_sensitivity = True
+    has_routers = True
 
     def prepare(self, table: SiteTable) -> None:
         """Raises QBEError where no routers were trained for this model."""

@@ -13,6 +13,7 @@ from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies import learned
 from qbe.policies.allocate import TOLERANCE, solve
+from qbe.policies.base import Policy
 from qbe.policies.kv import allocate_kv
 from qbe.sites import FULL_BITS, SiteTable
 
@@ -21,7 +22,7 @@ MOST = 1.5  # of a logarithm of a predicted ratio, up or down: what training saw
 Numbers = npt.NDArray[np.float64]
 
 
-class FixedPolicy:
+class FixedPolicy(Policy):
     """What `predicted` begins with, for every query: the best fixed assignment by the sensitivities of training's
     queries. Without it nobody knows which part of what `predicted` gains comes from the query.
     """
@@ -38,7 +39,7 @@ class FixedPolicy:
         return _of(self.name, table, _for_all(table, budget.bits_for(0.5)), budget)
 
 
-class PredictedPolicy:
+class PredictedPolicy(Policy):
     """The prompt runs at the best assignment for all of training's queries (`qbe train predicted`); what its prefill
     shows of every site's inputs, and the sentence encoder's vector, predict how this query's sensitivities differ from
     theirs, and the answer is written at the exact allocation for these. The average is the budget's, else the middle

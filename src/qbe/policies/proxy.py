@@ -22,6 +22,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies import kv, learned
+from qbe.policies.base import Policy
 from qbe.policies.learned import Array
 from qbe.sites import SiteTable
 
@@ -39,7 +40,7 @@ def nearest(averages: list[float], wanted: float) -> int:
     return at
 
 
-class ProxyPolicy:
+class ProxyPolicy(Policy):
     """What `qbe train proxy` learned of another policy; bits of the KV cache by `qbe.policies.kv`.
 
     Attributes:
@@ -151,7 +152,7 @@ class Scorer:
 def _scorer(table: SiteTable) -> Scorer:
     found = learned.read("proxy", table)
     policy = policies.load(str(found.about["policy"]))
-    if found.about["policy_version"] != getattr(policy, "cache_version", None):
+    if found.about["policy_version"] != policy.cache_version:
         raise QBEError(
             f"the proxy of {table.model_name} was trained on another version of the policy '{policy.name}': "
             f"run 'qbe train proxy --model {table.model_name}' again"

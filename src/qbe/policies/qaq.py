@@ -10,6 +10,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.policies import learned
+from qbe.policies.base import Policy
 from qbe.policies.kv import allocate_kv
 from qbe.policies.routers import Numbers, RoutedBlock, bits_left, blocks_of, gear_bits, networks, static_gears
 from qbe.sites import FULL_BITS, Role, SiteTable
@@ -20,7 +21,7 @@ _ENTRIES = frozenset({
 })  # fmt: skip
 
 
-class QAQPolicy:
+class QAQPolicy(Policy):
     """The prompt runs at the best static assignment. What each attention and feed-forward block then has read, its
     inputs' mean over the prompt, goes through the block's router (`qbe train qaq`), a small network whose scores say
     how likely each of the store's widths is; the answer runs with every block at its likeliest one. Decode steps see

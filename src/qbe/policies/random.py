@@ -13,6 +13,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.policies.allocate import TOLERANCE
+from qbe.policies.base import Policy
 from qbe.policies.kv import allocate_kv
 from qbe.sites import FULL_BITS, SiteTable
 
@@ -21,7 +22,7 @@ Widths = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
 
-class RandomPolicy:
+class RandomPolicy(Policy):
     """Draws each site's bits anew for each query, blind to what they cost. `random:1` is the policy with seed 1.
 
     The draws are independent, from the distribution of most entropy over the store's widths (16 bits only where an

@@ -8,11 +8,12 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.policies.allocate import allocate
+from qbe.policies.base import Policy
 from qbe.policies.kv import allocate_kv
 from qbe.sites import FULL_BITS, SiteTable
 
 
-class StaticPolicy:
+class StaticPolicy(Policy):
     """One assignment for every query: the least sum of measured sensitivities at the budget's average, else at the
     middle of its tier (the linearity theorem's allocation, `qbe.policies.allocate`). No floors by role: the measurement
     alone is asked. The KV cache has the budget's bits, else 16.

@@ -12,6 +12,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.policies import kv
 from qbe.policies.allocate import allocate
+from qbe.policies.base import Policy
 from qbe.sites import Role, SiteTable
 
 # Where a calibration text says too little: an error in an SSM projection is carried on by the state (specification,
@@ -22,7 +23,7 @@ STEP = 0.05  # average bits are rounded to this when the score chose them, so th
 CACHE_SIZE = 1024
 
 
-class TieredPolicy:
+class TieredPolicy(Policy):
     """Average bits from score and budget; bits per site by `qbe.policies.allocate`, of the KV cache by
     `qbe.policies.kv`, both remembered per average.
     """

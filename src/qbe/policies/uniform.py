@@ -6,10 +6,11 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
+from qbe.policies.base import Policy
 from qbe.sites import FULL_BITS, KV_BITS, SiteTable
 
 
-class UniformPolicy:
+class UniformPolicy(Policy):
     """Every nested site at the budget's bits, else at the widest gear its tier allows; the KV cache at the budget's,
     else at 16. Blind to the query.
     """

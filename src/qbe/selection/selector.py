@@ -36,7 +36,7 @@ class BlueprintChooser:
         self.analyzer, self.thresholds, self.cache = analyzer, thresholds, cache
         if cache is not None:
             cache.prepare(policy)
-        _prepare(policy, table)
+        policy.prepare(table)
         self._default, self._policies = policy, {name: policy}
         self._table, self._context = table, context
 
@@ -47,7 +47,7 @@ class BlueprintChooser:
             text, token_ids: to analyse, and its token ids.
             context: tokens of the prompt and of the longest answer.
         """
-        return self.within(self.analyzer.analyze(text, token_ids, tier=getattr(policy, "analysis_tier", None)), context)
+        return self.within(self.analyzer.analyze(text, token_ids, tier=policy.analysis_tier), context)
 
     def within(self, profile: QueryProfile, context: int) -> QueryProfile:
         """The profile with a context that the model can have."""
@@ -75,7 +75,7 @@ class BlueprintChooser:
             return self._default
         if name not in self._policies:
             found = policies.load(name)
-            _prepare(found, self._table)
+            found.prepare(self._table)
             self._policies[name] = found
         if self._policies[name].needs_sensitivity and not self._table.measured:
             raise QBEError(
@@ -83,9 +83,3 @@ class BlueprintChooser:
                 f"policy='{name}'; inside vLLM serve a folder that 'qbe quantize' wrote"
             )
         return self._policies[name]
-
-
-def _prepare(policy: Policy, table: SiteTable) -> None:
-    prepare = getattr(policy, "prepare", None)
-    if prepare is not None:
-        prepare(table)

@@ -9,6 +9,7 @@ torch.compile, too; where no row is at 16 bits it need not ask.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ class CPUNestedLinearMethod(NestedLinearMethod):
             [getattr(layer, f"qbe_{n}_{i}") for i in range(len(self.rows))] for n in ("packed", "meta")
         )
         self.precision_words_of: tuple[int, list[torch.Tensor]] = -1, []  # a number of rows, and the words of so many
-        run = functools.partial(self.run, layer)
+        run = functools.partial(self.run, weakref.proxy(layer))  # the numbers must not keep a layer alive
         self.number = numbered_ops.number(
             run, self.packed, self.meta, self.precision_words(layer), self.slices, self.exponents
         )
+        weakref.finalize(layer, numbered_ops.release, self.number)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.ops.qbe.numbered_linear(x, bias, sum(self.sizes), self.number)

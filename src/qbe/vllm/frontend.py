@@ -58,7 +58,7 @@ class FrontEnd:
         else:
             text, token_ids = prompt.get("prompt") or str(self.tokenizer.decode(ids)), ids
         policy = self.chooser.policy(asked.policy)
-        if getattr(policy, "reads_prompt", False) or hasattr(policy, "routers"):
+        if policy.reads_prompt or policy.has_routers:
             raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")
         context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)
         profile = self.chooser.profile(text, token_ids, policy, context)

@@ -8,6 +8,7 @@ serve goes the model's own way, and so does what is compiled (`unpatched`).
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ def unpatched(model: nn.Module, rotary: bool = True) -> Iterator[None]:
     Args:
         rotary: rotary embeddings, too. Of many tokens Inductor makes seven passes where the op makes two.
     """
-    taken = [m for m in model.modules() if getattr(m.__dict__.get("forward"), "is_shortcut", False)]
+    taken = [m for m in model.modules() if getattr(m.__dict__.get("forward"), "is_patch", False)]
     taken = [m for m in taken if rotary or not getattr(m.forward, "rotates", False)]
     kept = [m.__dict__.pop("forward") for m in taken]
     try:
@@ -64,7 +65,7 @@ def unpatched(model: nn.Module, rotary: bool = True) -> Iterator[None]:
 
 def _replace(module: nn.Module, forward: Any) -> None:
     if "forward" not in module.__dict__:
-        forward.is_shortcut = True
+        forward.is_patch = True
         module.forward = types.MethodType(forward, module)  # which is copied with the module
 
 
@@ -108,7 +109,7 @@ def _same_norm(module: nn.Module) -> bool:
 
 
 def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
-    """`forward` with the op in the place of its module's function; None where that is another one."""
+    """`forward` with the op in its module's function's place while it runs; None where that is another function."""
     plain = forward.__globals__[_ROTARY]
 
     def rotary(
@@ -130,10 +131,16 @@ def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
         same = False
     if not same:
         return None
-    own = types.FunctionType(
-        forward.__code__, {**forward.__globals__, _ROTARY: rotary}, forward.__name__, forward.__defaults__,
-        forward.__closure__,
-    )  # fmt: skip
-    own.__kwdefaults__ = forward.__kwdefaults__
-    own.rotates = True  # type: ignore[attr-defined]
-    return own
+    names = forward.__globals__
+
+    @functools.wraps(forward)
+    def rotating(*args: Any, **kwargs: Any) -> Any:
+        # Another thread that runs the same model code meanwhile gets the same bits from either function.
+        names[_ROTARY] = rotary
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            names[_ROTARY] = plain
+
+    rotating.rotates = True  # type: ignore[attr-defined]
+    return rotating

@@ -8,6 +8,7 @@ layer's own function.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,9 +20,10 @@ _KEEP = "keep_linear"  # torch_ops.cpp's alone
 _library = torch.library.Library("qbe", "FRAGMENT")
 _library.define(f"numbered_linear({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"{_KEEP}(int layer, Tensor[] packed, Tensor[] meta, Tensor[] words, int[] slices, int[] exponents) -> ()"
+    f"{_KEEP}(int layer, Tensor[] packed, Tensor[] meta, Tensor[] precision_words, int[] slices, int[] exponents) -> ()"
 )
-_layers: list[Run] = []
+_layers: dict[int, Run] = {}
+_numbers = itertools.count()
 
 
 def number(
@@ -39,10 +41,18 @@ def number(
         packed, meta, slices, exponents: of the layer's parts, as in `qbe.kernels.ops.merged_linear`.
         precision_words: int32 [most rows] for each part, persistent: what is in them when the layer is called counts.
     """
-    _layers.append(run)
+    layer = next(_numbers)
+    _layers[layer] = run
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"qbe::{_KEEP}", "CPU"):
-        torch.ops.qbe.keep_linear(len(_layers) - 1, list(packed), list(meta), list(precision_words), slices, exponents)
-    return len(_layers) - 1
+        torch.ops.qbe.keep_linear(layer, list(packed), list(meta), list(precision_words), slices, exponents)
+    return layer
+
+
+def release(layer: int) -> None:
+    """Forget a layer that no graph will call again: its weights are no longer held here."""
+    _layers.pop(layer, None)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"qbe::{_KEEP}", "CPU"):
+        torch.ops.qbe.keep_linear(layer, [], [], [], [], [])
 
 
 def _cpu(x: torch.Tensor, bias: torch.Tensor | None, _outputs: int, layer: int) -> torch.Tensor:
