@@ -102,8 +102,8 @@ def fit(raw: Array, marks: Array, y: Array, label: Array, train: npt.NDArray[np.
 def fit_thresholds(marks: Array, label: Array) -> dict[str, float]:
     """Tier 1's weights by least squares with signs held to what the marks mean.
 
-    The specification wants longer queries treated more conservatively, but the data give the prompt's length next to
-    nothing (see the baseline in the results), so its weight is held to at least `LENGTH_WEIGHT`.
+    Longer queries are to be treated more conservatively, but the data give the prompt's length next to nothing (see the
+    baseline in the results), so its weight is held to at least `LENGTH_WEIGHT`.
     """
     low = dict.fromkeys(thresholds.MARKS, -1.0) | {"length": LENGTH_WEIGHT, "asks_long": 0.0}
     high = dict.fromkeys(thresholds.MARKS, 1.0) | {"fact": 0.0, "asks_short": 0.0}

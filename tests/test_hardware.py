@@ -16,7 +16,7 @@ from qbe.cli.info import hardware, render
 from qbe.cli.main import main
 from qbe.hardware import Family, HardwareProfile, detect, extensions_of
 from qbe.store.native_formats import availability
-from qbe.tier_formats import SPECIFICATION, PrecisionTier, tier_formats
+from qbe.tier_formats import USUAL_FORMATS, PrecisionTier, tier_formats
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -181,17 +181,17 @@ def test_a_tier_asks_for_nothing_that_the_device_does_not_run(
         assert form.activation_format in ("original", *formats)
         assert form.why
         assert "\n" not in form.why
-        assert form.specification == SPECIFICATION[tier].get(profile.family)
+        assert form.specification == USUAL_FORMATS[tier].get(profile.family)
 
 
-def test_the_specifications_own_table() -> None:
-    assert [list(row.values()) for row in SPECIFICATION.values()] == [
+def test_the_usual_formats() -> None:
+    assert [list(row.values()) for row in USUAL_FORMATS.values()] == [
         ["NVFP4", "INT4 (tinygemm)", "INT4 (tinygemm)"],
         ["FP6", "INT4 (CUTLASS)", "INT4 (CUTLASS)"],
         ["FP8 E4M3", "FP8 E4M3", "INT8"],
         ["FP16", "FP16", "FP16"],
     ]
-    assert all(list(row) == [Family.BLACKWELL, Family.HOPPER, Family.AMPERE] for row in SPECIFICATION.values())
+    assert all(list(row) == [Family.BLACKWELL, Family.HOPPER, Family.AMPERE] for row in USUAL_FORMATS.values())
 
 
 def test_info_shows_the_profile_and_the_tiers(

@@ -2,7 +2,7 @@
 
 A format is native where the device's matrix units (on a CPU: its vector dot products) multiply it as it is, without
 converting it to a wider one first. Sources: NVIDIA's PTX ISA (mma, wgmma, tcgen05.mma) and Intel's and AMD's
-instruction references. The specification calls this the hardware capability profiler.
+instruction references.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sites: the places of a model where precision can be set, and their table. Pure data, no torch.
 
-The table is what a policy sees of a model (DESIGN decision 6). `qbe.tagger` makes it from a module tree
-(subsystem 220 of the specification); `qbe.store` fills in gears, bytes and measured sensitivities.
+The table is what a policy sees of a model. `qbe.tagger` makes it from a module tree; `qbe.store` fills in gears, bytes
+and measured sensitivities.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The specification's precision tiers (ultra-low, low, medium, high) as what each asks for on a device. Pure data.
+"""Four precision tiers (ultra-low, low, medium, high) as what each asks for on a device. Pure data.
 
-The specification maps its tiers to formats of Blackwell, Hopper and Ampere (`SPECIFICATION`). This remapping keeps its
-tiers and departs from its formats where QBE's store or the hardware says so:
+Usually such tiers are served by a format each of Blackwell, Hopper and Ampere (`USUAL_FORMATS`). This mapping keeps the
+tiers and departs from the formats where QBE's store or the hardware says so:
 
 - INT4 of tinygemm and of CUTLASS become the nested store at 4 and at 6 bits. As formats of the weights the two are the
   same 4 bits, which would make two tiers one, and a 4-bit copy beside the others is what the nested store avoids.
@@ -11,9 +11,9 @@ tiers and departs from its formats where QBE's store or the hardware says so:
 - FP8 E4M3 of the medium tier is that of the activations. Weights come from the store's 8 bits, on a grid of 256 levels
   a group where E4M3 has 3 bits of mantissa.
 - FP16 becomes the checkpoint's own tensor, bit for bit: most checkpoints are bfloat16, whose range FP16 does not have.
-- NVFP4 stays what the specification says, with a limit: torchao keeps it as a copy of its own, so a layer in it has
+- NVFP4 stays, with a limit: torchao keeps it as a copy of its own, so a layer in it has
   left the choice per query. On layers that keep the choice the tier is the nested store at 4 bits.
-- Ada, older GPUs and CPUs, which it does not name, follow the same rule: the store's bits, and 8-bit activations where
+- Ada, older GPUs and CPUs follow the same rule: the store's bits, and 8-bit activations where
   8-bit products are native.
 
 The activations here are what the device runs natively (`HardwareProfile.activation_formats`); a blueprint carries 16
@@ -42,7 +42,7 @@ class PrecisionTier(StrEnum):
     HIGH = "high"
 
 
-SPECIFICATION: dict[PrecisionTier, dict[Family, str]] = {
+USUAL_FORMATS: dict[PrecisionTier, dict[Family, str]] = {
     PrecisionTier.ULTRA_LOW: {
         Family.BLACKWELL: "NVFP4", Family.HOPPER: "INT4 (tinygemm)", Family.AMPERE: "INT4 (tinygemm)",
     },
@@ -77,7 +77,7 @@ class TierFormat:
         activation_format: `original` (the model's 16 bits) or a native format.
         activation_bits: the activation gear.
         why: one line.
-        specification: what the specification's table says; None where it does not name the family.
+        specification: the tier's usual format (`USUAL_FORMATS`); None where there is none for the family.
     """
 
     weight_format: str
@@ -103,7 +103,7 @@ def tier_formats(profile: HardwareProfile, gears: Sequence[int] = (4, 6, 8, 16))
 
 
 def _format(tier: PrecisionTier, profile: HardwareProfile, gears: Sequence[int]) -> TierFormat:
-    said = SPECIFICATION[tier].get(profile.family)
+    said = USUAL_FORMATS[tier].get(profile.family)
     if tier is PrecisionTier.ULTRA_LOW and NumberFormat.NVFP4 in profile.formats:
         why = "fastest on the tensor cores; a copy of its own, which leaves the choice per query"
         return TierFormat(str(NumberFormat.NVFP4), 4, str(NumberFormat.NVFP4), 4, why, said)

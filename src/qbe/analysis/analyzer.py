@@ -17,7 +17,7 @@ from qbe.errors import QBEError
 
 
 class Analyzer:
-    """Scores queries with tier 1 (thresholds) or 2 (trained classifier) of the specification; tier 3 places them, too.
+    """Scores queries with tier 1 (thresholds) or 2 (trained classifier); tier 3 places them, too.
 
     The score in [0, 1] says how much a whole answer is expected to suffer from low precision, relative to other
     queries. It predicts the KL divergence between the 16-bit model and the same model at 4 bits, summed over the

@@ -1,8 +1,7 @@
 """Semantic entropy: how many directions of meaning the tokens of a query spread over.
 
-The specification asks for the "distributional unpredictability of token embeddings". It is measured here as the von
-Neumann entropy of the covariance of the prompt's token embeddings: its eigenvalues, scaled to sum to one, are a
-probability distribution over directions, and its entropy is low when the tokens say one thing and high when they
+It is the von Neumann entropy of the covariance of the prompt's token embeddings: its eigenvalues, scaled to sum to one,
+are a probability distribution over directions, whose entropy is low when the tokens say one thing and high when they
 say many. Embeddings are first projected at random to 16 dimensions (Johnson-Lindenstrauss), so that one query costs
 a 16 x 16 eigenvalue problem, and whitened over the vocabulary, so that the value means the same for every model.
 """

@@ -1,9 +1,9 @@
 """Tier 1: thresholds on the token count and a few cheap marks, in microseconds and without numpy.
 
-The specification's tier 1 gives queries under N tokens aggressive and queries over M tokens conservative
-quantisation. Between N and M the level rises with the logarithm of the length. Length alone puts a one-line fact, a
-one-line sum and a one-line program at the same level, so marks add to it; what each adds was fitted on the measured
-damage (see `classifier.json`, "thresholds").
+Queries under `SHORT_TOKENS` get aggressive and queries over `LONG_TOKENS` conservative quantisation. In between the
+level rises with the logarithm of the length. Length alone puts a one-line fact, a one-line sum and a one-line program
+at the same level, so marks add to it; what each adds was fitted on the measured damage (see `classifier.json`,
+"thresholds").
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from math import log
 from qbe.analysis.features import CUES, count_code_marks, count_numbers, count_question_marks, cue_counts, ends
 from qbe.analysis.profile import QueryProfile
 
-SHORT_TOKENS = 16  # N of the specification
-LONG_TOKENS = 256  # M of the specification
+SHORT_TOKENS = 16
+LONG_TOKENS = 256
 _END_CHARS = 1024  # marks are counted in this much of either end
 
 MARKS = (

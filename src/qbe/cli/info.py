@@ -70,7 +70,7 @@ def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
     """This machine: device, memory, threads, which kernels serve it and the versions that matter.
 
     `profile`, `tiers` and `native_formats` are those of the device that an engine takes by itself (CUDA if there is
-    one): what it runs natively, what the specification's tiers ask for on it, and for each format of torchao's null or
+    one): what it runs natively, what the four precision tiers ask for on it, and for each format of torchao's null or
     the line that refuses it. `kernel_cache` is what the disk holds of tuned launch configurations for it.
 
     Args:
@@ -167,18 +167,18 @@ def render(described: dict[str, Any]) -> RenderableType:
 
 
 def _profile(machine: dict[str, Any]) -> list[RenderableType]:
-    """The device that an engine takes by itself, and the specification's tiers on it."""
+    """The device that an engine takes by itself, and the precision tiers on it."""
     profile = machine["profile"]
     capability = f"compute capability {profile['capability']}, " if profile["capability"] else ""
     extensions = f", extensions: {' '.join(profile['extensions']) or 'none'}" if profile["family"] == "cpu" else ""
     torchao = [name for name, refused in machine["native_formats"].items() if refused is None]
     tiers = Table(
-        title="the specification's precision tiers, as far as this device goes",
+        title="precision tiers, as far as this device goes",
         title_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
     )
-    for column in ("tier", "weights", "activations", "specification", "why"):
+    for column in ("tier", "weights", "activations", "usual format", "why"):
         tiers.add_column(column, no_wrap=column != "why")
     for tier, form in machine["tiers"].items():
         sides = [

@@ -64,7 +64,7 @@ class PagePool:
         memory: uint8 `[(num_pages + 1) * page_bytes]`.
         page_bytes: of a page of 16 bits.
         head_offsets: per layer int32 `[FORMATS, kv_heads]`, where a format has each head's block and with how many
-            bits. With the entries of the pages this is the plan's `kv_bits` (DESIGN section 1).
+            bits. With the pages' block ids this is what the KV bits of a batch's blueprints become.
         spare: address of one page more, which no sequence owns: rows that pad a batch write there.
     """
 

@@ -2,7 +2,7 @@
 
 `gguf.GGUFReader` believes every count in the file: a flipped byte makes it loop or allocate without end, and it
 builds several numpy objects per vocabulary entry (seconds and 100 MB on a real file). This walk is bounded by the
-file's size. Format: the GGUF specification of ggml, versions 2 and 3, little-endian.
+file's size. Format: GGUF as ggml describes it, versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each token runs with as many slices of every weight as its hidden states ask for: MoBiQuant (seed 004), QBE's own."""
+"""Each token runs with as many slices of every weight as its hidden states ask for: MoBiQuant, and QBE's own."""
 
 from __future__ import annotations
 

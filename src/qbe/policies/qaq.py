@@ -1,4 +1,4 @@
-"""QAQ (Li et al., seed 001): a router for each block gives every query bits of its own, block by block."""
+"""QAQ (Li et al.): a router for each block gives every query bits of its own, block by block."""
 
 from __future__ import annotations
 

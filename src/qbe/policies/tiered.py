@@ -15,9 +15,9 @@ from qbe.policies.allocate import allocate
 from qbe.policies.base import Policy
 from qbe.sites import Role, SiteTable
 
-# Where a calibration text says too little: an error in an SSM projection is carried on by the state (specification,
-# section 12). Not so the output head, whose errors the measurement sees: a floor there took bits from where they do
-# more, and cost SmolLM2 rotated 46 % more divergence at 4.5 bits (docs/quality.md).
+# Where a calibration text says too little: an error in an SSM projection is carried on by the state. Not so the
+# output head, whose errors the measurement sees: a floor there took bits from where they do more, and cost SmolLM2
+# rotated 46 % more divergence at 4.5 bits (docs/quality.md).
 ROLE_FLOORS = {Role.SSM_IN: 6, Role.SSM_OUT: 6}
 STEP = 0.05  # average bits are rounded to this when the score chose them, so that similar queries share a blueprint
 CACHE_SIZE = 1024

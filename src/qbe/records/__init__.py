@@ -1,4 +1,4 @@
-"""Records: one row for each request (DESIGN decision 8), kept in SQLite, exported as JSON lines or Parquet."""
+"""Records: one row for each request, kept in SQLite, exported as JSON lines or Parquet."""
 
 from __future__ import annotations
 

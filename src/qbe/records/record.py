@@ -1,6 +1,6 @@
 """One record: what a request asked for, what it was given and what that cost. Pure data.
 
-Prices, the proxy scorer and the reports are computed from records alone (DESIGN decision 8), so a record holds the
+Prices, the proxy scorer and the reports are computed from records alone, so a record holds the
 features of a prompt, never its text.
 """
 

@@ -1,7 +1,7 @@
 """NestedTensor: the weight of a linear layer from which every precision is read, and the torchao config that makes it.
 
-Follows torchao's tensor-subclass structure (`TorchAOBaseTensor`, one tensor per file); it takes the place of the
-specification's AffineQuantizedTensor, which torchao removed in 0.18.
+Follows torchao's tensor-subclass structure (`TorchAOBaseTensor`, one tensor per file); it takes the place of
+torchao's own AffineQuantizedTensor, which 0.18 removed.
 """
 
 from __future__ import annotations

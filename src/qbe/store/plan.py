@@ -1,4 +1,4 @@
-"""The plan: the device tensors that a batch of blueprints becomes (DESIGN section 1)."""
+"""The plan: the device tensors that a batch of blueprints becomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer tagger: from a transformers causal LM to the table of its sites (subsystems 220 and 220d of the specification).
+"""Layer tagger: from a transformers causal LM to the table of its sites.
 
 `walk.py` goes through the modules in order, `regions.py` recognises the block that a module stands in (attention,
 feed-forward, mixture of experts, state-space mixer, vision tower...) from structure, and `roles.py` names one module

@@ -30,7 +30,7 @@ _REGION_ROLES = {
 
 
 def tag(model: nn.Module, *, name: str = "") -> SiteTable:
-    """The site table of a transformers causal LM (subsystem 220 of the specification, with 220d for hybrids).
+    """The site table of a transformers causal LM, hybrids with state-space layers included.
 
     Every module that owns parameters directly becomes one site, in module order. Two kinds differ:
 

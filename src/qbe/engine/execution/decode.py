@@ -2,8 +2,8 @@
 
 There is one graph for each batch size of a short list; a batch in between is padded. Whatever differs between two steps
 of a size is in tensors that the graph reads: tokens, positions, pages, lengths and, for each row, the number of its
-blueprint's column. The graph's first kernel spreads those columns over the plan. So one graph serves every blueprint
-(DESIGN section 3.4), and a change of precision costs nothing but another number in a copy that is made anyway.
+blueprint's column. The graph's first kernel spreads those columns over the plan. So one graph serves every blueprint,
+and a change of precision costs nothing but another number in a copy that is made anyway.
 
 A sequence that speculates has several rows in a step. Such steps, and those with a bounded sequence or with a steered
 row among them, have graphs of their own, so that others do not pay for what they need more. They are captured when the

@@ -1,7 +1,7 @@
 """The custom ops: schema, fake implementation and which kernel serves which device.
 
 Bits are an int32 tensor on x's device, one value per row. A kernel reads them while it runs, so a new blueprint is a
-write to that tensor: nothing is relaunched, recompiled or repacked (DESIGN section 1).
+write to that tensor: nothing is relaunched, recompiled or repacked.
 
 Defined through `torch.library.Library` rather than `custom_op`: its per-call checks cost more than the kernel at
 batch 1, and a decode step makes some two hundred calls.
