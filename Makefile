@@ -1,13 +1,17 @@
-# `make demo` and `make test` need nothing set up by hand: they make .venv from the pinned constraints first.
+# Nothing has to be set up by hand: every target makes .venv from the pinned constraints first. `make help` lists them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
 
-.PHONY: setup setup-vllm demo test test-vllm lint types bench clean
+.PHONY: help setup setup-vllm demo test test-vllm lint types docs bench clean
+.DEFAULT_GOAL := help
 
-setup: $(READY)
+help: ## list what there is
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/    make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+setup: $(READY) ## the environment in .venv, from pinned versions
 
 # Without build isolation, so that the extension is built with the pinned setuptools. Again when its source has changed:
 # a stale extension is compiled anew, for a minute or more, by every process with a fresh cache.
@@ -20,7 +24,7 @@ $(READY): pyproject.toml constraints.txt setup.py src/qbe/kernels/cpu/source.py 
 
 # vLLM for the CPU in an environment of its own: it pins other versions. The list is complete, so that nothing is
 # resolved, and torch's companions that it asks for, but does not need, stay away.
-setup-vllm: $(VLLM)/.ready
+setup-vllm: $(VLLM)/.ready ## the environment for the tests inside vLLM
 
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
 	$(PYTHON) -m venv $(VLLM)
@@ -28,25 +32,30 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt setup.py src/qbe/kernels/cpu
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-demo: setup
+demo: setup ## the default model answers three prompts
 	$(BIN)/python examples/demo.py
 
-test: setup
+test: setup ## every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-vllm: setup-vllm
+test-vllm: setup-vllm ## the tests inside vLLM
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm
 
-lint: setup
+lint: setup ## ruff and codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
-types: setup
+types: setup ## mypy
 	$(BIN)/mypy
 
-bench: setup
+docs: setup ## the documentation as a site in build/site, links checked
+	$(BIN)/python scripts/docs_reference.py docs/reference
+	$(BIN)/zensical build --clean --strict --config-file mkdocs.yml
+
+bench: setup ## every benchmark of one machine
 	$(BIN)/python benchmarks/analysis.py
 	for what in linears decode prefill switch batch kv; do $(BIN)/qbe bench $$what || exit 1; done
 
-clean:
+clean: ## remove environments and builds
 	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info
