@@ -1,8 +1,8 @@
-"""Runs every command that docs/quality.md gives, so that all of its figures can be had again.
+"""Runs every command of docs/quality.md and the pages behind it, so that all of their figures can be had again.
 
     python benchmarks/quality.py --data DIR --zoo ZOO --out FOLDER [--only TEXT]
 
-The page itself is the list: its indented lines that begin with `python` or `qbe`. `DIR` in them is the folder with the
+The pages themselves are the list: their indented lines that begin with `python` or `qbe`. `DIR` in them is the folder with the
 data sets, `ZOO` the one with the small models. The output of the nth command goes to FOLDER/n.txt, what it writes with
 `--json` and `--plot` into FOLDER. A command whose output is there is not run again, so an interrupted run goes on.
 """
@@ -25,6 +25,12 @@ def commands(page: str) -> list[str]:
     return re.findall(r"^    ((?:python|qbe) .*)$", page, re.MULTILINE)
 
 
+def all_commands(docs: Path) -> list[str]:
+    """Those of all pages on quality, each once."""
+    pages = [docs / "quality.md", *sorted((docs / "measurements").glob("quality-*.md"))]
+    return list(dict.fromkeys(c for page in pages for c in commands(page.read_text(encoding="utf-8"))))
+
+
 def arguments(command: str, data: Path, zoo: Path) -> list[str]:
     """What to run, with paths in the place of DIR and ZOO."""
     program, *rest = shlex.split(re.sub(r"\bDIR\b", str(data), re.sub(r"\bZOO\b", str(zoo), command)))
@@ -42,7 +48,7 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     failed = []
-    for i, command in enumerate(commands((ROOT / "docs/quality.md").read_text(encoding="utf-8"))):
+    for i, command in enumerate(all_commands(ROOT / "docs")):
         kept = args.out / f"{i}.txt"
         if args.only not in command or kept.exists():
             continue
