@@ -23,7 +23,7 @@ PROMPTS = {
 
 def main() -> None:
     out = Console(highlight=False)
-    out.print("[bold]QBE[/]: one copy of the weights, a precision for every layer, chosen for each query\n")
+    out.print("[bold]QBE[/]: one nested store, and a precision for each request\n")
     with qbe.Engine(progress=True, max_sequences=1) as engine:
         params = qbe.SamplingParams(max_tokens=120)
         for title, question in PROMPTS.items():

@@ -1,4 +1,4 @@
-"""Quantization Blueprint Engine: LLM inference at a precision chosen for each query, layer by layer.
+"""Quantization Blueprint Engine: LLM inference that decides precision per request.
 
     import qbe
     engine = qbe.Engine("smollm2-135m-instruct")

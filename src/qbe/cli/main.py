@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Quantization Blueprint Engine: the precision of every layer, chosen for each query.",
+    help="Quantization Blueprint Engine: LLM inference that decides precision per request.",
 )
 for _command in (generate, chat, explain, quantize, pull, info, records, ledger, serve):
     app.command()(_command)
@@ -53,7 +53,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 
 @app.callback()
 def options(version: Version = False) -> None:
-    """Quantization Blueprint Engine: the precision of every layer, chosen for each query."""
+    """Quantization Blueprint Engine: LLM inference that decides precision per request."""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -42,7 +42,7 @@ __all__ = ["Engine", "Request", "Result"]
 
 
 class Engine(Requests):
-    """One model that serves every precision from one copy of its weights. Threads may share it.
+    """One model that serves every precision from one nested store. Threads may share it.
 
     Args:
         model: anything `qbe.pull` takes, a folder that `qbe quantize` wrote, or a transformers causal LM in memory

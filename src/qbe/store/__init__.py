@@ -1,1 +1,1 @@
-"""The nested store: one copy of each weight matrix from which every precision is read."""
+"""The nested store: one set of codes for each weight matrix, from which every precision below 16 bits is read."""
