@@ -2,9 +2,10 @@
 
     python benchmarks/quality.py --data DIR --zoo ZOO --out FOLDER [--only TEXT]
 
-The pages themselves are the list: their indented lines that begin with `python` or `qbe`. `DIR` in them is the folder with the
-data sets, `ZOO` the one with the small models. The output of the nth command goes to FOLDER/n.txt, what it writes with
-`--json` and `--plot` into FOLDER. A command whose output is there is not run again, so an interrupted run goes on.
+The pages themselves are the list: their indented lines that begin with `python` or `qbe`. `DIR` in them is the folder
+with the data sets, `ZOO` the one with the small models. The output of the nth command goes to FOLDER/n.txt, what it
+writes with `--json` and `--plot` into FOLDER. A command whose output is there is not run again, so an
+interrupted run goes on.
 """
 
 from __future__ import annotations
