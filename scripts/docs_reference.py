@@ -76,7 +76,7 @@ def cli_page() -> str:
     """Every command with its arguments and options."""
     import typer
 
-    from qbe.cli import app
+    from qbe.cli.main import app
 
     root = typer.main.get_group(app)
     codes = "Exit codes: 0, 2 for bad input (one line on standard error), 130 after Ctrl-C, 143 after SIGTERM.\n"
