@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import struct
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,13 +14,13 @@ from gguf import GGMLQuantizationType as Q
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from models_tiny import HIDDEN, TEMPLATE, one_line, tiny_model, write_gguf
 from qbe.errors import QBEError
 from qbe.models import load_config_and_tokenizer, load_model
 from qbe.models.gguf_header import read_header
-from qbe.models.gguf_weights import _Trunk
+from qbe.models.gguf_tensors import sources
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -72,22 +70,6 @@ def test_gguf_details(tiny_gguf: Path, tmp_path: Path) -> None:
     again = load_model(tmp_path, progress=False)
     assert again.dtype is torch.bfloat16
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), loaded.model.parameters(), strict=True))
-
-
-def test_no_temporary_folder_is_one_line(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(**_: object) -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", none)
-    with pytest.raises(QBEError) as e:
-        load_model(tiny_gguf, progress=False)
-    one_line(e, "No usable temporary directory", "TMPDIR", "free some space")
-
-
-def test_name_map_equals_transformers() -> None:
-    model = tiny_model()
-    ours = get_gguf_hf_weights_map(_Trunk(model, model.config), TensorProcessor())
-    assert ours == get_gguf_hf_weights_map(model, TensorProcessor())
 
 
 def test_nothing_on_stdout(tiny_gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +161,7 @@ def test_default_gguf_equals_the_library_reading(default_gguf: Path) -> None:
     assert len(reader.tensors) == len(read_header(default_gguf).tensors)
     model = load_model(default_gguf, progress=False).model
     processor = TENSOR_PROCESSORS["llama"](config=model.config.to_dict())
-    names = get_gguf_hf_weights_map(_Trunk(model, model.config), processor)
+    names = {s.tensors[0].name: name for name, s in sources(read_header(default_gguf), model).items()}
     state = model.state_dict()
     for tensor in reader.tensors[:30]:
         whole = processor.process(gguf.dequantize(tensor.data, tensor.tensor_type), tensor.name).weights

@@ -34,12 +34,14 @@ _SCALARS = {
 }
 _FLOATS = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}  # stored as themselves; the rest as blocks of bytes
 _MAX_DIMS = 4
+_MAX_KINDS = 64  # numbers that ggml has given out, or soon will
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
     """Where one tensor lies. `shape` is in torch order (rows first); `offset` counts bytes from the file's start."""
 
+    file: Path
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
@@ -63,23 +65,19 @@ class GGUFHeader:
 
     Attributes:
         metadata: key -> number, string, or list of them.
-        spans: key -> (start, end) of its whole entry in the file.
-        tensors: name -> place; every one lies inside the file.
+        tensors: name -> place; every one lies inside its file.
         table: (start, end) of the tensor table.
-        size: of the file, bytes.
     """
 
     path: Path
-    version: int
     metadata: dict[str, Any]
-    spans: dict[str, tuple[int, int]]
     tensors: dict[str, GGUFTensor]
     table: tuple[int, int]
-    size: int
 
     @property
     def architecture(self) -> str:
-        return str(self.metadata["general.architecture"])
+        """Empty in the later parts of a model."""
+        return str(self.metadata.get("general.architecture", ""))
 
 
 class _Walk:
@@ -154,15 +152,13 @@ def _parse(path: Path, walk: _Walk) -> GGUFHeader:
         raise QBEError(f"{path} has GGUF version {version}; versions 2 and 3 of the format are supported")
     tensor_count, entry_count = walk.number("<Q"), walk.number("<Q")
     metadata: dict[str, Any] = {}
-    spans: dict[str, tuple[int, int]] = {}
     for _ in range(entry_count):  # ends with the file at the latest: every entry takes bytes
-        start = walk.pos
         key = walk.string()
         if key in metadata:
             raise ValueError(f"the key {key[:60]!r} twice")
         metadata[key] = walk.value(GGUFValueType(walk.number("<I")))
-        spans[key] = (start, walk.pos)
-    if not isinstance(metadata.get("general.architecture"), str):
+    later_part = metadata.get("split.no", 0) != 0  # the first one has the metadata
+    if not isinstance(metadata.get("general.architecture"), str) and not later_part:
         raise ValueError("no general.architecture")
 
     table_start = walk.pos
@@ -173,7 +169,7 @@ def _parse(path: Path, walk: _Walk) -> GGUFHeader:
         if not 1 <= n_dims <= _MAX_DIMS:
             raise ValueError(f"a tensor of {n_dims} dimensions")
         dims = tuple(walk.number("<Q") for _ in range(n_dims))
-        entries.append((name, dims[::-1], GGMLQuantizationType(walk.number("<I")), walk.number("<Q")))
+        entries.append((name, dims[::-1], _kind(path, name, walk.number("<I")), walk.number("<Q")))
     table = (table_start, walk.pos)
 
     align = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
@@ -187,7 +183,19 @@ def _parse(path: Path, walk: _Walk) -> GGUFHeader:
         tensors[name] = _place(path, name, shape, kind, data_start + offset, align, walk.size)
     if sum(t.nbytes for t in tensors.values()) > walk.size:
         raise ValueError("tensors that overlap")
-    return GGUFHeader(path, version, metadata, spans, tensors, table, walk.size)
+    return GGUFHeader(path, metadata, tensors, table)
+
+
+def _kind(path: Path, name: str, number: int) -> GGMLQuantizationType:
+    """How a tensor is stored, if that can be read."""
+    known = number in GGMLQuantizationType.__members__.values()
+    if not known and number >= _MAX_KINDS:
+        raise ValueError(f"a tensor of type {number}")
+    kind = GGMLQuantizationType(number) if known else None
+    if kind is None or (kind not in _FLOATS and kind not in _type_traits):
+        label = kind.name if kind is not None else f"type {number}, newer or older than the gguf package"
+        raise QBEError(f"{path}: tensor {name[:60]} is stored as {label}, which cannot be read; use another GGUF file")
+    return kind
 
 
 def _place(
@@ -195,8 +203,6 @@ def _place(
 ) -> GGUFTensor:
     """A tensor's place in the file, if it can lie there."""
     label = name[:60]
-    if kind not in _FLOATS and kind not in _type_traits:
-        raise QBEError(f"{path}: tensor {label} is stored as {kind.name}, which cannot be read; use another GGUF file")
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if 0 in shape or shape[-1] % block:
         raise ValueError(f"an impossible shape {shape} for {label}")
@@ -205,4 +211,4 @@ def _place(
         raise ValueError(f"a bad offset for {label}")
     if offset + nbytes > size:
         raise QBEError(f"{path} is cut off: tensor {label} ends at byte {offset + nbytes} of {size}; download it again")
-    return GGUFTensor(name, shape, kind, offset, nbytes)
+    return GGUFTensor(path, name, shape, kind, offset, nbytes)

@@ -31,7 +31,10 @@ from qbe.errors import QBEError
 from qbe.models import folder_weights, gguf_weights
 from qbe.models.config_check import check_counts, check_limits, check_size
 from qbe.models.fetch import progress_bar
-from qbe.models.gguf_header import GGUFHeader, read_header
+from qbe.models.gguf_configs import config_of, generation_ids
+from qbe.models.gguf_header import GGUFHeader
+from qbe.models.gguf_split import read_parts
+from qbe.models.gguf_tokenizer import tokenizer_of
 from qbe.models.resolve import pull
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -97,9 +100,9 @@ def load_config_and_tokenizer(path: str | Path) -> tuple[PreTrainedConfig, PreTr
     path = Path(path)
     with quiet():
         if path.is_file():
-            header = read_header(path)
-            config = gguf_weights.config_of(header)
-            return config, gguf_weights.tokenizer_of(header, config.model_type)
+            header = read_parts(path)
+            config = config_of(header)
+            return config, tokenizer_of(header, config.model_type)
         return _folder_config(path), _folder_tokenizer(path)
 
 
@@ -127,19 +130,19 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 def _load_gguf(
     path: Path, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    header = read_header(path)
-    config = gguf_weights.config_of(header)
+    header = read_parts(path)
+    config = config_of(header)
     check_limits(config, path)
-    tokenizer = gguf_weights.tokenizer_of(header, config.model_type)
     skeleton = _skeleton(config, path)
-    weights = gguf_weights.WeightLoader(header, skeleton).state_dict()
+    weights = gguf_weights.WeightLoader(header, skeleton).state_dict()  # refuses tensors before work is done
+    tokenizer = tokenizer_of(header, config.model_type)
     model = _materialise(type(skeleton), config, weights, path, dtype, device, progress)
     _set_generation_ids(model, header)
     return model, tokenizer
 
 
 def _set_generation_ids(model: PreTrainedModel, header: GGUFHeader) -> None:
-    ids = gguf_weights.generation_ids(header)
+    ids = generation_ids(header)
     model.generation_config = GenerationConfig(**ids)
     for key, value in ids.items():
         setattr(model.config, key, value)

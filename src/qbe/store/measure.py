@@ -13,6 +13,7 @@ from torch import nn
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.models import load_model
+from qbe.models.gguf_split import part_files
 from qbe.progress import bar
 from qbe.sites import KVSite, SiteTable
 from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, sensitivity_table
@@ -83,7 +84,7 @@ def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: 
 
 
 def _fits_in_float32(path: Path, device: torch.device) -> bool:
-    files = path.iterdir() if path.is_dir() else [path]
+    files = path.iterdir() if path.is_dir() else part_files(path)
     stored = sum(f.stat().st_size for f in files if f.suffix in (".safetensors", ".gguf"))
     needed = stored * (8 if path.suffix == ".gguf" else 2.5)  # a 4-bit file grows eightfold, a 16-bit one doubles
     return needed < free_memory(device) * 0.8

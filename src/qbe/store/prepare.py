@@ -21,6 +21,7 @@ from qbe.errors import QBEError
 from qbe.files import cache_dir, make_folder
 from qbe.models import load_model, pull
 from qbe.models.config_check import check_limits
+from qbe.models.gguf_split import READER, part_files
 from qbe.models.load import quiet
 from qbe.sites import SiteTable
 from qbe.store import checkpoint, kept, known, kv_table, sensitivity_table, superseded
@@ -177,8 +178,10 @@ def cached_store(path: Path, name: str, *, progress: bool) -> Path:
 def fingerprint(path: Path, config: NestedWeightConfig) -> str:
     """Changes with the model's files (path, size, time), the layout, the rounding, the format and QBE's version."""
     kinds = (".safetensors", ".gguf", ".json")
-    files = sorted(p for p in path.iterdir() if p.suffix in kinds) if path.is_dir() else [path]
+    files = sorted(p for p in path.iterdir() if p.suffix in kinds) if path.is_dir() else part_files(path)
     facts = [str(path.resolve()), config.slices, config.group_size]
+    if not path.is_dir():
+        facts.append(READER)
     facts += [known.VERSION, checkpoint.FORMAT_VERSION, __version__]
     facts += [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return f"{path.name}-{hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()}"
