@@ -74,7 +74,7 @@ def changed(
         ("bloom", "attention.max_alibi_bias", 4.0),
         ("gemma2", "rope.freq_base_swa", 7.0),
         ("minimax-m2", "expert_gating_func", 1),
-        ("phi3", "rope.scaling.factor", 4.0),
+        ("phi3", "rope.scaling.yarn_log_multiplier", 0.5),
         ("starcoder2", "attention.key_length", 32),
     ],
 )

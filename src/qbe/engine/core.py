@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
+from qbe.engine import self_check
 from qbe.engine.adaptive.cascade import Cascade, steers
 from qbe.engine.adaptive.routing import check_columns, is_routed
 from qbe.engine.execution import patch_modules
 from qbe.engine.execution.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
-from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.kv_size import default_kv_tokens, with_kv
 from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
 from qbe.engine.scheduling.sequence import Sequence
@@ -88,7 +88,7 @@ class Core:
         vocabulary: number of tokens the model knows.
 
     Raises:
-        QBEError: a model whose attention QBE cannot page, or sizes that do not fit together.
+        QBEError: a model that QBE cannot run or runs wrong (`self_check`), or sizes that do not fit together.
     """
 
     def __init__(
@@ -123,7 +123,9 @@ class Core:
         self.plan.bind(model)
         if compiled_ops:
             patch_modules.patch_modules(model)
-        shapes, dtype = probe_shapes(model)
+        with self_check.one_line(model):
+            shapes, dtype = probe_shapes(model)
+            expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
         paged = any(shapes)
         if paged:
             use_paged_attention(model)
@@ -155,7 +157,8 @@ class Core:
         head_rows = largest if Runner.keeps_logits(model) else rows
         sampling = sampling_launches(self.vocabulary, self.device)
         compile_kernels(chain(linear_launches(model, table, rows, head_rows), sampling), self.device, progress)
-        self._try()
+        with self_check.one_line(model):
+            self_check.check(model, self.runner, allocator, self.vocabulary, expected)
         self.cascade = Cascade(cascade, table, self.plan) if cascade is not None and packed and paged else None
         self.runner.observe = None if self.cascade is None else self.cascade.observe
         self.table = replace(with_kv(table, self.runner.cache), context=self.context)
@@ -175,14 +178,6 @@ class Core:
         self.speculator: Speculator | None = None
         if self.runner.decode is not None and min(most, largest) > 1 and (speculate or not compile):
             self.speculator = Speculator(self.table, min(most, largest), self.runner.decode.size_of)
-
-    def _try(self) -> None:
-        """Run one token through the pages, so that a model QBE cannot run is refused now and not in a request."""
-        lowest = Blueprint.of("trial", self.table, tuple(s.gears[0] for s in self.table.nested))
-        trial = Sequence("trial", [0], SamplingParams(max_tokens=1), lowest)
-        trial.pages = self.scheduler.allocator.allocate(min(1, self.pool.num_pages)) or []
-        self.runner.step([ScheduledTokens(trial, 0, 1)])
-        self.scheduler.allocator.release(trial.pages)
 
     def _format(self, kv_bits: tuple[KVBits, ...]) -> PageFormat:
         """The pool's format with these bits; pages that nobody owns go if it takes one of their numbers."""
