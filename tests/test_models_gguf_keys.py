@@ -309,11 +309,11 @@ def test_the_command_answers_as_with_the_folder(tmp_path: Path, home: Path) -> N
     original.save_pretrained(tmp_path / "folder")
     tiny_tokenizer().save_pretrained(tmp_path / "folder")
     file = write(tmp_path / "m.gguf", "llama", original)
-    answers = []
+    prompt, answers = "he has a dog, he has a cat, and 12 + 7 is what he has a lot of", []
     for model in (tmp_path / "folder", file):
         done = run(
             "generate", "--model", str(model), "--dtype", "float32", "--policy", "uniform", "--bits", "16",
-            "--max-tokens", "12", "--json", "he has a dog, he has a cat, and 12 + 7 is what he has a lot of", home=home,
+            "--max-tokens", "12", "--greedy", "--json", prompt, home=home,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr.decode()
         answers.append(json.loads(done.stdout)["text"])

@@ -157,10 +157,22 @@ def test_a_tie_of_experts_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_command_names_the_family(tmp_path: Path, home: Path) -> None:
-    model(WRONG["openai-gpt"]()).save_pretrained(tmp_path)
+    config = WRONG["openai-gpt"]()
+    config.vocab_size = 256
+    model(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     done = run("generate", "--model", str(tmp_path), "hello", home=home)
     error = done.stderr.decode()
     assert done.returncode == 2
     assert "openai-gpt" in error
+    assert "Traceback" not in error
+
+
+def test_the_command_names_tokens_that_the_model_lacks(tmp_path: Path, home: Path) -> None:
+    model(tf.LlamaConfig(**BASE)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    done = run("generate", "--model", str(tmp_path), "hello", home=home)
+    error = done.stderr.decode()
+    assert done.returncode == 2
+    assert "the model knows 0 to 63 only" in error
     assert "Traceback" not in error

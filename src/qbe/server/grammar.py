@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections import OrderedDict
 from contextlib import suppress
@@ -20,6 +21,8 @@ import torch
 
 from qbe.engine.engine import Engine
 from qbe.server.errors import APIError
+
+log = logging.getLogger(__name__)
 
 _CHECKER = Path(__file__).with_name("check_grammar.py")
 _WAITING = 16  # grammars that wait for their check; one more is refused
@@ -90,14 +93,26 @@ class Grammars:
         self._vocabulary = engine.core.vocabulary
         self._setup: str | None = None
         self.tokenizer: llguidance.LLTokenizer | None = None
+        self._missing = "this model has no fast tokenizer with an end-of-sequence token"
         backend = getattr(engine.tokenizer, "backend_tokenizer", None)
         if backend is not None and engine.core.eos_ids:
-            eos = sorted(engine.core.eos_ids)
-            self.tokenizer = llguidance.hf.from_tokenizer(engine.tokenizer, n_vocab=self._vocabulary, eos_token=eos)
-            self._setup = json.dumps([backend.to_str(), self._vocabulary, eos])
+            self._read(engine.tokenizer, backend, sorted(engine.core.eos_ids))
         self._known: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._checker: asyncio.subprocess.Process | None = None
         self._lock, self._waiting = asyncio.Lock(), 0
+
+    def _read(self, tokenizer: Any, backend: Any, eos: list[int]) -> None:
+        """Give llguidance the tokenizer. What it cannot read costs grammars, and nothing else of the server."""
+        size = max(self._vocabulary, len(tokenizer))  # tokens without a row in the model, too: they are never allowed
+        try:
+            self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
+            self._setup = json.dumps([backend.to_str(), size, eos])
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # the library panics with a BaseException
+            self.tokenizer = None
+            self._missing = f"llguidance cannot read this model's tokenizer ({_line(str(e)) or type(e).__name__})"
+            log.warning("no grammars, JSON schemas and tools that must be called: %s", self._missing)
 
     async def compile(self, grammar: str, seconds: float, most_bytes: int, param: str) -> llguidance.LLMatcher:
         """A compiled grammar; `constraint` makes of it what an answer needs.
@@ -112,8 +127,7 @@ class Grammars:
             APIError: it is too long, wrong, or takes too long to check, or too many wait for that.
         """
         if self.tokenizer is None:
-            raise APIError(400, f"{param}: this model has no fast tokenizer with an end-of-sequence token, which "
-                           "structured answers need", param=param)  # fmt: skip
+            raise APIError(400, f"{param}: {self._missing}, which structured answers need", param=param)
         if len(grammar) > most_bytes:
             raise APIError(400, f"{param} has {len(grammar)} bytes, but at most {most_bytes} are taken", param=param,
                            code="grammar_too_long")  # fmt: skip

@@ -47,7 +47,7 @@ def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, p
 
 def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> Sensitivity:
     """What `qbe.store.sensitivity` measures, on the built-in text, with a progress bar."""
-    tokens = sensitivity.calibration_tokens(tokenizer)
+    tokens = sensitivity.calibration_tokens(tokenizer, model=model)
     passes = len(table.nested) + 2 * sum(len(s.activation_gears) > 1 for s in table.nested)
     with bar("measuring sensitivity", passes, progress) as step:
         return Sensitivity(
@@ -78,7 +78,7 @@ def with_measured(table: SiteTable, measured: Sensitivity) -> SiteTable:
 
 def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> tuple[KVSite, ...]:
     """`qbe.store.kv_sensitivity.measure` on the built-in text, with a progress bar."""
-    tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True)
+    tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True, model=model)
     with bar("measuring KV sensitivity", table.layers, progress) as step:
         return kv_sensitivity.measure(model, table, tokens, step)
 

@@ -74,7 +74,8 @@ def smooth_model(
     table = tag(model)
     wanted = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES - KEEPS_ACTIVATIONS]
     names = [n for n in wanted if not is_native(model.get_submodule(n).weight)]
-    tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS).to(next(model.parameters()).device)
+    tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS, model=model)
+    tokens = tokens.to(next(model.parameters()).device)
     places = edges(model, table, names, tokens[:1])
     if known_as is not None:  # tried on all of the text where they were found
         return apply_exact(model, known.folds(known_as, places), tokens[:1])

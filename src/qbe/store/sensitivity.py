@@ -50,15 +50,34 @@ class Sensitivity:
     native: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def calibration_tokens(tokenizer: Any, tokens: int = SEGMENT_TOKENS, whole: bool = False) -> torch.Tensor:
-    """The built-in text as int64 [segments, tokens]; as one segment if it is wanted whole."""
+def calibration_tokens(
+    tokenizer: Any, tokens: int = SEGMENT_TOKENS, whole: bool = False, model: nn.Module | None = None
+) -> torch.Tensor:
+    """The built-in text as int64 [segments, tokens]; as one segment if it is wanted whole.
+
+    Args:
+        model: whose context is not exceeded.
+
+    Raises:
+        QBEError: a tokenizer that makes next to no tokens of it, or some that `model` does not know.
+    """
     segments = (files("qbe.store") / "calibration.txt").read_text().split("===\n")
     segments = ["\n".join(segments)] if whole else segments
+    if model is not None:
+        config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+        tokens = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
     rows = [tokenizer(s.strip(), add_special_tokens=False)["input_ids"][:tokens] for s in segments]
     shortest = min(len(r) for r in rows)
     if shortest < 2:
         raise QBEError("the tokenizer of this model turns the calibration text into fewer than 2 tokens")
-    return torch.tensor([r[:shortest] for r in rows])
+    found = torch.tensor([r[:shortest] for r in rows])
+    known = found.max() + 1 if model is None else model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if found.max() >= known:
+        raise QBEError(
+            f"the tokenizer of this model makes token {int(found.max())} of ordinary text, but the model knows 0 to "
+            f"{known - 1} only: they belong to different models"
+        )
+    return found
 
 
 def measure(
