@@ -116,11 +116,13 @@ def _from_factors(keys: Keys, factors: np.ndarray, base: float) -> dict[str, Any
         return {"rope_type": "default"}
     if np.ptp(factors) == 0:
         return {"rope_type": "linear", "factor": float(factors[0])}
+    rounded = round(float(factors.max()), 3)  # what it was before float32
+    factor = rounded if math.isclose(rounded, factors.max(), rel_tol=_EXACT) else float(factors.max())
     for original, high in _guesses(factors, base):
-        if np.allclose(_llama3(len(factors), base, factors.max(), original, high), factors, rtol=_EXACT, atol=0):
+        if np.allclose(_llama3(len(factors), base, factor, original, high), factors, rtol=_EXACT, atol=0):
             return {
                 "rope_type": "llama3",
-                "factor": float(factors.max()),
+                "factor": factor,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
