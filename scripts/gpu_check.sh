@@ -12,7 +12,7 @@
 #   cascade     what monitor and cascade cost in a step (MODEL may be set)
 #   linears, batch, decode, prefill, switch, kv, speculate   `qbe bench`; speculate needs the default model in the cache
 #               (`qbe pull`), whose answers it plays again
-# PYTHON (python3) has QBE installed, or src in PYTHONPATH. LIMIT (600) is the most seconds of a step.
+# PYTHON (python3) has QBE installed, or what it needs: this tree's entry points are then written beside it. LIMIT (600) is the most seconds of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 [ $# -ge 2 ] || { echo "usage: $0 OUT STEP...; the head of this file lists the steps" >&2 && exit 2; }
@@ -53,6 +53,8 @@ step() {
   esac
 }
 
+# Policies are found by their entry points, which a tree that is not installed has in its egg-info.
+"$python" setup.py -q egg_info || exit 2
 failed=0
 export -f step
 export out python PYTHONPATH="$PWD/scripts:$PWD/src${PYTHONPATH:+:$PYTHONPATH}"

@@ -197,7 +197,7 @@ def test_pages_are_shared_out_by_cost(name: str, cut: Cut, monkeypatch: pytest.M
     check(arguments, torch.float16, cut)
 
 
-def pieces(lengths: list[int], bits: list[list[int]], head_offsets: int, window: int = 0) -> torch.Tensor:
+def pieces(lengths: list[int], bits: list[list[int]], thread_blocks: int, window: int = 0) -> torch.Tensor:
     """Of each block what the pages cost that it reads, and how often it begins: what `plan.cuh` makes of a batch.
 
     bits: of the pages of each sequence, for all key heads (two) alike.
@@ -206,11 +206,11 @@ def pieces(lengths: list[int], bits: list[list[int]], head_offsets: int, window:
     head_offsets = torch.tensor([[b | 256, b | 256] for b in kinds], dtype=torch.int32)
     width = max(map(len, bits))
     block_tables = torch.tensor([[kinds.index(b) for b in row] + [2**50] * (width - len(row)) for row in bits])
-    found = torch.full((head_offsets, 4), -1, dtype=torch.int32)
+    found = torch.full((thread_blocks, 4), -1, dtype=torch.int32)
     tensors = head_offsets, block_tables, torch.tensor(lengths), found
     emulation().pieces(
         *(ctypes.c_void_p(t.data_ptr()) for t in tensors), width, 2, window,
-        len(lengths), head_offsets, decode_attention.START, decode_attention.LEAST,
+        len(lengths), thread_blocks, decode_attention.START, decode_attention.LEAST,
     )  # fmt: skip
     return found
 
@@ -218,11 +218,11 @@ def pieces(lengths: list[int], bits: list[list[int]], head_offsets: int, window:
 COSTS = {16: 27, 8: 15, 4: 10, 2: 9}  # `cost_of`
 
 
-def spent(lengths: list[int], bits: list[list[int]], head_offsets: int) -> tuple[list[int], int]:
+def spent(lengths: list[int], bits: list[list[int]], thread_blocks: int) -> tuple[list[int], int]:
     """What each block spends, beginnings included, and all pages together; every page is read once."""
     read = {(i, head): [0] * len(row) for i, row in enumerate(bits) for head in range(2)}
     times = []
-    for pair, page, last_pair, last_page in pieces(lengths, bits, head_offsets).tolist():
+    for pair, page, last_pair, last_page in pieces(lengths, bits, thread_blocks).tolist():
         own = 0
         for p in range(pair, min(last_pair + (last_page > 0), 2 * len(lengths))):
             row = bits[p // 2]
@@ -296,7 +296,7 @@ def test_steady_parts_fill_a_device_and_are_not_short(kv_heads: int, pages: int,
 
 @pytest.mark.parametrize("shape", ["llama", "smollm"])
 def test_a_row_is_the_same_whatever_rows_are_beside_it(shape: str) -> None:
-    """Bit for bit, as `steady_attention` cuts pages."""
+    """Bit for bit, as `batch_invariant_attention` cuts pages."""
     arguments = case(shape, [2000, 3, 700, 65], torch.bfloat16, BY_HEAD, room=2000)
     if not CUDA:
         arguments = on_cpu(arguments)
