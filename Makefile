@@ -41,10 +41,11 @@ test: setup ## every test that needs no GPU
 test-vllm: setup-vllm ## the tests inside vLLM
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm
 
-lint: setup ## ruff and codespell
+lint: setup ## ruff, codespell, and that imports between folders point down
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/lint-imports
 
 types: setup ## mypy
 	$(BIN)/mypy
