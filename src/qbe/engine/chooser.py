@@ -78,8 +78,8 @@ class Chooser(BlueprintChooser):
         with about("prompt"):
             context_limit = self.context_limit if fits else None
             text, token_ids, ids = encode(
-                request.prompt, self._tokenizer, self._model_name, request.tools, context_limit
-            )
+                request.prompt, self._tokenizer, self._model_name, request.tools, context_limit, request.variables
+            )  # fmt: skip
         with about("policy"):
             policy = self.policy(request.policy)
         start = time.perf_counter()

@@ -19,6 +19,7 @@ from qbe.engine.adaptive.routing import check_columns, is_routed
 from qbe.engine.execution import patch_modules
 from qbe.engine.execution.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
+from qbe.engine.sampling.constraint import was_cut
 from qbe.engine.scheduling.kv_size import default_kv_tokens, with_kv
 from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
 from qbe.engine.scheduling.sequence import Sequence
@@ -371,7 +372,7 @@ class Core:
             sequence.append(token)
             complete = sequence.constraint is not None and sequence.constraint.accept(token)
             if complete or (token in self.eos_ids and not sequence.params.ignore_eos):
-                reason = "stop"
+                reason = "length" if was_cut(sequence.constraint) else "stop"
             elif len(sequence.token_ids) >= sequence.max_length:
                 reason = "length"
             else:

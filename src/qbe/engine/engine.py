@@ -25,8 +25,8 @@ from qbe.engine.execution.tuner_host import TunerHost
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
+from qbe.engine.stop_tokens import eos_ids
 from qbe.engine.stream import Stream
-from qbe.engine.tokenize import eos_ids
 from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.kernels.tuning.tunable import KernelCache, kernel_cache

@@ -19,6 +19,7 @@ from qbe.engine.result import Request, Result
 from qbe.engine.running_request import RunningRequest
 from qbe.engine.sampling.logprobs import prompt_scoring
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.stop_tokens import special_tokens
 from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
@@ -61,6 +62,7 @@ class Requests:
         self._closed = False
         self._lock = threading.RLock()
         self._live: dict[str, RunningRequest] = {}
+        self._special = special_tokens(tokenizer)
 
     @property
     def table(self) -> SiteTable:
@@ -120,7 +122,10 @@ class Requests:
             running.monitor = Monitor(self._chooser.thresholds)
         self.core.add(running)
         chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
-        text = Detokenizer(self.tokenizer, request.params.stop, self.core.eos_ids)
+        is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
+        text = Detokenizer(
+            self.tokenizer, request.params.stop, self.core.eos_ids, () if is_chat else ids, self._special
+        )  # fmt: skip
         self._live[key] = RunningRequest(request, chosen, running, text, time.perf_counter())
         return key
 
@@ -175,6 +180,11 @@ class Requests:
         live = self._live[request_id]
         pieces, live.pieces = [p for p in live.pieces if p], []
         return pieces
+
+    @locked
+    def shown(self, request_id: str) -> int:
+        """How many of a request's tokens have given their text to its pieces."""
+        return self._live[request_id].detokenizer.shown
 
     @locked
     def sequence(self, request_id: str) -> Sequence:

@@ -28,6 +28,7 @@ class Request:
         budget: bounds on precision.
         policy: name of the policy; None takes the engine's.
         tools: JSON descriptions of functions, for the chat template.
+        variables: more that the chat template may read, such as `enable_thinking`.
         constraint: what the answer may be; it belongs to this request alone.
         priority: where it stands in line; without one requests come in the order in which they were made.
     """
@@ -37,6 +38,7 @@ class Request:
     budget: Budget = field(default_factory=Budget)
     policy: str | None = None
     tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
     priority: Priority = FIRST_COME
 

@@ -1,29 +1,28 @@
-"""From a prompt to tokens, and which tokens end an answer."""
+"""From a prompt to tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import TemplateError
-
+from qbe.engine.chat_template import ChatTemplate, chat_template, text_of
 from qbe.engine.context_limit import ContextLimit
 from qbe.engine.result import PromptInput
+from qbe.engine.typed_text import typed_text
 from qbe.errors import QBEError
 
 
 def encode(
-    prompt: PromptInput,
-    tokenizer: Any,
-    model: str,
-    tools: list[dict[str, Any]] | None = None,
-    context_limit: ContextLimit | None = None,
-) -> tuple[str, list[int], list[int]]:
+    prompt: PromptInput, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None, context_limit: ContextLimit | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[str, list[int], list[int]]:  # fmt: skip
     """The text to analyse (of a conversation: the last message that has some), its token ids, and those to run.
 
     Args:
         model: its name, for messages.
         tools: JSON descriptions of functions, for the chat template.
         context_limit: what it must fit into, looked at before anything that takes long; None: into anything.
+        variables: more that the chat template may read.
 
     Raises:
         QBEError: an empty or too long prompt, no valid UTF-8, no kind of prompt, or a chat template that fails.
@@ -42,19 +41,11 @@ def encode(
         else:
             if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
                 raise QBEError("a prompt is text, token ids or a conversation: messages with 'role' and 'content'")
-            check_chat(tokenizer, model)
             messages = [m for m in prompt if isinstance(m, dict)]
-            text = next((m["content"] for m in reversed(messages) if m["content"].strip()), "")
-            whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-            if context_limit is not None:
-                context_limit.check_text(whole)
-            ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-            if context_limit is not None:
-                context_limit.check(len(ids))
+            texts = (text_of(m.get("content")) for m in reversed(messages))
+            text = next((t for t in texts if t.strip()), "")
+            ids = _conversation(messages, tokenizer, model, tools, context_limit, variables or {})
             text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except TemplateError as error:  # a damaged template, or one that refuses these roles
-        said = " ".join(str(error).split())[:200]
-        raise QBEError(f"the chat template of {model} fails ({said}); give the prompt as plain text") from error
     except UnicodeEncodeError as error:
         raise QBEError(f"the prompt is not valid UTF-8 (character {error.start}); convert it first") from None
     except (TypeError, ValueError) as error:  # what tokenizers raise for lone surrogates and odd types
@@ -66,20 +57,42 @@ def encode(
     return text, list(text_ids), list(ids)
 
 
-def check_chat(tokenizer: Any, model: str) -> None:
-    """Raises QBEError where conversations cannot be made a prompt."""
-    if not getattr(tokenizer, "chat_template", None):
+def _conversation(
+    messages: list[dict[str, Any]], tokenizer: Any, model: str, tools: list[dict[str, Any]] | None, context_limit: ContextLimit | None,
+    variables: Mapping[str, Any],
+) -> list[int]:  # fmt: skip
+    template, typed = check_chat(tokenizer, model), typed_text(tokenizer)
+    # Joined before names of tokens are looked for: two parts may make one together.
+    messages = [{**m, "content": text_of(m["content"])} if m.get("content") is not None else m for m in messages]
+    try:
+        (messages, tools, more), mark = typed.mark([messages, tools, dict(variables)])
+    except RecursionError:
+        raise QBEError("the conversation is nested too deeply: make it simpler") from None
+    whole = template.render(messages, tools, more, model)
+    if context_limit is not None:
+        context_limit.check_text(whole if mark is None else whole.replace(mark, ""))
+    ids = typed.encode(whole, mark)
+    if context_limit is not None:
+        context_limit.check(len(ids))
+    return ids
+
+
+def check_chat(tokenizer: Any, model: str) -> ChatTemplate:
+    """Its chat template. Raises QBEError where there is none, so that conversations cannot be made a prompt."""
+    found = chat_template(tokenizer)
+    if found is None:
         raise QBEError(f"{model} has no chat template; give the prompt as plain text")
-
-
-def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer, as transformers' `generate` takes them."""
-    config = getattr(model, "generation_config", None)
-    ids = getattr(config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(tokenizer, "eos_token_id", None)
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+    return found
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("content"), str) and isinstance(value.get("role"), str)
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    if content is None:
+        return bool(value.get("tool_calls"))
+    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_text, content)))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

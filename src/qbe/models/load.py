@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from qbe.errors import QBEError
-from qbe.models import folder_weights, gguf_weights
+from qbe.models import folder_weights, gguf_weights, sentencepiece
 from qbe.models.config_check import check_counts, check_limits, check_size
 from qbe.models.fetch import progress_bar
 from qbe.models.gguf_configs import config_of, generation_ids
@@ -204,8 +204,10 @@ def _folder_config(path: Path) -> PreTrainedConfig:
 
 def _folder_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     try:
+        if sentencepiece.is_alone(path):
+            return sentencepiece.load(path)
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, QBEError):
         raise
     except BaseException as e:  # the tokenizers library panics with a BaseException on some corrupt files
         raise QBEError(f"the tokenizer in {path} cannot be loaded ({_first_line(e)}); download the model again") from e

@@ -25,8 +25,8 @@ from qbe.server.guard import Guard
 from qbe.server.keys import Client
 from qbe.server.observe import logs
 from qbe.server.protocol import ChatRequest, CompletionRequest
-from qbe.server.requests import FORMAT
 from qbe.server.service import Service
+from qbe.server.structure import FORMAT
 from qbe.server.wire import dumps
 from qbe.version import __version__
 

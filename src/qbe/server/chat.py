@@ -6,23 +6,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from qbe.server import tools
+from qbe.server.call_reader import Arguments, Begun, Custom, Reader
 from qbe.server.errors import APIError
 from qbe.server.exchange import EngineRequest, Exchange
-from qbe.server.grammar import lark
 from qbe.server.job import Delta
 from qbe.server.keys import Client
 from qbe.server.protocol import ChatRequest
-from qbe.server.requests import (
-    FORMAT,
-    Frame,
-    check_model,
-    check_stream,
-    format_grammar,
-    format_rule,
-    sampling,
-)
+from qbe.server.requests import Answer, Frame, check_model, check_stream, ignored, sampling, variables
 from qbe.server.service import Service
-from qbe.server.tools import Arguments, Begun, ToolCallParser
+from qbe.server.structure import Structure, of_format, of_tools
 from qbe.server.wire import DONE, event
 
 
@@ -36,25 +28,24 @@ async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise APIError(400, "max_tokens is the old name of max_completion_tokens: give one of them", param="max_tokens")
     offered = tools.offered(body)
-    text = format_grammar(body.response_format)
-    matcher = None
     if offered:
-        rules = tools.grammar(body, offered, format_rule(body.response_format))
-        matcher = await service.compile(lark(rules), "tools")
-    elif text is not None:
-        matcher = await service.compile(text, FORMAT)
+        wanted: Structure | None = await of_tools(body, offered, service)
+    else:
+        wanted = await of_format(body.response_format, service)
     asked = body.max_tokens or body.max_completion_tokens
-    known = service.knows_tools(engine)
+    known, told = service.knows_tools(engine), tools.told(body)
     return await service.begin(
         EngineRequest(
             client=client,
-            prompts=[tools.conversation(body.messages, offered, known)],
+            prompts=[tools.conversation(body.messages, told, known)],
             params=sampling(body, asked or service.settings.limits.answer_tokens,
                             (body.top_logprobs or 0) if body.logprobs else None),
             n=body.n or 1,
             terms=service.terms(client, body.service_tier, body.qbe),
-            tools=[t.model_dump(exclude_none=True) for t in offered] if offered and known else None,
-            matcher=matcher,
+            tools=[tools.described(t) for t in told] if told and known else None,
+            structure=wanted,
+            variables=variables(body),
+            ignored=ignored(body, str(getattr(engine.tokenizer, "chat_template", "") or "")),
             lenient=asked is None,
             field="messages",
             length_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
@@ -69,7 +60,8 @@ class _ChatChoice:
 
     def __init__(self, index: int, body: ChatRequest, service: Service) -> None:
         self.index, self._token_text = index, service.token_text
-        self._reader = ToolCallParser(bool(tools.offered(body)))
+        offered = tools.offered(body)
+        self._reader = Reader(bool(offered), {t.name for t in offered if t.custom is not None})
         self._logprobs = bool(body.logprobs)
         self._begun = False
 
@@ -82,6 +74,11 @@ class _ChatChoice:
                 call = {"index": piece.index, "id": piece.id, "type": "function",
                         "function": {"name": piece.name, "arguments": ""}}  # fmt: skip
                 found.append({"tool_calls": [call]})
+            elif isinstance(piece, Custom):
+                custom = {"name": piece.name, "input": piece.input}
+                found.append({"tool_calls": [
+                    {"index": piece.index, "id": piece.id, "type": "custom", "custom": custom}
+                ]})  # fmt: skip
             elif isinstance(piece, Arguments):
                 found.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
             else:
@@ -110,13 +107,15 @@ async def stream(body: ChatRequest, service: Service, exchange: Exchange) -> Asy
     frame = Frame("chat.completion.chunk", service, exchange)
     options, written = check_stream(body), 0
     choices = [_ChatChoice(i, body, service) for i in range(exchange.asked.n)]
+    found = [_Message() for _ in choices]
     try:
         async for index, delta in exchange.deltas():
             written += len(delta.tokens)
             for entry in choices[index].deltas(delta):
+                found[index].add(entry)
                 yield event(frame.object([entry], **_running_usage(options, frame, written)))
         if options.include_usage:
-            yield event(frame.object([], usage=frame.usage()))
+            yield event(frame.object([], usage=await frame.usage([m.answer() for m in found])))
         yield DONE
     except APIError as error:
         yield event(error.body())
@@ -141,7 +140,8 @@ async def whole(body: ChatRequest, service: Service, exchange: Exchange) -> dict
                 found[index].add(entry)
     finally:
         exchange.over()
-    return frame.object([m.describe(i) for i, m in enumerate(found)], usage=frame.usage())
+    usage = await frame.usage([m.answer() for m in found])
+    return frame.object([m.describe(i) for i, m in enumerate(found)], usage=usage)
 
 
 class _Message:
@@ -164,6 +164,11 @@ class _Message:
             self.asked_logprobs = True
             self.logprobs += entry["logprobs"]["content"]
         self.reason = entry["finish_reason"] or self.reason
+
+    def answer(self) -> Answer:
+        """Its text and calls."""
+        called = [c["function"] for c in self.calls if "function" in c]
+        return self.content, [(c["name"], c["arguments"]) for c in called]
 
     def describe(self, index: int) -> dict[str, Any]:
         """The choice."""

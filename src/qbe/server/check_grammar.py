@@ -1,7 +1,8 @@
 """Compiles grammars in a process of its own, so that a hostile one costs no more than this process.
 
-Run as a file, so that it imports nothing but llguidance. Reads lines of JSON: first the tokenizer, its size and its
-end-of-sequence tokens, then grammars; answers each with a line, `null` or what is wrong with it.
+Run as a file, so that it imports nothing of QBE. Reads lines of JSON: first the tokenizer, its size and its
+end-of-sequence tokens, then grammars, and schemas with texts; answers each grammar with a line, `null` or what is wrong
+with it, and each schema with whether the text matches, `null` where that cannot be said.
 """
 
 import json
@@ -20,10 +21,30 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     print("null", flush=True)
     for line in sys.stdin:
-        matcher = LLMatcher(tokenizer, json.loads(line), log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        print(json.dumps(matcher.get_error() or None), flush=True)
+        asked = json.loads(line)
+        print(json.dumps(_matches(*asked) if isinstance(asked, list) else _wrong(tokenizer, asked)), flush=True)
+
+
+def _wrong(tokenizer: LLTokenizer, grammar: str) -> str | None:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error() or None
+
+
+def _matches(schema: dict[str, object], text: str) -> bool | None:
+    from jsonschema import Draft202012Validator, validators  # only where something has to be checked
+    from referencing import Registry
+
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    try:
+        kind = validators.validator_for(schema, Draft202012Validator)
+        return bool(kind(schema, registry=Registry()).is_valid(value))  # of references none leaves the schema
+    except Exception:  # a schema that is none, or a reference to nowhere
+        return None
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.job import Delta
 from qbe.server.keys import Client
 from qbe.server.protocol import CompletionRequest
-from qbe.server.requests import FORMAT, Frame, check_model, check_stream, format_grammar, sampling
+from qbe.server.requests import Answer, Frame, check_model, check_stream, ignored, sampling
 from qbe.server.service import Service
+from qbe.server.structure import of_format
 from qbe.server.token_text import TextOffset
 from qbe.server.wire import DONE, event
 
@@ -25,8 +26,7 @@ async def begin(body: CompletionRequest, client: Client, service: Service) -> Ex
     check_model(body, service)
     check_stream(body)
     service.engine()
-    grammar = format_grammar(body.response_format)
-    matcher = None if grammar is None else await service.compile(grammar, FORMAT)
+    wanted = await of_format(body.response_format, service)
     tokens = _DEFAULT_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     return await service.begin(
         EngineRequest(
@@ -35,7 +35,8 @@ async def begin(body: CompletionRequest, client: Client, service: Service) -> Ex
             params=sampling(body, tokens, body.logprobs, body.logprobs if body.echo else None),
             n=body.n or 1,
             terms=service.terms(client, body.service_tier, body.qbe),
-            matcher=matcher,
+            structure=wanted,
+            ignored=ignored(body),
             stream=bool(body.stream),
             hidden=int(body.max_tokens == 0),
         )
@@ -58,24 +59,29 @@ class _CompletionChoice:
         job = exchange.jobs[index // exchange.asked.n]
         self._prompt_ids, self._prompt = job.choice[0], exchange.asked.prompts[index // exchange.asked.n]
         self._echo, self._top, self._nothing = body.echo, body.logprobs, body.max_tokens == 0
-        self._position, self._begun = TextOffset(), False
+        self._begun, self.answer = False, ""
+        if self._echo:
+            self._text = (
+                self._token_text.decode(self._prompt_ids) if isinstance(self._prompt, list) else str(self._prompt)
+            )
+            self._position = TextOffset(self._text, fresh=True)
+        else:
+            self._position = TextOffset(fresh=all(map(self._token_text.is_special, self._prompt_ids)))
 
     def delta(self, delta: Delta) -> dict[str, Any]:
         """A `choices[]` entry of a stream."""
-        text, found = "", list[Logprob | int]()
-        if not self._begun:
-            self._begun = True
-            if self._echo:
-                text = (
-                    self._token_text.decode(self._prompt_ids) if isinstance(self._prompt, list) else str(self._prompt)
-                )
-                found += [self._prompt_ids[0], *(delta.prompt_logprobs or self._prompt_ids[1:])]
+        text, read, written = "", list[Logprob | int](), list[Logprob | int]()
+        if self._echo and not self._begun:
+            text = self._text
+            read += [self._prompt_ids[0], *(delta.prompt_logprobs or self._prompt_ids[1:])]
+        self._begun = True
         if not self._nothing:
             text += delta.text
-            found += self._token_text.within(delta.logprobs)
+            self.answer += delta.text
+            written += self._token_text.within(delta.logprobs)
         logprobs = None
         if self._top is not None:
-            logprobs = self._token_text.for_completion(found, self._position, self._top)
+            logprobs = self._token_text.for_completion(read, written, self._position, self._top)
         reason = None if delta.result is None else delta.result.finish_reason
         reason = "length" if reason == "cancelled" or (reason and self._nothing) else reason
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -96,7 +102,7 @@ async def stream(body: CompletionRequest, service: Service, exchange: Exchange) 
             if entry["text"] or entry["finish_reason"] or entry["logprobs"]:
                 yield event(frame.object([entry], **more))
         if options.include_usage:
-            yield event(frame.object([], usage=frame.usage()))
+            yield event(frame.object([], usage=await frame.usage(_answers(choices))))
         yield DONE
     except APIError as error:
         yield event(error.body())
@@ -114,7 +120,11 @@ async def whole(body: CompletionRequest, service: Service, exchange: Exchange) -
             _add(found[index], choices[index].delta(delta))
     finally:
         exchange.over()
-    return frame.object(found, usage=frame.usage())
+    return frame.object(found, usage=await frame.usage(_answers(choices)))
+
+
+def _answers(choices: list[_CompletionChoice]) -> list[Answer]:
+    return [(choice.answer, []) for choice in choices]
 
 
 def _add(found: dict[str, Any], entry: dict[str, Any]) -> None:

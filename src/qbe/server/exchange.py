@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher
-
 from qbe.engine.result import PromptInput, Request, Result
+from qbe.engine.sampling.constraint import Constraint
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.server.contract import Terms
@@ -25,6 +24,7 @@ from qbe.server.protocol import Contract
 if TYPE_CHECKING:
     from qbe.server.billing import Account
     from qbe.server.grammar import Grammars
+    from qbe.server.structure import Structure
 
 _GRACE_S = 30.0  # after its time limit, for the engine to end a request
 
@@ -39,7 +39,9 @@ class EngineRequest:
         prompts: each gets `n` answers.
         params: of the first answer; the i-th one has the seed s + i. `max_tokens` is a wish if `lenient`.
         lenient: whether answers may be shorter because the cache is small.
-        matcher: the grammar that every answer follows.
+        structure: what every answer must be.
+        variables: more that the chat template may read.
+        ignored: fields of the body that change nothing here.
         field, length_field: of the body, that the prompt and `max_tokens` came from.
         prefix: of the answer's id.
         stream: whether tokens go out as they come.
@@ -52,7 +54,9 @@ class EngineRequest:
     n: int
     terms: Terms
     tools: list[dict[str, Any]] | None = None
-    matcher: LLMatcher | None = None
+    structure: Structure | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
     lenient: bool = False
     field: str = "prompt"
     length_field: str = "max_tokens"
@@ -66,7 +70,8 @@ class EngineRequest:
         for i in range(self.n):
             seed = None if first.params.seed is None else (first.params.seed + i) % 2**63
             params = replace(first.params, seed=seed, prompt_logprobs=first.params.prompt_logprobs if i == 0 else None)
-            one = None if self.matcher is None or grammars is None else grammars.constraint(self.matcher)
+            wanted = self.structure
+            one = None if wanted is None or grammars is None else grammars.constraint(wanted.matcher, wanted.limits)
             found.append(replace(first, params=params, constraint=one))
         return found
 
@@ -201,14 +206,16 @@ class Exchange:
                 continue
             if event.result is not None:
                 left -= 1
-                self._check(event.result)
+                self._check(event.result, getattr(job.requests[event.answer], "constraint", None))
             yield self.jobs.index(job) * self.asked.n + event.answer, event
 
     async def _next(self) -> tuple[Job, Event]:
         return self._early.popleft() if self._early else await self.events.get()
 
-    def _check(self, result: Result) -> None:
+    def _check(self, result: Result, constraint: Constraint | None) -> None:
         if result.finish_reason == "error":
+            if constraint is not None and constraint.error is not None:
+                raise APIError(400, constraint.error, code="grammar_exhausted")
             raise APIError(500, result.error or "the model failed", code="engine_error")
         if result.finish_reason == "cancelled" and self.late == "timeout":
             raise APIError(504, "the request took too long: ask for fewer tokens", code="timeout")

@@ -16,11 +16,11 @@ from typing import Any
 
 import llguidance
 import llguidance.hf
-import numpy as np
-import torch
 
 from qbe.engine.engine import Engine
 from qbe.server.errors import APIError
+from qbe.server.grammar_constraint import Alphabet, GrammarConstraint, Limits
+from qbe.server.grammar_constraint import line as one_line
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,11 @@ _WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
 def rule(schema: dict[str, Any], param: str) -> str:
     """A JSON schema within a rule of a Lark grammar. Raises APIError about this field of the body."""
-    return f"%json {_dumps({**schema, 'x-guidance': _WHITESPACE}, param)}"
+    return f"%json {_dumps(_guided(schema), param)}"
+
+
+def _guided(schema: dict[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": {**schema.get("x-guidance", {}), **_WHITESPACE}}
 
 
 def _dumps(value: Any, param: str) -> str:
@@ -53,33 +57,7 @@ def lark(text: str) -> str:
 
 def json_schema(schema: dict[str, Any], param: str) -> str:
     """A JSON schema, likewise. Raises APIError about this field of the body."""
-    return _dumps({"grammars": [{"json_schema": {**schema, "x-guidance": _WHITESPACE}}]}, param)
-
-
-class GrammarConstraint:
-    """One answer's way through a grammar (`qbe.engine.sampling.constraint.Constraint`)."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
-        self.error: str | None = None
-
-    def allowed(self) -> torch.Tensor:
-        """bool `[vocabulary]`; nothing once the grammar has turned out too complex, which is `error` then."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._failed():
-            return torch.zeros(self._vocabulary, dtype=torch.bool)
-        allowed = np.unpackbits(bits, bitorder="little", count=self._vocabulary)
-        return torch.from_numpy(allowed).view(torch.bool)
-
-    def accept(self, token: int) -> bool:
-        """Whether the grammar allows nothing more after this token."""
-        self._matcher.consume_token(token)
-        return not self._failed() and self._matcher.is_stopped()
-
-    def _failed(self) -> bool:
-        if self._matcher.is_error():
-            self.error = f"the grammar is too complex here: {_line(self._matcher.get_error())}"
-        return self.error is not None
+    return _dumps({"grammars": [{"json_schema": _guided(schema)}]}, param)
 
 
 class Grammars:
@@ -97,7 +75,9 @@ class Grammars:
         backend = getattr(engine.tokenizer, "backend_tokenizer", None)
         if backend is not None and engine.core.eos_ids:
             self._read(engine.tokenizer, backend, sorted(engine.core.eos_ids))
+        self._alphabet: Alphabet | None = None
         self._known: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._wrong: OrderedDict[str, str] = OrderedDict()
         self._checker: asyncio.subprocess.Process | None = None
         self._lock, self._waiting = asyncio.Lock(), 0
 
@@ -134,6 +114,8 @@ class Grammars:
         if grammar in self._known:
             self._known.move_to_end(grammar)
             return self._known[grammar]
+        if grammar in self._wrong:
+            raise _invalid(param, self._wrong[grammar])
         if self._waiting == _WAITING:
             raise APIError(429, f"{_WAITING} grammars wait to be checked: try again later", param=param,
                            code="queue_full", retry_after=seconds)  # fmt: skip
@@ -144,28 +126,49 @@ class Grammars:
         finally:
             self._waiting -= 1
         if wrong is not None:
-            raise APIError(400, f"{param}: {_line(wrong)}", param=param, code="invalid_grammar")
+            self._wrong[grammar] = wrong
+            if len(self._wrong) > _KEPT:
+                self._wrong.popitem(last=False)
+            raise _invalid(param, wrong)
         matcher = await asyncio.to_thread(llguidance.LLMatcher, self.tokenizer, grammar, log_level=0)
         self._known[grammar] = matcher
         if len(self._known) > _KEPT:
             self._known.popitem(last=False)
         return matcher
 
-    def constraint(self, matcher: llguidance.LLMatcher) -> GrammarConstraint:
+    def constraint(self, matcher: llguidance.LLMatcher, limits: Limits | None = None) -> GrammarConstraint:
         """The same grammar at its start, for one answer."""
-        return GrammarConstraint(matcher.deep_copy(), self._vocabulary)
+        if self._alphabet is None:
+            assert self.tokenizer is not None
+            self._alphabet = Alphabet(self.tokenizer)
+        return GrammarConstraint(matcher.deep_copy(), self._alphabet, self._vocabulary, limits)
+
+    async def matches(self, schema: dict[str, Any], text: str, seconds: float) -> bool | None:
+        """Whether JSON text is of a schema, all of it; None where that cannot be found out."""
+        try:
+            wanted = json.dumps([schema, text])
+        except RecursionError:
+            return None
+        async with self._lock:
+            said = await self._said(wanted, seconds)
+        return said if isinstance(said, bool) else None
 
     async def _check(self, grammar: str, seconds: float) -> str | None:
         """What is wrong with it."""
+        said = await self._said(json.dumps(grammar), seconds)
+        return None if said is None else str(said)
+
+    async def _said(self, line: str, seconds: float) -> Any:
+        """What the checking process says to a line."""
         if self._checker is None or self._checker.returncode is not None:
             self._checker = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", str(_CHECKER), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL, limit=1 << 20,
             )  # fmt: skip
             await self._ask(self._setup or "", _START_S)
-        return await self._ask(json.dumps(grammar), seconds)
+        return await self._ask(line, seconds)
 
-    async def _ask(self, line: str, seconds: float) -> str | None:
+    async def _ask(self, line: str, seconds: float) -> Any:
         checker = self._checker
         assert checker is not None
         assert checker.stdin is not None
@@ -196,7 +199,5 @@ class Grammars:
             await asyncio.wait_for(checker.wait(), _END_S)
 
 
-def _line(text: str) -> str:
-    """What llguidance says, without the state of its parser."""
-    said = " ".join(text.partition("<state>")[0].split())[:300]
-    return "there is no text that it allows" if said == "NoExtensionBias" else said
+def _invalid(param: str, wrong: str) -> APIError:
+    return APIError(400, f"{param}: {one_line(wrong)}", param=param, code="invalid_grammar")

@@ -25,7 +25,8 @@ class Delta:
 
     Attributes:
         answer: which of the job's, from 0.
-        tokens, logprobs: the new ones; logprobs where they were asked for.
+        tokens: the new ones.
+        logprobs: where they were asked for, of those tokens whose text is in this delta.
         prompt_logprobs: of the whole prompt, with the first delta of an answer that asks for them.
         result: the answer's end, in its last delta.
         cached_tokens: of the prompt, that were in the cache.

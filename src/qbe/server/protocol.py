@@ -1,4 +1,6 @@
-"""The bodies of requests: OpenAI's, the sampling fields that vLLM adds, and `qbe`. An unknown field is refused."""
+"""The bodies of requests: OpenAI's, the sampling fields that vLLM adds, and `qbe`. An unknown field is refused, unless
+it is null: then it asks for nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 from qbe.budget import MOST_KV_ERROR, check_kv_bits
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS
 from qbe.errors import QBEError
+from qbe.server.messages import Lenient, Message, without_nulls
 from qbe.sites import FULL_BITS, KV_BITS
 
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
@@ -31,13 +34,25 @@ Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 
 
+def _refuse(value: Any) -> Any:
+    raise ValueError("this server cannot do that: leave it out (functions are given as 'tools')")
+
+
+Refused = Annotated[None, BeforeValidator(_refuse)]
+
+
 class Body(BaseModel):
     """Part of a request."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return without_nulls(data)
 
-class Contract(Body):
+
+class Contract(BaseModel):
     """Bounds on precision, time and price; what is left out is the tier's.
 
     Attributes:
@@ -55,6 +70,8 @@ class Contract(Body):
         cascade: let each token's attention move the bits of later layers, around the same average.
         speculate: guess tokens and check several at once where that is faster.
     """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     bits: Bits | None = None
     min_bits: Bits | None = None
@@ -92,7 +109,7 @@ class Common(Body):
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -110,48 +127,15 @@ class Common(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
 
 
-class ContentPart(Body):
-    """A piece of a message's text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(Body):
-    """A call that the model made."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    """The same, with its id."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(BaseModel):
-    """One message of a conversation; fields that answers carry and the model does not read are let through."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def text(self) -> str:
-        """Its text in one piece."""
-        return "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content or ""
-
-
-class Function(Body):
-    """A function that the model may call; its arguments always match `parameters`."""
+class Function(Lenient):
+    """A function that the model may call. Its arguments match `parameters`: with `strict` a schema that cannot be kept
+    to is refused; without, what of it cannot be kept to is left to be checked.
+    """
 
     name: Name
     description: str | None = None
@@ -159,24 +143,94 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
-    """The only kind of tool there is."""
+class TextInput(Lenient):
+    """Any text."""
 
-    type: Literal["function"]
-    function: Function
+    type: Literal["text"]
 
 
-class FunctionName(Body):
-    """Which function."""
+class InputGrammar(Body):
+    """What the input of a custom tool may be."""
+
+    syntax: Literal["regex", "lark"]
+    definition: Annotated[str, Field(min_length=1)]
+
+
+class GrammarInput(Lenient):
+    """Text of a grammar."""
+
+    type: Literal["grammar"]
+    grammar: InputGrammar
+
+
+class CustomTool(Lenient):
+    """A tool that takes a text."""
+
+    name: Name
+    description: str | None = None
+    format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
+
+
+class Tool(Lenient):
+    """A function, or a custom tool."""
+
+    type: Literal["function", "custom"]
+    function: Function | None = None
+    custom: CustomTool | None = None
+
+    @model_validator(mode="after")
+    def _has_it(self) -> Tool:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"a tool of type '{self.type}' has its name in '{self.type}'")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What it is called by."""
+        found = self.custom if self.type == "custom" else self.function
+        assert found is not None
+        return found.name
+
+
+class ToolName(Lenient):
+    """Which tool."""
 
     name: Name
 
 
 class NamedTool(Body):
-    """The function that must be called."""
+    """The tool that must be called, or one of those allowed."""
 
-    type: Literal["function"]
-    function: FunctionName
+    type: Literal["function", "custom"]
+    function: ToolName | None = None
+    custom: ToolName | None = None
+
+    @model_validator(mode="after")
+    def _has_it(self) -> NamedTool:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"a tool of type '{self.type}' has its name in '{self.type}'")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What it is called by."""
+        found = self.custom if self.type == "custom" else self.function
+        assert found is not None
+        return found.name
+
+
+class Allowed(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Body):
+    """The tools that may be called in this turn; the model is told of all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
 
 
 class JsonSchema(Body):
@@ -229,10 +283,17 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool = True
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    functions: Refused = None
+    function_call: Refused = None
+    audio: Refused = None
+    web_search_options: Refused = None
 
 
 class CompletionRequest(Common):
@@ -247,6 +308,6 @@ class CompletionRequest(Common):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    best_of: None = None
-    suffix: None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
     response_format: ResponseFormat | None = None

@@ -1,28 +1,28 @@
-"""What both endpoints make of a body: sampling parameters, the grammar of its format, the frame of its answer."""
+"""What both endpoints make of a body: sampling parameters, what they ignore, the frame of its answer."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from qbe.engine.sampling.constraint import Closing
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.server import contract
 from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
 from qbe.server.exchange import Exchange
-from qbe.server.grammar import json_schema, lark, rule
-from qbe.server.protocol import (
-    Common,
-    GrammarFormat,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    ResponseFormat,
-    StreamOptions,
-)
+from qbe.server.protocol import ChatRequest, Common, StreamOptions
 from qbe.server.service import Service
+from qbe.server.structure import Structure
 from qbe.version import __version__
 
-FORMAT = "response_format"
+# Of `apply_chat_template`, which are not its template's.
+_OURS = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding",
+    "continue_final_message", "truncation", "max_length", "tokenizer_kwargs", "sanitize_control_tokens",
+}  # fmt: skip
+_WISHES = ("verbosity", "prediction", "store", "prompt_cache_retention")
 
 
 def check_model(body: Common, service: Service) -> None:
@@ -45,8 +45,8 @@ def sampling(body: Common, max_tokens: int, logprobs: int | None, prompt_logprob
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=1 if body.top_p == 0 else max(0, body.top_k or 0),
+        top_p=body.top_p or 1.0,
         min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
@@ -61,30 +61,37 @@ def sampling(body: Common, max_tokens: int, logprobs: int | None, prompt_logprob
     )
 
 
-def format_grammar(wanted: ResponseFormat | None) -> str | None:
-    """The grammar of a `response_format`; None allows any text."""
-    if isinstance(wanted, JsonObjectFormat):
-        return json_schema({"type": "object"}, FORMAT)
-    if isinstance(wanted, JsonSchemaFormat):
-        return json_schema(wanted.json_schema.schema_ or {"type": "object"}, FORMAT)
-    return lark(wanted.grammar) if isinstance(wanted, GrammarFormat) else None
+def variables(body: ChatRequest) -> dict[str, Any]:
+    """What the chat template is told beside messages and tools. Raises APIError for what is not the client's to say."""
+    given = body.chat_template_kwargs or {}
+    taken = next((name for name in given if name in _OURS or name.startswith(("_", "return_"))), None)
+    if taken is not None:
+        raise APIError(400, f"chat_template_kwargs: '{taken[:64]}' cannot be set: leave it out",
+                       param="chat_template_kwargs")  # fmt: skip
+    return given | ({} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort})
 
 
-def format_rule(wanted: ResponseFormat | None) -> str | None:
-    """The same as a Lark rule named `text`, to stand beside others. Raises APIError for a grammar of its own."""
-    if isinstance(wanted, GrammarFormat):
-        raise APIError(400, f"{FORMAT}: a grammar and tools exclude each other: use one of them", param=FORMAT)
-    if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
-        return None
-    schema = wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
-    return f"text: {rule(schema or {'type': 'object'}, FORMAT)}"
+def ignored(body: Common, template: str = "") -> list[str]:
+    """Fields of a body that ask for something and change nothing here.
+
+    Args:
+        template: the chat template, which may read some.
+    """
+    wanted = [name for name in _WISHES if getattr(body, name, None)]
+    more = [] if not isinstance(body, ChatRequest) else [*(body.chat_template_kwargs or ())]
+    if getattr(body, "reasoning_effort", None) is not None and "reasoning_effort" not in template:
+        wanted.append("reasoning_effort")
+    return wanted + [f"chat_template_kwargs.{name}" for name in more if name not in template]
+
+
+Answer = tuple[str, list[tuple[str, str]]]  # its text; names and arguments of its calls
 
 
 class Frame:
     """What every object of one answer has: id, time, model, the tier served."""
 
     def __init__(self, kind: str, service: Service, exchange: Exchange) -> None:
-        self.exchange = exchange
+        self.exchange, self._service = exchange, service
         self._fields = {
             "id": exchange.id,
             "object": kind,
@@ -98,12 +105,30 @@ class Frame:
         """One object."""
         return {**self._fields, "choices": choices, **more}
 
-    def usage(self) -> dict[str, Any]:
-        """Of all answers, when they have ended."""
+    async def usage(self, answers: Sequence[Answer] = ()) -> dict[str, Any]:
+        """Of all answers, when they have ended.
+
+        Args:
+            answers: what they came to, where something was asked of their form.
+        """
         groups = [[r for r in job.results if r is not None] for job in self.exchange.jobs]
         asked, accounts = self.exchange.asked, self.exchange.accounts
         joules, source = sum(a.joules for a in accounts), (accounts[0].energy if accounts else "") or MODEL
-        return contract.usage(asked.terms, groups, asked.hidden, joules, source)
+        found = contract.usage(asked.terms, groups, asked.hidden, joules, source)
+        if asked.structure is not None:
+            found["qbe"] |= await self._form(asked.structure, answers)
+        if asked.ignored:
+            found["qbe"]["ignored"] = list(asked.ignored)
+        return found
+
+    async def _form(self, structure: Structure, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Whether all answers are what was asked for, and why any was brought to its end."""
+        constraints = [r.constraint for job in self.exchange.jobs for r in job.requests if r.constraint is not None]
+        valid: list[bool | None] = [bool(getattr(c, "complete", False)) for c in constraints]
+        if all(valid):
+            valid += [await structure.holds(text, calls, self._service) for text, calls in answers]
+        cut = next((c.cut for c in constraints if isinstance(c, Closing) and c.cut is not None), None)
+        return {"valid": False if False in valid else None if None in valid else True, "cut": cut}
 
     def usage_so_far(self, written: int) -> dict[str, Any]:
         """Tokens alone, while answers are written."""

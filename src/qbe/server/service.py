@@ -210,6 +210,11 @@ class Service:
         limits = self.settings.limits
         return await self._grammars.compile(grammar, limits.grammar_s, limits.grammar_bytes, param)
 
+    async def matches(self, schema: dict[str, Any], text: str) -> bool | None:
+        """Whether JSON text is of a schema; None where that cannot be found out."""
+        assert self._grammars is not None
+        return await self._grammars.matches(schema, text, self.settings.limits.grammar_s)
+
     def brownout(self) -> float:
         """How far tiers with a floor have sunk."""
         return 0.0 if self._admission is None else self._admission.brownout(self.settings.limits)
@@ -304,7 +309,7 @@ class Service:
 
     def _choose(self, asked: EngineRequest, prompt: PromptInput) -> tuple[Request, Choice]:
         engine, params, wanted = self.engine(), asked.params, asked.terms.contract
-        plain = Request(prompt, params, tools=asked.tools)
+        plain = Request(prompt, params, tools=asked.tools, variables=asked.variables)
         counts = wanted.max_cost is not None or wanted.max_latency_ms is not None
         tokens = len(engine.choose(plain, fits=True)[0]) if counts else 0
         limits = contract.budget(asked.terms, tokens, params.max_tokens, asked.n, self._lowest, self.speed)

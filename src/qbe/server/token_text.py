@@ -9,21 +9,43 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from qbe.engine.sampling.logprobs import Logprob
+from qbe.engine.stop_tokens import special_tokens
 
 _LEAST = -9999.0  # JSON has no infinity
 
 
 class TextOffset:
-    """How many characters of a text come before its next token; several tokens may make one."""
+    """How many characters of a choice's text come before its next token; several tokens may make one.
 
-    def __init__(self) -> None:
+    Args:
+        prompt: its text, where the choice begins with it.
+        fresh: whether the first token begins a text; some tokenizers leave out a space there.
+    """
+
+    def __init__(self, prompt: str = "", fresh: bool = False) -> None:
         self._at, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
+        self._prompt, self.fresh = prompt, fresh
 
-    def passed(self, token: bytes) -> int:
-        """Where the token begins; the next one begins after it."""
+    def passed(self, token: bytes, special: bool = False, stripped: bool = False) -> int:
+        """Where the token begins; the next one begins after it.
+
+        Args:
+            special: whether the text may be without it.
+            stripped: whether the text is without its first space.
+        """
         at = self._at
-        self._at += len(self._characters.decode(token))
+        if special:
+            name = token.decode("utf-8", "replace")
+            self._at += len(name) if name and self._prompt.startswith(name, at) else 0
+            return at
+        piece = self._characters.decode(token)
+        self._at += len(piece) - (stripped and piece.startswith(" ") and not self._prompt.startswith(piece, at))
+        self.fresh = False
         return at
+
+    def begin_answer(self) -> None:
+        """The next token is the answer's first."""
+        self._at = len(self._prompt)
 
 
 class TokenText:
@@ -37,6 +59,7 @@ class TokenText:
 
     def __init__(self, tokenizer: Any, exact: LLTokenizer | None, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._exact, self._eos = tokenizer, exact, eos_ids
+        self._special = special_tokens(tokenizer)
         self.bytes = functools.lru_cache(maxsize=65536)(self._bytes)
 
     def _bytes(self, token: int) -> bytes:
@@ -49,6 +72,14 @@ class TokenText:
     def text(self, token: int) -> str:
         """The same as text."""
         return self.bytes(token).decode("utf-8", "replace")
+
+    def is_special(self, token: int) -> bool:
+        """Whether text is without it."""
+        return token in self._special
+
+    def _stripped(self, token: int) -> bool:
+        """Whether a text that begins with this token is without its first space."""
+        return self.bytes(token).startswith(b" ") and not self.decode([token]).startswith(" ")
 
     def decode(self, tokens: list[int]) -> str:
         """The text of a prompt that came as tokens."""
@@ -66,18 +97,25 @@ class TokenText:
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": max(logprob, _LEAST), "bytes": list(self.bytes(token))}
 
-    def for_completion(self, found: list[Logprob | int], position: TextOffset, top: int) -> dict[str, Any]:
+    def for_completion(
+        self, read: list[Logprob | int], written: list[Logprob | int], position: TextOffset, top: int
+    ) -> dict[str, Any]:
         """As a completion has it: four lists.
 
         Args:
-            found: of each token; a plain id for a prompt's first token, of which nothing is known.
+            read, written: of each token of the prompt and of the answer; a plain id for a prompt's first token, of
+                which nothing is known.
             position: of the first one; it moves on.
             top: how many likely tokens were asked for; with 0 there are no `top_logprobs`.
         """
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for f in found:
+        for n, f in enumerate([*read, *written]):
+            if read and n == len(read):
+                position.begin_answer()
             token = f if isinstance(f, int) else f.token
-            text, offset = self.text(token), position.passed(self.bytes(token))
+            special = self.is_special(token)
+            stripped = position.fresh and not special and self._stripped(token)
+            text, offset = self.text(token), position.passed(self.bytes(token), special, stripped)
             likely: dict[str, float] | None = None
             if isinstance(f, Logprob):
                 likely = {}

@@ -10,21 +10,19 @@ Calls have one form whatever the model, the one that Hermes and Qwen were traine
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
-from qbe.engine.detokenize import overlap
+from qbe.engine.chat_template import chat_template
+from qbe.engine.typed_text import CallArguments
+from qbe.server.call_reader import ARGUMENTS, CLOSE, OPEN, RAW, RAW_CLOSE
 from qbe.server.errors import APIError
 from qbe.server.grammar import rule
-from qbe.server.protocol import ChatRequest, Message, NamedTool, Tool
+from qbe.server.messages import Message
+from qbe.server.protocol import AllowedTools, ChatRequest, GrammarInput, NamedTool, Tool
+from qbe.server.schemas import normal
 
-_OPEN = '<tool_call>\n{"name": '
-_ARGUMENTS = ', "arguments": '
-_CLOSE = "}\n</tool_call>"
+_ROLES = {"developer": "system", "function": "tool"}
 _PROMPT = """You may call functions. These are their signatures:
 <tools>
 {tools}
@@ -36,30 +34,74 @@ For each call write a JSON object with the function's name and arguments within 
 
 
 def offered(body: ChatRequest) -> list[Tool]:
-    """The functions that this request lets the model call. Raises APIError for a choice that is none of them."""
+    """The tools that this request lets the model call. Raises APIError for a choice that is none of them."""
     tools, choice = body.tools or [], body.tool_choice
-    names = [t.function.name for t in tools]
+    names = [t.name for t in tools]
     if len(set(names)) < len(names):
         raise APIError(400, "tools: two functions have the same name", param="tools")
     if not tools and choice not in (None, "none", "auto"):
         raise APIError(400, "tool_choice is given, but tools is empty", param="tool_choice")
-    if isinstance(choice, NamedTool):
-        tools = [t for t in tools if t.function.name == choice.function.name]
-        if not tools:
-            raise APIError(400, f"tool_choice: tools has no function '{choice.function.name}'", param="tool_choice")
+    if isinstance(choice, NamedTool | AllowedTools):
+        wanted = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+        missing = next((w for w in wanted if (w.type, w.name) not in {(t.type, t.name) for t in tools}), None)
+        if missing is not None:
+            raise APIError(400, f"tool_choice: tools has no {missing.type} '{missing.name}'", param="tool_choice")
+        tools = [t for t in tools if t.name in {w.name for w in wanted}]
     return [] if choice == "none" else tools
 
 
-def grammar(body: ChatRequest, tools: Sequence[Tool], text: str | None) -> str:
+def told(body: ChatRequest) -> list[Tool]:
+    """The tools that the model is told of: those not allowed in this turn, too, so that the prompt stays as it was."""
+    found = offered(body)
+    return list(body.tools or ()) if found and isinstance(body.tool_choice, AllowedTools) else found
+
+
+def described(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates take it: a custom one as a function of one text."""
+    if tool.custom is None:
+        return tool.model_dump(exclude_none=True)
+    about = tool.custom.description or ""
+    if isinstance(tool.custom.format, GrammarInput):
+        grammar = tool.custom.format.grammar
+        about += f"\nIts input is text of this grammar ({grammar.syntax}):\n{grammar.definition}"
+    function = {"name": tool.name, "description": about.strip(), "parameters": parameters(tool)}
+    return {"type": "function", "function": function}
+
+
+def parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments. Raises APIError for what is no schema."""
+    if tool.function is not None:
+        found = normal(tool.function.parameters or {}, "tools")
+        free = not found.keys() & {"type", "anyOf", "oneOf", "allOf", "$ref", "enum", "const", "not"}
+        return {"type": "object", **found} if free else found
+    text: dict[str, Any] = {"type": "string"}
+    assert tool.custom is not None
+    if isinstance(tool.custom.format, GrammarInput) and tool.custom.format.grammar.syntax == "regex":
+        text["pattern"] = f"^(?:{tool.custom.format.grammar.definition})$"
+    return {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+
+
+def own_grammar(tool: Tool) -> str | None:
+    """The Lark grammar of a custom tool's input, which is written as it is, not as JSON."""
+    given = None if tool.custom is None else tool.custom.format
+    return given.grammar.definition if isinstance(given, GrammarInput) and given.grammar.syntax == "lark" else None
+
+
+def grammar(
+    body: ChatRequest, tools: Sequence[Tool], text: str | None, schemas: Mapping[str, dict[str, Any]] | None = None
+) -> str:
     """What the answer may be, in Lark.
 
     Args:
         tools: not empty.
         text: what text it may be when it is no call, as rules of Lark that define `text`; None allows any.
+        schemas: of the arguments, by name; None: their own.
     """
     named, many = isinstance(body.tool_choice, NamedTool), body.parallel_tool_calls
+    choice = body.tool_choice
+    required = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
     calls = "call" if named or not many else 'call ("\\n" call)*'
-    if named or body.tool_choice == "required":
+    if named or required == "required":
         start = calls
     elif text is not None:
         start = f"text | {calls}"
@@ -71,9 +113,13 @@ def grammar(body: ChatRequest, tools: Sequence[Tool], text: str | None) -> str:
     elif start.startswith("text"):
         rules.append(text or "")
     for i, tool in enumerate(tools):
-        begin = json.dumps(_OPEN + json.dumps(tool.function.name) + _ARGUMENTS)
-        arguments = rule(tool.function.parameters or {"type": "object"}, "tools")
-        rules.append(f"call_{i}: {begin} {arguments} {json.dumps(_CLOSE)}")
+        name, own = json.dumps(tool.name), own_grammar(tool)
+        if own is not None:
+            rules.append(f"call_{i}: {json.dumps(OPEN + name + RAW)} raw_{i} {json.dumps(RAW_CLOSE)}")
+            rules.append(f"raw_{i}: %lark {{\n{own}\n}}")
+            continue
+        arguments = rule(parameters(tool) if schemas is None else schemas[tool.name], "tools")
+        rules.append(f"call_{i}: {json.dumps(OPEN + name + ARGUMENTS)} {arguments} {json.dumps(CLOSE)}")
     return "\n".join(rules)
 
 
@@ -83,9 +129,9 @@ def conversation(messages: Sequence[Message], tools: Sequence[Tool], known: bool
     Args:
         known: whether the template itself knows what to do with tools; if not, they go into messages as text.
     """
-    found = [_message(m, known) for m in messages]
+    found = [_message(m, known) for m in (_with_ids(messages) if known else messages)]
     if tools and not known:
-        signatures = "\n".join(json.dumps(t.model_dump(exclude_none=True)) for t in tools)
+        signatures = "\n".join(json.dumps(described(t)) for t in tools)
         said = _PROMPT.format(tools=signatures)
         if found[0]["role"] == "system":
             found[0] = {**found[0], "content": f"{found[0]['content']}\n\n{said}"}
@@ -94,14 +140,33 @@ def conversation(messages: Sequence[Message], tools: Sequence[Tool], known: bool
     return found
 
 
+def _with_ids(messages: Sequence[Message]) -> list[Message]:
+    """With an id for every call and result that has none, as those of the old form."""
+    found, last = list[Message](), {}
+    for n, message in enumerate(messages):
+        if calls := message.calls():
+            calls = [
+                c.model_copy(update={"id": c.id or f"call{n % 100:02d}{i % 1000:03d}"}) for i, c in enumerate(calls)
+            ]
+            last = {c.called().name: c.id for c in calls} | {None: calls[-1].id}
+            message = message.model_copy(update={"tool_calls": calls})
+        elif message.role in ("tool", "function") and message.tool_call_id is None and last:
+            message = message.model_copy(update={"tool_call_id": last.get(message.name, last[None])})
+        found.append(message)
+    return found
+
+
 def _message(message: Message, known: bool) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
+    role = _ROLES.get(message.role, message.role)
     found: dict[str, Any] = {"role": role, "content": message.text()}
-    calls = [{"name": c.function.name, "arguments": _arguments(c.function.arguments)} for c in message.tool_calls or ()]
+    calls = [{"name": c.called().name, "arguments": _arguments(c.called().arguments)} for c in message.calls()]
     if known:
         if calls:
-            found["tool_calls"] = [{"type": "function", "function": c} for c in calls]
-        return found | {k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None}
+            ids = [{} if c.id is None else {"id": c.id} for c in message.calls()]
+            found["tool_calls"] = [{**i, "type": "function", "function": c} for i, c in zip(ids, calls, strict=True)]
+            found["content"] = found["content"] or None
+        more = ("name", "tool_call_id", "reasoning_content")
+        return found | {k: v for k in more if (v := getattr(message, k)) is not None}
     if role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{found['content']}\n</tool_response>"}
     said = [f"<tool_call>\n{json.dumps(c)}\n</tool_call>" for c in calls]
@@ -116,88 +181,10 @@ def _arguments(said: str) -> dict[str, Any] | str:
         found = json.loads(said or "{}")
     except (ValueError, RecursionError):
         return said
-    return found if isinstance(found, dict) else said
-
-
-@dataclass(frozen=True)
-class Text:
-    """A piece of an answer that is no call."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A call begins."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """A piece of a call's arguments, which are JSON."""
-
-    index: int
-    text: str
-
-
-class ToolCallParser:
-    """Reads an answer piece by piece. What may be the beginning of a tag is held back.
-
-    Args:
-        tools: whether there may be calls.
-
-    Attributes:
-        calls: how many have begun.
-    """
-
-    def __init__(self, tools: bool) -> None:
-        self.calls = 0
-        self._held, self._within, self._tools = "", "text", tools
-
-    def push(self, text: str, last: bool = False) -> Iterator[Text | Begun | Arguments]:
-        """What became certain.
-
-        Args:
-            last: nothing follows.
-        """
-        self._held += text
-        while self._tools:
-            if self._within == "name":
-                name, found, rest = self._held.partition(_ARGUMENTS)
-                if not found:
-                    return
-                self.calls += 1
-                yield Begun(self.calls - 1, f"call_{uuid.uuid4().hex[:24]}", json.loads(name))
-                self._within, self._held = "arguments", rest
-            tag = _OPEN if self._within == "text" else _CLOSE
-            piece, found, rest = self._held.partition(tag)
-            if not found:
-                break
-            yield from self._piece(piece)
-            self._within, self._held = ("name", rest) if self._within == "text" else ("text", rest.removeprefix("\n"))
-        keep = overlap(self._held, tag) if self._tools else 0
-        if last and keep < (len("<tool_call>") if self._within == "text" else len("}\n<")):
-            keep = 0  # it was no tag; longer ones are of a call that was cut off
-        piece, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        yield from self._piece(piece)
-
-    def _piece(self, piece: str) -> Iterator[Text | Arguments]:
-        if self._within == "arguments":
-            if piece:
-                yield Arguments(self.calls - 1, piece)
-        elif piece and not (self.calls and not piece.strip()):  # the line between two calls
-            yield Text(piece)
+    return CallArguments(found, said) if isinstance(found, dict) else said
 
 
 def knows_tools(tokenizer: Any) -> bool:
-    """Whether a chat template itself tells of tools."""
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-    messages = [{"role": "user", "content": "?"}]
-    try:
-        plain, told = (tokenizer.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, [tool]))
-    except (TemplateError, TypeError, ValueError):
-        return False
-    return bool(plain != told)
+    """Whether a chat template itself tells of tools, calls and results."""
+    found = chat_template(tokenizer)
+    return found is not None and found.knows_tools

@@ -40,6 +40,7 @@ class _Running:
     ids: list[str] = field(default_factory=list)
     over_for: Exception | None = None  # why no further answer begins
     seen: list[int] = field(default_factory=list)  # tokens of each answer that were told; -1 when it has ended
+    shown: list[int] = field(default_factory=list)  # of these, those whose logprobs were
     asked_at: list[float] = field(default_factory=list)
     waited_s: list[float | None] = field(default_factory=list)
 
@@ -47,6 +48,7 @@ class _Running:
         """One more answer is in the engine."""
         self.ids.append(request_id)
         self.seen.append(0)
+        self.shown.append(0)
         self.asked_at.append(time.monotonic())
         self.waited_s.append(None)
 
@@ -218,9 +220,11 @@ class Worker(threading.Thread):
         if not tokens and not done:
             return
         text = "".join(engine.take_pieces(request_id))
+        shown, running.shown[answer] = running.shown[answer], engine.shown(request_id)
         running.seen[answer] = -1 if done else seen + len(tokens)
         delta = Delta(
-            answer, text, tokens, sequence.logprobs[seen:], [] if seen else sequence.prompt_logprobs,
+            answer, text, tokens, sequence.logprobs[shown : running.shown[answer]],
+            [] if seen else sequence.prompt_logprobs,
             engine.take_result(request_id) if done else None, sequence.cached,
             waited or 0.0, self._spent.pop(request_id, 0.0),
         )  # fmt: skip

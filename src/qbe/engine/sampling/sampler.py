@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from qbe.analysis.difficulty import difficulty
+from qbe.engine.sampling.constraint import settled
 from qbe.engine.sampling.logprobs import logprobs
 from qbe.engine.scheduling.sequence import Sequence
 
@@ -78,7 +79,10 @@ def sample(
     """
     told = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
     raw = scores.logits[told] if told else None  # a copy
-    tokens = _choose(scores, sequences, draft_tokens)
+    tokens = [
+        t if t is None or s.constraint is None else settled(s.constraint, t, s.max_length - len(s.token_ids))
+        for t, s in zip(_choose(scores, sequences, draft_tokens), sequences, strict=True)
+    ]
     if raw is not None:
         valid = [(row, i, t) for row, i in enumerate(told) if (t := tokens[i]) is not None]
         rows = raw[[row for row, _, _ in valid]]

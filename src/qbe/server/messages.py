@@ -1,0 +1,118 @@
+"""Messages of a conversation, read leniently: clients send back in them what answers and streams carry."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_UNREAD = ("thinking", "redacted_thinking", "reasoning")  # of earlier answers; templates leave them out, too
+
+
+def without_nulls(data: Any) -> Any:
+    """A field that is explicitly null is one that is not there."""
+    return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+class Lenient(BaseModel):
+    """Part of a conversation; fields that the model does not read are let through."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return without_nulls(data)
+
+
+class ContentPart(Lenient):
+    """A piece of a message's text."""
+
+    type: str = "text"
+    text: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kind = data.get("type", "text")
+        if isinstance(kind, str) and kind in _UNREAD:
+            return {"type": kind, "text": ""}
+        if not isinstance(kind, str) or kind not in _TEXTS:
+            raise ValueError("this model reads text only: parts have the type 'text'")
+        if not isinstance(data.get(_TEXTS[kind]), str):
+            raise ValueError(f"a part of type '{kind}' has its text in '{_TEXTS[kind]}'")
+        return {"type": "text", "text": data[_TEXTS[kind]]}
+
+
+class FunctionCall(Lenient):
+    """A call that the model made."""
+
+    name: str
+    arguments: str = ""
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return json.dumps(value) if isinstance(value, dict) else value
+
+
+class CustomCall(Lenient):
+    """A call of a custom tool."""
+
+    name: str
+    input: str = ""
+
+
+class ToolCall(Lenient):
+    """The same, with its id."""
+
+    id: str | None = None
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> ToolCall:
+        if self.function is None and self.custom is None:
+            raise ValueError("a call says what was called: it has a 'function'")
+        return self
+
+    def called(self) -> FunctionCall:
+        """What was called; the input of a custom tool is its only argument."""
+        if self.function is not None:
+            return self.function
+        assert self.custom is not None
+        return FunctionCall(name=self.custom.name, arguments=json.dumps({"input": self.custom.input}))
+
+
+class Message(Lenient):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: str | None = Field(default=None)
+
+    @field_validator("reasoning_content", mode="before")
+    @classmethod
+    def _only_text(cls, value: Any) -> Any:
+        return value if isinstance(value, str) else None
+
+    def text(self) -> str:
+        """Its text in one piece."""
+        found = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content or ""
+        return found or self.refusal or ""
+
+    def calls(self) -> list[ToolCall]:
+        """Its calls, those of the old form as well."""
+        if self.function_call is not None and not self.tool_calls:
+            return [ToolCall(function=self.function_call)]
+        return self.tool_calls or []

@@ -1,0 +1,238 @@
+"""JSON schemas as people write them: other dialects made plain, and what no grammar can hold taken out.
+
+Tools come with schemas of OpenAPI, Gemini, zod, pydantic and every draft of JSON Schema. `normal` makes one dialect of
+them; `relaxed` leaves out what llguidance does not compile. What was left out is checked when the answer is there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from qbe.server.errors import APIError
+from qbe.server.grammar_constraint import MOST_DIGITS, MOST_ITEMS, MOST_STRING, Limits
+from qbe.server.json_scan import Where
+
+Schema = dict[str, Any]
+
+_TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
+_OTHER_TYPES = {"float": "number", "double": "number", "int": "integer", "long": "integer", "bool": "boolean",
+                "str": "string", "dict": "object", "list": "array", "none": "null"}  # fmt: skip
+_ONE = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames", "additionalItems",
+        "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples", "example")  # which may have anything in them
+_ABOUT_PATTERNS = ("pattern", "patternProperties")
+_ABOUT_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_HARD_PATTERN = re.compile(r"\(\?[=!<>#P]|\\[1-9bBkG]|\\[AZz]|[*+?}]\+")
+_MOST_NUMBER = 2**53
+
+
+def normal(schema: Any, param: str) -> Schema:
+    """The schema in one dialect (2020-12, mostly). Raises APIError for what is no schema, about this field."""
+    try:
+        found = _normal(schema, param, "")
+    except RecursionError:
+        raise APIError(400, f"{param}: a schema is nested too deeply: make it simpler", param=param,
+                       code="invalid_grammar") from None  # fmt: skip
+    if not isinstance(found, dict):
+        return {"not": {}} if found is False else {}
+    _mapped(found, lambda one: _ends(one, found, param))
+    return found
+
+
+def _ends(one: Schema, root: Schema, param: str) -> Schema:
+    """The schema, of which no reference leads back to itself."""
+    at, seen = one, set[str]()
+    while isinstance(reference := at.get("$ref"), str):
+        if reference in seen:
+            raise APIError(400, f"{param}: '{reference[:200]}' refers to itself: there is no text that it allows",
+                           param=param, code="invalid_grammar")  # fmt: skip
+        seen.add(reference)
+        found = _target(reference, root)
+        if not isinstance(found, dict):
+            break
+        at = found
+    return dict(one)
+
+
+def _normal(schema: Any, param: str, at: str) -> Any:
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, dict):
+        raise _no_schema(param, at, "must be an object")
+    found: Schema = {k: v for k, v in schema.items() if v is not None or k in ("const", "default")}
+    found.pop("x-guidance", None)  # the grammar library's own options
+    for key in _ONE:
+        if key in found and not (key == "items" and isinstance(found[key], list)):
+            found[key] = _normal(found[key], param, f"{at}/{key}")
+    if isinstance(found.get("items"), list):  # a tuple of older drafts
+        found["prefixItems"] = found.pop("items")
+        if "additionalItems" in found:
+            found["items"] = found.pop("additionalItems")
+    for key in _MANY:
+        if key in found:
+            if not isinstance(found[key], list):
+                raise _no_schema(param, f"{at}/{key}", "must be a list")
+            found[key] = [_normal(one, param, f"{at}/{key}/{i}") for i, one in enumerate(found[key])]
+            if not found[key]:
+                del found[key]
+    for key in _BY_NAME:
+        if key in found:
+            if not isinstance(found[key], dict):
+                raise _no_schema(param, f"{at}/{key}", "must be an object")
+            found[key] = {name: _normal(one, param, f"{at}/{key}/{name}") for name, one in found[key].items()}
+    if isinstance(found.get("required"), bool):  # of draft 3
+        del found["required"]
+    elif not isinstance(found.get("required", []), list) or not all(
+        isinstance(r, str) for r in found.get("required", [])
+    ):
+        raise _no_schema(param, f"{at}/required", "must be a list of names")
+    _bounds(found)
+    return _types(found, param, at)
+
+
+def _bounds(found: Schema) -> None:
+    """Bounds that were flags in draft 4."""
+    for limit, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(found.get(flag), bool) and found.pop(flag) and limit in found:
+            found[flag] = found.pop(limit)
+
+
+def _types(found: Schema, param: str, at: str) -> Schema:
+    given = found.get("type")
+    if given is None:
+        types: list[str] = []
+    else:
+        names = given if isinstance(given, list) else [given]
+        schemas = [n for n in names if isinstance(n, dict)]
+        if not all(isinstance(n, str | dict) for n in names):
+            raise _no_schema(param, f"{at}/type", "must be the name of a type")
+        lower = [_OTHER_TYPES.get(n.lower(), n.lower()) for n in names if isinstance(n, str)]
+        types = [] if schemas or not all(n in _TYPES for n in lower) else lower
+        del found["type"]
+        if types:
+            found["type"] = types if isinstance(given, list) else types[0]
+        elif schemas and "anyOf" not in found:
+            found["anyOf"] = [_normal(s, param, f"{at}/type") for s in schemas] + [
+                {"type": n} for n in lower if n in _TYPES
+            ]
+    if found.pop("nullable", False) is True and types and "null" not in types:  # of OpenAPI 3.0
+        found["type"] = [*types, "null"]
+        if isinstance(found.get("enum"), list) and None not in found["enum"]:
+            found["enum"] = [*found["enum"], None]
+    return found
+
+
+def _no_schema(param: str, at: str, what: str) -> APIError:
+    return APIError(400, f"{param}: {at[:200] or 'the schema'} {what}", param=param, code="invalid_grammar")
+
+
+def relaxed(schema: Schema) -> Iterator[Schema]:
+    """The schema with less and less in it, until a grammar can be made of it: first without what is known to be too
+    hard, then without all patterns, references that go round and bounds of numbers.
+    """
+    yield schema | {"x-guidance": {"lenient": True, "coerce_one_of": True}}
+    for rule in (_without_hard, _without_all):
+        yield _mapped(schema, lambda s, rule=rule: rule(s, schema)) | {  # type: ignore[misc]
+            "x-guidance": {"lenient": True, "coerce_one_of": True}
+        }
+
+
+def _without_hard(one: Schema, root: Schema) -> Schema:
+    found = dict(one)
+    if isinstance(found.get("pattern"), str) and _HARD_PATTERN.search(found["pattern"]):
+        del found["pattern"]
+    if any(_HARD_PATTERN.search(p) for p in found.get("patternProperties", ())):
+        del found["patternProperties"]
+        found.pop("additionalProperties", None)
+    for key in ("$ref", "$dynamicRef"):
+        if key in found and not _resolves(found[key], root):
+            del found[key]
+    for key in _ABOUT_NUMBERS:
+        number = found.get(key)
+        if number is not None and (not isinstance(number, int | float) or not abs(number) <= _MOST_NUMBER):
+            del found[key]
+    if found.get("enum") == []:
+        del found["enum"]
+    named = found.get("properties", {}).keys()
+    if found.get("additionalProperties") is False and not set(found.get("required", ())) <= named:
+        del found["additionalProperties"]
+    return found
+
+
+def _without_all(one: Schema, root: Schema) -> Schema:
+    found = _without_hard(one, root)
+    for key in (*_ABOUT_PATTERNS, *_ABOUT_NUMBERS, "minLength", "minProperties", "maxProperties"):
+        found.pop(key, None)
+    return found
+
+
+def _resolves(reference: Any, root: Schema) -> bool:
+    return isinstance(reference, str) and isinstance(_target(reference, root), dict | bool)
+
+
+def _target(reference: str, root: Schema) -> Any:
+    """What a reference within a schema is to; None for one that is not."""
+    if not reference.startswith("#"):
+        return None
+    at: Any = root
+    for part in reference[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list) and name.isdigit() and int(name) < len(at):
+            at = at[int(name)]
+        elif isinstance(at, dict) and name in at:
+            at = at[name]
+        else:
+            return None
+    return at if reference in ("#", "#/") or "/" in reference else None
+
+
+def _mapped(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
+    """The schema with every schema within it changed, from the outside in."""
+
+    def each(one: Any) -> Any:
+        if not isinstance(one, dict):
+            return one
+        found = change(one)
+        for key in _ONE:
+            if key in found:
+                found[key] = each(found[key])
+        for key in _MANY:
+            if key in found:
+                found[key] = [each(s) for s in found[key]]
+        for key in _BY_NAME:
+            if key in found:
+                found[key] = {name: each(s) for name, s in found[key].items()}
+        return found
+
+    changed: Schema = each(schema)
+    return changed
+
+
+def limits(schemas: list[Schema], json_in: Where) -> Limits:
+    """What JSON of these schemas may grow to: the default, or what they say themselves where that is more.
+
+    Args:
+        json_in: see `Limits.json`.
+    """
+    most = {"maxLength": 0, "minLength": 0, "maxItems": 0, "minItems": 0}
+    seen = list[Any](schemas)
+    while seen:
+        one = seen.pop()
+        if isinstance(one, dict):
+            for key, value in one.items():
+                if key in most and isinstance(value, int | float) and not isinstance(value, bool):
+                    most[key] = max(most[key], min(int(value), 2**31))
+                elif key in ("enum", "const"):
+                    most["maxLength"] = max(most["maxLength"], len(json.dumps(value)))
+                elif isinstance(value, dict | list):
+                    seen.append(value)
+        elif isinstance(one, list):
+            seen += one
+    string, items = max(most["maxLength"], most["minLength"]), max(most["maxItems"], most["minItems"])
+    # A character may take six bytes, as an escape.
+    return Limits(max(MOST_STRING, 6 * string + 1), max(MOST_ITEMS, items + 1), MOST_DIGITS, json_in)
