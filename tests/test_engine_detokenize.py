@@ -137,3 +137,84 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
     pieces = [detokenizer.push(i) for i in ids_of("sentencepiece-like", "a stop, no")]
     assert "".join(pieces) + detokenizer.finish() == "a "
     assert detokenizer.stopped == "stop"
+
+
+@KINDS
+@settings(deadline=None, max_examples=60)
+@given(
+    before=st.text(st.sampled_from("the fox "), min_size=1, max_size=12),
+    after=st.text(st.sampled_from("the fox, é "), min_size=1, max_size=12),
+)
+def test_what_continues_a_prompt_adds_to_its_text(kind: str, before: str, after: str) -> None:
+    """The space before a word is there where the word does not begin the text."""
+    tokenizer = TOKENIZERS[kind]
+    prompt, answer = ids_of(kind, before), ids_of(kind, after)
+    detokenizer = Detokenizer(tokenizer, prompt=prompt)
+    found = "".join(map(detokenizer.push, answer)) + detokenizer.finish()
+    whole = tokenizer.decode([*prompt, *answer], clean_up_tokenization_spaces=False)
+    assert tokenizer.decode(prompt, clean_up_tokenization_spaces=False) + found == whole
+
+
+def test_a_stop_string_may_begin_with_the_space_of_the_first_word() -> None:
+    tokenizer = TOKENIZERS["sentencepiece-like"]
+    detokenizer = Detokenizer(tokenizer, (" fox",), prompt=ids_of("sentencepiece-like", "the"))
+    assert "".join(map(detokenizer.push, ids_of("sentencepiece-like", "fox jumps"))) == ""
+    assert detokenizer.stopped == " fox"
+
+
+def test_a_prompt_that_ends_within_a_character() -> None:
+    first, *rest = ids_of("byte-level", "👍 ok")
+    detokenizer = Detokenizer(TOKENIZERS["byte-level"], prompt=[first])
+    assert ("".join(map(detokenizer.push, rest)) + detokenizer.finish()).endswith(" ok")
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ((EOS,), "the fox"),
+        (("fox" + EOS,), "the "),
+        ((EOS + " lazy",), "the fox"),
+        ((EOS + " dog", "azy"), "the fox l"),
+    ],
+)
+def test_a_stop_string_may_have_special_tokens(kind: str, stop: tuple[str, ...], text: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    detokenizer = Detokenizer(tokenizer, stop)  # as with `ignore_eos`
+    ids = [*ids_of(kind, "the fox"), tokenizer.eos_token_id, *ids_of(kind, " lazy dog")]
+    if kind == "sentencepiece-like":
+        ids = tokenizer(f"the fox{EOS} lazy dog", add_special_tokens=False)["input_ids"]
+    found = "".join(map(detokenizer.push, ids)) + detokenizer.finish()
+    assert (found, detokenizer.stopped) == (text, stop[-1] if "l" in text else stop[0])
+
+
+def test_a_special_token_that_ends_nothing_is_no_text() -> None:
+    kind = "byte-level"
+    ids = [*ids_of(kind, "the"), TOKENIZERS[kind].eos_token_id, *ids_of(kind, " fox")]
+    assert "".join(stream(kind, ids, (EOS + "x", "<"))[0]) == "the fox"
+
+
+@KINDS
+@settings(deadline=None, max_examples=60)
+@given(
+    text=st.text(st.sampled_from("stop s, nté"), max_size=30),
+    stop=st.lists(st.text(st.sampled_from("stop "), min_size=1, max_size=4), max_size=2),
+)
+def test_tokens_are_shown_with_their_text(kind: str, text: str, stop: list[str]) -> None:
+    ids = ids_of(kind, text)
+    detokenizer = Detokenizer(TOKENIZERS[kind], tuple(stop))
+    before = 0
+    for n, token in enumerate(ids):
+        detokenizer.push(token)
+        assert before <= detokenizer.shown <= n + 1
+        before = detokenizer.shown
+        if detokenizer.stopped is not None:
+            break
+    detokenizer.finish()
+    if detokenizer.stopped is None:
+        assert detokenizer.shown == len(ids)
+    else:  # the fewest tokens that have all of the text
+        shown = TOKENIZERS[kind].decode(ids[: detokenizer.shown], clean_up_tokenization_spaces=False)
+        assert shown.startswith(detokenizer.text)
+        less = TOKENIZERS[kind].decode(ids[: max(0, detokenizer.shown - 1)], clean_up_tokenization_spaces=False)
+        assert len(less.rstrip("�")) < max(1, len(detokenizer.text))

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qbe.server.call_reader import Arguments, Begun, Reader
 from qbe.server.errors import APIError
-from qbe.server.protocol import ChatRequest, Message
-from qbe.server.tools import Arguments, Begun, ToolCallParser, conversation, offered
+from qbe.server.messages import Message
+from qbe.server.protocol import ChatRequest
+from qbe.server.tools import conversation, offered
 
 CALLS = (
     '<tool_call>\n{"name": "f", "arguments": {"a": {"b": 1}}}\n</tool_call>\n'
@@ -23,7 +25,7 @@ USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 
 def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of an answer that came in these pieces."""
-    reader, text, calls = ToolCallParser(True), "", list[list[str]]()
+    reader, text, calls = Reader(True), "", list[list[str]]()
     for i, piece in enumerate(pieces):
         for found in reader.push(piece, last=i == len(pieces) - 1):
             if isinstance(found, Begun):
