@@ -13,8 +13,8 @@ from qbe.errors import QBEError
 
 
 def encode(
-    prompt: PromptInput, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None, context_limit: ContextLimit | None = None,
-    variables: Mapping[str, Any] | None = None,
+    prompt: Prompt, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None,
+    context_limit: ContextLimit | None = None, variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int], list[int]]:  # fmt: skip
     """The text to analyse (of a conversation: the last message that has some), its token ids, and those to run.
 
@@ -58,8 +58,8 @@ def encode(
 
 
 def _conversation(
-    messages: list[dict[str, Any]], tokenizer: Any, model: str, tools: list[dict[str, Any]] | None, context_limit: ContextLimit | None,
-    variables: Mapping[str, Any],
+    messages: list[dict[str, Any]], tokenizer: Any, model: str, tools: list[dict[str, Any]] | None,
+    context_limit: ContextLimit | None, variables: Mapping[str, Any],
 ) -> list[int]:  # fmt: skip
     template, typed = check_chat(tokenizer, model), typed_text(tokenizer)
     # Joined before names of tokens are looked for: two parts may make one together.
