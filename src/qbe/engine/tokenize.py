@@ -13,7 +13,7 @@ from qbe.errors import QBEError
 
 
 def encode(
-    prompt: Prompt, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None,
+    prompt: PromptInput, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None,
     context_limit: ContextLimit | None = None, variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int], list[int]]:  # fmt: skip
     """The text to analyse (of a conversation: the last message that has some), its token ids, and those to run.
