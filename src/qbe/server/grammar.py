@@ -91,7 +91,7 @@ class Grammars:
             raise
         except BaseException as e:  # the library panics with a BaseException
             self.tokenizer = None
-            self._missing = f"llguidance cannot read this model's tokenizer ({_line(str(e)) or type(e).__name__})"
+            self._missing = f"llguidance cannot read this model's tokenizer ({one_line(str(e)) or type(e).__name__})"
             log.warning("no grammars, JSON schemas and tools that must be called: %s", self._missing)
 
     async def compile(self, grammar: str, seconds: float, most_bytes: int, param: str) -> llguidance.LLMatcher:
