@@ -69,17 +69,17 @@ static void call_combine() {
                                a.softcap, a.kv_heads, a.repeat, a.batch * heads);
 }
 
-static void launch(void (*kernel)(), int head_offsets, u32 shared) {
-    body = kernel, gridDim.x = head_offsets, shared_bytes = shared;
-    for (blockIdx.x = 0; blockIdx.x < head_offsets; blockIdx.x++) run_block();
+static void launch(void (*kernel)(), int blocks, u32 shared) {
+    body = kernel, gridDim.x = blocks, shared_bytes = shared;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block();
 }
 
 template <int DIM, bool F16, bool SOFTCAP>
-static void both(int head_offsets) {
+static void both(int blocks) {
     const Arguments &a = given_arguments;
     const bool few = a.repeat <= HEADS;
     if (a.cuts) launch(call_share, (a.count + WARPS) / WARPS, Room<64>::BYTES);
-    launch(few ? call<DIM, F16, SOFTCAP, 1> : call<DIM, F16, SOFTCAP, 2>, head_offsets, Room<DIM>::BYTES);
+    launch(few ? call<DIM, F16, SOFTCAP, 1> : call<DIM, F16, SOFTCAP, 2>, blocks, Room<DIM>::BYTES);
     launch(call_combine<DIM, F16, SOFTCAP>, (a.batch * a.kv_heads * a.repeat + WARPS - 1) / WARPS, 0);
 }
 
@@ -91,7 +91,7 @@ static void (*chosen(bool f16, bool softcap))(int) {
 
 struct Pieces {
     Sequences of;
-    int batch, head_offsets, start, least;
+    int batch, blocks, start, least;
     Cut *found;
 };
 
@@ -100,7 +100,7 @@ static Pieces given_pieces;
 static void find_piece() {
     const Pieces &p = given_pieces;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Plan plan = {p.of, p.batch, p.batch * p.of.kv_heads, p.head_offsets, p.start, p.least, warp, lane};
+    const Plan plan = {p.of, p.batch, p.batch * p.of.kv_heads, p.blocks, p.start, p.least, warp, lane};
     plan.add_costs();
     sync_block();
     if (warp >= 2) return;
@@ -108,7 +108,7 @@ static void find_piece() {
     if (lane == 0) p.found[2 * blockIdx.x + warp] = cut;
 }
 
-// Where the pieces of all head_offsets begin and end.
+// Where the pieces of all blocks begin and end.
 extern "C" void pieces(const int *head_offsets, const i64 *block_tables, const i64 *lengths, Cut *found, int table_row, int kv_heads,
                        int window, int batch, int count, int start, int least) {
     given_pieces = {{head_offsets, block_tables, lengths, table_row, kv_heads, window}, batch, count, start, least, found};
@@ -117,8 +117,8 @@ extern "C" void pieces(const int *head_offsets, const i64 *block_tables, const i
 
 extern "C" int room_bytes(int dim) { return dim == 128 ? Room<128>::BYTES : Room<64>::BYTES; }
 
-extern "C" void run(const Arguments *arguments, int dim, int f16, int head_offsets, int copies_late) {
+extern "C" void run(const Arguments *arguments, int dim, int f16, int blocks, int copies_late) {
     late = copies_late;
     given_arguments = *arguments;
-    (dim == 128 ? chosen<128> : chosen<64>)(f16, arguments->softcap)(head_offsets);
+    (dim == 128 ? chosen<128> : chosen<64>)(f16, arguments->softcap)(blocks);
 }

@@ -1,13 +1,13 @@
-// Codes of keys and values become operands of the tensor cores: bytes, four in a head_offset.
+// Codes of keys and values become operands of the tensor cores: bytes, four in a word.
 
 // The codes of a field of four bytes. Unless EXACT, those of odd fields are 16 times as large (4 bits) or 4 times (2
 // bits), which spares a shift: what they are multiplied with is that much less, and 4 or 2 of its 16 bits are lost.
 template <int BITS, bool EXACT>
-DEVICE u32 field_of(u32 head_offset, int field) {
-    if (BITS == 8) return head_offset;
-    if (EXACT) return head_offset >> BITS * field & (BITS == 4 ? 0x0F0F0F0F : 0x03030303);
-    if (BITS == 4) return head_offset & (field ? 0xF0F0F0F0 : 0x0F0F0F0F);
-    return (field & 2 ? head_offset >> 4 : head_offset) & (field & 1 ? 0x0C0C0C0C : 0x03030303);
+DEVICE u32 field_of(u32 word, int field) {
+    if (BITS == 8) return word;
+    if (EXACT) return word >> BITS * field & (BITS == 4 ? 0x0F0F0F0F : 0x03030303);
+    if (BITS == 4) return word & (field ? 0xF0F0F0F0 : 0x0F0F0F0F);
+    return (field & 2 ? word >> 4 : word) & (field & 1 ? 0x0C0C0C0C : 0x03030303);
 }
 
 template <bool EXACT>
@@ -17,16 +17,16 @@ DEVICE float odd_field(int bits) {
 
 // Turbo keys: levels of a field of codes, and the signs of their sketches (1 or -1), as signed bytes.
 template <int BITS>
-DEVICE u32 turbo_levels(u32 head_offset, int field) {
-    u32 x = head_offset >> BITS * field;
+DEVICE u32 turbo_levels(u32 word, int field) {
+    u32 x = word >> BITS * field;
     if (BITS == 2) return (~x & 0x01010101) * 255 | 0x01010101;
     x &= 0x07070707, x |= x >> 4;
     return bytes_of(0xC1D9EAF9, 0x3F271607, bytes_of(x, 0, 0x4420));  // 7, 22, 39, 63, the negative ones first
 }
 
 template <int BITS>
-DEVICE u32 turbo_signs(u32 head_offset, int field) {
-    return (~head_offset >> (BITS * field + BITS - 1) & 0x01010101) * 255 | 0x01010101;
+DEVICE u32 turbo_signs(u32 word, int field) {
+    return (~word >> (BITS * field + BITS - 1) & 0x01010101) * 255 | 0x01010101;
 }
 
 // Numbers of 16 bits become two bytes, the higher and the lower one, in columns of their own: x = 256 high + low, both
@@ -37,7 +37,7 @@ constexpr u32 SIGNS = 0x80808080;
 constexpr int LARGEST = 32512;    // whose bytes are still signed ones
 constexpr float NOTHING = 1e-30f;  // numbers up to this are left out: their reciprocals would be infinite
 
-// Kinds of head_offsets in the order of a list.
+// Kinds of blocks in the order of a list.
 DEVICE constexpr int kind_of(int n) {
     return n == 0 ? 16 : n == 1 ? 8 : n == 2 ? 4 : n == 3 ? 2 : n == 4 ? TURBO | 4 : TURBO | 2;
 }

@@ -9,7 +9,7 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 #define CALLED __device__ __noinline__
-#define KERNEL(threads, head_offsets) __global__ void __launch_bounds__(threads, head_offsets)
+#define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define EVERY 0xFFFFFFFFu
 
 extern __shared__ __align__(128) u8 shared_memory[];
@@ -58,7 +58,7 @@ DEVICE void barrier_wait(int at, u32 parity) {
 // A kernel may begin before the ones before it have ended (launch.py): what they wrote is there after this.
 DEVICE void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The next kernel may begin wherever there is room for its head_offsets.
+// The next kernel may begin wherever there is room for its blocks.
 DEVICE void begin_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // How copies use the L2 cache: what they bring leaves it first, since it is read once.

@@ -1,4 +1,4 @@
-// Which pages a block walks: so that all head_offsets end at the same time, whatever the lengths of sequences and the
+// Which pages a block walks: so that all blocks end at the same time, whatever the lengths of sequences and the
 // precisions of their heads and pages. It is worked out on the device from block_tables and lengths, which change from step
 // to step while launches stay as a graph has them: once for all layers (share.cu), or by every block for itself.
 //
@@ -44,11 +44,11 @@ struct Sequences {
     DEVICE int cost(int format, int head) const { return cost_of(head_offsets[format * kv_heads + head] & 255); }
 };
 
-// Tables and head_offsets to the L2 cache, by so many head_offsets together: they are read one after the other, each time by every
+// Tables and head_offsets to the L2 cache, by so many blocks together: they are read one after the other, each time by every
 // block, and what steps stream has driven them out.
-DEVICE void fetch_tables(const Sequences &of, int batch, int width, int block, int head_offsets) {
+DEVICE void fetch_tables(const Sequences &of, int batch, int width, int block, int blocks) {
     constexpr int LINE = 128, FORMATS = 256;
-    const i64 at = ((i64)threadIdx.x * head_offsets + block) * LINE;
+    const i64 at = ((i64)threadIdx.x * blocks + block) * LINE;
     if (at < ((i64)(batch - 1) * of.table_row + width) * 8) fetch((const u8 *)of.block_tables + at);
     if (at < (i64)FORMATS * of.kv_heads * 4) fetch((const u8 *)of.head_offsets + at);
     if (at < (i64)batch * 8) fetch((const u8 *)of.lengths + at);
@@ -61,7 +61,7 @@ DEVICE int first_of(u32 lanes) { return ones((lanes & (0 - lanes)) - 1); }
 
 struct Plan {
     Sequences of;
-    int batch, pairs, head_offsets;
+    int batch, pairs, blocks;
     int start, least;  // the cost of a beginning and an end, and the least cost of pages for which a pair is cut
     int warp, lane;
 
@@ -100,9 +100,9 @@ struct Plan {
     // Pairs without pages are on no line.
     DEVICE int length(int pair) const { return cost(pair) ? cost(pair) + start : 0; }
 
-    // Those of no more than `most`, if there are fewer pairs than head_offsets.
+    // Those of no more than `most`, if there are fewer pairs than blocks.
     DEVICE int pieces(int pair, int most) const {
-        return pairs > head_offsets ? cost(pair) > 0 : quotient(cost(pair) + most - 1, most);
+        return pairs > blocks ? cost(pair) > 0 : quotient(cost(pair) + most - 1, most);
     }
 
     // Sum of x over the lanes before this one; `all`: over all lanes.
@@ -124,17 +124,17 @@ struct Plan {
 #pragma unroll 1
         for (int i = low; i < high; i++) own += length(i), longest = max(longest, length(i));
         int before = sum_before(own, all);
-        const int even = quotient(all, head_offsets), most = max(least, even + min(even / 32, start / 4));
+        const int even = quotient(all, blocks), most = max(least, even + min(even / 32, start / 4));
 #pragma unroll 1
         for (int i = low; i < high; i++) own_pieces += pieces(i, most);
         const int pieces_before = sum_before(own_pieces, count);
-        const int each_block = quotient(count + head_offsets - 1, head_offsets);
+        const int each_block = quotient(count + blocks - 1, blocks);
         // Hardly longer: no block ends later than one that begins within a pair would.
-        const bool whole = pairs > head_offsets ? !any(longest > (int)quotient(even + even / 32 + start, max(each_block, 1)))
+        const bool whole = pairs > blocks ? !any(longest > (int)quotient(even + even / 32 + start, max(each_block, 1)))
                                           : each_block < 2;
         if (whole) own = own_pieces, before = pieces_before;
         if (!block) return {0, 0};
-        int at = whole ? min(block * each_block, count) : block * even + min(block, all - even * head_offsets);
+        int at = whole ? min(block * each_block, count) : block * even + min(block, all - even * blocks);
         if (at == (whole ? count : all)) return {pairs, 0};
 
         // The pair in which that is, and how far in it; a lane has found it.

@@ -6,10 +6,10 @@
 //
 // EXACT: of such numbers all 16 bits count at every code (field_of), as results in float16 need it.
 //
-// Everything but the unpacking of codes is the same for all kinds, and there is one copy of it: head_offsets that go through
+// Everything but the unpacking of codes is the same for all kinds, and there is one copy of it: blocks that go through
 // pages of several kinds wait for instructions where each kind has a loop of its own.
 
-// Which tokens a lane has scores of: in half h of tile 2 p + s, for head_offset a = 2 p + h of the values' operands, that is
+// Which tokens a lane has scores of: in half h of tile 2 p + s, for word a = 2 p + h of the values' operands, that is
 // own + (a & 1) * near + (a >> 1) * far + 2 s.
 struct Tokens {
     int own, near, far;
@@ -25,8 +25,8 @@ struct Tokens {
 template <int DIM, bool EXACT, bool SOFTCAP, int SETS>
 struct Quantised {
     using In = Room<DIM>;
-    static constexpr int STEPS = DIM / 16;  // head_offsets of a token's codes that a lane has, of four channels each
-    static constexpr int QUARTER = DIM / 4, WORDS = DIM / 64;  // channels, and a lane's head_offsets of each quarter
+    static constexpr int STEPS = DIM / 16;  // words of a token's codes that a lane has, of four channels each
+    static constexpr int QUARTER = DIM / 4, WORDS = DIM / 64;  // channels, and a lane's words of each quarter
     Ring<DIM> &ring;
     Sums<DIM, SETS> &sums;
     int lane, group, quad;
@@ -39,7 +39,7 @@ struct Quantised {
     DEVICE Quantised(Ring<DIM> &ring, Sums<DIM, SETS> &sums, int lane, float softcap)
         : ring(ring), sums(sums), lane(lane), group(lane / 4), quad(lane % 4), softcap(softcap), part(lane >> 2 & 1) {}
 
-    // The first of the four channels of a head_offset.
+    // The first of the four channels of a word.
     DEVICE int channel(int a) const { return a / WORDS * QUARTER + quad * (QUARTER / 4) + 4 * (a % WORDS); }
 
     static DEVICE int place_of(int head, bool twice) { return 2 * head + twice; }
@@ -170,7 +170,7 @@ struct Quantised {
     }
 
     // What the lows of channels add to every token's score. Lows are left operands as they lie: the first and the third
-    // head_offset are of rows of which the products with their channels' queries are taken, so are the second and the fourth.
+    // word are of rows of which the products with their channels' queries are taken, so are the second and the fourth.
     DEVICE void add_lows(float (&off)[SETS]) const {
         float first[SETS][4], second[SETS][4];
 #pragma unroll
@@ -198,7 +198,7 @@ struct Quantised {
         for (int set = 0; set < SETS; set++) off[set] = first[set][0] + second[set][2];
     }
 
-    // The codes of a token that a lane multiplies: head_offset `a` of STEPS.
+    // The codes of a token that a lane multiplies: word `a` of STEPS.
     template <int BITS>
     static DEVICE u32 key_word(const u32 (&x)[BITS / 2][WORDS], int a) {
         const int quarter = a / WORDS;  // of 8 bits a quarter of the row, of 4 bits half of a field, of 2 bits a field
@@ -273,8 +273,8 @@ struct Quantised {
                 u32 level[4], sign[4];
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    const int quarter = (a + k / 2) / WORDS, head_offset = (a + k / 2) % WORDS;
-                    const u32 from = (k & 1 ? y : x)[quarter % (BITS / 2)][head_offset];
+                    const int quarter = (a + k / 2) / WORDS, word = (a + k / 2) % WORDS;
+                    const u32 from = (k & 1 ? y : x)[quarter % (BITS / 2)][word];
                     const int field = BITS == 4 ? quarter >> 1 : quarter;
                     level[k] = turbo_levels<BITS>(from, field), sign[k] = turbo_signs<BITS>(from, field);
                 }

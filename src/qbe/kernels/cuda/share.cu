@@ -1,7 +1,7 @@
-// Where the pieces of all head_offsets begin, for all layers whose keys have one shape: a decode step needs it once, where
+// Where the pieces of all blocks begin, for all layers whose keys have one shape: a decode step needs it once, where
 // every block of every layer would find it out for itself, before it has anything to read.
 
-// cuts int32 [layers, count + 1, 2]: pair and page of each of `count` head_offsets and of the end (Cut). A block finds WARPS
+// cuts int32 [layers, count + 1, 2]: pair and page of each of `count` blocks and of the end (Cut). A block finds WARPS
 // of a layer's, so there are layers * ceil((count + 1) / WARPS). windows int32 [layers], 0 for all keys; `blocks_row`:
 // head_offsets from a layer's to the next one's. Other arguments are as in `decode_attention`.
 KERNEL(32 * WARPS, 1)
