@@ -54,7 +54,7 @@ def test_a_layers_measure_is_the_kl_of_a_full_pass_and_its_heads_share_it(device
     ]
     assert len(done) == 2
     ids = TOKENS.to(device)
-    with torch.inference_mode(), kv_sensitivity._probing(model) as probe:
+    with torch.inference_mode(), kv_sensitivity.probing(model, kv_sensitivity.Probe()) as probe:
         first = model(input_ids=ids).logits[0, : 2 * PAGE_SIZE]
         full = model(input_ids=ids).logits[0, 2 * PAGE_SIZE :].double().log_softmax(-1)
         for layer in range(2):
@@ -81,7 +81,7 @@ def test_a_heads_share_is_near_what_it_does_alone(device: torch.device) -> None:
     model, table = nested_model(device, 3)
     sites = kv_sensitivity.measure(model, table, TOKENS)
     ids, alone = TOKENS.to(device), []
-    with torch.inference_mode(), kv_sensitivity._probing(model) as probe:
+    with torch.inference_mode(), kv_sensitivity.probing(model, kv_sensitivity.Probe()) as probe:
         full = model(input_ids=ids).logits[0, 2 * PAGE_SIZE :].log_softmax(-1)
         for site in sites:
             probe.bits = {site.layer: tuple(4 if head == site.head else 16 for head in range(2))}

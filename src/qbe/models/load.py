@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    without: Collection[str] = (),
     progress: bool = True,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
@@ -73,6 +74,8 @@ def load_model(
         name_or_path: what `pull` takes: a folder, a GGUF file, a hub id or the default model's name.
         dtype: `auto` (the checkpoint's own; bfloat16 for a GGUF), `float32`, `bfloat16` or `float16`.
         device: where the weights go, one tensor at a time.
+        without: modules whose weight is not read, because another takes its place: it has its shape and no memory.
+            Weights that belong to another module, too, are read all the same.
         progress: show bars on stderr.
 
     Raises:
@@ -84,9 +87,9 @@ def load_model(
     name = (path.stem if path.is_file() else path.resolve().name) if is_path else str(name_or_path)
     with quiet(), torch.no_grad():
         if path.is_file():
-            model, tokenizer = _load_gguf(path, wanted or torch.bfloat16, torch.device(device), progress)
+            model, tokenizer = _load_gguf(path, wanted or torch.bfloat16, torch.device(device), without, progress)
         else:
-            model, tokenizer = _load_folder(path, wanted, torch.device(device), progress)
+            model, tokenizer = _load_folder(path, wanted, torch.device(device), without, progress)
     model.requires_grad_(False).eval()
     return LoadedModel(model, tokenizer, path, name, model.dtype)
 
@@ -128,13 +131,14 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def _load_gguf(
-    path: Path, dtype: torch.dtype, device: torch.device, progress: bool
+    path: Path, dtype: torch.dtype, device: torch.device, without: Collection[str], progress: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = read_parts(path)
     config = config_of(header)
     check_limits(config, path)
     skeleton = _skeleton(config, path)
     weights = gguf_weights.WeightLoader(header, skeleton).state_dict()  # refuses tensors before work is done
+    weights = _left_out(weights, skeleton, without)
     tokenizer = tokenizer_of(header, config.model_type)
     model = _materialise(type(skeleton), config, weights, path, dtype, device, progress)
     _set_generation_ids(model, header)
@@ -149,7 +153,7 @@ def _set_generation_ids(model: PreTrainedModel, header: GGUFHeader) -> None:
 
 
 def _load_folder(
-    path: Path, dtype: torch.dtype | None, device: torch.device, progress: bool
+    path: Path, dtype: torch.dtype | None, device: torch.device, without: Collection[str], progress: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not (path / "config.json").is_file():
         raise QBEError(f"{path} has no config.json: it is not a transformers model folder")
@@ -166,13 +170,34 @@ def _load_folder(
             )
     check_size(path, skeleton, weights)
     dtype = dtype or _checkpoint_dtype(config, weights)
-    model = _materialise(type(skeleton), config, weights, path, dtype, device, progress)
+    read = _left_out(weights, skeleton, without)
+    model = _materialise(type(skeleton), config, read, path, dtype, device, progress)
     if (path / "generation_config.json").is_file():
         try:
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         except (ValueError, TypeError, OSError) as e:
             raise QBEError(f"{path / 'generation_config.json'} is corrupt ({_first_line(e)}); download it again") from e
     return model, tokenizer
+
+
+def _left_out(weights: Mapping[str, Any], skeleton: PreTrainedModel, without: Collection[str]) -> dict[str, Any]:
+    """The weights, of which those of these modules alone are not to be read."""
+    owners: dict[int, int] = {}
+    for _, parameter in skeleton.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    alone = {f"{name}.weight" for name in without if owners[id(skeleton.get_parameter(f"{name}.weight"))] == 1}
+    return {name: _Unread(weight.shape) if name in alone else weight for name, weight in weights.items()}
+
+
+class _Unread:
+    """In place of a lazy tensor: the shape, and one number for all of it."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Zeros without memory."""
+        return torch.zeros((), device=device, dtype=dtype).expand(self.shape)
 
 
 def _checkpoint_dtype(config: PreTrainedConfig, weights: Mapping[str, folder_weights.LazySafetensor]) -> torch.dtype:

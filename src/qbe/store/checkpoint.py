@@ -200,8 +200,8 @@ def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Man
     The model's own weights are scaled in place by the folds of the checkpoint; it still computes the same.
 
     Args:
-        model: the 16-bit model of the same folder, on the CPU.
-        keep_original: keep the 16-bit weights as gear 16.
+        model: the 16-bit model of the same folder.
+        keep_original: keep the 16-bit weights as gear 16; else nobody reads those of nested sites.
 
     Raises:
         QBEError: a damaged file, or one that does not fit the model.
@@ -209,7 +209,8 @@ def attach(model: nn.Module, folder: Path, *, keep_original: bool = True) -> Man
     manifest = read_manifest(folder)
     layout = SliceLayout.of(manifest.slices)
     modules = dict(model.named_modules())
-    apply(model, load_folds(folder / SMOOTHING, manifest.folds, model) if manifest.folds else [])
+    folds = load_folds(folder / SMOOTHING, manifest.folds, model) if manifest.folds else []
+    apply(model, folds, without=() if keep_original else manifest.sites)
     by_file: dict[str, list[str]] = {}
     for name, site in manifest.sites.items():
         by_file.setdefault(site.file, []).append(name)

@@ -81,10 +81,10 @@ def edges(model: nn.Module, table: SiteTable, names: Collection[str], tokens: to
         for h in hooks:
             h.remove()
     found = [(norm, tuple(users)) for norm, users in read.items() if set(users) <= set(names)]
-    return [e for e in found + _gated(table, names) if _fits(model, *e)]
+    return [e for e in found + gated(table, names) if fits(model, *e)]
 
 
-def _gated(table: SiteTable, names: Collection[str]) -> list[Edge]:
+def gated(table: SiteTable, names: Collection[str]) -> list[Edge]:
     """The linear halves of gated feed-forward blocks, each with the projection that reads the product."""
     blocks: dict[str, dict[Role, str]] = {}
     for site in table:
@@ -93,29 +93,31 @@ def _gated(table: SiteTable, names: Collection[str]) -> list[Edge]:
     return [(b[Role.FFN_UP], (b[Role.FFN_DOWN],)) for b in blocks.values() if len(b) == 3]
 
 
-def _fits(model: nn.Module, source: str, consumers: Sequence[str]) -> bool:
+def fits(model: nn.Module, source: str, consumers: Sequence[str]) -> bool:
     weight = getattr(model.get_submodule(source), "weight", None)
     inputs = {model.get_submodule(c).in_features for c in consumers}
     return isinstance(weight, torch.Tensor) and inputs == {weight.shape[0]}
 
 
 @torch.no_grad()
-def apply(model: nn.Module, folds: Sequence[Fold], sign: int = 1) -> None:
-    """Scales the weights of a model, in place; `sign` -1 takes it back."""
+def apply(model: nn.Module, folds: Sequence[Fold], sign: int = 1, without: Collection[str] = ()) -> None:
+    """Scales the weights of a model, in place; `sign` -1 takes it back. Of modules in `without` only the bias is."""
     for fold in folds:
-        for tensor, scale in _parts(model, fold, sign):
+        for tensor, scale in _parts(model, fold, sign, without):
             tensor.mul_(scale)
 
 
-def _parts(model: nn.Module, fold: Fold, sign: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _parts(
+    model: nn.Module, fold: Fold, sign: int, without: Collection[str] = ()
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every tensor that a fold scales, and what by."""
     source: Any = model.get_submodule(fold.source)
     parts = []
-    for tensor in (source.weight, getattr(source, "bias", None)):
+    for tensor in (None if fold.source in without else source.weight, getattr(source, "bias", None)):
         if tensor is not None:
             down = _powers(fold.exponents, -sign, tensor)
             parts.append((tensor, down[:, None] if tensor.dim() == 2 else down))
-    for name in fold.consumers:
+    for name in (n for n in fold.consumers if n not in without):
         consumer: Any = model.get_submodule(name)
         parts.append((consumer.weight, _powers(fold.exponents, sign, consumer.weight)))
     return parts
@@ -130,13 +132,18 @@ def _powers(exponents: torch.Tensor, sign: int, like: torch.Tensor) -> torch.Ten
 def apply_exact(model: nn.Module, folds: Sequence[Fold], tokens: torch.Tensor) -> list[Fold]:
     """Applies those folds that change no bit of the logits of `tokens` [rows, tokens]; returns them."""
     reference = _logits(model, tokens)
+    return keep_exact(model, folds, lambda: torch.equal(_logits(model, tokens), reference))
+
+
+def keep_exact(model: nn.Module, folds: Sequence[Fold], same: Callable[[], bool]) -> list[Fold]:
+    """Applies those folds after which `same` says that nothing has changed; returns them."""
 
     def keep(some: Sequence[Fold]) -> list[Fold]:
         if not some:
             return []
         if all(_reversible(model, fold) for fold in some):
             apply(model, some)
-            if torch.equal(_logits(model, tokens), reference):
+            if same():
                 return list(some)
             apply(model, some, -1)
         half = len(some) // 2

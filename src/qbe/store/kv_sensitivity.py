@@ -34,7 +34,7 @@ MEASURED = (4, 2)
 DERIVED = tuple(b for b in KV_BITS[:-1] if b not in MEASURED)
 TOKENS = 448  # seven pages; the built-in text has 398 of SmolLM2's tokens
 ATTENTION = "qbe_kv_probe"  # the name under which transformers finds `_probe_attention`
-_PROBE = "qbe_kv_probe"  # the attribute of an attention module that holds its `_Probe`
+_PROBE = "qbe_kv_probe"  # the attribute of an attention module that holds its `Probe`
 
 
 def quantised(keys: torch.Tensor, values: torch.Tensor, bits: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def quantised(keys: torch.Tensor, values: torch.Tensor, bits: tuple[int, ...]) -
 
 
 @dataclass
-class _Probe:
+class Probe:
     """What the attention of a model under measurement does, and what it has seen.
 
     bits: layer -> bits of its key heads; other layers keep 16.
@@ -120,7 +120,7 @@ def _entropy(weights: torch.Tensor, seen: torch.Tensor) -> list[tuple[float, flo
     return [(float(h.mean()), float(h.std(correction=0))) for h in mean.transpose(0, 1)]
 
 
-class _OtherAttention(Exception):
+class OtherAttention(Exception):
     """The model's attention is not what is written out here."""
 
 
@@ -130,9 +130,9 @@ def _probe_attention(
     softcap: float | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function of transformers."""
-    probe: _Probe | None = getattr(module, _PROBE, None)
+    probe: Probe | None = getattr(module, _PROBE, None)
     if probe is None or attention_mask is not None:
-        raise _OtherAttention
+        raise OtherAttention
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return probe.attend(int(module.layer_idx), query, key, value, scaling, sliding_window, softcap), None  # type: ignore[arg-type]
 
@@ -141,9 +141,9 @@ AttentionInterface.register(ATTENTION, _probe_attention)
 
 
 @contextmanager
-def _probing(model: nn.Module) -> Iterator[_Probe]:
-    """Inside, the model attends through a probe."""
-    probe, before = _Probe(), model.config._attn_implementation  # type: ignore[union-attr]
+def probing(model: nn.Module, probe: Probe) -> Iterator[Probe]:
+    """Inside, the model attends through the probe."""
+    before = model.config._attn_implementation  # type: ignore[union-attr]
     owners = [m for m in model.modules() if hasattr(m, "layer_idx")]
     for module in owners:
         setattr(module, _PROBE, probe)
@@ -178,7 +178,7 @@ def measure(
         native = logits_of(model, tokens)
         try:
             return _measure(model, table, tokens, native, on_layer)
-        except _OtherAttention:
+        except OtherAttention:
             return ()
 
 
@@ -189,10 +189,10 @@ def _measure(
     places = torch.arange(tokens.numel(), device=tokens.device) % tokens.shape[1]
     rows = places >= 2 * PAGE_SIZE  # that see a quantised page
     sites: list[KVSite] = []
-    with _probing(model) as probe:
+    with probing(model, Probe()) as probe:
         outputs, logits = recorded_outputs(model, layers, tokens)
         if float((logits - native.float()).abs().max()) > 0.02 * float(native.abs().max()):
-            raise _OtherAttention  # it asks for something that the probe ignores, such as attention sinks
+            raise OtherAttention  # it asks for something that the probe ignores, such as attention sinks
         reference = logits[rows]
         probabilities = reference.softmax(-1)
         for layer, (heads, kv_heads, key_dim, value_dim) in sorted(probe.shapes.items()):
@@ -228,7 +228,7 @@ class _Done(Exception):
 
 
 def _moved(
-    model: nn.Module, probe: _Probe, layers: list[nn.Module], layer: int, outputs: list[Any], tokens: torch.Tensor,
+    model: nn.Module, probe: Probe, layers: list[nn.Module], layer: int, outputs: list[Any], tokens: torch.Tensor,
     head: int, bits: int, kv_heads: int,
 ) -> float:  # fmt: skip
     """How far one head at these bits moves its layer's output: the sum of squared differences."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,25 @@ from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
 from qbe.store import known, sensitivity, smoothing
 from qbe.store.calibrate import calibrate
 from qbe.store.folding import Fold, apply_exact, edges
+from qbe.store.layerwise import Layerwise, NotLayered
 from qbe.store.native_formats import is_native, stored_bytes
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, set_weight
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
+from qbe.store.sensitivity import decoder_layers
+from qbe.store.smoothing_layers import smooth_layers
 from qbe.tagger import tag
+
+
+def _nested_on(weight: torch.Tensor, config: NestedWeightConfig, device: torch.device | None) -> NestedTensor:
+    """A nested weight that lies where the weight is, made on the device."""
+    there = NestedTensor.from_weight(weight.to(device or weight.device), config.slices, config.group_size, False)
+    if not config.keep_original and there.device == weight.device:
+        return there
+    own, bits = weight.device, FULL_BITS if config.keep_original else there.layout.total_bits
+    return NestedTensor(
+        there.packed.to(own), there.meta.to(own), torch.tensor([bits], dtype=torch.int32, device=own), there.slices,
+        there.group_size, there.exponent, there.in_features, weight.dtype,
+        weight.detach() if config.keep_original else None,
+    )  # fmt: skip
 
 
 def nestable(table: SiteTable) -> list[str]:
@@ -64,9 +81,12 @@ def nest_skeleton(model: nn.Module, name: str, config: NestedWeightConfig, sites
 
 
 def smooth_model(
-    model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, known_as: str | None = None, progress: bool
-) -> list[Fold]:
-    """`qbe.store.smoothing.smooth` of a model that is about to be nested, on the built-in text, with a progress bar.
+    model: nn.Module, tokenizer: Any, config: NestedWeightConfig, *, known_as: str | None = None,
+    device: torch.device | None = None, progress: bool,
+) -> list[Fold]:  # fmt: skip
+    """`qbe.store.smoothing` of a model that is about to be nested, on the built-in text, with a progress bar.
+
+    It is done on `device` layer by layer where the model is built that way, else where the model is.
 
     The model is changed in place and computes what it computed. Nothing is searched for where it is known
     (`qbe.store.known`). Returns the folds that were made.
@@ -74,13 +94,18 @@ def smooth_model(
     table = tag(model)
     wanted = [s.name for s in table if s.is_linear and s.role in NESTABLE_ROLES - KEEPS_ACTIVATIONS]
     names = [n for n in wanted if not is_native(model.get_submodule(n).weight)]
-    tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS, model=model)
-    tokens = tokens.to(next(model.parameters()).device)
+    own = next(model.parameters()).device
+    tokens = sensitivity.calibration_tokens(tokenizer, smoothing.SEGMENT_TOKENS, model=model).to(own)
+    layout = SliceLayout.of(config.slices)
+    layers = decoder_layers(model, table) if known_as is None else []
+    with suppress(NotLayered), bar("smoothing activations", len(layers), progress) as step:
+        walk = Layerwise(model, layers, device or own, wide=False)
+        return smooth_layers(walk, table, names, tokens, layout, config.group_size, step)
     places = edges(model, table, names, tokens[:1])
     if known_as is not None:  # tried on all of the text where they were found
         return apply_exact(model, known.folds(known_as, places), tokens[:1])
     with bar("smoothing activations", len(places), progress) as step:
-        return smoothing.smooth(model, places, tokens, SliceLayout.of(config.slices), config.group_size, step)
+        return smoothing.smooth(model, places, tokens, layout, config.group_size, step)
 
 
 def nest_model(
@@ -90,6 +115,7 @@ def nest_model(
     *,
     text: torch.Tensor | None = None,
     keep: Path | None = None,
+    device: torch.device | None = None,
     progress: bool,
 ) -> SiteTable:
     """Nests every nestable site of a model in place, except layers in one of torchao's formats; returns the site table.
@@ -97,6 +123,7 @@ def nest_model(
     Args:
         text: int64 [windows, tokens] to choose the codes on (`qbe.store.calibrate`); without it weights are rounded.
         keep: where results of a calibration are kept until it is complete.
+        device: where weights are rounded, one at a time; None: where they are.
 
     Raises:
         QBEError: there is nothing to nest.
@@ -116,5 +143,8 @@ def nest_model(
         calibrate(model, names, text, config, keep, progress=progress)
         return with_store(table, model)
     with bar("nesting weights", len(names), progress) as step:
-        nest(model, names, config, on_site=lambda _: step())
+        for site in names:
+            module: Any = model.get_submodule(site)
+            set_weight(module, _nested_on(module.weight, config, device))
+            step()
     return with_store(table, model)

@@ -1,4 +1,5 @@
-"""Where a nested model's tensors live: the nested codes on the device, the 16-bit originals there or in host memory."""
+"""Where a nested model's tensors live: the nested codes on the device, the 16-bit originals there, in host memory or
+nowhere."""
 
 from __future__ import annotations
 
@@ -11,28 +12,42 @@ from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
-PLACES = ("device", "host")
+PLACES = ("none", "host", "device")
 MOST_PADDING = 9.5 / 8.75  # of the tiled over the canonical layout: 9.5 bits a weight at the default layout
 SMALL = 1 << 17  # bytes of a matrix whose padding does not matter
 
 
-def place(model: nn.Module, device: torch.device, originals: str) -> None:
-    """Moves a model to its device; the 16-bit originals of nested sites stay in pinned host memory if so asked.
+def place_of(originals: str | None, device: torch.device) -> str:
+    """One of `PLACES`; None is the default: nowhere on a GPU, whose memory they would triple, else where they are.
+
+    Raises:
+        QBEError: another place.
+    """
+    if originals is None:
+        return "none" if device.type == "cuda" else "host"
+    if originals not in PLACES:
+        raise QBEError(f"originals can be {', '.join(PLACES[:-1])} or {PLACES[-1]}, not '{originals}'")
+    return originals
+
+
+def place(model: nn.Module, device: torch.device, originals: str | None) -> None:
+    """Moves a model to its device; the 16-bit originals of nested sites stay in pinned host memory, or go, if so asked.
 
     A kernel on a GPU reads pinned memory directly, so a row at 16 bits works either way. An original that is also
     another parameter (a tied embedding) stays one tensor.
 
     Args:
-        originals: `device` or `host`; on the CPU both mean where they are.
+        originals: as of `place_of`; on the CPU `device` and `host` both mean where they are.
 
     Raises:
         QBEError: another place.
     """
-    if originals not in PLACES:
-        raise QBEError(f"originals can live on {' or '.join(PLACES)}, not '{originals}'")
+    nested, originals = nested_linears(model), place_of(originals, device)
+    if originals == "none":
+        for _, _, weight in nested:
+            drop_original(weight)
     if device.type == "cpu":
         return
-    nested = nested_linears(model)
     weights = {name: weight for name, _, weight in nested}
     for _, module, _ in nested:
         module.weight = None  # type: ignore[assignment]  # so that `model.to` leaves it alone
@@ -52,6 +67,13 @@ def place(model: nn.Module, device: torch.device, originals: str) -> None:
             weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,
         )  # fmt: skip
         set_weight(module, moved)
+
+
+def drop_original(weight: NestedTensor) -> None:
+    """Forgets the 16-bit weight, so that the widest gear is the store's."""
+    if weight.original is not None:
+        weight.original = None
+        weight.bits = torch.full_like(weight.bits, weight.gears[-1])
 
 
 def device_layout(weight: NestedTensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

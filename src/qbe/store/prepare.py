@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,17 @@ from qbe.sites import SiteTable
 from qbe.store import checkpoint, kept, known, kv_table, sensitivity_table, superseded
 from qbe.store.calibrate import WINDOW, beginning, read_tokens
 from qbe.store.draft import writing
+from qbe.store.estimating import estimate_into, estimate_model, write_estimated
+from qbe.store.layerwise import NotLayered
 from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured, with_stored
 from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
-from qbe.store.placement import place
+from qbe.store.placement import place, place_of
+from qbe.store.sensitivity import Sensitivity
 from qbe.tagger import tag
 from qbe.version import __version__
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -57,7 +63,7 @@ def prepare(
     *,
     dtype: str | torch.dtype = "auto",
     device: torch.device,
-    originals: str = "device",
+    originals: str | None = None,
     need_sensitivity: bool = True,
     progress: bool = True,
 ) -> PreparedModel:
@@ -65,16 +71,17 @@ def prepare(
 
     Args:
         name: anything `qbe.pull` takes, or a folder that `qbe quantize` wrote.
-        originals: where the 16-bit weights of nested sites live: `device`, or `host` (pinned memory).
-        need_sensitivity: measure the sensitivities if they are not stored yet and did not come with the package
-            (minutes, once per model).
+        device: where the model will run; weights are smoothed, nested and looked at there, too, a layer at a time.
+        originals: where the 16-bit weights of nested sites live (`qbe.store.placement.place_of`). Those that live
+            nowhere are not even read.
+        need_sensitivity: estimate the sensitivities if they are not stored yet and did not come with the package.
 
     Raises:
         QBEError: whatever is wrong with the model or its files.
     """
-    path = pull(str(name), progress=progress)
+    path, originals = pull(str(name), progress=progress), place_of(originals, device)
     for _ in range(3):
-        folder = store_folder(str(name), progress=progress)
+        folder = store_folder(str(name), device=device, sensitivity=need_sensitivity, progress=progress)
         with superseded.in_use(folder) as there:
             if not there:
                 continue
@@ -93,9 +100,11 @@ def _from_store(
     need_sensitivity: bool, progress: bool,
 ) -> PreparedModel:  # fmt: skip
     """The model at `path` with the store in `folder`."""
-    loaded = load_model(path, dtype=dtype, progress=progress)
+    keep = originals != "none"
+    unread = () if keep else checkpoint.read_manifest(folder).sites
+    loaded = load_model(path, dtype=dtype, without=unread, progress=progress)
     table = tag(loaded.model, name=name)
-    manifest = checkpoint.attach(loaded.model, folder)
+    manifest = checkpoint.attach(loaded.model, folder, keep_original=keep)
     if missing := set(nestable(table)) - set(manifest.sites):
         raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; {checkpoint.AGAIN}")
     table = with_store(table, loaded.model)
@@ -107,7 +116,7 @@ def _from_store(
         if known.bring(folder, manifest.known_as):
             measured = sensitivity_table.read(folder)
         elif missing_all and need_sensitivity:
-            measured = measure_into(folder, path, name, device, progress=progress)
+            measured = estimate_into(folder, path, name, device, progress=progress)
     if measured is not None:
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
     place(loaded.model, device, originals)
@@ -119,11 +128,11 @@ def prepare_in_memory(
     tokenizer: Any,
     *,
     device: torch.device,
-    originals: str = "device",
+    originals: str | None = None,
     need_sensitivity: bool = True,
     progress: bool = True,
 ) -> PreparedModel:
-    """Nests a transformers causal LM that is in memory already, in place, and measures its sensitivities if needed.
+    """Nests a transformers causal LM that is in memory already, in place, and estimates its sensitivities if needed.
 
     Raises:
         QBEError: no tokenizer, or nothing to nest.
@@ -137,37 +146,57 @@ def prepare_in_memory(
         check_limits(config, name)
     nesting = NestedWeightConfig()
     known_as = known.find(model.eval().requires_grad_(False), nesting)
-    smooth_model(model, tokenizer, nesting, known_as=known_as, progress=progress)
-    table = nest_model(model, name, nesting, progress=progress)
-    place(model, device, "device")
-    if need_sensitivity:  # before originals leave the device: the measurement reads all of them again and again
+    smooth_model(model, tokenizer, nesting, known_as=known_as, device=device, progress=progress)
+    table = nest_model(model, name, nesting, device=device, progress=progress)
+    originals = place_of(originals, device)
+    measured: Sensitivity | None = None
+    if need_sensitivity:
         found = known.read(known_as) if known_as is not None else None
-        measured = found[0] if found else measure_model(model, tokenizer, table, progress=progress)
-        kv = found[1] if found else measure_kv(model, tokenizer, table, progress=progress)
+        try:
+            measured, kv = found or estimate_model(model, tokenizer, table, device, progress=progress)
+        except NotLayered:
+            place(model, device, "device")  # the measurement reads all of them again and again
+            measured = measure_model(model, tokenizer, table, progress=progress)
+            kv = measure_kv(model, tokenizer, table, progress=progress)
+    place(model, device, originals)
+    table = with_store(table, model)
+    if measured is not None:
         table = with_measured(table, measured).with_kv(kv)
-    if originals != "device":
-        place(model, device, originals)
     return PreparedModel(model, tokenizer, table, name)
 
 
-def store_folder(name: str, *, progress: bool) -> Path:
+def store_folder(name: str, *, device: torch.device = CPU, sensitivity: bool = False, progress: bool) -> Path:
     """Where the nested store of a model lies: its own folder, or one in the cache (made on first use)."""
     path = pull(name, progress=progress)
-    return path if checkpoint.is_checkpoint(path) else cached_store(path, name, progress=progress)
+    if checkpoint.is_checkpoint(path):
+        return path
+    return cached_store(path, name, device=device, sensitivity=sensitivity, progress=progress)
 
 
-def cached_store(path: Path, name: str, *, progress: bool) -> Path:
-    """The nested store of a model that is no QBE checkpoint, made on first use."""
+def cached_store(path: Path, name: str, *, device: torch.device, sensitivity: bool, progress: bool) -> Path:
+    """The nested store of a model that is no QBE checkpoint, made on first use.
+
+    Args:
+        device: where it is made, a layer at a time.
+        sensitivity: estimate sensitivities, too, while the 16-bit model is there.
+    """
     config = NestedWeightConfig()
     folder = cache_dir() / "nested" / fingerprint(path, config)
     if not checkpoint.is_checkpoint(folder):
         loaded = load_model(path, progress=progress)
-        known_as = known.find(loaded.model, config)
-        folds = smooth_model(loaded.model, loaded.tokenizer, config, known_as=known_as, progress=progress)
-        nest_model(loaded.model, name, config, progress=progress)
+        model, tokenizer = loaded.model, loaded.tokenizer
+        known_as = known.find(model, config)
+        folds = smooth_model(model, tokenizer, config, known_as=known_as, device=device, progress=progress)
+        table = nest_model(model, name, config, device=device, progress=progress)
+        found = None
+        if sensitivity and known_as is None:
+            with suppress(NotLayered):
+                found = estimate_model(model, tokenizer, table, device, progress=progress)
         try:
             with writing(folder) as partial:
-                checkpoint.write_nested(partial, loaded.model, name, superseded.source_of(path), folds, known_as)
+                checkpoint.write_nested(partial, model, name, superseded.source_of(path), folds, known_as)
+                if found is not None:
+                    write_estimated(partial, *found)
         except QBEError:
             if not checkpoint.is_checkpoint(folder):  # else another process finished the same store first
                 raise
@@ -194,15 +223,17 @@ def quantise_to(
     device: torch.device,
     *,
     text: Path | None = None,
-    measure: bool = True,
+    measure: bool | None = None,
     progress: bool = True,
 ) -> Path:
     """`qbe quantize`: writes the checkpoint folder of a model, sensitivities included.
 
     Args:
+        measure: whether sensitivities are measured site by site (minutes); None: they are estimated, where the package
+            has none; False: there are none.
         text: a text file to choose the codes on (`qbe.store.calibrate`); without it weights are rounded. What is done
             of it stays in the cache until the folder is complete, so that the same call goes on after an interruption.
-        device: where sensitivities are measured, and where the model reads the text.
+        device: where weights are nested and looked at, a layer at a time, and where the model reads the text.
 
     Raises:
         QBEError: bad input, a target that exists, or a disk that refuses; nothing is left at the target then.
@@ -226,18 +257,26 @@ def quantise_to(
             digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
             keep = cache_dir() / "calibration" / f"{fingerprint(path, config)}-{digest}"
         known_as = known.find(loaded.model, config)
-        folds = smooth_model(loaded.model, loaded.tokenizer, config, known_as=known_as, progress=progress)
+        folds = smooth_model(
+            loaded.model, loaded.tokenizer, config, known_as=known_as, device=device, progress=progress
+        )
         try:
             if tokens is not None:  # for its passes forward and back; the codes are chosen on the CPU
                 loaded.model.to(device)  # type: ignore[arg-type]
-            nest_model(loaded.model, name, config, text=tokens, keep=keep, progress=progress)
+            table = nest_model(loaded.model, name, config, text=tokens, keep=keep, device=device, progress=progress)
         except torch.OutOfMemoryError as error:
             raise QBEError(f"{device} has too little memory to calibrate {name}; give --device cpu, which goes on "
                            "from what is done") from error  # fmt: skip
         known_as = known_as if tokens is None else None  # codes chosen on a text are others
         checkpoint.write_nested(partial, loaded.model, name, folds=folds, known_as=known_as)
+        if measure is None and not known.bring(partial, known_as):
+            try:
+                found = estimate_model(loaded.model, loaded.tokenizer, table, device, progress=progress)
+                write_estimated(partial, *found)
+            except NotLayered:
+                measure = True
         del loaded
-        if measure and not known.bring(partial, known_as):
+        if measure:
             measure_into(partial, path, name, device, progress=progress)
     if keep is not None:
         shutil.rmtree(keep, ignore_errors=True)

@@ -240,7 +240,7 @@ def decoder_layers(model: nn.Module, table: SiteTable) -> list[nn.Module]:
     """The modules that the sites' layer indices count, found from the sites' own names; empty if there are none."""
     found: dict[int, nn.Module] = {}
     modules = dict(model.named_modules())
-    for site in table.nested:
+    for site in table.nested or (s for s in table if s.is_linear):
         if site.layer is not None and site.layer not in found:
             head, _, _ = site.name.partition(f".{site.layer}.")
             layer = modules.get(f"{head}.{site.layer}")

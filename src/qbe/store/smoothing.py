@@ -79,9 +79,7 @@ def _inputs(model: nn.Module, names: Sequence[str], tokens: torch.Tensor) -> dic
 
     def hook(name: str) -> Callable[..., None]:
         def keep(_module: nn.Module, args: Any) -> None:
-            x = args[0].flatten(0, -2).float()
-            equal = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
-            seen[name] = Inputs(x[:: max(1, len(x) // ROWS)].clone(), equal.square().mean(0).sqrt())
+            seen[name] = inputs_of(args[0])
 
         return keep
 
@@ -92,6 +90,13 @@ def _inputs(model: nn.Module, names: Sequence[str], tokens: torch.Tensor) -> dic
         for h in hooks:
             h.remove()
     return seen
+
+
+def inputs_of(x: torch.Tensor) -> Inputs:
+    """What is kept of a place's inputs `[..., channels]`."""
+    x = x.flatten(0, -2).float()
+    equal = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
+    return Inputs(x[:: max(1, len(x) // ROWS)].clone(), equal.square().mean(0).sqrt())
 
 
 @torch.inference_mode()

@@ -1,0 +1,253 @@
+"""Sensitivities from gradients: what `qbe.store.sensitivity` measures site by site, for all sites at once.
+
+A site at fewer bits adds an error e to its outputs. To second order the divergence of a row of logits is half the
+variance of what that does to them under the 16-bit model's distribution p: half the mean of (r J e)^2, with r of the
+covariance of one token drawn from p, and r J the gradient that one backward pass brings to every site (as
+`qbe.learning.sensitivities`, which asks about single texts and tokens). r is made of tokens drawn from p, with weights
+that add up to 0 and whose squares add up to 1: that is its covariance, and it needs a few rows of the output head where
+a normal r needs all of them. The head's own errors come from the drawn tokens, too.
+
+Forward and backward go layer by layer (`qbe.store.layerwise`), so that a device needs room for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributions import Categorical
+from torch.nn.functional import linear
+
+from qbe.format import scales
+from qbe.kernels.reference import eight_bit_rows
+from qbe.kernels.reference.activations import eight_bits
+from qbe.kernels.reference.nested_linear import dequantise
+from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KEEPS_ACTIVATIONS, Role
+from qbe.store.kv_estimate import KVEstimate
+from qbe.store.layerwise import Layerwise, NotLayered, Pass, on
+from qbe.store.nested_tensor import NestedTensor
+from qbe.store.sensitivity import DIFFICULT, Sensitivity
+
+DRAWS = 16  # backward passes; each text of a pass is a draw by itself
+TOKENS = 16  # drawn for each row of a pass
+HEAD_TOKENS = 64  # drawn for each row to tell the head's own errors by
+
+Way = int | str  # a gear of the weight; `ACTIVATIONS`; a format of native products
+ACTIVATIONS = "activations"
+
+
+def drawn(p: torch.Tensor, draws: int, generator: torch.Generator) -> torch.Tensor:
+    """Tokens drawn from each row of p [rows, vocabulary], int64 [rows, draws]."""
+    return torch.multinomial(p, draws, replacement=True, generator=generator)
+
+
+def zero_sum(rows: int, draws: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """Weights [rows, draws] of either sign that add up to 0, and their squares to 1."""
+    signs = torch.ones(draws, device=device)
+    signs[draws // 2 :] = -1
+    order = torch.rand(rows, draws, generator=generator, device=device).argsort(-1)
+    return signs[order] / draws**0.5
+
+
+def errors(x: torch.Tensor, full: torch.Tensor, nested: NestedTensor, ways: Sequence[Way]) -> torch.Tensor:
+    """What each way of lowering a site changes of its outputs.
+
+    Args:
+        x: float32 [rows, K], its inputs.
+        full: float32 [N, K], its 16-bit weight.
+        nested: the same weight, nested.
+
+    Returns:
+        float32 [ways, rows, N].
+    """
+    y, found = x @ full.T, []
+    for way in ways:
+        if isinstance(way, int):
+            found.append(x @ (_read(nested, way, x.device) - full).T)
+        elif way == ACTIVATIONS:
+            found.append((eight_bits(x, nested.group_size) - x) @ full.T)
+        else:
+            bound = scales.largest_of_rows(nested.meta, nested.exponent, nested.layout, nested.layout.total_bits)
+            largest = torch.maximum(bound.to(x.device), full.abs().amax(-1))
+            found.append(eight_bit_rows.linear(x, full, eight_bit_rows.DTYPES[way], largest) - y)
+    return torch.stack(found)
+
+
+def _read(nested: NestedTensor, bits: int, device: torch.device) -> torch.Tensor:
+    """The weight at these bits, float32 [N, K] on the device."""
+    packed, meta = nested.canonical_packed().to(device), nested.meta.to(device)
+    return dequantise(packed, meta, nested.exponent, nested.slices, nested.in_features, bits)
+
+
+def ways_of(role: Role, precisions: Sequence[int]) -> list[Way]:
+    """Every way of lowering a site that is told."""
+    return [*precisions, *(() if role in KEEPS_ACTIVATIONS else (ACTIVATIONS, *eight_bit_rows.DTYPES))]
+
+
+class Estimate:
+    """Estimates of one model, from a forward pass and `DRAWS` backward ones.
+
+    Args:
+        walk: the model.
+        sites: name -> role of those that are, or will be, nested.
+        tokens: int64 [texts, tokens].
+        kv_tokens: int64 [1, tokens], for the KV cache; None leaves it out.
+        precisions: of the store.
+
+    Raises:
+        NotLayered: the model is built otherwise; then it has to be measured.
+    """
+
+    def __init__(
+        self, walk: Layerwise, sites: Mapping[str, Role], tokens: torch.Tensor, kv_tokens: torch.Tensor | None,
+        precisions: Sequence[int], draws: int = DRAWS,
+    ) -> None:  # fmt: skip
+        self._walk, self._draws, self._precisions = walk, draws, tuple(precisions)
+        names = {id(module): name for name, module in walk.model.named_modules()}
+        self._of_layer: list[dict[str, nn.Linear]] = [
+            {names[id(m)]: m for m in layer.modules() if names[id(m)] in sites and isinstance(m, nn.Linear)}
+            for layer in walk.layers
+        ]
+        outside = set(sites) - {n for some in self._of_layer for n in some}
+        self._head = names[id(walk.head.module)]
+        if outside - {self._head}:
+            raise NotLayered
+        self._roles = sites
+        self._found: dict[str, dict[Way, float]] = {}
+        generator = torch.Generator(walk.device).manual_seed(0)
+        self._pass = walk.run(tokens)
+        logits, self._pass.logits = self._pass.logits, None
+        assert logits is not None
+        rows = logits.flatten(0, 1).float()
+        del logits
+        p = rows.softmax(-1)
+        entropy = torch.cat([Categorical(logits=r, validate_args=False).entropy() for r in rows.split(32)])
+        self.difficult_entropy = float(entropy.quantile(1 - DIFFICULT))
+        self._gradients = [self._tail(p, rows, generator) for _ in range(draws)]
+        self._head_tokens = drawn(p, HEAD_TOKENS, generator) if self._head in sites else None
+        del p, rows
+        self._kv = KVEstimate(walk, kv_tokens, generator, drawn, zero_sum) if kv_tokens is not None else None
+
+    def _tail(self, p: torch.Tensor, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        tokens = drawn(p, TOKENS, generator)
+        return gradient_of_drawn(self._walk, self._pass, logits, tokens, zero_sum(*tokens.shape, generator, p.device))
+
+    def layer(self, i: int, nested: Mapping[str, NestedTensor]) -> None:
+        """Goes back through a layer, from the last to the first, whose sites have these weights."""
+        with on(self._walk.layers[i].modules(), self._walk.device):
+            self.layer_there(i, nested)
+
+    def layer_there(self, i: int, nested: Mapping[str, NestedTensor]) -> None:
+        """The same of a layer that is on the device already."""
+        walk, passed, sites = self._walk, self._pass, self._of_layer[i]
+        texts = passed.tokens.shape[0]
+        sums: dict[str, torch.Tensor] = {}
+        totals: dict[str, torch.Tensor] = {}
+
+        def multiplying(name: str, module: nn.Linear, ways: list[Way]) -> Callable[[torch.Tensor], torch.Tensor]:
+            weight, bias = module.weight, module.bias
+
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                y = linear(x, weight, bias)
+                if y.numel() % (texts * weight.shape[0]):
+                    raise NotLayered
+                with torch.no_grad():
+                    wrong = errors(x.detach().flatten(0, -2), weight, nested[name], ways)
+                wrong = wrong.view(len(ways), texts, -1)
+
+                def add(gradient: torch.Tensor) -> None:
+                    product = torch.einsum("wte,te->wt", wrong, gradient.reshape(texts, -1).float())
+                    sums[name] = sums.get(name, 0.0) + product
+
+                y.register_hook(add)
+                return y
+
+            return forward
+
+        with torch.enable_grad(), ExitStack() as stack:
+            for name, module in sites.items():
+                module.forward = multiplying(name, module, ways_of(self._roles[name], self._precisions))  # type: ignore[method-assign]
+                stack.callback(delattr, module, "forward")
+            states = passed.hidden(i).detach().requires_grad_()
+            out = passed.call(i, walk.layers[i], states)
+            for draw in range(self._draws):
+                sums.clear()
+                last = draw + 1 == self._draws
+                (self._gradients[draw],) = torch.autograd.grad(
+                    out, states, self._gradients[draw], retain_graph=not last
+                )
+                for name, product in sums.items():
+                    totals[name] = totals.get(name, 0.0) + product.double().square().sum(1)
+        if set(totals) != set(sites):
+            raise NotLayered  # it multiplies by a weight without calling its layer
+        count = 2 * self._draws * passed.tokens.numel()
+        for name, total in totals.items():
+            ways = ways_of(self._roles[name], self._precisions)
+            self._found[name] = dict(zip(ways, (total / count).tolist(), strict=True))
+        if self._kv is not None:
+            self._kv.layer(i, passed)
+        passed.outputs[i] = passed.args[i] = passed.kwargs[i] = None  # type: ignore[call-overload]
+
+    def head(self, nested: Callable[[torch.Tensor], NestedTensor]) -> None:
+        """The output head's own; before any layer.
+
+        Args:
+            nested: makes rows of the head's weight, float32 [n, inputs], into nested ones.
+        """
+        if self._head_tokens is None:
+            return
+        walk, passed, tokens = self._walk, self._pass, self._head_tokens
+        states = _states(passed)
+        which, at = tokens.unique(return_inverse=True)
+        full = walk.head.rows(which)
+        rows = nested(full)
+        with torch.no_grad():
+            plain = walk.tail(passed, states, tokens).flatten(0, 1).double()
+            found = self._found[self._head] = {}
+            for way in self._precisions:
+                changed = walk.tail(passed, states, tokens, (_read(rows, way, walk.device), at))
+                change = changed.flatten(0, 1).double() - plain
+                change -= change.mean(-1, keepdim=True)
+                kl = torch.log1p(torch.expm1(change).mean(-1)) * HEAD_TOKENS / (HEAD_TOKENS - 1)
+                found[way] = max(0.0, float(kl.mean()))
+
+    def sensitivity(self) -> Sensitivity:
+        """All that was found, once every layer is done."""
+        weights, activations, native = {}, {}, {}
+        for name, of in self._found.items():
+            weights[name] = {FULL_BITS: 0.0, **{g: of[g] for g in self._precisions}}
+            if ACTIVATIONS in of:
+                activations[name] = {FULL_BITS: 0.0, ACTIVATION_GEARS[0]: of[ACTIVATIONS]}
+                native[name] = {form: of[form] for form in eight_bit_rows.DTYPES if of[form] > 0}
+        return Sensitivity(weights, activations, self.difficult_entropy, native)
+
+    @property
+    def kv(self) -> Any:
+        """Key heads (`qbe.sites.KVSite`), once every layer is done."""
+        return () if self._kv is None else self._kv.sites()
+
+
+def _states(passed: Pass) -> torch.Tensor:
+    last = passed.outputs[-1]
+    return last if isinstance(last, torch.Tensor) else last[0]  # type: ignore[no-any-return]
+
+
+def gradient_of_drawn(
+    walk: Layerwise, passed: Pass, logits: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the weighted sum of drawn tokens' logits with respect to what the last layer returned.
+
+    Raises:
+        NotLayered: what the model makes of its head's outputs depends on more than each of them.
+    """
+    with torch.enable_grad():
+        states = _states(passed).detach().requires_grad_()
+        found = walk.tail(passed, states, tokens).flatten(0, 1).float()
+        known = logits.gather(1, tokens)
+        if found.shape != known.shape or float((found.detach() - known).abs().max()) > 1e-2 * float(known.abs().max()):
+            raise NotLayered
+        (gradient,) = torch.autograd.grad((found * weights).sum(), states)
+    return gradient
