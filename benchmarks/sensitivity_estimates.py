@@ -34,10 +34,10 @@ def columns(table: SiteTable) -> dict[str, list[float]]:
     """Column -> a number for every site, or key head, that has it."""
     found: dict[str, list[float]] = {}
     for site in table.nested:
-        for of, kl in (*site.sensitivity.items(), *((f"activations {a}", k) for a, k in site.activation_sensitivity.items()),
-                       *site.native_sensitivity.items()):  # fmt: skip
-            if str(of) not in ("16", "activations 16"):
-                found.setdefault(f"weights {of}" if isinstance(of, int) else str(of), []).append(kl)
+        told = {f"weights {g}": kl for g, kl in site.sensitivity.items() if g < FULL_BITS}
+        told |= {f"activations {g}": kl for g, kl in site.activation_sensitivity.items() if g < FULL_BITS}
+        for of, kl in (told | dict(site.native_sensitivity)).items():
+            found.setdefault(of, []).append(kl)
     for head in table.kv:
         for bits in (4, 2):
             found.setdefault(f"KV {bits}", []).append(head.sensitivity[bits])

@@ -112,8 +112,8 @@ class Site:
 
     @property
     def nested(self) -> bool:
-        """Whether the weight is in the nested store, so that its precision can change."""
-        return len(self.gears) > 1
+        """Whether the weight is in the nested store, so that its precision can be chosen."""
+        return self.gears[0] < FULL_BITS
 
     @property
     def activation_gears(self) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def core_of(
         table = nest_model(model.eval().requires_grad_(False), "random", NestedWeightConfig(), progress=progress)
         place(model, device, "device")
     else:
-        prepared = prepare(model, device=device, need_sensitivity=False, progress=progress)
+        prepared = prepare(model, device=device, originals="device", need_sensitivity=False, progress=progress)
         model, table = prepared.model, prepared.table
     assert isinstance(model, nn.Module)
     return Core(model, table, kv_tokens=tokens, max_sequences=sequences, device=device)

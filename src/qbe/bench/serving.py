@@ -50,7 +50,7 @@ def serving(
         env = {**os.environ, "QBE_LEDGER": f"{home}/ledger.sqlite", "QBE_RECORDS": f"{home}/records.sqlite",
                "NO_COLOR": "1", **(environment or {})}  # fmt: skip
         command = [sys.executable, "-m", "qbe", "serve", "--port", "0", "--model", str(model), "--device", device,
-                   "--config", str(config), *options]  # fmt: skip
+                   "--originals", "device", "--config", str(config), *options]  # fmt: skip
         with (
             log.open("w") as errors,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as process,

@@ -241,7 +241,7 @@ def _core(
         vocabulary = sizes.model["vocab_size"]
         prompts = prompts or [[i + 1, *random_prompt(32, vocabulary)] for i in range(len(sizes.prompts))]
     else:
-        prepared = prepare(sizes.model, device=device, need_sensitivity=False, progress=progress)
+        prepared = prepare(sizes.model, device=device, originals="device", need_sensitivity=False, progress=progress)
         model, table, prompts = prepared.model, prepared.table, _encoded(prepared, sizes)
     room = _room(device, sizes, prompts, most)
     return Core(model, table, compile=sizes.compile, speculate=True, progress=progress, **room), prompts
@@ -263,7 +263,7 @@ def _recorded(
     """The prompts of `sizes.recorded`, and target -> prompt's number -> its answer; nothing where there is none."""
     if sizes.recorded is None:
         return [], {}
-    prepared = prepare(sizes.recorded, device=device, need_sensitivity=False, progress=progress)
+    prepared = prepare(sizes.recorded, device=device, originals="device", need_sensitivity=False, progress=progress)
     prompts = _encoded(prepared, sizes)
     batch = min(16, len(prompts))
     core = Core(prepared.model, prepared.table, **_room(device, sizes, prompts, batch))

@@ -84,7 +84,7 @@ def compare(
     err = Console(stderr=True)
     with (
         quiet(),
-        Engine(model, dtype=dtype, device=device, max_sequences=TOGETHER, records=False,
+        Engine(model, dtype=dtype, device=device, originals="device", max_sequences=TOGETHER, records=False,
                progress=err.is_terminal) as engine,
         closing(Results(identity(model, engine))) as results,
     ):  # fmt: skip
@@ -147,8 +147,8 @@ def needle(
     with (
         quiet(),
         # Room for a prompt and for the pages that the one before it has left.
-        Engine(model, device=device, max_sequences=1, kv_tokens=2 * (longest + ANSWER_TOKENS + 64), records=False,
-               progress=err.is_terminal) as engine,
+        Engine(model, device=device, originals="device", max_sequences=1,
+               kv_tokens=2 * (longest + ANSWER_TOKENS + 64), records=False, progress=err.is_terminal) as engine,
     ):  # fmt: skip
         context = engine.core.context or longest
         default = tuple(n for n in Grid.lengths if n <= context) or (context,)

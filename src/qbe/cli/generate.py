@@ -31,6 +31,7 @@ from qbe.cli.options import (
     MaxTokens,
     MinP,
     Model,
+    MostBits,
     Originals,
     Penalty,
     Policy,
@@ -61,9 +62,9 @@ Prompt = Annotated[str, typer.Argument(help="the prompt; - reads it from standar
 def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
-    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
-    kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
+    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None, most_bits: MostBits = None,
+    greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
+    max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, n: Answers = 1, chat: Chat = False,
     refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
     speculate: Speculate = False, as_json: Json = False,
@@ -83,7 +84,7 @@ def generate(
     budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
-        quiet=as_json, speculate=speculate,
+        quiet=as_json, speculate=speculate, most_bits=most_bits,
     ) as engine:  # fmt: skip
         asked: Any = [{"role": "user", "content": text}] if chat else text
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
@@ -102,9 +103,9 @@ def generate(
 def chat(
     context: typer.Context, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
-    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device", greedy: Greedy = False,
-    kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None, max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
+    dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None, most_bits: MostBits = None,
+    greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
+    max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None,
     refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
     speculate: Speculate = False, tune: Tune = False, as_json: Json = False,
@@ -122,7 +123,7 @@ def chat(
     budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens)
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
-        speculate=speculate,
+        most_bits=most_bits, speculate=speculate,
     ) as engine:  # fmt: skip
         from qbe.engine.tokenize import check_chat
 

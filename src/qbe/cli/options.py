@@ -45,7 +45,10 @@ Cascade = Annotated[
 Tier = Annotated[str, typer.Option(help="budget: flex, default or priority (OpenAI's service tiers)")]
 Dtype = Annotated[str, typer.Option(help="of the 16-bit weights and activations: auto, float32, bfloat16, float16")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
-Originals = Annotated[str, typer.Option(help="where 16-bit weights live when the device is a GPU: device or host")]
+Originals = Annotated[
+    str | None, typer.Option(help="16-bit weights: none (the default on a GPU), or on the host or the device")
+]
+MostBits = Annotated[int | None, typer.Option(help="load the store up to these bits only: 4, 6 or 8")]
 KVTokens = Annotated[
     int | None, typer.Option(help="size of the KV cache in tokens of 16 bits; left out, one that fits")
 ]
@@ -72,9 +75,9 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object on sta
 
 
 def make_engine(
-    model: str, policy: str, dtype: str, device: str, originals: str, kv_tokens: int | None = None,
+    model: str, policy: str, dtype: str, device: str, originals: str | None, kv_tokens: int | None = None,
     compile: bool = False, tune: bool = False, answers: int = 1, analysis_tier: int | None = None, quiet: bool = False,
-    speculate: bool = False,
+    speculate: bool = False, most_bits: int | None = None,
 ) -> Engine:  # fmt: skip
     """The engine that the options ask for, with room for so many answers at once; `quiet` shows no progress."""
     from transformers.utils import logging
@@ -85,7 +88,7 @@ def make_engine(
         say("--compile takes a minute or more now, less once it is cached", "dim")
     logging.set_verbosity_error()  # its advice on optional kernels would stand in the middle of an answer
     return Engine(
-        model, policy=policy, dtype=dtype, device=device, originals=originals,
+        model, policy=policy, dtype=dtype, device=device, originals=originals, most_bits=most_bits,
         max_sequences=max(1, min(answers, _TOGETHER)), kv_tokens=kv_tokens, compile=compile, tune=tune,
         speculate=speculate, analysis_tier=analysis_tier, progress=err.is_terminal and not quiet,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qbe.cli.options import DEFAULT, Compile, Device, Dtype, KVTokens, Model, Originals, Policy, Tune
+from qbe.cli.options import DEFAULT, Compile, Device, Dtype, KVTokens, Model, MostBits, Originals, Policy, Tune
 from qbe.errors import QBEError
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def serve(
     port: Annotated[int, typer.Option(help="port; 0 takes a free one and prints it")] = 8000,
     config: Annotated[Path | None, typer.Option(help="TOML file of tiers, prices, limits and keys")] = None,
     ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
-    policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = "device",
+    policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None,
     max_sequences: Annotated[int, typer.Option(help="answers that are written at once")] = 16,
-    kv_tokens: KVTokens = None, compile: Compile = False, tune: Tune = False,
+    most_bits: MostBits = None, kv_tokens: KVTokens = None, compile: Compile = False, tune: Tune = False,
     new_key: Annotated[str | None, typer.Option(help="print a new key for this name with its TOML, and end")] = None,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI does; every request may say what precision, time and price it wants."""
@@ -91,8 +91,10 @@ def serve(
             from qbe.records import RecordStore, RecordWriter
 
             advice.set_verbosity_error()
+            weights = watched.current.weights
             return Engine(
-                model, policy=policy, dtype=dtype, device=device, originals=originals, max_sequences=max_sequences,
+                model, policy=policy, dtype=dtype, device=device, originals=originals or weights.originals,
+                most_bits=most_bits if most_bits is not None else weights.most_bits, max_sequences=max_sequences,
                 kv_tokens=kv_tokens, compile=compile, tune=tune, records=RecordWriter(RecordStore()),
                 progress=sys.stderr.isatty(),
             )  # fmt: skip

@@ -96,7 +96,7 @@ def predicted(
     from qbe.store.prepare import prepare
 
     with quiet():
-        prepared = prepare(model, dtype=dtype, device=pick_device(device), progress=err.is_terminal)
+        prepared = prepare(model, dtype=dtype, device=pick_device(device), originals="device", progress=err.is_terminal)
         kind = next(prepared.model.parameters())
         with (
             closing(Results(identity_of(model, kind.dtype, kind.device))) as results,
@@ -223,7 +223,7 @@ def _routers(
     items = read_training(data, limit)
     check_enough(items)  # before the model is nested
     with quiet():
-        prepared = prepare(model, dtype=dtype, device=pick_device(device), progress=err.is_terminal)
+        prepared = prepare(model, dtype=dtype, device=pick_device(device), originals="device", progress=err.is_terminal)
         with bar("steps", steps, err.is_terminal) as tick:
             found = train(prepared, items, steps, seed, tick)
     path = learned.write(policy, prepared.table, found)

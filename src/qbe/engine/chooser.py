@@ -26,7 +26,7 @@ from qbe.policies.per_token import TokenRouters
 from qbe.policies.routers import gear_bits
 from qbe.refresh import thresholds
 from qbe.selection.selector import BlueprintChooser
-from qbe.sites import SiteTable
+from qbe.sites import FULL_BITS, SiteTable
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
 
@@ -56,8 +56,7 @@ class Chooser(BlueprintChooser):
         super().__init__(policy, name, table, analyzer, thresholds.load(model_name), context, cache)
         self.cascade = cascade
         self._tokenizer, self._model_name = tokenizer, model_name
-        full = Blueprint.of("full", table, tuple(s.gears[-1] for s in table.nested))
-        self._full_bytes = full.bytes_per_token(table)
+        self._full_bytes = sum(s.bytes_at.get(FULL_BITS, s.parameters * FULL_BITS // 8) for s in table)
         self._prompt_format = detect(model.get_input_embeddings().weight.device).prompt_format
         self._weights = [model.get_submodule(site.name).weight for site in table.nested]
 

@@ -50,7 +50,9 @@ class Engine(Requests):
         policy: the default policy's name.
         dtype: of the 16-bit weights and activations: `auto`, `float32`, `bfloat16` or `float16`.
         device: `auto`, `cpu` or `cuda`.
-        originals: where the 16-bit weights of nested sites live when the device is a GPU: `device` or `host`.
+        originals: where the 16-bit weights of nested sites live: `none` (the default on a GPU: its widest gear is then
+            the store's), `host` (the default on a CPU) or `device`.
+        most_bits: the widest precision of the store that is loaded, 4, 6 or 8; None loads all.
         max_batch_tokens: tokens per step; longer prompts are spread over steps; None: 512 on a CPU, 2048 on a GPU.
         max_sequences: requests that run at once; more wait.
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
@@ -80,7 +82,8 @@ class Engine(Requests):
         policy: str = "tiered",
         dtype: str = "auto",
         device: str = "auto",
-        originals: str = "device",
+        originals: str | None = None,
+        most_bits: int | None = None,
         max_batch_tokens: int | None = None,
         max_sequences: int = 16,
         kv_tokens: int | None = None,
@@ -102,12 +105,12 @@ class Engine(Requests):
             if dtype != "auto":
                 raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
             prepared = prepare_in_memory(
-                model, tokenizer, device=where, originals=originals,
+                model, tokenizer, device=where, originals=originals, most_bits=most_bits,
                 need_sensitivity=default.needs_sensitivity, progress=progress,
             )  # fmt: skip
         else:
             prepared = prepare(
-                model, dtype=dtype, device=where, originals=originals,
+                model, dtype=dtype, device=where, originals=originals, most_bits=most_bits,
                 need_sensitivity=default.needs_sensitivity, progress=progress,
             )  # fmt: skip
         self.model = prepared.model

@@ -36,7 +36,8 @@ TOGETHER = 64  # requests that are handed over at once; the core runs as many of
 
 @register_model("qbe")
 class QBEModel(TemplateLM):
-    """What `--model_args` says: model, policy, bits (or tier), kv_bits, dtype; `--device` is auto, cpu or cuda.
+    """What `--model_args` says: model, policy, bits (or tier), kv_bits, dtype, originals; `--device` is auto, cpu or
+    cuda.
 
     `batch_size` of lm-evaluation-harness has no meaning here: the engine batches by itself.
 
@@ -53,6 +54,7 @@ class QBEModel(TemplateLM):
         kv_bits: float | None = FULL_BITS,
         dtype: str = "auto",
         device: str = "auto",
+        originals: str | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
     ) -> None:
@@ -60,7 +62,7 @@ class QBEModel(TemplateLM):
         if isinstance(model, Engine):
             self.engine = model
         else:
-            self.engine = Engine(model, policy=policy, dtype=dtype, device=device, records=False)
+            self.engine = Engine(model, policy=policy, dtype=dtype, device=device, originals=originals, records=False)
         self.tokenizer, self.policy = self.engine.tokenizer, policy
         self.budget = Budget(bits=bits, tier=tier, kv_bits=kv_bits)
 

@@ -58,9 +58,15 @@ def path_of(policy: str, table: SiteTable) -> Path:
 def version_of(policy: str, table: SiteTable) -> str:
     """32 hex digits that change with the model, its store, what was measured of it, the analysis and the policy.
 
-    They do not with the dtype that the model is loaded in.
+    They do not with the dtype that the model is loaded in, nor with whether the originals are.
     """
-    stored = tuple(replace(s, bytes_at={g: n for g, n in s.bytes_at.items() if g != FULL_BITS}) for s in table)
+    stored = tuple(
+        replace(
+            s, gears=tuple(sorted({*s.gears, FULL_BITS})),
+            bytes_at={g: n for g, n in s.bytes_at.items() if g != FULL_BITS},
+        )
+        for s in table
+    )  # fmt: skip
     facts = (FORMAT.get(policy, 1), policy, replace(table, sites=stored).digest, _analysis())
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 

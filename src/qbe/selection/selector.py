@@ -15,6 +15,8 @@ from qbe.policies import Policy
 from qbe.refresh.thresholds import Thresholds
 from qbe.sites import TURBO_KINDS, SiteTable
 
+_WIDER = ("--originals device or host", "a larger --most-bits, or --originals device or host")
+
 
 class BlueprintChooser:
     """Chooses the blueprints of one model's queries.
@@ -57,6 +59,13 @@ class BlueprintChooser:
         self, policy: Policy, profile: QueryProfile, budget: Budget, near: bool = True
     ) -> tuple[Blueprint, str | None]:
         """The blueprint, and what the cache did (`Record.cache`). Raises QBEError when the budget cannot be met."""
+        widest = self._table.gears()[-1]
+        if budget.bits is not None and budget.bits > widest:
+            raise QBEError(
+                f"a budget of {budget.bits:g} bits needs weights that are not loaded; the widest here have {widest} "
+                f"bits: ask for at most {widest}, or start with {_WIDER[widest < 8]}",
+                field="bits",
+            )
         budget = replace(budget, refresh=False, cascade=False)  # of these no policy chooses otherwise
         turbo = TURBO_KINDS.get(str(budget.kv_bits))
         if turbo is not None:  # policies choose numbers of bits

@@ -166,6 +166,18 @@ class Limits(_SettingsTable):
     grammar_s: Annotated[float, Strict(), Field(gt=0)] = 5.0
 
 
+class Weights(_SettingsTable):
+    """Which weights the server loads; read as it starts, and its command line goes first.
+
+    Attributes:
+        originals: where the 16-bit weights of nested sites live; None: nowhere on a GPU, else on the host.
+        most_bits: the widest precision of the store that is loaded; None: all of it.
+    """
+
+    originals: Literal["none", "host", "device"] | None = None
+    most_bits: Annotated[int, Strict(), Field(ge=1, le=8)] | None = None
+
+
 class Energy(_SettingsTable):
     """Budgets of power and carbon, which shift the default tier between its floor and its high end.
 
@@ -233,6 +245,7 @@ class Settings(_SettingsTable):
     limits: Limits = Limits()
     queues: Queues = Queues()
     logs: Logs = Logs()
+    weights: Weights = Weights()
     energy: Energy = Energy()
     keys: dict[str, Key] = {}
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout
+from qbe.kernels.reference.nested_linear import dequantise
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
 PLACES = ("none", "host", "device")
@@ -30,7 +31,7 @@ def place_of(originals: str | None, device: torch.device) -> str:
     return originals
 
 
-def place(model: nn.Module, device: torch.device, originals: str | None) -> None:
+def place(model: nn.Module, device: torch.device, originals: str | None, most_bits: int | None = None) -> None:
     """Moves a model to its device; the 16-bit originals of nested sites stay in pinned host memory, or go, if so asked.
 
     A kernel on a GPU reads pinned memory directly, so a row at 16 bits works either way. An original that is also
@@ -38,15 +39,21 @@ def place(model: nn.Module, device: torch.device, originals: str | None) -> None
 
     Args:
         originals: as of `place_of`; on the CPU `device` and `host` both mean where they are.
+        most_bits: the widest precision of the store that is kept; None keeps all.
 
     Raises:
-        QBEError: another place.
+        QBEError: another place, or bits that the store does not have.
     """
     nested, originals = nested_linears(model), place_of(originals, device)
     if originals == "none":
         for _, _, weight in nested:
             drop_original(weight)
+    for name, _, weight in nested:
+        if most_bits is not None and most_bits not in (have := weight.layout.precisions):
+            raise QBEError(f"most_bits is {most_bits}, but the store has {', '.join(map(str, have))}; {name} is of it")
     if device.type == "cpu":
+        for _, module, weight in nested:
+            set_weight(module, narrowed(weight, most_bits, device))
         return
     weights = {name: weight for name, _, weight in nested}
     for _, module, _ in nested:
@@ -61,12 +68,33 @@ def place(model: nn.Module, device: torch.device, originals: str | None) -> None
             original = parameters[tied[name]].detach()
         elif original is not None:
             original = original.to(device) if originals == "device" else original.cpu().pin_memory()
+        weight = narrowed(weight, most_bits, device)
         packed, meta = device_layout(weight, device)
         moved = NestedTensor(
             packed, meta, weight.bits.to(device), weight.slices,
             weight.group_size, weight.exponent, weight.in_features, weight.logical_dtype, original,
         )  # fmt: skip
         set_weight(module, moved)
+
+
+def narrowed(weight: NestedTensor, most_bits: int | None, device: torch.device) -> NestedTensor:
+    """The weight without the slices above `most_bits`; itself where it has none.
+
+    The widest precision is the one whose scales stand by themselves (`qbe.format.scales`), so that another one has to
+    take its place: codes and scales are rounded anew, from the widest there was.
+    """
+    layout = weight.layout
+    if most_bits is None or most_bits >= layout.total_bits:
+        return weight
+    slices = layout.slices[: layout.precisions.index(most_bits) + 1]
+    packed, meta = weight.canonical_packed().to(device), weight.meta.to(device)
+    full = dequantise(packed, meta, weight.exponent, weight.slices, weight.in_features, layout.total_bits)
+    there = NestedTensor.from_weight(full, slices, weight.group_size, keep_original=False)
+    bits = weight.bits.to(device) if weight.original is not None else there.bits
+    return NestedTensor(
+        there.packed, there.meta, bits, there.slices, there.group_size, there.exponent, there.in_features,
+        weight.logical_dtype, weight.original,
+    )  # fmt: skip
 
 
 def drop_original(weight: NestedTensor) -> None:

@@ -64,6 +64,7 @@ def prepare(
     dtype: str | torch.dtype = "auto",
     device: torch.device,
     originals: str | None = None,
+    most_bits: int | None = None,
     need_sensitivity: bool = True,
     progress: bool = True,
 ) -> PreparedModel:
@@ -74,6 +75,7 @@ def prepare(
         device: where the model will run; weights are smoothed, nested and looked at there, too, a layer at a time.
         originals: where the 16-bit weights of nested sites live (`qbe.store.placement.place_of`). Those that live
             nowhere are not even read.
+        most_bits: the widest precision of the store that is loaded; None: all of it.
         need_sensitivity: estimate the sensitivities if they are not stored yet and did not come with the package.
 
     Raises:
@@ -86,7 +88,9 @@ def prepare(
             if not there:
                 continue
             try:
-                return _from_store(path, folder, str(name), dtype, device, originals, need_sensitivity, progress)
+                return _from_store(
+                    path, folder, str(name), dtype, device, originals, most_bits, need_sensitivity, progress
+                )
             except QBEError as error:
                 if folder == path:
                     raise
@@ -97,7 +101,7 @@ def prepare(
 
 def _from_store(
     path: Path, folder: Path, name: str, dtype: str | torch.dtype, device: torch.device, originals: str,
-    need_sensitivity: bool, progress: bool,
+    most_bits: int | None, need_sensitivity: bool, progress: bool,
 ) -> PreparedModel:  # fmt: skip
     """The model at `path` with the store in `folder`."""
     keep = originals != "none"
@@ -107,7 +111,6 @@ def _from_store(
     manifest = checkpoint.attach(loaded.model, folder, keep_original=keep)
     if missing := set(nestable(table)) - set(manifest.sites):
         raise QBEError(f"{folder} is damaged: it lacks {min(missing)}; {checkpoint.AGAIN}")
-    table = with_store(table, loaded.model)
     measured = sensitivity_table.read(folder)
     # Known tables cost nothing, but a folder that nobody may write to has to do without.
     missing_all = measured is None or kv_table.outdated(folder)
@@ -117,9 +120,10 @@ def _from_store(
             measured = sensitivity_table.read(folder)
         elif missing_all and need_sensitivity:
             measured = estimate_into(folder, path, name, device, progress=progress)
+    place(loaded.model, device, originals, most_bits)
+    table = with_store(table, loaded.model)
     if measured is not None:
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
-    place(loaded.model, device, originals)
     return PreparedModel(loaded.model, loaded.tokenizer, table, name)
 
 
@@ -129,6 +133,7 @@ def prepare_in_memory(
     *,
     device: torch.device,
     originals: str | None = None,
+    most_bits: int | None = None,
     need_sensitivity: bool = True,
     progress: bool = True,
 ) -> PreparedModel:
@@ -158,7 +163,7 @@ def prepare_in_memory(
             place(model, device, "device")  # the measurement reads all of them again and again
             measured = measure_model(model, tokenizer, table, progress=progress)
             kv = measure_kv(model, tokenizer, table, progress=progress)
-    place(model, device, originals)
+    place(model, device, originals, most_bits)
     table = with_store(table, model)
     if measured is not None:
         table = with_measured(table, measured).with_kv(kv)
