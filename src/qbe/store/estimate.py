@@ -200,16 +200,15 @@ class Estimate:
         if self._head_tokens is None:
             return
         walk, passed, tokens = self._walk, self._pass, self._head_tokens
-        states = _states(passed)
         which, at = tokens.unique(return_inverse=True)
         full = walk.head.rows(which)
         rows = nested(full)
         with torch.no_grad():
-            plain = walk.tail(passed, states, tokens).flatten(0, 1).double()
+            plain = walk.tail(passed, tokens)[0].double()
             found = self._found[self._head] = {}
             for way in self._precisions:
-                changed = walk.tail(passed, states, tokens, (_read(rows, way, walk.device), at))
-                change = changed.flatten(0, 1).double() - plain
+                changed, _ = walk.tail(passed, tokens, (_read(rows, way, walk.device), at))
+                change = changed.double() - plain
                 change -= change.mean(-1, keepdim=True)
                 kl = torch.log1p(torch.expm1(change).mean(-1)) * HEAD_TOKENS / (HEAD_TOKENS - 1)
                 found[way] = max(0.0, float(kl.mean()))
@@ -230,11 +229,6 @@ class Estimate:
         return () if self._kv is None else self._kv.sites()
 
 
-def _states(passed: Pass) -> torch.Tensor:
-    last = passed.outputs[-1]
-    return last if isinstance(last, torch.Tensor) else last[0]  # type: ignore[no-any-return]
-
-
 def gradient_of_drawn(
     walk: Layerwise, passed: Pass, logits: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
@@ -243,11 +237,9 @@ def gradient_of_drawn(
     Raises:
         NotLayered: what the model makes of its head's outputs depends on more than each of them.
     """
-    with torch.enable_grad():
-        states = _states(passed).detach().requires_grad_()
-        found = walk.tail(passed, states, tokens).flatten(0, 1).float()
-        known = logits.gather(1, tokens)
-        if found.shape != known.shape or float((found.detach() - known).abs().max()) > 1e-2 * float(known.abs().max()):
-            raise NotLayered
-        (gradient,) = torch.autograd.grad((found * weights).sum(), states)
+    found, gradient = walk.tail(passed, tokens, weights=weights)
+    known = logits.gather(1, tokens)
+    if found.shape != known.shape or float((found - known).abs().max()) > 1e-2 * float(known.abs().max()):
+        raise NotLayered
+    assert gradient is not None
     return gradient

@@ -193,24 +193,32 @@ class Layerwise:
         return passed
 
     def tail(
-        self, passed: Pass, states: torch.Tensor, tokens: torch.Tensor, change: Change | None = None
-    ) -> torch.Tensor:
-        """Logits `[texts, tokens, m]` of some tokens for each row, from what the last layer returned.
+        self, passed: Pass, tokens: torch.Tensor, change: Change | None = None, weights: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `[rows, m]` of some tokens for each row, from what the last layer returned.
 
         Args:
-            states: `[texts, tokens, hidden]`; gradients flow to them.
             tokens: int64 `[rows, m]`.
             change: what to multiply by in place of the head's own rows.
+            weights: float32 `[rows, m]`.
+
+        Returns:
+            these, and the gradient of their sum with `weights` with respect to the last layer's states.
         """
         last = passed.outputs[-1]
+        states = first(last).detach().requires_grad_(weights is not None)
         outputs = [*passed.outputs[:-1], states if isinstance(last, torch.Tensor) else (states, *last[1:])]
-        with self._ready(), replay(self.layers, outputs):
+        ids = passed.tokens.to(self._embedding.weight.device)
+        with self._ready(), replay(self.layers, outputs), torch.set_grad_enabled(weights is not None):
             self.head.tokens, self.head.change = tokens, change
             try:
-                ids = passed.tokens.to(self._embedding.weight.device)
-                return self.model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+                logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
             finally:
                 self.head.tokens = self.head.change = None
+            if weights is None:
+                return logits, None
+            # Here, while what is between the layers is on the device.
+            return logits.detach(), torch.autograd.grad((logits * weights).sum(), states)[0]
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
