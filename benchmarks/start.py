@@ -67,6 +67,7 @@ def start(folder: str, device: str, options: dict[str, object]) -> None:
     began = time.perf_counter()
     from qbe.engine.devices import pick_device
     from qbe.engine.engine import Engine
+    from qbe.engine.memory import predicted
     from qbe.store import prepare as preparing
 
     imported = time.perf_counter()
@@ -81,6 +82,7 @@ def start(folder: str, device: str, options: dict[str, object]) -> None:
         found = whole(*args, **kwargs)  # type: ignore[arg-type]
         assert engine
         told["prepared_s"] = round(time.perf_counter() - imported, 1)
+        print(f"prepared after {told['prepared_s']} s", file=sys.stderr, flush=True)
         if gpu:
             told["weights_bytes"] = torch.cuda.memory_allocated(where)
             told["peak_bytes"] = torch.cuda.max_memory_allocated(where)
@@ -90,6 +92,9 @@ def start(folder: str, device: str, options: dict[str, object]) -> None:
     import qbe.engine.engine as module
 
     module.prepare = timed  # type: ignore[assignment]
+    few = {name: value for name, value in options.items() if name in ("originals", "most_bits")}
+    told["predicted"] = predicted(Path(folder), where, **few).describe()  # type: ignore[arg-type]
+    told["predicted_s"] = round(time.perf_counter() - imported, 1)
     with Engine(folder, device=device, records=False, blueprint_cache=False, **options) as engine:  # type: ignore[arg-type]
         told["started_s"] = round(time.perf_counter() - began, 1)
         engine.generate("Once upon a time")
@@ -98,8 +103,7 @@ def start(folder: str, device: str, options: dict[str, object]) -> None:
             told["bits_a_weight"] = round(8 * int(told["weights_bytes"]) / int(told["parameters"]), 3)  # type: ignore[call-overload]
             told["peak_over_weights"] = round(int(told["peak_bytes"]) / int(told["weights_bytes"]), 3)  # type: ignore[call-overload]
             told["card"] = torch.cuda.get_device_name(where)
-        if hasattr(engine, "memory"):
-            told["memory"] = engine.memory.describe()
+        told["memory"] = engine.memory.describe()
     print(json.dumps(told))
 
 

@@ -27,7 +27,7 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
     """
     import torch
 
-    from qbe.store import checkpoint
+    from qbe.store import checkpoint, sensitivity_table
     from qbe.store.nested_tensor import NestedTensor, nested_linears
     from qbe.store.prepare import prepare, store_folder
 
@@ -59,6 +59,7 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
             "nested_bytes": nested_bytes,
             "bits_per_weight": round(8 * nested_bytes / table.nested_parameters, 4),
             "sensitivity_measured": table.measured,
+            "sensitivity_estimated": sensitivity_table.estimated(folder),
             "kv_sensitivity_measured": table.kv_measured,
             "checksums_verified": verify,
         },
@@ -138,8 +139,9 @@ def render(described: dict[str, Any]) -> RenderableType:
         gears = " ".join(map(str, row["gears"]))
         roles.add_row(row["role"], str(row["sites"]), str(row["nested"]), f"{row['parameters']:,}", gears)
     unknown = described["unknown"]
+    how = "estimated" if store.get("sensitivity_estimated") else "measured"
     measured = [
-        f"sensitivity of {of} {'' if store[key] else 'not '}measured"
+        f"sensitivity of {of} {how if store[key] else 'not measured'}"
         for of, key in (("weights", "sensitivity_measured"), ("KV cache", "kv_sensitivity_measured"))
     ]
     parts: list[RenderableType] = [

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from qbe.cli.console import err, out, print_json
-from qbe.cli.options import DEFAULT, Device, Json, Model
+from qbe.cli.options import DEFAULT, Device, Json, KVTokens, Model, MostBits, Originals
 from qbe.errors import QBEError
 
 
@@ -20,9 +20,12 @@ def quantize(
     calibrate: Annotated[
         Path | None, typer.Option(help="text to choose the codes on (minutes; better at 6 bits and fewer)")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="measure the sensitivity of each site by itself, which takes minutes")
+    ] = False,
     device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Write a model's nested store and its measured sensitivities as a folder that every command takes."""
+    """Write a model's nested store and its sensitivities as a folder that every command takes."""
     from qbe.engine.devices import pick_device
     from qbe.store.nested_tensor import NestedWeightConfig
     from qbe.store.prepare import quantise_to
@@ -32,7 +35,9 @@ def quantize(
     except ValueError:
         raise QBEError(f"--slices '{slices}' is not a list of whole numbers; give 4,2,2 for example") from None
     config = NestedWeightConfig(group_size, widths)
-    quantise_to(model, output, config, pick_device(device), text=calibrate, progress=err.is_terminal)
+    quantise_to(
+        model, output, config, pick_device(device), text=calibrate, measure=measure or None, progress=err.is_terminal
+    )
     described = _about(str(output))
     if as_json:
         print_json(described)
@@ -61,9 +66,16 @@ def pull(
 def info(
     model: Model = DEFAULT,
     verify: Annotated[bool, typer.Option("--verify", help="compare the checksums of a QBE folder's files")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show a model's sites and roles, its nested store, and what this machine offers."""
+    device: Annotated[
+        str | None, typer.Option(help="say what memory an engine there will take, and load nothing: auto, cpu or cuda")
+    ] = None,
+    originals: Originals = None, most_bits: MostBits = None, kv_tokens: KVTokens = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Show a model's sites and roles, its nested store, and what this machine offers; with --device its memory
+    alone."""
+    if device is not None:
+        _memory(model, device, originals, most_bits, kv_tokens, as_json)
+        return
     described = _about(model, verify=verify)
     if as_json:
         print_json(described)
@@ -71,6 +83,22 @@ def info(
     from qbe.cli.info import render
 
     out.print(render(described))
+
+
+def _memory(
+    model: str, device: str, originals: str | None, most_bits: int | None, kv_tokens: int | None, as_json: bool
+) -> None:
+    from qbe.engine.devices import pick_device
+    from qbe.engine.memory import predicted
+    from qbe.models import pull as fetch
+
+    where = pick_device(device)
+    path = fetch(model, progress=err.is_terminal)
+    memory = predicted(path, where, originals=originals, most_bits=most_bits, kv_tokens=kv_tokens)
+    if as_json:
+        print_json({"model": model, "device": str(where), "memory": memory.describe()})
+    else:
+        print(f"{model} on {where} will take {memory.line()}")
 
 
 def _about(model: str, verify: bool = False) -> dict[str, Any]:

@@ -86,6 +86,7 @@ class Core:
         cascade: what moves their rows; None where nothing was learned, and for models of which each sequence has its
             own forward.
         context: the model's context in tokens, None when it has no limit.
+        graph_bytes: of the device's memory that captured steps took.
         vocabulary: number of tokens the model knows.
 
     Raises:
@@ -171,8 +172,10 @@ class Core:
         if routers is not None:
             self.add_routers(routers)
             self.runner.route(routers)
+        before = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
             self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
+        self.graph_bytes = torch.cuda.memory_reserved(self.device) - before if self.device.type == "cuda" else 0
         if compile and self.runner.decode is None:
             why = f"the CPU kernels do not attend in {dtype}" if packed and paged else "its sequences share no step"
             log.warning("decode steps of this model are not compiled: %s", why)

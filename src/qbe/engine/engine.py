@@ -22,6 +22,7 @@ from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.execution.runner import can_pack
 from qbe.engine.execution.tuner_host import TunerHost
+from qbe.engine.memory import Memory, of_engine
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
@@ -152,6 +153,11 @@ class Engine(Requests):
         )
         self._host = TunerHost(self._lock, self.core)
         self._tuner = Tuner(self.core.device, self._host) if tune and self.core.device.type == "cuda" else None
+
+    @property
+    def memory(self) -> Memory:
+        """The bytes of weights, originals, KV cache, graphs and workspace."""
+        return of_engine(self.core)
 
     @property
     def kernel_cache(self) -> KernelCache:

@@ -15,7 +15,7 @@ from qbe.format import scales
 from qbe.format.layout import SliceLayout, check_group_size, padded
 
 # Weights handled at once: on the CPU temporaries stay in cache, on a GPU launches stay few; memory stays flat.
-CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
 
 
 def quantise(weight: torch.Tensor, layout: SliceLayout, group_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -47,6 +47,12 @@ def unpack(packed: torch.Tensor, layout: SliceLayout, out_features: int, bits: i
     return codes.view(out_features, -1)
 
 
+def of_rows(packed: torch.Tensor, layout: SliceLayout, out_features: int, rows: slice) -> torch.Tensor:
+    """The packed buffer of some rows [n, Kp], uint8 [total_bits, n * Kp / 8]."""
+    parts = [packed[first : first + width].reshape(out_features, -1)[rows] for first, width in layout.parts]
+    return torch.cat([p.reshape(width, -1) for p, (_, width) in zip(parts, layout.parts, strict=True)])
+
+
 def to_blocks(packed: torch.Tensor, layout: SliceLayout, out_features: int) -> torch.Tensor:
     """A view of the packed buffer by output and block, so that rows and columns can be cut out of it.
 

@@ -110,14 +110,15 @@ def load_config_and_tokenizer(path: str | Path) -> tuple[PreTrainedConfig, PreTr
 
 
 def load_skeleton(path: str | Path) -> PreTrainedModel:
-    """The model of a local folder on the meta device: its class, names and shapes, no memory.
+    """The model of a local folder or GGUF file on the meta device: its class, names and shapes, no memory.
 
     Raises:
         QBEError: as `load_model`.
     """
     path = Path(path)
     with quiet():
-        return _skeleton(_folder_config(path), path)
+        config = gguf_weights.config_of(read_header(path)) if path.is_file() else _folder_config(path)
+        return _skeleton(config, path)
 
 
 def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:

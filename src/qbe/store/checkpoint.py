@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ FORMAT_VERSION = 2
 READABLE = (1, 2)  # 1 has no folds
 MANIFEST = "qbe.json"
 SMOOTHING = "smoothing.safetensors"
-SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 2_000_000_000  # one is hashed while the next is written
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,19 @@ def write_nested(
 
     sites: dict[str, dict[str, Any]] = {}
     files: dict[str, dict[str, Any]] = {}
-    for i, names in enumerate(shards, 1):
-        file = f"nested-{i:05d}-of-{len(shards):05d}.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            tensors[f"{name}.packed"] = nested[name].canonical_packed().cpu().contiguous()
-            tensors[f"{name}.meta"] = nested[name].meta.cpu().contiguous()
-            sites[name] = {"file": file, "shape": list(nested[name].shape), "exponent": nested[name].exponent}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        files[file] = {"bytes": (folder / file).stat().st_size, "sha256": sha256(folder / file)}
+    with ThreadPoolExecutor(1) as pool:
+        hashes: dict[str, Future[str]] = {}
+        for i, names in enumerate(shards, 1):
+            file = f"nested-{i:05d}-of-{len(shards):05d}.safetensors"
+            tensors: dict[str, torch.Tensor] = {}
+            for name in names:
+                tensors[f"{name}.packed"] = nested[name].canonical_packed().cpu().contiguous()
+                tensors[f"{name}.meta"] = nested[name].meta.cpu().contiguous()
+                sites[name] = {"file": file, "shape": list(nested[name].shape), "exponent": nested[name].exponent}
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            hashes[file] = pool.submit(sha256, folder / file)
+        for file, found in hashes.items():
+            files[file] = {"bytes": (folder / file).stat().st_size, "sha256": found.result()}
     if folds:
         save_folds(folder / SMOOTHING, folds)
         files[SMOOTHING] = {"bytes": (folder / SMOOTHING).stat().st_size, "sha256": sha256(folder / SMOOTHING)}

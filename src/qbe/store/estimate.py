@@ -63,23 +63,30 @@ def errors(x: torch.Tensor, full: torch.Tensor, nested: NestedTensor, ways: Sequ
     Returns:
         float32 [ways, rows, N].
     """
-    y, found = x @ full.T, []
+    y, found, there = x @ full.T, [], _moved(nested, x.device)
     for way in ways:
         if isinstance(way, int):
-            found.append(x @ (_read(nested, way, x.device) - full).T)
+            found.append(x @ (_read(there, way) - full).T)
         elif way == ACTIVATIONS:
             found.append((eight_bits(x, nested.group_size) - x) @ full.T)
         else:
-            bound = scales.largest_of_rows(nested.meta, nested.exponent, nested.layout, nested.layout.total_bits)
-            largest = torch.maximum(bound.to(x.device), full.abs().amax(-1))
+            bound = scales.largest_of_rows(there.meta, there.exponent, there.layout, there.layout.total_bits)
+            largest = torch.maximum(bound, full.abs().amax(-1))
             found.append(eight_bit_rows.linear(x, full, eight_bit_rows.DTYPES[way], largest) - y)
     return torch.stack(found)
 
 
-def _read(nested: NestedTensor, bits: int, device: torch.device) -> torch.Tensor:
-    """The weight at these bits, float32 [N, K] on the device."""
-    packed, meta = nested.canonical_packed().to(device), nested.meta.to(device)
-    return dequantise(packed, meta, nested.exponent, nested.slices, nested.in_features, bits)
+def _moved(nested: NestedTensor, device: torch.device) -> NestedTensor:
+    """The weight without its original, on the device in the canonical layout."""
+    return NestedTensor(
+        nested.canonical_packed().to(device), nested.meta.to(device), nested.bits, nested.slices, nested.group_size,
+        nested.exponent, nested.in_features, nested.logical_dtype,
+    )  # fmt: skip
+
+
+def _read(nested: NestedTensor, bits: int) -> torch.Tensor:
+    """The weight at these bits, float32 [N, K]."""
+    return dequantise(nested.packed, nested.meta, nested.exponent, nested.slices, nested.in_features, bits)
 
 
 def ways_of(role: Role, precisions: Sequence[int]) -> list[Way]:
@@ -202,12 +209,12 @@ class Estimate:
         walk, passed, tokens = self._walk, self._pass, self._head_tokens
         which, at = tokens.unique(return_inverse=True)
         full = walk.head.rows(which)
-        rows = nested(full)
+        rows = _moved(nested(full), walk.device)
         with torch.no_grad():
             plain = walk.tail(passed, tokens)[0].double()
             found = self._found[self._head] = {}
             for way in self._precisions:
-                changed, _ = walk.tail(passed, tokens, (_read(rows, way, walk.device), at))
+                changed, _ = walk.tail(passed, tokens, (_read(rows, way), at))
                 change = changed.double() - plain
                 change -= change.mean(-1, keepdim=True)
                 kl = torch.log1p(torch.expm1(change).mean(-1)) * HEAD_TOKENS / (HEAD_TOKENS - 1)

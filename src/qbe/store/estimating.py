@@ -13,7 +13,7 @@ from qbe.progress import bar
 from qbe.sites import KVSite, SiteTable
 from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, sensitivity_table
 from qbe.store.estimate import DRAWS, Estimate
-from qbe.store.layerwise import Layerwise, NotLayered
+from qbe.store.layerwise import Layerwise, NotLayered, page_locked
 from qbe.store.measure import measure_into
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import with_store
@@ -68,7 +68,8 @@ def estimate_into(folder: Path, path: Path, name: str, device: torch.device, *, 
     checkpoint.attach(loaded.model, folder)
     table = with_store(table, loaded.model)
     try:
-        found, kv = estimate_model(loaded.model, loaded.tokenizer, table, device, progress=progress)
+        with page_locked(loaded.model, device):
+            found, kv = estimate_model(loaded.model, loaded.tokenizer, table, device, progress=progress)
     except NotLayered:
         del loaded
         return measure_into(folder, path, name, device, progress=progress)

@@ -7,6 +7,7 @@ decoder layer is moved to the device when its turn comes. The output head multip
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.sensitivity import replay
 
+LOCKED_BYTES = 1 << 20  # of a tensor whose pages are worth locking
 HEAD_BYTES = 1 << 26  # of the float32 rows of the output head that are on the device at once
 
 
@@ -65,6 +67,30 @@ def _moved(tensor: torch.Tensor, device: torch.device, wide: bool = True) -> tor
     # The copy crosses in its own type: half the bytes.
     there = tensor.detach().to(device)
     return there.float() if wide and there.is_floating_point() else there
+
+
+@contextmanager
+def page_locked(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, a GPU copies the model's weights from host memory at full speed, which it reads many times over.
+
+    A system that does not lock so many pages copies more slowly, and that is all.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.init()
+    runtime: Any = torch.cuda.cudart()
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if p.is_cpu}
+    big = [(at, size) for at, size in storages.items() if size >= LOCKED_BYTES]
+    with ThreadPoolExecutor(8) as pool:
+        took = list(pool.map(lambda one: int(runtime.cudaHostRegister(*one, 0)) == 0, big))
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        for (at, _), locked in zip(big, took, strict=True):
+            if locked:
+                runtime.cudaHostUnregister(at)
 
 
 Change = tuple[torch.Tensor, torch.Tensor]  # float32 [n, inputs] and int64 [rows, m]: which of them to multiply by
@@ -169,6 +195,7 @@ class Layerwise:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if len(passed.outputs) != i:
                     raise NotLayered
+                vars(layer).pop("forward")  # whoever calls it from here on, `visit` for one, calls the layer itself
                 passed.args.append(args)
                 passed.kwargs.append(kwargs)
                 if i and passed.hidden(i) is not first(passed.outputs[-1]):
@@ -184,7 +211,7 @@ class Layerwise:
         with torch.no_grad(), self._ready(), ExitStack() as stack:
             for i, layer in enumerate(self.layers):
                 layer.forward = stepping(i, layer)
-                stack.callback(delattr, layer, "forward")
+                stack.callback(vars(layer).pop, "forward", None)
             self.head.tokens = None if head else torch.zeros(tokens.numel(), 1, dtype=torch.int64)
             stack.callback(setattr, self.head, "tokens", None)
             passed.logits = self.model(input_ids=tokens.to(self._embedding.weight.device), use_cache=False).logits

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from qbe.errors import QBEError
+from qbe.format.codes import CHUNK
 from qbe.format.layout import SliceLayout
+from qbe.format.packing import of_rows
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
 
@@ -87,8 +89,14 @@ def narrowed(weight: NestedTensor, most_bits: int | None, device: torch.device) 
     if most_bits is None or most_bits >= layout.total_bits:
         return weight
     slices = layout.slices[: layout.precisions.index(most_bits) + 1]
-    packed, meta = weight.canonical_packed().to(device), weight.meta.to(device)
-    full = dequantise(packed, meta, weight.exponent, weight.slices, weight.in_features, layout.total_bits)
+    packed, meta, n = weight.canonical_packed().to(device), weight.meta.to(device), weight.shape[0]
+    full = torch.empty(n, weight.in_features, dtype=weight.logical_dtype, device=device)
+    step = max(1, CHUNK.get(device.type, CHUNK["cpu"]) // weight.in_features)
+    for at in (slice(i, min(i + step, n)) for i in range(0, n, step)):
+        some = of_rows(packed, layout, n, at)
+        full[at] = dequantise(
+            some, meta[:, at].contiguous(), weight.exponent, weight.slices, weight.in_features, layout.total_bits
+        )
     there = NestedTensor.from_weight(full, slices, weight.group_size, keep_original=False)
     bits = weight.bits.to(device) if weight.original is not None else there.bits
     return NestedTensor(
@@ -117,6 +125,14 @@ def device_layout(weight: NestedTensor, device: torch.device) -> tuple[torch.Ten
         if tiled is not None:
             return tiled, weight.meta.cpu()
     return packed, weight.meta.to(device)
+
+
+def tiled_size(n: int, k: int, layout: SliceLayout, group_size: int, canonical: int) -> int:
+    """Bytes that a weight [n, k] of so many canonical ones will have on a GPU (`device_layout`)."""
+    from qbe.kernels.triton.layout import GROUPS, tiled_bytes
+
+    size = tiled_bytes(n, k, layout, group_size) if group_size in GROUPS else None
+    return canonical if size is None or size > max(SMALL, MOST_PADDING * canonical) else size
 
 
 def tile(

@@ -63,6 +63,11 @@ class Plan:
         self._told = False  # whether any weight holds a `uniform`
         self._written: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on its device."""
+        return self._rows.nbytes + self._columns.nbytes
+
     def bind(self, model: nn.Module) -> None:
         """Let every nested linear layer of `model` read its words here: `weight.bits` becomes a view of its row.
 

@@ -29,7 +29,7 @@ from qbe.store import checkpoint, kept, known, kv_table, sensitivity_table, supe
 from qbe.store.calibrate import WINDOW, beginning, read_tokens
 from qbe.store.draft import writing
 from qbe.store.estimating import estimate_into, estimate_model, write_estimated
-from qbe.store.layerwise import NotLayered
+from qbe.store.layerwise import NotLayered, page_locked
 from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured, with_stored
 from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
@@ -191,12 +191,13 @@ def cached_store(path: Path, name: str, *, device: torch.device, sensitivity: bo
         loaded = load_model(path, progress=progress)
         model, tokenizer = loaded.model, loaded.tokenizer
         known_as = known.find(model, config)
-        folds = smooth_model(model, tokenizer, config, known_as=known_as, device=device, progress=progress)
-        table = nest_model(model, name, config, device=device, progress=progress)
         found = None
-        if sensitivity and known_as is None:
-            with suppress(NotLayered):
-                found = estimate_model(model, tokenizer, table, device, progress=progress)
+        with page_locked(model, device):
+            folds = smooth_model(model, tokenizer, config, known_as=known_as, device=device, progress=progress)
+            table = nest_model(model, name, config, device=device, progress=progress)
+            if sensitivity and known_as is None:
+                with suppress(NotLayered):
+                    found = estimate_model(model, tokenizer, table, device, progress=progress)
         try:
             with writing(folder) as partial:
                 checkpoint.write_nested(partial, model, name, superseded.source_of(path), folds, known_as)

@@ -27,6 +27,14 @@ def write(folder: Path, measured: Sensitivity, about: Mapping[str, Any]) -> None
     write_text(folder / NAME, json.dumps(tables, indent=1) + "\n")
 
 
+def estimated(folder: Path) -> bool:
+    """Whether what is beside the store was estimated from gradients rather than measured."""
+    try:
+        return "estimated" in json.loads((folder / NAME).read_text())["about"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
 def _rounded(measured: Mapping[str, Mapping[Any, float]]) -> dict[str, dict[str, float]]:
     return {name: {str(g): float(f"{kl:.6g}") for g, kl in gears.items()} for name, gears in measured.items()}
 

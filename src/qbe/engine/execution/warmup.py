@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
@@ -42,7 +43,7 @@ def compile_kernels(launches: Iterable[Launch], device: torch.device, progress: 
         with collecting() as found:
             for launch in launches:
                 launch()
-        pool = CompilePool()
+        pool = CompilePool(workers=max(1, min(16, len(os.sched_getaffinity(0)))))  # nothing else is running yet
         try:
             with bar("compiling kernels", len(found), progress and bool(found)) as advance:
                 pool.compile(found, advance)

@@ -15,17 +15,18 @@ _CPU_KV_TOKENS = 16384
 _CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
 
 
-def default_kv_tokens(context: int | None, device: torch.device, page_bytes: int) -> int:
+def default_kv_tokens(context: int | None, device: torch.device, page_bytes: int, coming: int = 0) -> int:
     """Tokens of 16 bits that the cache has room for.
 
     Args:
         context: of the model, None for no limit.
         page_bytes: of a page of 16 bits.
+        coming: bytes of the device's free memory that something else will take before.
     """
     wanted = _DEFAULT_SEQUENCES * context if context is not None else _CPU_KV_TOKENS
     if device.type != "cuda":
         return min(wanted, _CPU_KV_TOKENS)
-    fits = int(free_memory(device) * _CUDA_KV_SHARE) // max(1, page_bytes) * PAGE_SIZE
+    fits = int((free_memory(device) - coming) * _CUDA_KV_SHARE) // max(1, page_bytes) * PAGE_SIZE
     return max(PAGE_SIZE, min(wanted, fits))
 
 

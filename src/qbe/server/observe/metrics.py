@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from qbe.engine.memory import Memory
 from qbe.engine.result import Result
 from qbe.server.contract import Terms
 from qbe.server.observe.report import RequestReport
@@ -76,9 +77,19 @@ class Metrics:
         self.joules_by_bits = counter("qbe:joules_by_bits", "of requests, by their average bits", "bits", "source")
         self.tokens_by_bits = counter("qbe:joules_by_bits_tokens", "computed tokens of these", "bits", "source")
         self.watts = Gauge("qbe:power_watts", "while steps run", ["model_name", "source"], registry=self.registry)
+        self.memory = Gauge(
+            "qbe:memory_bytes", "of weights, originals, KV cache, graphs and workspace", ["model_name", "use"],
+            registry=self.registry,
+        )  # fmt: skip
         self.shift = gauge("qbe:energy_shift", "of the default tier: -1 at its floor, 1 at its high end")
         self.intensity = gauge("qbe:carbon_intensity", "grams of CO2 a kilowatt-hour; NaN when unknown")
         self.refused = counter("qbe:requests_refused", "requests that got an error", "status", "code")
+
+    def took(self, memory: Memory) -> None:
+        """There is an engine of these bytes."""
+        for use, size in memory.describe().items():
+            if use != "total":
+                self.memory.labels(self._model, use).set(size)
 
     def step(self, step: Step) -> None:
         """The engine has run a step."""

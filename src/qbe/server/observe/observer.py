@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from qbe.engine.core import Core
+from qbe.engine.memory import of_engine
 from qbe.engine.result import Result
 from qbe.server.energy.governor import Governor
 from qbe.server.energy.meter import find
@@ -20,6 +22,8 @@ from qbe.server.settings import Settings
 
 if TYPE_CHECKING:
     from qbe.server.exchange import EngineRequest, Exchange
+
+log = logging.getLogger(__name__)
 
 
 class Observer:
@@ -40,7 +44,9 @@ class Observer:
 
     def begin(self, core: Core) -> None:
         """There is an engine."""
-        assumed = assumed_watts(core.device)
+        assumed, memory = assumed_watts(core.device), of_engine(core)
+        self.metrics.took(memory)
+        log.info("%s on %s takes %s", self._model, core.device, memory.line())
         self._steps = StepObserver(core)
         self._spending = Spending(find(core.device), lambda: self._settings().energy.watts or assumed)
 

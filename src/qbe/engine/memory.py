@@ -1,0 +1,123 @@
+"""The bytes of an engine on its device, by what they are for: as they are, and predicted from a configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from qbe.engine.scheduling.kv_size import default_kv_tokens
+from qbe.format.layout import SliceLayout, padded
+from qbe.kvcache.cache import decoder_config, probe_shapes
+from qbe.kvcache.pages import page_bytes, pages_for
+from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nested_linears
+from qbe.store.placement import place_of, tiled_size
+
+if TYPE_CHECKING:
+    from qbe.engine.core import Core
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device, and of originals those in host memory, too.
+
+    Attributes:
+        weights: of the nested store, and of all that is not nested.
+        originals: of 16-bit weights beside nested ones, wherever they are.
+        kv: of the KV cache.
+        graphs: of captured steps; 0 where it is not known yet.
+        workspace: of everything else.
+    """
+
+    weights: int
+    originals: int
+    kv: int
+    graphs: int = 0
+    workspace: int = 0
+
+    def describe(self) -> dict[str, int]:
+        """As JSON."""
+        return {**asdict(self), "total": sum(asdict(self).values())}
+
+    def line(self) -> str:
+        """In a few words."""
+        parts = [f"{name} {size / 1e9:.2f}" for name, size in asdict(self).items() if size]
+        return f"{', '.join(parts)} GB"
+
+
+def of_engine(core: Core) -> Memory:
+    """What a running engine takes."""
+    weights, originals = _of_model(core.model)
+    kv = core.pool.memory.numel()
+    if core.device.type != "cuda":
+        return Memory(weights, originals, kv, 0, core.plan.nbytes)
+    graphs = core.graph_bytes
+    kept = [w.original for _, _, w in nested_linears(core.model) if w.original is not None]
+    host = sum(w.nbytes for w in kept if w.is_pinned())
+    rest = torch.cuda.memory_reserved(core.device) - weights - (originals - host) - kv - graphs
+    return Memory(weights, originals, kv, graphs, max(0, rest))
+
+
+def _of_model(model: nn.Module) -> tuple[int, int]:
+    nested = [weight for _, _, weight in nested_linears(model)]
+    plain = {p.data_ptr(): p.nbytes for p in model.parameters() if not isinstance(p, NestedTensor)}
+    others = {w.original.data_ptr(): w.original.nbytes for w in nested if w.original is not None}
+    buffers = sum(b.nbytes for b in model.buffers())
+    own = {at: size for at, size in others.items() if at not in plain}
+    return sum(w.nested_bytes() for w in nested) + sum(plain.values()) + buffers, sum(own.values())
+
+
+def predicted(
+    path: Path, device: torch.device, *, originals: str | None = None, most_bits: int | None = None,
+    kv_tokens: int | None = None,
+) -> Memory:  # fmt: skip
+    """What an engine on the device will take for the model at `path`, whose weights are not read.
+
+    `graphs` and `workspace` are what captured steps and their buffers took of models of several sizes
+    (docs/start.md), at most a few hundredths of the whole.
+
+    Raises:
+        QBEError: as `qbe.models.load_model`, of the configuration.
+    """
+    from qbe.models import load_skeleton
+    from qbe.store import checkpoint
+    from qbe.store.nesting import nestable
+    from qbe.tagger import tag
+
+    model = load_skeleton(path)
+    config = getattr(model, "config", None)
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    shapes, _ = probe_shapes(model)
+    nesting = NestedWeightConfig()
+    if checkpoint.is_checkpoint(path):
+        manifest = checkpoint.read_manifest(path)
+        nesting = NestedWeightConfig(manifest.group_size, manifest.slices)
+    layout = SliceLayout.of(nesting.slices)
+    if most_bits is not None and most_bits in layout.precisions:
+        layout = SliceLayout.of(layout.slices[: layout.precisions.index(most_bits) + 1])
+    sites = {f"{name}.weight" for name in nestable(tag(model))}
+    tied = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name not in sites}
+    weights = full = 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in sites:
+            weights += nested_size(*parameter.shape, layout, nesting.group_size, device)
+            full += 0 if id(parameter) in tied else parameter.numel() * dtype.itemsize
+        elif tied[id(parameter)] == name:
+            weights += parameter.numel() * dtype.itemsize
+    weights += sum(b.nbytes for b in model.buffers())
+    kept = full if place_of(originals, device) != "none" else 0
+    each = page_bytes(shapes, dtype)
+    context = getattr(decoder_config(model), "max_position_embeddings", None)
+    on_device = weights + (kept if originals == "device" else 0)
+    tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(context, device, each, on_device)
+    return Memory(weights, kept, (pages_for(tokens) + 1) * each if any(shapes) else 0)
+
+
+def nested_size(n: int, k: int, layout: SliceLayout, group_size: int, device: torch.device) -> int:
+    """Bytes of one nested weight [n, k] on the device."""
+    kp = padded(k, group_size)
+    canonical = layout.total_bits * n * kp // 8 + 2 * len(layout.precisions) * n * (kp // group_size)
+    return tiled_size(n, k, layout, group_size, canonical) if device.type == "cuda" else canonical
