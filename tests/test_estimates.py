@@ -1,5 +1,4 @@
-"""Sensitivities from gradients: they are near what measuring finds, and what every store gets unless it is told not
-to."""
+"""Sensitivities from gradients: they are near what measuring finds, and every store gets them unless told otherwise."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def predicted(
     Raises:
         QBEError: as `qbe.models.load_model`, of the configuration.
     """
-    from qbe.models import load_skeleton
+    from qbe.models.load import load_skeleton
     from qbe.store import checkpoint
     from qbe.store.nesting import nestable
     from qbe.tagger import tag
