@@ -71,8 +71,7 @@ def info(
     ] = None,
     originals: Originals = None, most_bits: MostBits = None, kv_tokens: KVTokens = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show a model's sites and roles, its nested store and this machine; with --device the memory it will take
-    there."""
+    """Show a model's sites and roles, its nested store and this machine; with --device the memory it will take."""
     if device is not None:
         _memory(model, device, originals, most_bits, kv_tokens, as_json)
         return
