@@ -44,9 +44,12 @@ def _never(*_: object, **__: object) -> None:
 def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (prepare, "measure_into"),
+        (prepare, "estimate_into"),
+        (prepare, "estimate_model"),
         (prepare, "measure_model"),
         (prepare, "measure_kv"),
         (nesting.smoothing, "smooth"),
+        (nesting, "smooth_layers"),
     ):
         monkeypatch.setattr(module, name, _never)
 
@@ -111,8 +114,10 @@ def test_codes_chosen_on_a_text_have_sensitivities_of_their_own(
     text.write_text("the cat sat on the mat and looked at the dog. " * 400)
     asked = []
     monkeypatch.setattr(prepare, "measure_into", lambda folder, *_, **__: asked.append(folder))
-    prepare.quantise_to(str(tiny_folder), tmp_path / "out", DEFAULT, CPU, text=text, progress=False)
+    prepare.quantise_to(str(tiny_folder), tmp_path / "out", DEFAULT, CPU, text=text, measure=True, progress=False)
     assert len(asked) == 1
+    prepare.quantise_to(str(tiny_folder), tmp_path / "estimated", DEFAULT, CPU, text=text, progress=False)
+    assert sensitivity_table.estimated(tmp_path / "estimated")
     assert checkpoint.read_manifest(tmp_path / "out").known_as is None
 
 

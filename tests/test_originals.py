@@ -79,7 +79,7 @@ def test_the_command_says_so_in_one_line(nested: str, home: Path) -> None:
     assert done.stderr.count(b"\n") == 1
     done = qbe("generate", "the cat", "--most-bits", "6", "--json", *options, home=home)
     assert done.returncode == 0, done.stderr.decode()
-    assert json.loads(done.stdout)["average_weight_bits"] <= 6
+    assert json.loads(done.stdout)["usage"]["average_weight_bits"] <= 6
     done = qbe("generate", "the cat", "--model", nested, "--originals", "disk", home=home)
     assert done.returncode == 2
     assert b"none, host or device" in done.stderr
@@ -88,13 +88,14 @@ def test_the_command_says_so_in_one_line(nested: str, home: Path) -> None:
 def test_a_server_says_so_with_400_and_what_memory_it_takes() -> None:
     with running(lambda: tiny_engine(originals="none")) as server:
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 4}
-        assert server.post("completions", {**body, "bits": 8}).status_code == 200
-        refused = server.post("completions", {**body, "bits": 16})
-        assert refused.status_code == 400
-        assert "needs weights that are not loaded" in refused.json()["error"]["message"]
+        assert server.post("completions", {**body, "qbe": {"bits": 8}}).status_code == 200
+        for bounds in ({"bits": 16}, {"min_bits": 12}):
+            refused = server.post("completions", {**body, "qbe": bounds})
+            assert refused.status_code == 400
+            assert "needs weights that are not loaded" in refused.json()["error"]["message"]
         memory = server.engine.memory
         for use, size in (("weights", memory.weights), ("originals", 0), ("kv", memory.kv)):
-            assert server.metric(f'qbe:memory_bytes{{model_name="{server.engine.name}",use="{use}"}}') == size
+            assert server.metric(f'qbe:memory_bytes{{model_name="tiny",use="{use}"}}') == size
 
 
 @pytest.mark.parametrize(("originals", "most_bits"), [(None, None), ("none", None), ("none", 4)])

@@ -16,6 +16,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine import self_check
 from qbe.engine.adaptive.cascade import Cascade, steers
 from qbe.engine.adaptive.routing import check_columns, is_routed
+from qbe.engine.devices import reserved
 from qbe.engine.execution import patch_modules
 from qbe.engine.execution.runner import Runner, can_pack, use_paged_attention
 from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
@@ -172,10 +173,10 @@ class Core:
         if routers is not None:
             self.add_routers(routers)
             self.runner.route(routers)
-        before = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+        before = reserved(self.device)
         if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
             self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
-        self.graph_bytes = torch.cuda.memory_reserved(self.device) - before if self.device.type == "cuda" else 0
+        self.graph_bytes = max(0, reserved(self.device) - before)
         if compile and self.runner.decode is None:
             why = f"the CPU kernels do not attend in {dtype}" if packed and paged else "its sequences share no step"
             log.warning("decode steps of this model are not compiled: %s", why)

@@ -38,6 +38,14 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(w in str(error).lower() for w in words)
 
 
+def reserved(device: torch.device) -> int:
+    """Bytes that torch holds of a GPU's memory, once it has given back what nothing uses; 0 of a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Nothing is collected inside: while a graph is captured, what a collection destroys (another engine's graphs, its

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from qbe.engine.devices import reserved
 from qbe.engine.scheduling.kv_size import default_kv_tokens
 from qbe.format.layout import SliceLayout, padded
 from qbe.kvcache.cache import decoder_config, probe_shapes
@@ -57,7 +58,7 @@ def of_engine(core: Core) -> Memory:
     graphs = core.graph_bytes
     kept = [w.original for _, _, w in nested_linears(core.model) if w.original is not None]
     host = sum(w.nbytes for w in kept if w.is_pinned())
-    rest = torch.cuda.memory_reserved(core.device) - weights - (originals - host) - kv - graphs
+    rest = reserved(core.device) - weights - (originals - host) - kv - graphs
     return Memory(weights, originals, kv, graphs, max(0, rest))
 
 

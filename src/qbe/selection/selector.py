@@ -60,9 +60,10 @@ class BlueprintChooser:
     ) -> tuple[Blueprint, str | None]:
         """The blueprint, and what the cache did (`Record.cache`). Raises QBEError when the budget cannot be met."""
         widest = self._table.gears()[-1]
-        if budget.bits is not None and budget.bits > widest:
+        least = budget.bits if budget.bits is not None else budget.within[0] if budget.within is not None else 0
+        if least > widest:
             raise QBEError(
-                f"a budget of {budget.bits:g} bits needs weights that are not loaded; the widest here have {widest} "
+                f"a budget of {least:g} bits needs weights that are not loaded; the widest here have {widest} "
                 f"bits: ask for at most {widest}, or start with {_WIDER[widest < 8]}",
                 field="bits",
             )
