@@ -151,7 +151,7 @@ def serve() -> None:
         open(number, mode, encoding=s.encoding, errors=s.errors, closefd=False)  # noqa: SIM115
         for number, (mode, s) in enumerate((("r", sys.stdin), ("w", sys.stdout), ("w", sys.stderr)))
     )
-    qbe.cli.main(ask["args"])
+    qbe.cli.main.main(ask["args"])
 
 
 if __name__ == "__main__":
