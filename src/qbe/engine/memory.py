@@ -104,7 +104,7 @@ def predicted(
     weights = full = 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in sites:
-            weights += nested_size(*parameter.shape, layout, nesting.group_size, device)
+            weights += nested_size(parameter.shape[0], parameter.shape[1], layout, nesting.group_size, device)
             full += 0 if id(parameter) in tied else parameter.numel() * dtype.itemsize
         elif tied[id(parameter)] == name:
             weights += parameter.numel() * dtype.itemsize

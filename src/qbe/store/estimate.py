@@ -140,7 +140,9 @@ class Estimate:
 
     def _tail(self, p: torch.Tensor, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         tokens = drawn(p, TOKENS, generator)
-        return gradient_of_drawn(self._walk, self._pass, logits, tokens, zero_sum(*tokens.shape, generator, p.device))
+        return gradient_of_drawn(
+            self._walk, self._pass, logits, tokens, zero_sum(len(tokens), TOKENS, generator, p.device)
+        )
 
     def layer(self, i: int, nested: Mapping[str, NestedTensor]) -> None:
         """Goes back through a layer, from the last to the first, whose sites have these weights."""
@@ -176,7 +178,7 @@ class Estimate:
 
         with torch.enable_grad(), ExitStack() as stack:
             for name, module in sites.items():
-                module.forward = multiplying(name, module, ways_of(self._roles[name], self._precisions))  # type: ignore[method-assign]
+                module.forward = multiplying(name, module, ways_of(self._roles[name], self._precisions))  # type: ignore[method-assign, assignment]
                 stack.callback(delattr, module, "forward")
             states = passed.hidden(i).detach().requires_grad_()
             out = passed.call(i, walk.layers[i], states)

@@ -44,7 +44,7 @@ def on(modules: Iterable[nn.Module], device: torch.device, wide: bool = True) ->
                 if isinstance(parameter, NestedTensor):
                     if parameter.original is None:
                         raise NotLayered
-                    nested.append((module, parameter))  # type: ignore[arg-type]
+                    nested.append((module, parameter))
                     module._parameters[name] = nn.Parameter(_moved(parameter.original, device, wide), False)
                 elif parameter is not None:
                     plain.append((parameter, parameter.data))
@@ -55,10 +55,10 @@ def on(modules: Iterable[nn.Module], device: torch.device, wide: bool = True) ->
                     module._buffers[name] = _moved(buffer, device, wide)
         yield
     finally:
-        for module, parameter in nested:
-            module._parameters["weight"] = parameter
-        for parameter, data in reversed(plain):
-            parameter.data = data
+        for module, weight in nested:
+            module._parameters["weight"] = weight
+        for tensor, data in reversed(plain):
+            tensor.data = data
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
 
@@ -103,8 +103,8 @@ class Head:
         self.module: Any = model.get_output_embeddings()  # type: ignore[operator]
         if not isinstance(self.module, nn.Linear):
             raise NotLayered
-        weight = self.module.weight
-        weight = weight.original if isinstance(weight, NestedTensor) else weight
+        own = self.module.weight
+        weight: torch.Tensor | None = own.original if isinstance(own, NestedTensor) else own
         if weight is None:
             raise NotLayered
         self.weight, self.device = weight.detach(), device
@@ -139,7 +139,7 @@ class Pass:
 
     def hidden(self, layer: int) -> torch.Tensor:
         """What the layer reads, `[texts, tokens, hidden]`."""
-        return self.args[layer][0] if self.args[layer] else self.kwargs[layer]["hidden_states"]  # type: ignore[no-any-return]
+        return self.args[layer][0] if self.args[layer] else self.kwargs[layer]["hidden_states"]
 
     def call(self, layer: int, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's output for other states than it read."""
