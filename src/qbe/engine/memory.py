@@ -77,8 +77,7 @@ def predicted(
 ) -> Memory:  # fmt: skip
     """What an engine on the device will take for the model at `path`, whose weights are not read.
 
-    `graphs` and `workspace` are what captured steps and their buffers took of models of several sizes
-    (docs/start.md), at most a few hundredths of the whole.
+    `graphs` and `workspace` are 0: what they take is known once steps have run, a few hundredths of the whole.
 
     Raises:
         QBEError: as `qbe.models.load_model`, of the configuration.
