@@ -117,7 +117,7 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
     """
     path = Path(path)
     with quiet():
-        config = gguf_weights.config_of(read_header(path)) if path.is_file() else _folder_config(path)
+        config = config_of(read_parts(path)) if path.is_file() else _folder_config(path)
         return _skeleton(config, path)
 
 

@@ -50,7 +50,7 @@ def _candidates(folder: Path) -> Iterator[PreTrainedTokenizerBase]:
     more: dict[str, Any] = {} if (folder / "tokenizer_config.json").is_file() else {"add_bos_token": True}
     with suppress(Exception):  # of a class that cannot read it
         yield AutoTokenizer.from_pretrained(folder, local_files_only=True, **more)
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     if ModelProto.FromString((folder / _MODEL).read_bytes()).trainer_spec.model_type != _BPE:
         return
