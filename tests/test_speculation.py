@@ -106,8 +106,8 @@ def test_keys_and_values_of_guesses_are_those_of_plain_steps() -> None:
         made.add(s)
         while len(s.output_ids) < 70:
             made.step()
-        entries = torch.tensor([p.entry for p in s.pages])
-        kept.append([t[0, :, :99].clone() for layer in range(4) for t in made.pool.read(layer, entries)])
+        block_ids = torch.tensor([p.block_id for p in s.pages])
+        kept.append([t[0, :, :99].clone() for layer in range(4) for t in made.pool.read(layer, block_ids)])
         assert s.computed >= 99
         if speculate:
             assert 0 < told(s).accepted < told(s).drafted

@@ -16,6 +16,7 @@ from engine_models import request as plain_request
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.core import Core
+from qbe.engine.extensions.high_precision import HighPrecisionTokens
 from qbe.engine.sampling.sampler import Scores, likeliest, sample
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.scheduler import ScheduledTokens
@@ -81,16 +82,17 @@ def test_the_sampler_leaves_the_entropy_of_the_models_own_distribution() -> None
 
 def test_rows_are_runs_of_one_precision() -> None:
     b = Blueprint("b", (4, 4), (8, 16), (16,))
-    assert b.high_precision_positions.activation_bits == (16, 16)
-    assert b.high_precision_positions.weight_bits == b.weight_bits
-    assert b.high_precision_positions.high_precision_positions is b.high_precision_positions
+    assert b.full_activations.activation_bits == (16, 16)
+    assert b.full_activations.weight_bits == b.weight_bits
+    assert b.full_activations.full_activations is b.full_activations
     s = Sequence("s", list(range(10)), SamplingParams(), b, difficult=1.0)
     for entropy in (0.5, 2.0, 3.0, 0.1, 1.5):
         s.token_entropies.append(entropy)
+        HighPrecisionTokens(packed=True).advance(s, 7)
         s.append(7)
     assert s.high_precision_positions == {11, 12, 14}
-    assert s.rows(0, 15) == [(b, 11), (b.high_precision_positions, 2), (b, 1), (b.high_precision_positions, 1)]
-    assert s.rows(12, 1) == [(b.high_precision_positions, 1)]
+    assert s.rows(0, 15) == [(b, 11), (b.full_activations, 2), (b, 1), (b.full_activations, 1)]
+    assert s.rows(12, 1) == [(b.full_activations, 1)]
     assert s.alike == 11
     s.computed = 12
     assert s.high_precision_computed == 1
@@ -100,7 +102,7 @@ def test_the_row_of_a_difficult_token_alone_has_16_bit_activations(threshold: fl
     core = core_with(threshold)
     first, second = prompts(20, 33)
     watched = request(core, "a", first, low(core.table))
-    full = request(core, "b", second, low(core.table).high_precision_positions)
+    full = request(core, "b", second, low(core.table).full_activations)
     core.add(watched)
     core.add(full)
     assert full.difficult is None

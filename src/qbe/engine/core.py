@@ -1,48 +1,54 @@
-"""The engine's loop: admit, run, sample, finish. Token ids in, token ids out; no tokenizer, no policies."""
+"""The engine's loop: admit, run, sample, finish. Token ids in, token ids out; no tokenizer, no policies.
+
+What only some requests need (routers, high-precision tokens, the cascade, speculation, bounded KV, refreshes) is in
+`qbe.engine.extensions`, a file each; the loop tells them when it gets to their part.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
 from qbe.engine import self_check
-from qbe.engine.adaptive.cascade import Cascade, steers
-from qbe.engine.adaptive.routing import check_columns, is_routed
+from qbe.engine.adaptive.cascade import Cascade
 from qbe.engine.devices import reserved
-from qbe.engine.execution import patch_modules
-from qbe.engine.execution.runner import Runner, can_pack, use_paged_attention
-from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
+from qbe.engine.execution.runner import Runner, can_pack
+from qbe.engine.extensions.bounded_kv import BoundedKV
+from qbe.engine.extensions.cascade import CascadeExtension
+from qbe.engine.extensions.extension import Extension
+from qbe.engine.extensions.high_precision import HighPrecisionTokens
+from qbe.engine.extensions.refresh import BlueprintRefresh
+from qbe.engine.extensions.routers import Routers
+from qbe.engine.extensions.speculation import SpeculationExtension
 from qbe.engine.sampling.constraint import was_cut
-from qbe.engine.scheduling.kv_size import default_kv_tokens, with_kv
+from qbe.engine.scheduling.kv_size import with_kv
 from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.setup import (
+    StepSizes,
+    bind_plan,
+    compile_attention,
+    compile_layers,
+    longest_forward,
+    longest_sequence,
+    page_pool,
+)
 from qbe.engine.speculation.accept_tokens import accept_tokens
-from qbe.engine.speculation.draft_tokens import Speculation
-from qbe.engine.speculation.speculator import ROWS, Speculator
+from qbe.engine.speculation.speculator import Speculator
 from qbe.errors import QBEError
-from qbe.hardware import free_memory
-from qbe.kernels.cpu import native
 from qbe.kernels.cpu.paged_attention import compiled_for
 from qbe.kvcache.allocator import PageAllocator, PageFormat
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
-from qbe.kvcache.pages import PAGE_SIZE, PagePool, most_pages, page_bytes, pages_for
 from qbe.policies.per_token import TokenRouters
-from qbe.sites import FULL_BITS, KVBits, SiteTable
-from qbe.store.plan import Plan
+from qbe.sites import KVBits, SiteTable
 
 log = logging.getLogger(__name__)
-
-_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
-_LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,8 @@ class Core:
         context: the model's context in tokens, None when it has no limit.
         graph_bytes: of the device's memory that captured steps took.
         vocabulary: number of tokens the model knows.
+        speculator: makes and checks guesses; None where no request can speculate.
+        extensions: told of every request and step, in this order.
 
     Raises:
         QBEError: a model that QBE cannot run or runs wrong (`self_check`), or sizes that do not fit together.
@@ -110,79 +118,87 @@ class Core:
         cascade: TokenRouters | None = None,
         routers: TokenRouters | None = None,
     ) -> None:
-        self.model, self.table, self.eos_ids = model.eval(), table, frozenset(eos_ids)
+        self.model = model.eval()
+        self.table = table
+        self.eos_ids = frozenset(eos_ids)
         self.device = device if device is not None else next(model.parameters()).device
-        if max_batch_tokens is None:
-            max_batch_tokens = _BATCH_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
-        compiled_ops = self.device.type == "cpu" and native.load()
         config = decoder_config(model)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         packed = can_pack(config)
+        longest = longest_forward(packed, self.context)
+        sizes = StepSizes.of(self.device, max_batch_tokens, max_sequences, longest, speculate)
 
-        # Its rows begin at multiples of 16 bytes: Triton compiles a kernel for such pointers and another for the rest.
-        plan_rows = -(-max_batch_tokens // 4) * 4 if packed else 1
-        self.plan = Plan(table, plan_rows, self.device, Runner.keeps_logits(model))
-        self.plan.bind(model)
-        if compiled_ops:
-            patch_modules.patch_modules(model)
+        self.plan = bind_plan(model, table, self.device, sizes.plan_rows)
         with self_check.one_line(model):
             shapes, dtype = probe_shapes(model)
             expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
-        paged = any(shapes)
-        if paged:
-            use_paged_attention(model)
-        free, each = free_memory(self.device), page_bytes(shapes, dtype)
-        tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(self.context, self.device, each)
-        pages = pages_for(tokens) if paged else 0
-        if kv_tokens is not None and pages * each > free - each:  # there is one more than asked for
-            raise QBEError(
-                f"kv_tokens is {tokens}, but {free / 1e9:.1f} GB free on {self.device} hold at most "
-                f"{max(0, free // each - 1) * PAGE_SIZE}: ask for fewer"
-            )
-        self.pool = PagePool(shapes, pages, dtype, self.device)
+        self.pool = page_pool(model, shapes, dtype, self.device, self.context, kv_tokens)
         self.originals = Originals(self.pool)
-        allocator = PageAllocator(pages, self.pool.full, self.originals.drop)
-        self.scheduler = Scheduler(
-            allocator,
+        self.scheduler = self._scheduler(packed, sizes.batch_tokens, max_sequences)
+        self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
+        compile_layers(self.runner, sizes, self.vocabulary, progress)
+        with self_check.one_line(model):
+            self_check.check(model, self.runner, self.scheduler.allocator, self.vocabulary, expected)
+        self.table = replace(with_kv(table, self.runner.cache), context=self.context)
+        pages = longest_sequence(self.pool, self.context)
+        compile_attention(self.runner, pages, progress)
+
+        self.cascade: Cascade | None = None
+        if cascade is not None and packed and self.scheduler.paged:
+            self.cascade = Cascade(cascade, table, self.plan)
+            self.runner.observe = self.cascade.observe
+        self._routers = Routers(self.runner)
+        if routers is not None:
+            self.add_routers(routers)
+            self.runner.route(routers)
+        self._prepare_decode(sizes, pages, compile, speculate, progress)
+        self.speculator = self._speculator(sizes, speculate or not compile)
+        self._refresh = BlueprintRefresh(self.pool, self.scheduler, packed, self.cascade)
+        self.extensions = self._extensions()
+
+    def _scheduler(self, packed: bool, max_batch_tokens: int, max_sequences: int) -> Scheduler:
+        """The scheduler of the pool's pages."""
+        return Scheduler(
+            PageAllocator(self.pool.num_pages, self.pool.full, self.originals.drop),
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
             context=self.context,
-            paged=paged,
+            paged=any(self.pool.shapes),
             chunked=packed,
             reusable=packed,
             format_of=lambda sequence, page: self._format(sequence.kv_bits_of(page)),
         )
-        self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
-        rows = min(max_batch_tokens if packed else self.context or _LONGEST, _LONGEST)
-        most = min(ROWS[self.device.type], max_batch_tokens)  # rows of a step that checks guesses
-        largest = max(max_sequences, most) if speculate else max_sequences
-        head_rows = largest if Runner.keeps_logits(model) else rows
-        sampling = sampling_launches(self.vocabulary, self.device)
-        compile_kernels(chain(linear_launches(model, table, rows, head_rows), sampling), self.device, progress)
-        with self_check.one_line(model):
-            self_check.check(model, self.runner, allocator, self.vocabulary, expected)
-        self.cascade = Cascade(cascade, table, self.plan) if cascade is not None and packed and paged else None
-        self.runner.observe = None if self.cascade is None else self.cascade.observe
-        self.table = replace(with_kv(table, self.runner.cache), context=self.context)
-        longest = most_pages(shapes, dtype, pages)
-        longest = longest if self.context is None else min(longest, pages_for(self.context))
-        if paged:
-            compile_kernels(attention_launches(self.runner.cache, longest), self.device, progress)
-        self._routers: dict[str, TokenRouters] = {}
-        if routers is not None:
-            self.add_routers(routers)
-            self.runner.route(routers)
+
+    def _prepare_decode(self, sizes: StepSizes, pages: int, compile: bool, speculate: bool, progress: bool) -> None:
+        """Decode steps at fixed shapes, where the model has them."""
+        shared = self.runner.packed and self.scheduler.paged
         before = reserved(self.device)
-        if self.runner.packed and paged and (self.device.type == "cuda" or compiled_for(dtype)):
-            self.runner.prepare_decode(largest, longest, compile, progress, most if speculate else 0)
+        if shared and (self.device.type == "cuda" or compiled_for(self.pool.dtype)):
+            several = sizes.speculation_rows if speculate else 0
+            self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, several)
         self.graph_bytes = max(0, reserved(self.device) - before)
         if compile and self.runner.decode is None:
-            why = f"the CPU kernels do not attend in {dtype}" if packed and paged else "its sequences share no step"
+            why = f"the CPU kernels do not attend in {self.pool.dtype}" if shared else "its sequences share no step"
             log.warning("decode steps of this model are not compiled: %s", why)
-        self.speculator: Speculator | None = None
-        if self.runner.decode is not None and min(most, largest) > 1 and (speculate or not compile):
-            self.speculator = Speculator(self.table, min(most, largest), self.runner.decode.size_of)
+
+    def _speculator(self, sizes: StepSizes, ready: bool) -> Speculator | None:
+        """What makes guesses, where decode steps have room for them and are `ready` for several rows of a sequence."""
+        rows = min(sizes.speculation_rows, sizes.decode_rows)
+        if self.runner.decode is None or rows < 2 or not ready:
+            return None
+        return Speculator(self.table, rows, self.runner.decode.size_of)
+
+    def _extensions(self) -> list[Extension]:
+        """In the order in which they look at a request: one may take from it what the next one would ask for."""
+        extensions: list[Extension] = [
+            self._routers,
+            HighPrecisionTokens(self.runner.packed),
+            CascadeExtension(self.cascade),
+        ]
+        if self.speculator is not None:
+            extensions.append(SpeculationExtension(self.speculator, self.runner))
+        return [*extensions, BoundedKV(self.originals, self.scheduler), self._refresh]
 
     def _format(self, kv_bits: tuple[KVBits, ...]) -> PageFormat:
         """The pool's format with these bits; pages that nobody owns go if it takes one of their numbers."""
@@ -196,31 +212,14 @@ class Core:
 
         Wherever they come from: from its own attention, or from another blueprint (`refresh`).
         """
-        before = sequence.blueprint
-        sequence.blueprint = before.with_kv_bits(kv_bits)
-        if not self.pool.has_number(kv_bits, self.scheduler.allocator.uses) or (
-            self.scheduler.paging.capacity(sequence) < sequence.max_length
-        ):
-            sequence.blueprint = before
+        self._refresh.raise_kv(sequence, kv_bits)
 
     def refresh(self, sequence: Sequence, blueprint: Blueprint) -> bool:
         """Let a running request go on at this blueprint from its next step on; whether that is another one.
 
         Pages that are written stay. Those to come get its KV bits if what the request may still write then fits.
         """
-        before = sequence.blueprint
-        cascade = None if sequence.moved is None else self.cascade
-        dynamic_precision = (
-            blueprint.dynamic_precision if cascade is None else before.dynamic_precision
-        )  # a policy's own comes with its bits
-        blueprint = replace(blueprint, kv_error=before.kv_error, dynamic_precision=dynamic_precision)
-        if blueprint.key == before.key:
-            return False
-        if cascade is not None:
-            blueprint = cascade.steered(blueprint, sequence)
-        sequence.exchange(blueprint.with_kv_bits(before.kv_bits))
-        self.raise_kv(sequence, blueprint.kv_bits)
-        return True
+        return self._refresh.exchange(sequence, blueprint)
 
     def add_routers(self, routers: TokenRouters) -> None:
         """Take requests that these routers steer. They run in the forward pass from the step on in which the first of
@@ -229,16 +228,7 @@ class Core:
         Raises:
             QBEError: a model whose tokens cannot have bits of their own.
         """
-        check_columns(self.plan)
-        self._routers[routers.digest] = routers
-
-    def _route(self, work: list[ScheduledTokens]) -> None:
-        """Have the routers that steer this step's sequences run in it: one policy's, as the scheduler sees to."""
-        dynamic_precision = next(
-            (w.sequence.blueprint.dynamic_precision for w in work if w.sequence.routed is not None), None
-        )
-        if dynamic_precision is not None:
-            self.runner.route(self._routers[dynamic_precision.routers])
+        self._routers.add(routers)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -253,32 +243,8 @@ class Core:
                 f"the blueprint is for {len(sequence.blueprint.weight_bits)} sites, but the model has "
                 f"{len(self.table.nested)}: make it for this model"
             )
-        if is_routed(sequence.blueprint):
-            dynamic_precision = sequence.blueprint.dynamic_precision
-            routers = None if dynamic_precision is None else self._routers.get(dynamic_precision.routers)
-            if routers is None:
-                raise QBEError("this engine has no such routers: start it with the policy that the blueprint is of")
-            sequence.routed = torch.zeros(2, len(routers.widths), dtype=torch.int64, device=self.device)
-        # A plan of one row, as recurrent models have it, could not compute such a sequence again after a preemption.
-        if not self.runner.packed or sequence.blueprint.full_activations is sequence.blueprint:
-            sequence.difficult = None
-        if not self.runner.packed:
-            sequence.monitor = None
-        if steers(sequence.blueprint):
-            if self.cascade is None:
-                sequence.blueprint = replace(sequence.blueprint, dynamic_precision=None)
-            else:
-                self.cascade.begin(sequence)
-        # Bounds and high-precision tokens say of each token by itself how it is read, which a guess cannot know.
-        free = sequence.blueprint.kv_error is None and sequence.difficult is None
-        sequence.speculation = Speculation() if sequence.params.speculate and self.speculator and free else None
-        if self.originals.refused:
-            sequence.blueprint = replace(sequence.blueprint, kv_error=None)
-        if sequence.watched and self.scheduler.paging.capacity(sequence) < self.scheduler.length(sequence):
-            # Pages of fewer bits need a staging page beside them. A cache so small that this is most of it holds more
-            # at 16 bits, and nobody asked for fewer.
-            sequence.blueprint = sequence.blueprint.with_kv_bits((FULL_BITS,) * len(sequence.blueprint.kv_bits))
-            sequence.watched = False
+        for extension in self.extensions:
+            extension.admit(sequence)
         self.scheduler.add(sequence)
 
     def check_tokens(self, name: str, tokens: Iterable[int]) -> None:
@@ -306,83 +272,63 @@ class Core:
     def step(self) -> list[StepOutput]:
         """Run one step; an output for every sequence that got a token or ended. Empty when there is nothing to do."""
         work = self.scheduler.schedule()
-        oversized = [StepOutput(s, None, True, "error") for s in self.scheduler.oversized]
+        outputs = [StepOutput(s, None, True, "error") for s in self.scheduler.oversized]
         self.scheduler.oversized.clear()
         if not work:
-            return oversized
+            return outputs
         try:
-            self._route(work)
             self.pool.copy(self.scheduler.paging.copies)
             self.scheduler.paging.copies.clear()
-            began, speculator, decode = time.perf_counter(), self.speculator, self.runner.decode
-            decodes = decode is not None and decode.serves(work)
-            if speculator is not None:
-                work = speculator.extend(work) if decodes else speculator.pause(work)
-                self.scheduler.last = work
+            for extension in self.extensions:
+                work = extension.extend(work)
             scores = self.runner.step(work)
-            self._keep_originals(work)
+            for extension in self.extensions:
+                extension.observe(work, scores)
             self.scheduler.complete(work)
-            outputs: list[StepOutput] = []
-            rows = [w for w in work if w.samples]
-            if rows and rows[0].draft is not None and speculator is not None:
-                speculator.guess([w.sequence for w in rows], scores.logits, scores.best)
-            else:
-                keep = None if self.cascade is None else self.cascade.fetch(work)
-                accept_tokens(rows, scores, lambda s, token: outputs.append(self._advance(s, token, keep)))
-            if speculator is not None and decodes:
-                speculator.measured(work, time.perf_counter() - began)
+            rows = [w for w in work if w.samples and w.draft is None]
+            accept_tokens(rows, scores, lambda s, token: outputs.append(self._advance(s, token)))
+            for extension in self.extensions:
+                extension.finish(work)
         except BaseException:
-            # What these sequences have in the cache is unknown now: they cannot go on.
-            for sequence in {w.sequence for w in work if w.sequence.finish_reason is None}:
-                sequence.error = "the model failed while this request was in the batch"
-                self.scheduler.finish(sequence, "error")
+            self._fail(work)
             raise
-        return oversized + outputs
+        return outputs
 
-    def _keep_originals(self, work: list[ScheduledTokens]) -> None:
-        """Copies of the pages that the step has filled in bounded requests, while their staging pages still hold
-        them."""
-        for w in work:
-            if w.sequence.kv_limit == math.inf:
-                continue
-            for page in w.sequence.pages[w.start // PAGE_SIZE : w.sequence.computed // PAGE_SIZE]:
-                while page.staging_page is not None and page.original is None:
-                    page.original = self.originals.keep(page.staging_page)
-                    if page.original is None and not self.scheduler.allocator.evict():
-                        self._refuse_originals()
-                        return
+    def _fail(self, work: list[ScheduledTokens]) -> None:
+        """What the step's sequences have in the cache is unknown now: they cannot go on."""
+        for sequence in {w.sequence for w in work if w.sequence.finish_reason is None}:
+            sequence.error = "the model failed while this request was in the batch"
+            self.scheduler.finish(sequence, "error")
 
-    def _refuse_originals(self) -> None:
-        """The host has no memory: every request goes on without a bound."""
-        self.originals.refuse()
-        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
-            sequence.blueprint = replace(sequence.blueprint, kv_error=None)
-
-    def _advance(
-        self, sequence: Sequence, token: int | None, keep: Callable[[Sequence], None] | None = None
-    ) -> StepOutput:
-        """Give a sequence its token and end it when that was the last. `keep`: what `Cascade.fetch` returned."""
-        if keep is not None:
-            keep(sequence)
+    def _advance(self, sequence: Sequence, token: int | None) -> StepOutput:
+        """Give a sequence its token and end it when that was the last."""
+        for extension in self.extensions:
+            extension.advance(sequence, token)
         if token is None:
-            where = self.pool.not_numbers(sequence.pages, sequence.computed) or "the model's logits"
-            refused = sequence.constraint.error if sequence.constraint is not None else None
-            sequence.error = refused or (
-                f"{where} were not numbers (NaN or infinity, or too large for the KV bits) after "
-                f"{len(sequence.token_ids)} tokens: use a wider dtype (bfloat16 or float32) or more KV bits"
-            )
+            sequence.error = self._why_no_token(sequence)
             reason: str | None = "error"
         else:
             sequence.append(token)
-            complete = sequence.constraint is not None and sequence.constraint.accept(token)
-            if complete or (token in self.eos_ids and not sequence.params.ignore_eos):
-                reason = "length" if was_cut(sequence.constraint) else "stop"
-            elif len(sequence.token_ids) >= sequence.max_length:
-                reason = "length"
-            else:
-                reason = None
+            reason = self._finish_reason(sequence, token)
         if reason is not None:
             self.scheduler.finish(sequence, reason)
         elif len(sequence.token_ids) == self.runner.recompute_at:
             self.scheduler.restart(sequence)
         return StepOutput(sequence, token, reason is not None, reason)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
+        """Why its last token ends an answer; None: it goes on."""
+        complete = sequence.constraint is not None and sequence.constraint.accept(token)
+        if complete or (token in self.eos_ids and not sequence.params.ignore_eos):
+            return "length" if was_cut(sequence.constraint) else "stop"
+        return "length" if len(sequence.token_ids) >= sequence.max_length else None
+
+    def _why_no_token(self, sequence: Sequence) -> str:
+        """One line about logits that no token can be chosen from."""
+        if sequence.constraint is not None and sequence.constraint.error:
+            return sequence.constraint.error
+        where = self.pool.not_numbers(sequence.pages, sequence.computed) or "the model's logits"
+        return (
+            f"{where} were not numbers (NaN or infinity, or too large for the KV bits) after "
+            f"{len(sequence.token_ids)} tokens: use a wider dtype (bfloat16 or float32) or more KV bits"
+        )

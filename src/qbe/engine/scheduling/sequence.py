@@ -195,9 +195,7 @@ class Sequence:
         return self.token_ids[len(self.prompt_ids) :]
 
     def append(self, token: int) -> None:
-        """Add a token of the answer; its precision follows from the entropy that the sampler has left."""
-        if self.difficult is not None and self.token_entropies and self.token_entropies[-1] > self.difficult:
-            self.high_precision_positions.add(len(self.token_ids))
+        """Add a token of the answer."""
         self.token_ids.append(token)
 
     def exchange(self, blueprint: Blueprint) -> None:

@@ -1,0 +1,126 @@
+"""What a core is made of before its first step: the sizes of its steps, its plan, its pages and their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+
+from qbe.engine.execution import patch_modules
+from qbe.engine.execution.runner import Runner, use_paged_attention
+from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
+from qbe.engine.scheduling.kv_size import default_kv_tokens
+from qbe.engine.speculation.speculator import ROWS
+from qbe.errors import QBEError
+from qbe.hardware import free_memory
+from qbe.kernels.cpu import native
+from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
+from qbe.sites import SiteTable
+from qbe.store.plan import Plan
+
+_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+_LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Rows of the steps that are made ready for.
+
+    Attributes:
+        batch_tokens: tokens of one step, at most.
+        forward_rows: of the longest forward.
+        decode_rows: of the largest step of single tokens.
+        speculation_rows: of the largest step that checks guesses.
+        plan_rows: of the plan. They begin at multiples of 16 bytes: Triton compiles a kernel for such pointers and
+            another for the rest. One where every forward has one sequence.
+    """
+
+    batch_tokens: int
+    forward_rows: int
+    decode_rows: int
+    speculation_rows: int
+    plan_rows: int
+
+    @classmethod
+    def of(
+        cls, device: torch.device, batch_tokens: int | None, sequences: int, longest: int | None, speculate: bool
+    ) -> StepSizes:
+        """Those of an engine.
+
+        Args:
+            batch_tokens: None: what suits the device.
+            sequences: that run at the same time.
+            longest: tokens of the longest forward where one cannot be spread over steps; None: it can.
+            speculate: whether requests that speculate are expected.
+        """
+        if batch_tokens is None:
+            batch_tokens = _BATCH_TOKENS["cuda" if device.type == "cuda" else "cpu"]
+        forward_rows = min(batch_tokens if longest is None else longest, _LONGEST)
+        speculation_rows = min(ROWS[device.type], batch_tokens)
+        decode_rows = max(sequences, speculation_rows) if speculate else sequences
+        plan_rows = -(-batch_tokens // 4) * 4 if longest is None else 1
+        return cls(batch_tokens, forward_rows, decode_rows, speculation_rows, plan_rows)
+
+
+def longest_forward(packed: bool, context: int | None) -> int | None:
+    """`longest` of `StepSizes.of`: models that pack sequences spread a prompt over steps, others do not."""
+    return None if packed else context or _LONGEST
+
+
+def bind_plan(model: nn.Module, table: SiteTable, device: torch.device, rows: int) -> Plan:
+    """A plan of so many rows that the model's nested weights read; on a CPU some of its modules become ours."""
+    compiled_ops = device.type == "cpu" and native.load()
+    plan = Plan(table, rows, device, Runner.keeps_logits(model))
+    plan.bind(model)
+    if compiled_ops:
+        patch_modules.patch_modules(model)
+    return plan
+
+
+def page_pool(
+    model: nn.Module, shapes: Sequence[KVShape | None], dtype: torch.dtype, device: torch.device, context: int | None,
+    kv_tokens: int | None,
+) -> PagePool:  # fmt: skip
+    """Pages for so many tokens of 16 bits, by default as many as suit the device; the model's attention reads them.
+
+    Args:
+        shapes, dtype: of the numbers in them (`qbe.kvcache.cache.probe_shapes`).
+
+    Raises:
+        QBEError: a model whose attention QBE cannot page, or more than the memory holds.
+    """
+    paged = any(shapes)
+    if paged:
+        use_paged_attention(model)
+    free, each = free_memory(device), page_bytes(shapes, dtype)
+    tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(context, device, each)
+    pages = pages_for(tokens) if paged else 0
+    if kv_tokens is not None and pages * each > free - each:  # there is one more than asked for
+        raise QBEError(
+            f"kv_tokens is {tokens}, but {free / 1e9:.1f} GB free on {device} hold at most "
+            f"{max(0, free // each - 1) * PAGE_SIZE}: ask for fewer"
+        )
+    return PagePool(shapes, pages, dtype, device)
+
+
+def compile_layers(runner: Runner, sizes: StepSizes, vocabulary: int, progress: bool) -> None:
+    """Compile the kernels of linear layers and of sampling."""
+    model, table = runner.model, runner.plan.table
+    head_rows = sizes.decode_rows if Runner.keeps_logits(model) else sizes.forward_rows
+    linears = linear_launches(model, table, sizes.forward_rows, head_rows)
+    compile_kernels(chain(linears, sampling_launches(vocabulary, runner.device)), runner.device, progress)
+
+
+def compile_attention(runner: Runner, pages: int, progress: bool) -> None:
+    """Compile the kernels of the KV cache, for sequences of up to so many pages."""
+    if any(runner.cache.pool.shapes):
+        compile_kernels(attention_launches(runner.cache, pages), runner.device, progress)
+
+
+def longest_sequence(pool: PagePool, context: int | None) -> int:
+    """Pages that one sequence can have."""
+    pages = most_pages(pool.shapes, pool.dtype, pool.num_pages)
+    return pages if context is None else min(pages, pages_for(context))
