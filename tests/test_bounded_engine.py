@@ -63,7 +63,7 @@ def test_threshold_0_is_16_bits(name: str) -> None:
     low = request("low", prompt, bounded(0.0, 4, 2), max_tokens=90)
     found = logits(core(name), low, 60)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-    assert low.pages_raised == low.pages_read > 0
+    assert low.bounded.pages_raised == low.bounded.pages_read > 0
     rough = logits(core(name), request("rough", prompt, kv(4, 2), max_tokens=90), 60)
     assert not torch.allclose(rough, wanted, rtol=1e-3, atol=1e-3)
 
@@ -91,7 +91,7 @@ def test_a_huge_threshold_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     free = request("free", prompts(150)[0], bounded(1e20, 8), max_tokens=90)
     logits(c, free, 60)
     assert sum(compared) == 4 * (150 + 59)  # layers of tokens
-    assert free.pages_raised == free.host_bytes == 0 < free.pages_read
+    assert free.bounded.pages_raised == free.bounded.host_bytes == 0 < free.bounded.pages_read
 
 
 def test_a_lower_threshold_raises_more() -> None:
@@ -100,11 +100,11 @@ def test_a_lower_threshold_raises_more() -> None:
         r = request("r", prompt, bounded(error, 8), max_tokens=TOKENS)
         c = core()
         run(c, r)
-        raised.append(r.pages_raised / r.pages_read)
+        raised.append(r.bounded.pages_raised / r.bounded.pages_read)
         block = c.pool.page_bytes // (4 * 2)  # 4 layers of 2 key heads
-        assert r.host_bytes == r.pages_raised * block
+        assert r.bounded.host_bytes == r.bounded.pages_raised * block
         # Every token reads the pages before its own but one; the last token of all is not computed.
-        assert r.pages_read == 8 * sum(max(0, p // PAGE_SIZE - 1) for p in range(200 + TOKENS - 1))
+        assert r.bounded.pages_read == 8 * sum(max(0, p // PAGE_SIZE - 1) for p in range(200 + TOKENS - 1))
     assert raised == sorted(raised)
     assert raised[0] == 0 < raised[1] < raised[3] == 1
 
@@ -123,8 +123,8 @@ def test_answers_do_not_depend_on_chunks_company_or_sharing() -> None:
         again = [request(f"again {i}", p, b, max_tokens=TOKENS) for i, (p, b) in
                  enumerate(zip(texts, blueprints, strict=True))]  # fmt: skip
         assert run(c, *again) == expected
-        assert [r.cached for r in again] == [512, 512, 0, 512]
-        assert requests[2].pages_read == 0 < requests[0].pages_read
+        assert [r.paging.cached for r in again] == [512, 512, 0, 512]
+        assert requests[2].bounded.pages_read == 0 < requests[0].bounded.pages_read
 
 
 def test_preempted_requests_resume_with_the_same_answer() -> None:
@@ -167,7 +167,7 @@ def test_a_host_without_memory_turns_it_off_with_one_warning(fault: str, monkeyp
     assert all(r.finish_reason == "length" for r in (*requests, later))
     assert all(r.blueprint.kv_error is None for r in (*requests, later))
     assert later.output_ids == plain[0], "nothing of the bounded requests is found under another name"
-    assert later.pages_read == 0
+    assert later.bounded.pages_read == 0
     assert c.scheduler.allocator.free == c.scheduler.allocator.num_pages
 
 

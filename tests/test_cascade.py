@@ -72,7 +72,7 @@ def test_rows_are_moved_within_the_pass_and_the_next_one_begins_anew(device: tor
         for site, b in zip(core.table.nested, bits, strict=True):
             assert b == 6 or (site.layer is not None and site.layer > 0)
     assert one.blueprint_at(19) == at(core, steered=False)
-    assert other.moves == []
+    assert other.cascade.moves == []
 
 
 def test_nobody_else_changes_what_is_moved(device: torch.device) -> None:
@@ -83,9 +83,9 @@ def test_nobody_else_changes_what_is_moved(device: torch.device) -> None:
         others = [request("plain", prompts(40)[0], at(core, 4, steered=False), max_tokens=TOKENS)] * (len(which) > 1)
         run(core, *(every[i] for i in which), *others)
         for i in which:
-            assert len(every[i].moves) == TOKENS - 1 == every[i].computed - len(every[i].prompt_ids)
+            assert len(every[i].cascade.moves) == TOKENS - 1 == every[i].computed - len(every[i].prompt_ids)
             assert (every[i].preemptions > 0) <= (core.scheduler.allocator.num_pages < 8)
-        return [(every[i].output_ids, every[i].moves) for i in which]
+        return [(every[i].output_ids, every[i].cascade.moves) for i in which]
 
     together = answers(core_of(device), 0, 1, 2)
     assert len({m for _, moves in together for m in moves}) > 4
@@ -115,9 +115,9 @@ def test_a_compiled_step_moves_as_one_that_is_not(device: torch.device) -> None:
         return s
 
     plain, compiled = answer(False), answer(True)
-    assert len({m.bits for m in compiled.moves}) > 4
+    assert len({m.bits for m in compiled.cascade.moves}) > 4
     assert compiled.output_ids == plain.output_ids
-    assert compiled.moves == plain.moves
+    assert compiled.cascade.moves == plain.cascade.moves
 
 
 def test_each_kind_of_step_is_compiled_for_itself() -> None:
@@ -154,7 +154,7 @@ def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:
     assert guessed.speculation is not None
     assert guessed.speculation.accepted > 20
     assert guessed.output_ids == plain.output_ids
-    assert guessed.moves == plain.moves
+    assert guessed.cascade.moves == plain.cascade.moves
     assert guessed.blueprint_history == plain.blueprint_history
 
 
@@ -171,17 +171,17 @@ def test_a_refresh_and_a_bound_keep_the_steering() -> None:
             assert core.refresh(s, other)
             assert not core.refresh(s, other)
     assert s.error is None
-    assert len(s.moves) == TOKENS - 1
-    assert s.pages_read > 0
+    assert len(s.cascade.moves) == TOKENS - 1
+    assert s.bounded.pages_read > 0
     assert s.blueprint.dynamic_precision is not None
     assert s.blueprint.kv_error == 0.05
-    spans = s.spans(s.cached, s.computed)
+    spans = s.spans(s.paging.cached, s.computed)
     assert sum(n for _, n in spans) == s.computed
     assert all(b.dynamic_precision is None for b, _ in spans)
     average = other.average_weight_bits(core.table)
-    own = [average if p >= 69 else 6 for p in range(20, 20 + len(s.moves))]
-    had = [s.blueprint_at(p).average_weight_bits(core.table) for p in range(20, 20 + len(s.moves))]
-    assert s.excess == pytest.approx(sum(had) - sum(own))
+    own = [average if p >= 69 else 6 for p in range(20, 20 + len(s.cascade.moves))]
+    had = [s.blueprint_at(p).average_weight_bits(core.table) for p in range(20, 20 + len(s.cascade.moves))]
+    assert s.cascade.excess == pytest.approx(sum(had) - sum(own))
 
 
 def test_a_refresh_beyond_what_routers_can_give_is_not_steered_until_the_next_one() -> None:
@@ -194,9 +194,9 @@ def test_a_refresh_beyond_what_routers_can_give_is_not_steered_until_the_next_on
             if len(s.output_ids) == tokens:
                 assert core.refresh(s, at(core, bits, steered=False))
                 assert (s.blueprint.dynamic_precision is None) == (bits == 16)
-    assert len(s.moves) == TOKENS - 1
-    assert all(set(m.bits) == {16} and m.shift == 0 for m in s.moves[30:78])
-    assert len({m.bits for m in s.moves[80:]}) > 2
+    assert len(s.cascade.moves) == TOKENS - 1
+    assert all(set(m.bits) == {16} and m.shift == 0 for m in s.cascade.moves[30:78])
+    assert len({m.bits for m in s.cascade.moves[80:]}) > 2
 
 
 def test_the_average_stays_where_it_was() -> None:
@@ -207,17 +207,18 @@ def test_the_average_stays_where_it_was() -> None:
         outer_bias[::2] += 6.0  # what the second slice of each site is worth
     s = asked(core, "s", prompts(12)[0], 230)
     run(core, s)
-    page = [sum(s.moves[p - 12].shift for p in range(max(12, i), min(i + 64, 241))) / 64 for i in range(0, 241, 64)]
+    shifts = [0.0] * 12 + [m.shift for m in s.cascade.moves]
+    page = [sum(shifts[i : min(i + 64, 241)]) / 64 for i in range(0, 241, 64)]
     assert page[0] > 0.3
     assert page == sorted(page, reverse=True)
     assert abs(page[-1]) < page[0] / 4
     levels = [
         b.dynamic_precision.level
-        for b in (*(b for _, b in s.blueprint_history), s.blueprint)
+        for b in (*(b for _, b in s.blueprint_history.earlier), s.blueprint)
         if b.dynamic_precision is not None
     ]
     assert levels[0] > min(levels)
-    assert s.excess == pytest.approx(sum(m.shift for m in s.moves))
+    assert s.cascade.excess == pytest.approx(sum(m.shift for m in s.cascade.moves))
 
 
 def test_points_and_the_sites_behind_them() -> None:
@@ -269,7 +270,7 @@ def test_models_that_run_one_sequence_a_pass_do_without() -> None:
     run(core, s)
     assert core.cascade is None
     assert s.blueprint.dynamic_precision is None
-    assert s.moves == []
+    assert s.cascade.moves == []
 
 
 def test_routers_are_kept_for_the_store_that_they_were_learned_on(

@@ -228,7 +228,7 @@ def test_any_traffic_is_served_to_the_end(
         )
         preempted = {r.request_id for r in s.waiting}
         assert deciding - preempted <= {w.sequence.request_id for w in work}, "a sequence that writes never waits"
-        assert oldest is None or oldest not in s.waiting or oldest.alone_at, "nobody can starve the oldest one"
+        assert oldest is None or oldest not in s.waiting or oldest.paging.alone_at, "nobody can starve the oldest one"
         assert sum(w.count for w in work) <= 16 or not chunked
         held = [p for r in s.running for p in r.pages]
         assert all(p.owners == held.count(p) for p in held)

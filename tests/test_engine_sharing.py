@@ -29,13 +29,14 @@ def test_sequences_that_begin_alike_share_pages() -> None:
     assert same.pages[2] is not first.pages[2], "a page that is not full is nobody else's"
     assert other.pages[0] is first.pages[0]
     assert other.pages[1] is not first.pages[1]
-    assert (same.cached, shorter.cached, other.cached) == (128, 0, 64), "the last token is always computed"
+    cached = [r.paging.cached for r in (same, shorter, other)]
+    assert cached == [128, 0, 64], "the last token is always computed"
     while s.has_work():
         advance(s)
     again = request("again", list(range(150)), Blueprint("other", (4,), (16,), ()), max_tokens=5)
     s.add(again)
     advance(s)
-    assert again.cached == 0, "computed at other bits, they are other pages"
+    assert again.paging.cached == 0, "computed at other bits, they are other pages"
 
 
 def test_a_blueprint_that_changes_ends_sharing() -> None:
@@ -46,7 +47,7 @@ def test_a_blueprint_that_changes_ends_sharing() -> None:
     first.blueprint = Blueprint("other", (4,), (16,), ())
     for _ in range(80):
         advance(s)
-    assert first.page_keys == []
+    assert first.paging.page_keys == []
     assert all(p.key is None for p in first.pages)
 
 
@@ -57,7 +58,7 @@ def test_pages_take_the_format_that_a_sequence_has_when_they_are_filled() -> Non
     s.add(r)
     advance(s)
     assert [p.format for p in r.pages] == [LOW, LOW]
-    assert r.quantised == 0
+    assert r.paging.quantised == 0
     chosen["r"] = FULL
     advance(s)
     assert [p.format for p in r.pages] == [LOW, FULL], "what is written stays, what is being filled follows"
@@ -72,7 +73,7 @@ def test_pages_take_the_format_that_a_sequence_has_when_they_are_filled() -> Non
 def test_a_twin_shares_the_open_page_until_one_of_the_two_writes() -> None:
     s = scheduler(tokens=256)
     one, two = (request(n, [5] * 100, max_tokens=60) for n in ("one", "two"))
-    two.fork_parent = one
+    two.paging.fork_parent = one
     s.add(one)
     advance(s)
     s.add(two)
@@ -81,7 +82,7 @@ def test_a_twin_shares_the_open_page_until_one_of_the_two_writes() -> None:
     assert two.pages[0] is one.pages[0]
     assert one.pages[1] is shared
     assert s.paging.copies == [(shared.block_id, two.pages[1].block_id)], "copied once; the other one may then write"
-    assert (two.cached, two.fork_parent) == (99, None)
+    assert (two.paging.cached, two.paging.fork_parent) == (99, None)
     while s.has_work():
         advance(s)
     assert s.allocator.free == s.allocator.num_pages
@@ -93,16 +94,16 @@ def test_a_twin_shares_the_open_page_until_one_of_the_two_writes() -> None:
 def test_a_twin_shares_no_page_that_is_sealed_or_will_be(length: int, steps: int, shares: bool) -> None:
     s = scheduler(tokens=256)
     one, two = (request(n, [5] * length, max_tokens=60) for n in ("one", "two"))
-    two.fork_parent = one
+    two.paging.fork_parent = one
     s.add(one)
     for _ in range(steps):
         advance(s)
     s.add(two)
     s.schedule()
     assert bool(s.paging.copies) is shares
-    assert two.cached == (length - 1 if shares else 64)
+    assert two.paging.cached == (length - 1 if shares else 64)
     other = request("other", [5] * (length - 1) + [6], max_tokens=60)
-    other.fork_parent = one
+    other.paging.fork_parent = one
     s.add(other)
     s.schedule()
-    assert other.cached == 64
+    assert other.paging.cached == 64

@@ -133,7 +133,7 @@ def test_a_shared_prefix_changes_no_answer(bits: int, first: int | None) -> None
     assert run(c, again, branch, fork, full)[:3] == expected
     # Below 16 bits a sequence goes on after a whole stretch of quantised pages only.
     cached = [0, 704, 576, 192] if bits == 16 else [0, 512, 512, 0]
-    assert [r.cached for r in (before, again, branch, fork, full)] == [*cached, 0]
+    assert [r.paging.cached for r in (before, again, branch, fork, full)] == [*cached, 0]
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba"])
@@ -179,7 +179,7 @@ def test_fewer_bits_are_not_taken_where_pages_of_more_leave_no_room_for_them() -
 def test_the_first_page_has_bits_of_its_own() -> None:
     c, r = core(), request("r", prompts(150)[0], kv(2, 16, first=8), max_tokens=60)
     run(c, r)
-    assert r.quantised_bits == [(8, 16, 8, 16), (2, 16, 2, 16), (2, 16, 2, 16)]
+    assert r.paging.quantised_bits == [(8, 16, 8, 16), (2, 16, 2, 16), (2, 16, 2, 16)]
 
 
 def test_low_bits_hold_more() -> None:
@@ -205,7 +205,7 @@ def test_pages_follow_a_blueprint_that_is_exchanged() -> None:
     while c.has_work():
         c.step()
     assert r.computed == 169
-    assert r.average_kv_bits == pytest.approx((64 * 4 + 105 * 16) / 169)
+    assert r.paging.average_kv_bits == pytest.approx((64 * 4 + 105 * 16) / 169)
 
 
 @pytest.mark.parametrize(("bits", "tokens"), [(16, 100), (4, 100), (4, 620)])
@@ -219,12 +219,12 @@ def test_a_twin_goes_on_as_if_it_had_its_own_pages(bits: int, tokens: int) -> No
     for fork_parent in requests[1:]:
         for _ in range(5):
             c.step()
-        fork_parent.fork_parent = requests[0]
+        fork_parent.paging.fork_parent = requests[0]
         c.add(fork_parent)
     while c.has_work():
         c.step()
     assert [r.output_ids for r in requests] == expected
-    assert [r.cached for r in requests] == [0, tokens - 1, tokens - 1]
+    assert [r.paging.cached for r in requests] == [0, tokens - 1, tokens - 1]
     assert c.scheduler.allocator.free == c.scheduler.allocator.num_pages
 
 

@@ -76,8 +76,8 @@ def test_answers_with_bits_per_head_equal_attention_written_out() -> None:
     for tokens in (16, 512):
         r = request("r", prompt, kv(*HEADS), max_tokens=20)
         assert run(core(max_batch_tokens=tokens), r) == [expected]
-        assert r.quantised_bits == [HEADS] * 3
-        assert r.average_kv_bits == pytest.approx((128 * 8.25 + 91 * 16) / 219)
+        assert r.paging.quantised_bits == [HEADS] * 3
+        assert r.paging.average_kv_bits == pytest.approx((128 * 8.25 + 91 * 16) / 219)
     assert run(core(), request("full", prompt, kv(16, 16, 16, 16), max_tokens=20)) != [expected]
 
 
@@ -98,11 +98,12 @@ def test_raised_pages_are_known_by_their_own_bits_and_shared_up_to_the_raise() -
     c, prompt = core(), prompts(500)[0]
     first = raising(c, prompt, 512, HEADS, 540)
     low = (4, 4, 4, 4)
-    assert first.quantised_bits == [low] * 8 + [HEADS] * 8
+    assert first.paging.quantised_bits == [low] * 8 + [HEADS] * 8
     fork_parent = request("fork_parent", first.token_ids, kv(*low), max_tokens=5)
     other = request("other", first.token_ids, kv(*HEADS), max_tokens=5)
     run(c, fork_parent, other)
-    assert (fork_parent.cached, other.cached) == (8 * PAGE_SIZE, 0), "the ninth page is there, but at other bits"
+    cached = fork_parent.paging.cached, other.paging.cached
+    assert cached == (8 * PAGE_SIZE, 0), "the ninth page is there, but at other bits"
     fresh = core()
     assert run(fresh, request("fork_parent", first.token_ids, kv(*low), max_tokens=5)) == [fork_parent.output_ids]
 
@@ -117,7 +118,7 @@ def test_a_raised_request_that_is_preempted_gets_the_same_pages_again() -> None:
     r = raising(c, prompt, 128, HEADS)
     assert r.preemptions > 0
     assert r.output_ids == expected
-    assert r.quantised_bits[:2] == [(4, 4, 4, 4)] * 2
+    assert r.paging.quantised_bits[:2] == [(4, 4, 4, 4)] * 2
 
 
 def test_a_raise_that_would_not_fit_is_left() -> None:
@@ -188,7 +189,7 @@ def test_a_running_request_is_raised_by_its_own_entropies(engine: Engine) -> Non
         while not engine.finished(running.request_id):
             engine.step()
         engine.take_result(running.request_id)
-        return running.quantised_bits
+        return running.paging.quantised_bits
 
     try:
         loose = tuple(replace(s, entropy=(0.5, 1.0)) for s in table.kv)

@@ -37,7 +37,7 @@ class Allows:
 def sequence(constraint: Allows | None = None, answer: tuple[int, ...] = (), **params: object) -> Sequence:
     found = Sequence("a", [0], SamplingParams(**params), NO_BLUEPRINT)  # type: ignore[arg-type]
     found.token_ids += answer
-    found.constraint = constraint
+    found.sampling.constraint = constraint
     return found
 
 
@@ -65,11 +65,11 @@ def test_they_are_the_models_own_whatever_is_done_to_the_logits() -> None:
         sequence(Allows([1], 3), logprobs=0, temperature=0.5),
     ]
     assert sample(Scores(logits.clone(), likeliest(logits)), rows) == [0, 2, 1]
-    (first,), (third,) = rows[0].logprobs, rows[2].logprobs
+    (first,), (third,) = rows[0].sampling.logprobs, rows[2].sampling.logprobs
     assert (first.token, first.logprob) == (0, pytest.approx(float(expected[0])))
     assert first.top == ((2, pytest.approx(float(expected[2]))),)
     assert (third.token, third.logprob, third.top) == (1, pytest.approx(float(expected[1])), ())
-    assert not rows[1].logprobs
+    assert not rows[1].sampling.logprobs
 
 
 def test_penalties_count_the_answers_tokens() -> None:
@@ -122,12 +122,12 @@ def test_prompt_logprobs_are_complete_beside_others_and_after_reuse() -> None:
         for _ in range(2):  # the second time its pages are known
             asked = Request(prompt, SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=1), full)
             one, _ = run(found, asked, Request("beside it", SamplingParams(max_tokens=20), full))
-            assert len(one.prompt_logprobs) == len(prompt) - 1
-            for position, said in enumerate(one.prompt_logprobs):
+            assert len(one.sampling.prompt_logprobs) == len(prompt) - 1
+            for position, said in enumerate(one.sampling.prompt_logprobs):
                 assert said.token == prompt[position + 1]
                 assert said.logprob == pytest.approx(float(expected[position, said.token]), abs=1e-4)
                 assert [t for t, _ in said.top] == expected[position].topk(2).indices.tolist()
-            assert [p.token for p in one.logprobs] == one.output_ids
+            assert [p.token for p in one.sampling.logprobs] == one.output_ids
 
 
 def test_a_prompt_of_tokens_is_that_of_its_text() -> None:

@@ -182,12 +182,12 @@ def test_pages_stay_and_a_preempted_answer_is_the_same() -> None:
         while made.has_work():
             made.step()
             for s in asked:
-                if len(s.output_ids) >= 50 and not s.blueprint_history and s.finish_reason is None:
+                if len(s.output_ids) >= 50 and not s.blueprint_history.earlier and s.finish_reason is None:
                     block_ids = [p.block_id for p in s.pages[: s.computed // 64]]
                     assert made.refresh(s, high)
                     assert not made.refresh(s, replace(high))
                     assert [p.block_id for p in s.pages[: s.computed // 64]] == block_ids
-        assert [len(s.blueprint_history) for s in asked] == [1] * count
+        assert [len(s.blueprint_history.earlier) for s in asked] == [1] * count
         preempted = [s.preemptions > 0 for s in asked]
         assert any(preempted) == (made.scheduler.allocator.num_pages == 4)
         return [s.output_ids for s in asked]

@@ -162,7 +162,7 @@ def test_pages_are_shared_by_what_routers_go_by(reference: Reference) -> None:
     for name, level in enumerate((128, 128, 129, None)):
         r = request(str(name), ids, steered(made.table, level), max_tokens=TOKENS)
         assert run(made, r) == [reference.greedy(ids, r.blueprint, TOKENS)]
-        cached.append(r.cached)
+        cached.append(r.paging.cached)
     assert cached == [0, 128, 0, 0]
 
 

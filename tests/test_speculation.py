@@ -153,7 +153,7 @@ def test_a_seed_gives_the_same_answer(costs: Fixed) -> None:
 
     plain, made = answers(False), answers(True)
     assert [s.output_ids for s in made] == [s.output_ids for s in plain]
-    assert made[2].logprobs == plain[2].logprobs
+    assert made[2].sampling.logprobs == plain[2].sampling.logprobs
     if costs is OWN:
         assert sum(told(s).accepted for s in made) > 20
 

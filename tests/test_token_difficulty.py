@@ -43,7 +43,7 @@ def core_with(threshold: float | None, model: str = "llama", **sizes: int) -> Co
 def request(core: Core, name: str, prompt: list[int], blueprint: Blueprint, tokens: int = TOKENS) -> Sequence:
     """A request whose difficult tokens are read with 16-bit activations, as an engine makes it."""
     made = plain_request(name, prompt, blueprint, max_tokens=tokens)
-    made.difficult = core.table.difficult_entropy
+    made.difficulty.threshold = core.table.difficult_entropy
     return made
 
 
@@ -57,8 +57,8 @@ def threshold() -> float:
     core = core_with(0.0)
     asked = request(core, "r", prompts(20)[0], low(core.table))
     run(core, asked)
-    assert len(asked.token_entropies) == TOKENS
-    below, above = sorted(asked.token_entropies)[TOKENS // 2 - 1 : TOKENS // 2 + 1]
+    assert len(asked.difficulty.entropies) == TOKENS
+    below, above = sorted(asked.difficulty.entropies)[TOKENS // 2 - 1 : TOKENS // 2 + 1]
     return (below + above) / 2
 
 
@@ -70,14 +70,14 @@ def test_the_sampler_leaves_the_entropy_of_the_models_own_distribution() -> None
     parameters = SamplingParams(temperature=0.7, top_k=5, repetition_penalty=1.3, seed=1)
     asked = [Sequence(str(i), [1, 2], parameters, Blueprint("b", (), (), ())) for i in range(4)]
     for i in (0, 1, 3):
-        asked[i].difficult = 1.0
+        asked[i].difficulty.threshold = 1.0
     alone = [Sequence(str(i), [1, 2], parameters, Blueprint("b", (), (), ())) for i in range(4)]
     tokens = sample(Scores(logits.clone(), likeliest(logits)), asked)
     assert tokens == sample(Scores(logits.clone(), likeliest(logits)), alone)
     assert tokens[3] is None
-    assert asked[0].token_entropies == pytest.approx(expected[:1], rel=1e-5)
-    assert asked[1].token_entropies == pytest.approx(expected[1:2], rel=1e-5)
-    assert asked[2].token_entropies == [] == alone[0].token_entropies
+    assert asked[0].difficulty.entropies == pytest.approx(expected[:1], rel=1e-5)
+    assert asked[1].difficulty.entropies == pytest.approx(expected[1:2], rel=1e-5)
+    assert asked[2].difficulty.entropies == [] == alone[0].difficulty.entropies
 
 
 def test_rows_are_runs_of_one_precision() -> None:
@@ -85,12 +85,13 @@ def test_rows_are_runs_of_one_precision() -> None:
     assert b.full_activations.activation_bits == (16, 16)
     assert b.full_activations.weight_bits == b.weight_bits
     assert b.full_activations.full_activations is b.full_activations
-    s = Sequence("s", list(range(10)), SamplingParams(), b, difficult=1.0)
+    s = Sequence("s", list(range(10)), SamplingParams(), b)
+    s.difficulty.threshold = 1.0
     for entropy in (0.5, 2.0, 3.0, 0.1, 1.5):
-        s.token_entropies.append(entropy)
+        s.difficulty.entropies.append(entropy)
         HighPrecisionTokens(packed=True).advance(s, 7)
         s.append(7)
-    assert s.high_precision_positions == {11, 12, 14}
+    assert s.difficulty.high_precision_positions == {11, 12, 14}
     assert s.rows(0, 15) == [(b, 11), (b.full_activations, 2), (b, 1), (b.full_activations, 1)]
     assert s.rows(12, 1) == [(b.full_activations, 1)]
     assert s.alike == 11
@@ -105,7 +106,7 @@ def test_the_row_of_a_difficult_token_alone_has_16_bit_activations(threshold: fl
     full = request(core, "b", second, low(core.table).full_activations)
     core.add(watched)
     core.add(full)
-    assert full.difficult is None
+    assert full.difficulty.threshold is None
     seen = []
     while core.has_work():
         core.step()
@@ -113,13 +114,13 @@ def test_the_row_of_a_difficult_token_alone_has_16_bit_activations(threshold: fl
         if position >= len(first):
             precision_words = core.plan.precision_words[0, :2].tolist()
             seen.append(precision_words[0] & EIGHT == 0)
-            assert (position in watched.high_precision_positions) == seen[-1]
-            assert watched.token_entropies[position - len(first)] > threshold or not seen[-1]
+            assert (position in watched.difficulty.high_precision_positions) == seen[-1]
+            assert watched.difficulty.entropies[position - len(first)] > threshold or not seen[-1]
             if core.scheduler.get("b"):
                 assert precision_words[1] & EIGHT == 0
     assert len(seen) == TOKENS - 1
     assert 0.2 < sum(seen) / len(seen) < 0.8
-    assert full.token_entropies == []
+    assert full.difficulty.entropies == []
 
 
 def test_every_token_difficult_is_a_blueprint_exchanged_after_the_prompt() -> None:
@@ -127,7 +128,7 @@ def test_every_token_difficult_is_a_blueprint_exchanged_after_the_prompt() -> No
     prompt = prompts(40)[0]
     watched = request(core, "a", prompt, low(core.table))
     (ids,) = run(core, watched)
-    assert len(watched.high_precision_positions) == TOKENS
+    assert len(watched.difficulty.high_precision_positions) == TOKENS
     plain = core_with(None)
     exchanged = request(plain, "b", prompt, low(plain.table))
     plain.add(exchanged)
@@ -136,7 +137,7 @@ def test_every_token_difficult_is_a_blueprint_exchanged_after_the_prompt() -> No
     while plain.has_work():
         plain.step()
     assert exchanged.output_ids == ids
-    assert exchanged.token_entropies == []
+    assert exchanged.difficulty.entropies == []
 
 
 @pytest.mark.parametrize("sizes", [{}, {"max_batch_tokens": 16, "max_sequences": 4}])
@@ -163,19 +164,18 @@ def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int
     core.scheduler.schedule = scheduled  # type: ignore[method-assign]
     while core.has_work():
         if len(asked.output_ids) in (30, 65) and asked.remaining == 1:
-            snapshots.append((len(asked.token_ids), set(asked.high_precision_positions)))
+            snapshots.append((len(asked.token_ids), set(asked.difficulty.high_precision_positions)))
             core.scheduler.restart(asked)
         again[:] = stepped(core, asked)
         (own,) = work
         at = range(own.start, own.start + own.count)
         assert [w & EIGHT == 0 for w in precision_words[0, : own.count].tolist()] == [
-            p in asked.high_precision_positions for p in at
+            p in asked.difficulty.high_precision_positions for p in at
         ]
     assert [n for n, _ in snapshots] == [100, 135]
-    assert all(
-        {p for p in asked.high_precision_positions if p < n} == {p for p in before if p < n} for n, before in snapshots
-    )
-    assert 0 < len(asked.high_precision_positions) < TOKENS
+    for n, before in snapshots:
+        assert {p for p in asked.difficulty.high_precision_positions if p < n} == {p for p in before if p < n}
+    assert 0 < len(asked.difficulty.high_precision_positions) < TOKENS
     same = next((i for i in range(TOKENS) if asked.output_ids[i] != expected.output_ids[i]), TOKENS)
     assert same >= 30  # nothing was computed again before
     # The first layer's keys and values come from the token and its precision alone, those of tokens computed once and
@@ -190,17 +190,17 @@ def test_computed_again_it_is_what_it_was(threshold: float, sizes: dict[str, int
     afresh = core_with(threshold, **sizes)
     length, known = snapshots[-1]
     rest = request(afresh, "b", asked.token_ids[:length], low(afresh.table), len(prompt) + TOKENS - length)
-    rest.high_precision_positions = known
+    rest.difficulty.high_precision_positions = known
     run(afresh, rest)
-    assert rest.token_entropies == asked.token_entropies[length - len(prompt) :]
+    assert rest.difficulty.entropies == asked.difficulty.entropies[length - len(prompt) :]
     assert rest.output_ids == asked.output_ids[length - len(prompt) :]
-    assert rest.high_precision_positions == asked.high_precision_positions
+    assert rest.difficulty.high_precision_positions == asked.difficulty.high_precision_positions
     # One that was never computed again: deeper down a number whose last bit differs may be rounded to another byte, and
     # all tokens that see it are other ones (on an H200 one of them, in the second layer, changes entropies by 0.3 %).
     # Last bits depend on how many rows are multiplied on a GPU, and on a CPU where torch multiplies many.
     if DEVICE == "cpu" and many_rows(torch.float32) == sys.maxsize:
         assert asked.output_ids == expected.output_ids
-        assert asked.high_precision_positions == expected.high_precision_positions
+        assert asked.difficulty.high_precision_positions == expected.difficulty.high_precision_positions
 
 
 def stepped(core: Core, sequence: Sequence) -> list[torch.Tensor]:
@@ -213,7 +213,7 @@ def stepped(core: Core, sequence: Sequence) -> list[torch.Tensor]:
 
 def high_precision_positions(sequence: Sequence, token: int) -> bool:
     """Whether a token of the answer is read with 16-bit activations."""
-    return len(sequence.token_ids) - len(sequence.output_ids) + token in sequence.high_precision_positions
+    return len(sequence.token_ids) - len(sequence.output_ids) + token in sequence.difficulty.high_precision_positions
 
 
 def test_decode_steps_of_fixed_shape_and_packed_ones_agree(threshold: float) -> None:
@@ -224,7 +224,8 @@ def test_decode_steps_of_fixed_shape_and_packed_ones_agree(threshold: float) -> 
     texts = prompts(20, 50, 9)
     pairs = [[request(c, str(i), t, low(c.table)) for i, t in enumerate(texts)] for c in (core, packed)]
     assert run(core, *pairs[0]) == run(packed, *pairs[1])
-    assert [r.high_precision_positions for r in pairs[0]] == [r.high_precision_positions for r in pairs[1]]
+    marked = [[r.difficulty.high_precision_positions for r in requests] for requests in pairs]
+    assert marked[0] == marked[1]
 
 
 def test_pages_with_such_tokens_are_nobody_elses(threshold: float) -> None:
@@ -232,13 +233,14 @@ def test_pages_with_such_tokens_are_nobody_elses(threshold: float) -> None:
     prompt = prompts(70)[0]
     first = request(core, "a", prompt, low(core.table))
     run(core, first)
-    assert min(first.high_precision_positions) < 128
+    assert min(first.difficulty.high_precision_positions) < 128
     again = request(core, "b", first.token_ids[:-1], low(core.table), 1)
     run(core, again)
-    assert again.cached == 64  # the prompt's first page; the second one holds tokens that were computed in another way
+    # The prompt's first page; the second one holds tokens that were computed in another way.
+    assert again.paging.cached == 64
     same = request(core, "c", prompt, low(core.table))
     run(core, same)
-    assert same.cached == 64
+    assert same.paging.cached == 64
     assert same.output_ids == first.output_ids
 
 
@@ -246,8 +248,8 @@ def test_models_that_cannot_pack_are_left_alone() -> None:
     core = core_with(0.0, "granite-moe-hybrid")
     asked = request(core, "a", prompts(12)[0], low(core.table), 6)
     run(core, asked)
-    assert asked.difficult is None
-    assert not asked.high_precision_positions
+    assert asked.difficulty.threshold is None
+    assert not asked.difficulty.high_precision_positions
 
 
 def test_results_and_records_tell_the_shares(tmp_path: Path) -> None:

@@ -23,14 +23,12 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm_serving import split_model
 
 from qbe.vllm import metrics, transfer
-from qbe.vllm.blueprint_history import BlueprintHistory
 from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
 from qbe.vllm.cache_salt import MARK, cache_salt, resalt_blocks
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.loader import scaled
 from qbe.vllm.measured import MeasuredLater
 from qbe.vllm.request_options import RequestOptions
-from qbe.vllm.request_state import RequestState
 from qbe.vllm.served import describe
 from qbe.vllm.service_tier import ServiceTier, with_args
 
@@ -129,19 +127,6 @@ def test_blocks_with_tokens_of_a_refresh_have_names_of_their_own() -> None:
     assert refreshed(2, 9)[2] != refreshed(3, 10)[2], "another token was the first"
 
 
-@given(st.lists(st.integers(1, 9), max_size=3), st.integers(0, 30), st.integers(1, 30))
-def test_a_token_keeps_the_blueprint_that_it_had(gaps: list[int], start: int, count: int) -> None:
-    made = [Blueprint(f"of part {i}", (4,), (16,), ()) for i in range(4)]
-    history, expected = BlueprintHistory(made[0]), [made[0]] * 60
-    at = 0
-    for gap, blueprint in zip(gaps, made[1:], strict=False):
-        at += gap
-        history.change(at, blueprint)
-        expected[at:] = [blueprint] * (60 - at)
-    assert [b for b, n in history.runs(start, count) for _ in range(n)] == expected[start : start + count]
-    assert history.last == expected[-1]
-
-
 BITS = st.tuples(st.sampled_from([(4, 16, 8), (16, 16, 16), (6, 6, 6)]), st.sampled_from([8, 16]), st.integers(1, 3))
 
 
@@ -175,48 +160,6 @@ def test_folds_are_powers_of_two_on_both_sides() -> None:
     assert torch.equal(folded, torch.nn.functional.linear(x * norm, weight))
     assert torch.equal(scaled(weight[:4], exponents, None, True)[1], weight[1] * 4)
     assert scaled(norm, None, exponents, False) is norm  # a consumer's bias
-
-
-def test_an_answer_is_refreshed_and_recorded() -> None:
-    from qbe.policies.uniform import UniformPolicy
-    from qbe.refresh.monitor import Monitor
-    from qbe.refresh.thresholds import RUN, WINDOW, Thresholds
-
-    class Wider(UniformPolicy):
-        """The widest gear for hard queries."""
-
-        def blueprint(self, profile: Any, budget: Any, table: SiteTable) -> Blueprint:
-            return Blueprint.of("wider", table, (8 if profile.score > 0.6 else 4,) * len(table.nested))
-
-    mine = table()
-    thresholds = Thresholds(2.0, 0.5, 1.0, 3.0, 99)
-    answer = RequestState(payload((4, 4, 4), mine, refresh=True), mine, 0.0, Monitor(thresholds))
-    chooser = SimpleNamespace(policy=lambda _: Wider(), blueprint=lambda p, q, b: (p.blueprint(q, b, mine), None))
-    answer.computed(0, 5)
-    answer.wrote((3.0, 0.1))
-    for i in range(RUN * WINDOW - 1):
-        assert answer.cause() is None, i
-        answer.computed(5 + i, 1)
-        answer.wrote((3.0, 0.1))
-    cause = answer.cause()
-    assert cause is not None
-    assert cause.kind == "hard"
-    end = 4 + RUN * WINDOW
-    assert answer.refresh(cause, chooser, end)  # type: ignore[arg-type]
-    assert answer.history.last.weight_bits == (8, 8, 8)
-    answer.computed(end, 1)
-    answer.wrote((0.1, 5.0))
-    answer.computed(0, 3)  # again, after a preemption
-    request = SimpleNamespace(
-        num_prompt_tokens=5, num_output_tokens=97, get_finished_reason=lambda: "length", status=None
-    )
-    record = answer.record(request, "made up")
-    assert record.tokens_by_bits == {4: 5 + RUN * WINDOW - 1 + 3, 8: 1}
-    assert record.finish_reason == "length"
-    assert len(record.entropies or ()) == 97
-    assert record.bytes_moved == 3 * 512 * (4 * 96 + 8)
-    assert [r["kind"] for r in record.refreshes or ()] == ["hard"]
-    record.to_row()
 
 
 def test_an_output_that_comes_later_still_tells_of_difficulty() -> None:

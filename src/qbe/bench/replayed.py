@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+from qbe.blueprint import Blueprint
+from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.sequence import Sequence as Running
 from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, Speculation
 
 
-@dataclass(eq=False)
 class Recorded(Running):
     """Writes an answer that another model has given, whatever its own gives.
 
-    script: the answer's tokens; empty: it writes its own.
+    Args:
+        script: the answer's tokens; empty: it writes its own.
     """
 
-    script: list[int] = field(default_factory=list)
+    def __init__(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, blueprint: Blueprint, script: list[int]
+    ) -> None:
+        super().__init__(request_id, prompt_ids, params, blueprint)
+        self.script = script
 
     def append(self, token: int) -> None:
         super().append(self.script[len(self.output_ids)] if self.script else token)

@@ -37,8 +37,8 @@ def watch(
     key = engine.submit(Request(prompt, params, budget))
     try:
         sequence = engine.sequence(key)
-        if sequence.monitor is None and engine.core.runner.packed:
-            sequence.monitor = Monitor(None)  # measures, and changes nothing
+        if sequence.difficulty.monitor is None and engine.core.runner.packed:
+            sequence.difficulty.monitor = Monitor(None)  # measures, and changes nothing
         trace = Trace(engine.table.layers)
         view = LiveView(trace, engine.table.gears())
         with Live(view, console=out, refresh_per_second=_FRAMES) if live else nullcontext():

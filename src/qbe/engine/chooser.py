@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from qbe.analysis import Analyzer, QueryProfile
+from qbe.analysis import Analyzer
 from qbe.analysis.profile import PromptSignals
 from qbe.blueprint import Blueprint
 from qbe.cache import BlueprintCache
@@ -81,27 +81,24 @@ class Chooser(BlueprintChooser):
             )  # fmt: skip
         with about("policy"):
             policy = self.policy(request.policy)
-        start = time.perf_counter()
-        profile = self.profile(text, token_ids, policy, len(ids) + request.params.max_tokens)
-        analysed = time.perf_counter()
-        with about("bits"):
-            blueprint, cached = self.blueprint(policy, profile, request.budget)
+        selected = self.select(policy, text, token_ids, len(ids) + request.params.max_tokens, request.budget)
+        start, blueprint = time.perf_counter(), selected.blueprint
         if request.budget.cascade:
             with about("cascade"):
                 blueprint = self._steered(blueprint)
         if request.budget.kv_error is not None:
             blueprint = replace(blueprint, kv_error=float(request.budget.kv_error))
-        done = time.perf_counter()
+        added_ms = (time.perf_counter() - start) * 1e3
         chosen = Explanation(
             prompt_tokens=len(ids),
-            profile=profile,
+            profile=selected.profile,
             blueprint=blueprint,
             table=self._table,
             budget=request.budget,
-            target_bits=request.budget.bits_for(profile.score),
-            analysis_ms=(analysed - start) * 1e3,
-            policy_ms=(done - analysed) * 1e3,
-            cache=cached,
+            target_bits=request.budget.bits_for(selected.profile.score),
+            analysis_ms=selected.analysis_ms,
+            policy_ms=selected.policy_ms + added_ms,
+            cache=selected.cache,
             bytes_per_token=blueprint.bytes_per_token(self._table),
             bytes_per_token_16bit=self._full_bytes,
             thresholds=self.thresholds if request.budget.refresh else None,
@@ -120,10 +117,6 @@ class Chooser(BlueprintChooser):
         budget = replace(request.budget, kv_bits=None)  # which need not be a number, and is what it was
         found = self.policy(request.policy).blueprint(profile, budget, self._table)
         return replace(chosen.blueprint, weight_bits=found.weight_bits, activation_bits=found.activation_bits)
-
-    def refreshed(self, request: Request, profile: QueryProfile) -> Blueprint:
-        """The blueprint for a request whose profile has become another."""
-        return self.blueprint(self.policy(request.policy), profile, request.budget)[0]
 
     def routers(self, policy: str | None) -> TokenRouters | None:
         """Those that the policy of this name has, or the engine's. Raises QBEError for an unknown one."""

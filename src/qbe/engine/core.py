@@ -318,15 +318,15 @@ class Core:
 
     def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
         """Why its last token ends an answer; None: it goes on."""
-        complete = sequence.constraint is not None and sequence.constraint.accept(token)
+        complete = sequence.sampling.constraint is not None and sequence.sampling.constraint.accept(token)
         if complete or (token in self.eos_ids and not sequence.params.ignore_eos):
-            return "length" if was_cut(sequence.constraint) else "stop"
+            return "length" if was_cut(sequence.sampling.constraint) else "stop"
         return "length" if len(sequence.token_ids) >= sequence.max_length else None
 
     def _why_no_token(self, sequence: Sequence) -> str:
         """One line about logits that no token can be chosen from."""
-        if sequence.constraint is not None and sequence.constraint.error:
-            return sequence.constraint.error
+        if sequence.sampling.constraint is not None and sequence.sampling.constraint.error:
+            return sequence.sampling.constraint.error
         where = self.pool.not_numbers(sequence.pages, sequence.computed) or "the model's logits"
         return (
             f"{where} were not numbers (NaN or infinity, or too large for the KV bits) after "

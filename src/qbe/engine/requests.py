@@ -24,7 +24,6 @@ from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
 from qbe.refresh.monitor import Monitor, Refresh
-from qbe.refresh.thresholds import moved
 from qbe.sites import FULL_BITS, SiteTable
 
 P = ParamSpec("P")
@@ -108,18 +107,20 @@ class Requests:
         ids, chosen = self.choose(request) if choice is None else choice
         key = uuid.uuid4().hex
         running = Sequence(key, ids, request.params, chosen.blueprint)
-        running.constraint, running.priority = request.constraint, request.priority
-        running.fork_parent = None if fork_parent is None else self._live[fork_parent].running
+        running.sampling.constraint = request.constraint
+        running.priority = request.priority
+        running.paging.fork_parent = None if fork_parent is None else self._live[fork_parent].running
         if request.params.prompt_logprobs is not None:
-            running.scoring, running.fork_parent = prompt_scoring(running), None
+            running.sampling.scoring, running.paging.fork_parent = prompt_scoring(running), None
         # An average that was asked for is kept; one that was chosen may turn out too low for what comes.
-        running.watched = request.budget.kv_bits is None and chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
+        quantised = chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
+        running.attention.watched = request.budget.kv_bits is None and quantised
         if request.budget.high_precision_tokens:
-            running.difficult = self._table.difficult_entropy
+            running.difficulty.threshold = self._table.difficult_entropy
         if self._chooser.reads_prompt(request):
-            running.activation_stats, running.fork_parent = ActivationStats.of(self._table), None
+            running.activation_stats, running.paging.fork_parent = ActivationStats.of(self._table), None
         if request.budget.refresh:
-            running.monitor = Monitor(self._chooser.thresholds)
+            running.difficulty.monitor = Monitor(self._chooser.thresholds)
         self.core.add(running)
         chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
         is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
@@ -230,11 +231,11 @@ class Requests:
     def _raise_kv(self, live: RunningRequest) -> None:
         """More KV bits for pages to come, where a request's attention has turned out unlike calibration's."""
         running = live.running
-        if len(running.entropies) == live.entropies or running.finish_reason is not None:
+        if len(running.attention.entropies) == live.entropies or running.finish_reason is not None:
             return
-        live.entropies = len(running.entropies)
+        live.entropies = len(running.attention.entropies)
         now = running.blueprint.kv_bits
-        bits = kv.raised(live.chosen.blueprint.kv_bits, now, self._table, running.entropies)
+        bits = kv.raised(live.chosen.blueprint.kv_bits, now, self._table, running.attention.entropies)
         if bits != now:
             self.core.raise_kv(running, bits)
 
@@ -251,13 +252,13 @@ class Requests:
     def _refresh(self, live: RunningRequest) -> None:
         """Another blueprint, where the answer has become hard or easy to predict and stays so."""
         running = live.running
-        if running.monitor is None or running.finish_reason is not None:
+        if running.difficulty.monitor is None or running.finish_reason is not None:
             return
-        cause = running.monitor.look(running.token_entropies, running.token_margins)
+        cause = running.difficulty.monitor.look(running.difficulty.entropies, running.difficulty.margins)
         if cause is None:
             return
-        profile = replace(live.profile, score=moved(live.profile.score, cause.kind))
-        before, blueprint = running.blueprint, self._chooser.refreshed(live.request, profile)
+        before, request = running.blueprint, live.request
+        profile, blueprint = self._chooser.select_again(request.policy, live.profile, request.budget, cause)
         if self.core.refresh(running, blueprint):
             live.profile = profile
             live.refreshes.append(Refresh.of(cause, before, running.blueprint, self._table, profile.score))

@@ -12,7 +12,7 @@ from qbe.engine.scheduling.sequence import Sequence
 from qbe.explain import Explanation
 from qbe.records import Record
 from qbe.refresh.monitor import Refresh
-from qbe.sites import FULL_BITS
+from qbe.selection.record_builder import Outcome, RecordBuilder, tokens_by_activation_bits
 
 
 @dataclass
@@ -60,13 +60,14 @@ class RunningRequest:
             table=chosen.table, bytes_per_token=read.bytes if read else chosen.bytes_per_token,
             routed=read.weights if read else {}, analysis_ms=chosen.analysis_ms,
             policy_ms=chosen.policy_ms, prefill_ms=(first - self.started) * 1e3, decode_ms=(now - first) * 1e3,
-            error=running.error, computed_tokens=max(0, running.computed - running.cached),
-            cached_tokens=running.cached, high_precision_tokens=running.high_precision_computed,
-            average_kv_bits=running.average_kv_bits or chosen.blueprint.average_kv_bits(chosen.table),
-            kv_error=running.blueprint.kv_error, pages_read=running.pages_read, pages_raised=running.pages_raised,
-            host_bytes=running.host_bytes, parts=tuple(running.parts), refreshes=tuple(self.refreshes),
-            raised_tokens=sum(m.shift > 0 for m in running.moves),
-            lowered_tokens=sum(m.shift < 0 for m in running.moves),
+            error=running.error, computed_tokens=max(0, running.computed - running.paging.cached),
+            cached_tokens=running.paging.cached, high_precision_tokens=running.high_precision_computed,
+            average_kv_bits=running.paging.average_kv_bits or chosen.blueprint.average_kv_bits(chosen.table),
+            kv_error=running.blueprint.kv_error, pages_read=running.bounded.pages_read,
+            pages_raised=running.bounded.pages_raised, host_bytes=running.bounded.host_bytes,
+            parts=tuple(running.parts), refreshes=tuple(self.refreshes),
+            raised_tokens=sum(m.shift > 0 for m in running.cascade.moves),
+            lowered_tokens=sum(m.shift < 0 for m in running.cascade.moves),
             drafted_tokens=running.speculation.drafted if running.speculation else 0,
             accepted_tokens=running.speculation.accepted if running.speculation else 0,
         )  # fmt: skip
@@ -74,36 +75,34 @@ class RunningRequest:
 
     def record(self, result: Result, model: str) -> Record:
         """The record of its result. `model` is the model's name."""
-        budget, b, table = self.request.budget, result.blueprint, result.table
-        computed = result.computed_tokens
-        low = sum(s.parameters for s, a in zip(table.nested, b.activation_bits, strict=True) if a < FULL_BITS)
-        eight = round((computed - result.high_precision_tokens) * low / table.nested_parameters)
-        return Record(
-            id=result.id, model=model, policy=b.policy, tier=budget.tier, budget_bits=budget.bits,
-            prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
-            finish_reason=result.finish_reason, score=result.profile.score, prompt_class=result.profile.prompt_class,
-            analysis_tier=result.profile.tier, features=result.profile.features, blueprint_key=b.key,
-            average_weight_bits=result.average_weight_bits, weight_bits=b.weight_bits,
-            activation_bits=b.activation_bits, kv_bits=b.kv_bits, bytes_per_token=result.bytes_per_token,
-            bytes_moved=self._bytes_moved(result), tokens_by_bits=result.tokens_by_bits,
-            tokens_by_activation_bits={g: n for g, n in ((8, eight), (FULL_BITS, computed - eight)) if n},
-            entropies=tuple(self.running.token_entropies) or None, margins=tuple(self.running.token_margins) or None,
-            refreshes=tuple(r.describe() for r in self.refreshes) or None, analysis_ms=result.analysis_ms,
-            policy_ms=result.policy_ms, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms, error=result.error,
-            kv_error=result.kv_error, pages_read=result.pages_read, pages_raised=result.pages_raised,
-            host_bytes=result.host_bytes, drafted_tokens=result.drafted_tokens,
-            accepted_tokens=result.accepted_tokens, cluster=result.profile.cluster, cache=self.chosen.cache,
-            first_kv_bits=b.first_kv_bits,
+        chosen, difficulty, budget = self.chosen, self.running.difficulty, self.request.budget
+        builder = RecordBuilder(
+            id=result.id, model=model, table=result.table, tier=budget.tier, budget_bits=budget.bits,
+            profile=result.profile, blueprint=result.blueprint, cache=chosen.cache,
+            analysis_ms=result.analysis_ms, policy_ms=result.policy_ms,
         )  # fmt: skip
+        usual = result.computed_tokens - result.high_precision_tokens
+        activation_bits = tokens_by_activation_bits([(result.blueprint, usual)], result.table, result.computed_tokens)
+        return builder.build(Outcome(
+            prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
+            finish_reason=result.finish_reason, error=result.error,
+            average_weight_bits=result.average_weight_bits, bytes_per_token=result.bytes_per_token,
+            bytes_moved=self._bytes_moved(result), tokens_by_bits=result.tokens_by_bits,
+            tokens_by_activation_bits=activation_bits, entropies=difficulty.entropies, margins=difficulty.margins,
+            refreshes=self.refreshes, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms,
+            kv_error=result.kv_error, bounded=(result.pages_read, result.pages_raised, result.host_bytes),
+            speculation=(result.drafted_tokens, result.accepted_tokens),
+        ))  # fmt: skip
 
     def _bytes_moved(self, result: Result) -> int:
         """Bytes of weights and scales of all passes at batch 1: the prompt's, then one for each further token that was
         not a guess, and those of draft steps.
         """
-        running, n = self.running, len(result.token_ids)
+        running, tokens, speculation = self.running, len(result.token_ids), self.running.speculation
         first = len(running.prompt_ids) - 1  # whose pass gives the first token
-        each = sum(b.bytes_per_token(result.table) * count for b, count in running.spans(first, first + n))
+        nbytes = sum(b.bytes_per_token(result.table) * count for b, count in running.spans(first, first + tokens))
         if result.routed:
-            each = result.bytes_per_token * n
-        own = running.speculation
-        return each if own is None else round(each * (n - own.accepted) / max(1, n)) + own.draft_bytes
+            nbytes = result.bytes_per_token * tokens
+        if speculation is None:
+            return nbytes
+        return round(nbytes * (tokens - speculation.accepted) / max(1, tokens)) + speculation.draft_bytes

@@ -19,18 +19,33 @@ class CascadeMove(Protocol):
     def shift(self) -> float: ...
 
 
+class TracedCascade(Protocol):
+    """What it did to the tokens of an answer."""
+
+    @property
+    def moves(self) -> collections.abc.Sequence[CascadeMove]: ...
+
+
+class TracedDifficulty(Protocol):
+    """How hard the tokens of an answer were to predict, where somebody measured that."""
+
+    entropies: list[float]
+    margins: list[float]
+
+
 class TracedAnswer(Protocol):
     """What a trace reads of a running answer (an engine's `Sequence`)."""
 
     prompt_ids: list[int]
-    token_entropies: list[float]
-    token_margins: list[float]
 
     @property
     def output_ids(self) -> collections.abc.Sequence[int]: ...
 
     @property
-    def moves(self) -> collections.abc.Sequence[CascadeMove]: ...
+    def cascade(self) -> TracedCascade: ...
+
+    @property
+    def difficulty(self) -> TracedDifficulty: ...
 
     def blueprint_at(self, position: int) -> Blueprint: ...
 
@@ -71,8 +86,9 @@ class Trace:
                 )
             self.bits.append(by_layer(blueprint, table))
             self.average.append(blueprint.average_weight_bits(table))
-            self.cascade.append(sequence.moves[i - 1].shift if 0 < i <= len(sequence.moves) else 0.0)
-        self.entropy, self.margin = list(sequence.token_entropies), list(sequence.token_margins)
+            moves = sequence.cascade.moves
+            self.cascade.append(moves[i - 1].shift if 0 < i <= len(moves) else 0.0)
+        self.entropy, self.margin = list(sequence.difficulty.entropies), list(sequence.difficulty.margins)
 
     @property
     def refreshed(self) -> set[int]:

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from qbe import policies
 from qbe.analysis import Analyzer, QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.cache import BlueprintCache
-from qbe.errors import QBEError
+from qbe.errors import QBEError, about
 from qbe.policies import Policy
-from qbe.refresh.thresholds import Thresholds
+from qbe.refresh.monitor import Cause
+from qbe.refresh.thresholds import Thresholds, moved
 from qbe.sites import TURBO_KINDS, SiteTable
 
 _WIDER = ("--originals device or host", "a larger --most-bits, or --originals device or host")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was chosen for a query.
+
+    Attributes:
+        profile: what the policy was told of it.
+        cache: what the blueprint cache did (`Record.cache`).
+        analysis_ms, policy_ms: milliseconds.
+    """
+
+    profile: QueryProfile
+    blueprint: Blueprint
+    cache: str | None
+    analysis_ms: float
+    policy_ms: float
 
 
 class BlueprintChooser:
@@ -41,6 +60,37 @@ class BlueprintChooser:
         policy.prepare(table)
         self._default, self._policies = policy, {name: policy}
         self._table, self._context = table, context
+
+    def select(self, policy: Policy, text: str, token_ids: Sequence[int], context: int, budget: Budget) -> Selection:
+        """The blueprint of a query: analysis, then cache or policy.
+
+        Args:
+            text, token_ids, context: as for `profile`.
+
+        Raises:
+            QBEError: the budget cannot be met.
+        """
+        start = time.perf_counter()
+        profile = self.profile(text, token_ids, policy, context)
+        analysed = time.perf_counter()
+        with about("bits"):
+            blueprint, cached = self.blueprint(policy, profile, budget)
+        chosen = time.perf_counter()
+        return Selection(profile, blueprint, cached, (analysed - start) * 1e3, (chosen - analysed) * 1e3)
+
+    def select_again(
+        self, policy: str | None, profile: QueryProfile, budget: Budget, cause: Cause
+    ) -> tuple[QueryProfile, Blueprint]:
+        """Profile and blueprint of a query whose answer has become hard or easy to predict.
+
+        Args:
+            policy: that was asked for by name; None for the default.
+
+        Raises:
+            QBEError: the budget cannot be met.
+        """
+        profile = replace(profile, score=moved(profile.score, cause.kind))
+        return profile, self.blueprint(self.policy(policy), profile, budget)[0]
 
     def profile(self, text: str, token_ids: Sequence[int], policy: Policy, context: int) -> QueryProfile:
         """What a policy is told of a query.
@@ -84,9 +134,9 @@ class BlueprintChooser:
         if name is None:
             return self._default
         if name not in self._policies:
-            found = policies.load(name)
-            found.prepare(self._table)
-            self._policies[name] = found
+            policy = policies.load(name)
+            policy.prepare(self._table)
+            self._policies[name] = policy
         if self._policies[name].needs_sensitivity and not self._table.measured:
             raise QBEError(
                 f"the policy '{name}' needs measured sensitivities, and this engine has none: start it with "

@@ -223,9 +223,9 @@ class Worker(threading.Thread):
         shown, running.shown[answer] = running.shown[answer], engine.shown(request_id)
         running.seen[answer] = -1 if done else seen + len(tokens)
         delta = Delta(
-            answer, text, tokens, sequence.logprobs[shown : running.shown[answer]],
-            [] if seen else sequence.prompt_logprobs,
-            engine.take_result(request_id) if done else None, sequence.cached,
+            answer, text, tokens, sequence.sampling.logprobs[shown : running.shown[answer]],
+            [] if seen else sequence.sampling.prompt_logprobs,
+            engine.take_result(request_id) if done else None, sequence.paging.cached,
             waited or 0.0, self._spent.pop(request_id, 0.0),
         )  # fmt: skip
         self._news.append((job, delta))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from qbe.analysis import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
@@ -60,6 +61,10 @@ class BlueprintPayload:
         if self.digest != table.digest:
             raise QBEError("this request's blueprint is for another model: one process can serve one model with QBE")
         return blueprint_of(self.policy, self.weight_bits, self.activation_bits, table)
+
+    def as_profile(self) -> QueryProfile:
+        """What the front end's policy was told of the query."""
+        return QueryProfile(**self.profile, context=self.context)
 
     def as_budget(self) -> Budget:
         return Budget(**self.budget)

@@ -61,10 +61,9 @@ class FrontEnd:
         if policy.reads_prompt or policy.has_routers:
             raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")
         context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)
-        profile = self.chooser.profile(text, token_ids, policy, context)
-        analysed = time.perf_counter()
-        blueprint, cached = self.chooser.blueprint(policy, profile, asked.budget)
-        budget = asked.budget
+        text_ms = (time.perf_counter() - start) * 1e3
+        selected = self.chooser.select(policy, text, token_ids, context, asked.budget)
+        blueprint, profile, budget = selected.blueprint, selected.profile, asked.budget
         return BlueprintPayload(
             policy=blueprint.policy, asked_policy=asked.policy, weight_bits=bytes(blueprint.weight_bits),
             activation_bits=bytes(blueprint.activation_bits), digest=self.model.table.digest,
@@ -72,8 +71,8 @@ class FrontEnd:
                     "activation_bits": budget.activation_bits, "refresh": budget.refresh},
             profile={"score": profile.score, "prompt_class": profile.prompt_class, "tier": profile.tier,
                      "features": profile.features, "cluster": profile.cluster},
-            context=profile.context, analysis_ms=(analysed - start) * 1e3,
-            policy_ms=(time.perf_counter() - analysed) * 1e3, cache=cached,
+            context=profile.context, analysis_ms=text_ms + selected.analysis_ms, policy_ms=selected.policy_ms,
+            cache=selected.cache,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from qbe.analysis.difficulty import difficulty
 from qbe.blueprint import Blueprint
-from qbe.vllm.blueprint_history import BlueprintHistory
+from qbe.selection.blueprint_history import BlueprintHistory
 from qbe.vllm.blueprint_payload import BlueprintPayload, blueprint_of
 from qbe.vllm.config import QBEConfig
 from qbe.vllm.full_rows import Runs

@@ -74,18 +74,18 @@ class Cascade:
     def begin(self, sequence: Sequence) -> None:
         """Let the answer of a request that asks for it be steered, at the level that keeps its average."""
         plain = replace(sequence.blueprint, dynamic_precision=None)
-        sequence.blueprint_history.append((len(sequence.prompt_ids), plain))
-        sequence.blueprint, sequence.moved = self.steered(plain, sequence), self._moved
+        sequence.blueprint = plain
+        sequence.blueprint_history.change(len(sequence.prompt_ids), self.steered(plain, sequence))
+        sequence.cascade.moved = self._moved
 
     def steered(self, blueprint: Blueprint, sequence: Sequence) -> Blueprint:
         """The blueprint whose dynamic precision makes up for the bits that a sequence had too many of, or too few.
 
         None where a refresh has brought it beyond what the routers can give: its tokens then have what it says.
         """
-        bits = blueprint.weight_bits
-        return replace(
-            blueprint, dynamic_precision=dynamic_precision(self.routers, self.sites, bits, sequence.excess, PAGE_SIZE)
-        )
+        bits, excess = blueprint.weight_bits, sequence.cascade.excess
+        made_up = dynamic_precision(self.routers, self.sites, bits, excess, PAGE_SIZE)
+        return replace(blueprint, dynamic_precision=made_up)
 
     def fetch(self, work: collections.abc.Sequence[ScheduledTokens]) -> Callable[[Sequence], None] | None:
         """Begin to bring what a step that has run gave its rows to the host.
@@ -94,14 +94,14 @@ class Cascade:
             to be called for each token that the step has computed of an answer, in order, once the device has been
             waited for: the sequence keeps its bits. None where nobody's rows are.
         """
-        rows, at = dict[tuple[str, int], int](), 0
+        row_of, tokens = dict[tuple[str, int], int](), 0
         for w in work:
-            if w.draft is None and w.count == 1 and w.sequence.moved is not None:
-                rows[w.sequence.request_id, w.start] = at
-            at += w.count
-        if not rows:
+            if w.draft is None and w.count == 1 and w.sequence.cascade.moved is not None:
+                row_of[w.sequence.request_id, w.start] = tokens
+            tokens += w.count
+        if not row_of:
             return None
-        precision_words = self._plan.precision_words[:, :at]
+        precision_words = self._plan.precision_words[:, :tokens]
         if precision_words.is_cuda:
             here = self._copy[: precision_words.numel()].view_as(precision_words)
             here.copy_(precision_words, non_blocking=True)
@@ -109,7 +109,7 @@ class Cascade:
         numbers = precision_words.numpy()
 
         def keep(sequence: Sequence) -> None:
-            row = rows.get((sequence.request_id, len(sequence.token_ids) - 1))
+            row = row_of.get((sequence.request_id, len(sequence.token_ids) - 1))
             if row is not None and len(sequence.token_ids) > len(sequence.prompt_ids):
                 self.keep(sequence, (numbers[:, row] & 255).astype(np.uint8))
 
@@ -121,15 +121,14 @@ class Cascade:
         Nowhere else: a step that checks guesses ends before, so that none of its rows has a level that another way
         through the same tokens would not have had.
         """
-        position, own = len(sequence.token_ids) - 1, sequence.blueprint
-        shift = float(self._shares @ bits) - self._average(own.weight_bits)
-        sequence.moves.append(Move(bits.tobytes(), shift))
-        sequence.excess += shift
+        position, blueprint = len(sequence.token_ids) - 1, sequence.blueprint
+        shift = float(self._shares @ bits) - self._average(blueprint.weight_bits)
+        sequence.cascade.moves.append(Move(bits.tobytes(), shift))
+        sequence.cascade.excess += shift
         if position % PAGE_SIZE == PAGE_SIZE - 1:
-            now = self.steered(own, sequence)
-            if now != own:
-                sequence.blueprint_history.append((position + 1, own))
-                sequence.blueprint = now
+            now = self.steered(blueprint, sequence)
+            if now != blueprint:
+                sequence.blueprint_history.change(position + 1, now)
 
 
 def _moved(blueprint: Blueprint, bits: bytes) -> Blueprint:

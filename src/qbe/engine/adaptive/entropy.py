@@ -41,11 +41,11 @@ def note(
             for _ in range(shape.kv_heads):
                 found.append(sum(line[at : at + repeat]) / repeat / most)
                 at += repeat
-        work[row].sequence.entropies.append(found)
+        work[row].sequence.attention.entropies.append(found)
 
 
 def _fills(w: ScheduledTokens) -> bool:
     """Whether a token of the answer fills a page for the first time."""
     s = w.sequence
-    fills = w.start % PAGE_SIZE == PAGE_SIZE - 1 and w.start // PAGE_SIZE == len(s.quantised_bits)
-    return s.watched and fills and w.start >= len(s.prompt_ids)
+    fills = w.start % PAGE_SIZE == PAGE_SIZE - 1 and w.start // PAGE_SIZE == len(s.paging.quantised_bits)
+    return s.attention.watched and fills and w.start >= len(s.prompt_ids)

@@ -96,7 +96,7 @@ class Routing:
         at = seen = 0
         for w in work:
             kept = range(at + w.kept.start - w.start, at + w.kept.stop - w.start)
-            tokens = range(at, at + w.count) if w.sequence.scoring is None else kept
+            tokens = range(at, at + w.count) if w.sequence.sampling.scoring is None else kept
             rows = kept if head_sees_all else range(seen, seen + len(kept))
             if w.sequence.routed is not None:
                 w.sequence.routed[0] += of_layers[:, tokens.start : tokens.stop].sum(1)

@@ -175,7 +175,8 @@ class DecodeStep:
 
     def serves(self, work: collections.abc.Sequence[ScheduledTokens]) -> bool:
         """Whether this step is one: rows of a single new token, not too many, and no others' logits."""
-        return len(work) <= self.largest and all(w.count == 1 and w.samples and not w.sequence.scoring for w in work)
+        single = all(w.count == 1 and w.samples and not w.sequence.sampling.scoring for w in work)
+        return single and len(work) <= self.largest
 
     def size_of(self, rows: int) -> int:
         """The rows of the step that so many run in: those that there is a graph, or a compiled step, for."""
@@ -212,7 +213,7 @@ class DecodeStep:
             scores = Scores(logits[:n], tokens[:n])
         if kind.bounded:
             for w, counts in zip(work, self._counts[:n].tolist(), strict=True):
-                w.sequence.count(*counts)
+                w.sequence.bounded.count(*counts)
         return scores
 
     @torch.inference_mode()
@@ -307,7 +308,7 @@ class DecodeStep:
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
         for row, sequence in enumerate(sequences):
-            before, owner = self._owners[row], (sequence, sequence.version, sequence.kv_limit)
+            before, owner = self._owners[row], (sequence, sequence.paging.version, sequence.kv_limit)
             if before != owner:
                 quantised = quantised_pages(work[row].start // PAGE_SIZE)
                 pages = in_runs(sequence.pages, quantised, self.cache.slides)

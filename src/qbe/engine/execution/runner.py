@@ -131,7 +131,7 @@ class Runner:
             entropy.note(work, fixed.entropy, self.cache)
         else:
             logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
-            if any(w.sequence.scoring for w in work):
+            if any(w.sequence.sampling.scoring for w in work):
                 logits = self._hand_out(work, logits)
             scores = Scores(logits, likeliest(logits))
             for row, w in enumerate(w for w in work if w.samples):
@@ -153,8 +153,8 @@ class Runner:
         at, last = 0, []
         for w in work:
             rows, at = logits[at : at + len(w.kept)], at + len(w.kept)
-            if w.sequence.scoring is not None and len(rows):
-                w.sequence.scoring.take(w.kept.start, rows)
+            if w.sequence.sampling.scoring is not None and len(rows):
+                w.sequence.sampling.scoring.take(w.kept.start, rows)
             if w.samples:
                 last.append(at - 1)
         return logits[last]
@@ -256,7 +256,7 @@ class Runner:
             entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)
         if layout.bounded:
             for w, counts in zip(work, layout.counted(), strict=True):
-                w.sequence.count(*counts)
+                w.sequence.bounded.count(*counts)
         if not self._takes_keep:
             logits = logits.index_select(0, keep)
         return logits[: len(kept)].float()

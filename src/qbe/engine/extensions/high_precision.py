@@ -19,10 +19,11 @@ class HighPrecisionTokens(Extension):
 
     def admit(self, sequence: Sequence) -> None:
         if not self._packed or sequence.blueprint.full_activations is sequence.blueprint:
-            sequence.difficult = None
+            sequence.difficulty.threshold = None
 
     def advance(self, sequence: Sequence, token: int | None) -> None:
-        if token is None or sequence.difficult is None or not sequence.token_entropies:
+        difficulty = sequence.difficulty
+        if token is None or difficulty.threshold is None or not difficulty.entropies:
             return
-        if sequence.token_entropies[-1] > sequence.difficult:
-            sequence.high_precision_positions.add(len(sequence.token_ids))
+        if difficulty.entropies[-1] > difficulty.threshold:
+            difficulty.high_precision_positions.add(len(sequence.token_ids))

@@ -29,12 +29,12 @@ class BlueprintRefresh(Extension):
 
     def admit(self, sequence: Sequence) -> None:
         if not self._packed:
-            sequence.monitor = None
-        if sequence.watched and self._scheduler.paging.capacity(sequence) < self._scheduler.length(sequence):
+            sequence.difficulty.monitor = None
+        if sequence.attention.watched and self._scheduler.paging.capacity(sequence) < self._scheduler.length(sequence):
             # Pages of fewer bits need a staging page beside them. A cache so small that this is most of it holds more
             # at 16 bits, and nobody asked for fewer.
             sequence.blueprint = sequence.blueprint.with_kv_bits((FULL_BITS,) * len(sequence.blueprint.kv_bits))
-            sequence.watched = False
+            sequence.attention.watched = False
 
     def raise_kv(self, sequence: Sequence, kv_bits: tuple[KVBits, ...]) -> None:
         """As `qbe.engine.core.Core.raise_kv`."""
@@ -48,7 +48,7 @@ class BlueprintRefresh(Extension):
     def exchange(self, sequence: Sequence, blueprint: Blueprint) -> bool:
         """As `qbe.engine.core.Core.refresh`."""
         before = sequence.blueprint
-        cascade = None if sequence.moved is None else self._cascade
+        cascade = None if sequence.cascade.moved is None else self._cascade
         # A policy's own dynamic precision comes with its bits.
         dynamic_precision = blueprint.dynamic_precision if cascade is None else before.dynamic_precision
         blueprint = replace(blueprint, kv_error=before.kv_error, dynamic_precision=dynamic_precision)

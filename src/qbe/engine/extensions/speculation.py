@@ -28,7 +28,7 @@ class SpeculationExtension(Extension):
 
     def admit(self, sequence: Sequence) -> None:
         # Bounds and high-precision tokens say of each token by itself how it is read, which a guess cannot know.
-        free = sequence.blueprint.kv_error is None and sequence.difficult is None
+        free = sequence.blueprint.kv_error is None and sequence.difficulty.threshold is None
         sequence.speculation = Speculation() if sequence.params.speculate and free else None
 
     def extend(self, work: list[ScheduledTokens]) -> list[ScheduledTokens]:

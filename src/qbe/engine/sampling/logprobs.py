@@ -49,14 +49,14 @@ def logprobs(
 
 
 def prompt_scoring(sequence: Sequence) -> Scoring:
-    """Adds to `sequence.prompt_logprobs` while the prompt is computed; then the sequence is like any other."""
+    """Adds to the sequence's `prompt_logprobs` while the prompt is computed; then it is like any other."""
 
     def take(start: int, logits: torch.Tensor) -> None:
-        known, top = len(sequence.prompt_logprobs), sequence.params.prompt_logprobs or 0
+        known, top = len(sequence.sampling.prompt_logprobs), sequence.params.prompt_logprobs or 0
         tokens = sequence.prompt_ids[known + 1 : start + len(logits) + 1]  # a row speaks of the token after its own
         rows = logits[known - start :][: len(tokens)]
-        sequence.prompt_logprobs += logprobs(rows, tokens, [top] * len(tokens))
+        sequence.sampling.prompt_logprobs += logprobs(rows, tokens, [top] * len(tokens))
         if start + len(logits) >= len(sequence.prompt_ids):
-            sequence.scoring = None
+            sequence.sampling.scoring = None
 
     return Scoring(0, take)

@@ -80,7 +80,7 @@ def sample(
     told = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
     raw = scores.logits[told] if told else None  # a copy
     tokens = [
-        t if t is None or s.constraint is None else settled(s.constraint, t, s.max_length - len(s.token_ids))
+        t if t is None or s.sampling.constraint is None else settled(s.sampling.constraint, t, s.max_length - len(s.token_ids))
         for t, s in zip(_choose(scores, sequences, draft_tokens), sequences, strict=True)
     ]
     if raw is not None:
@@ -88,7 +88,7 @@ def sample(
         rows = raw[[row for row, _, _ in valid]]
         top = [sequences[i].params.logprobs or 0 for _, i, _ in valid]
         for (_, i, _), found in zip(valid, logprobs(rows, [t for _, _, t in valid], top), strict=True):
-            sequences[i].logprobs.append(found)
+            sequences[i].sampling.logprobs.append(found)
     return tokens
 
 
@@ -98,7 +98,7 @@ def _choose(
     draft_tokens: collections.abc.Sequence[Guess | None] | None,
 ) -> list[int | None]:
     logits, best, measured = step
-    asked = [i for i, s in enumerate(sequences) if s.difficult is not None or s.monitor is not None]
+    asked = [i for i, s in enumerate(sequences) if s.difficulty.measured]
     if not asked:
         measured = None
     elif measured is None:
@@ -108,7 +108,7 @@ def _choose(
     if len(plain) < len(sequences):
         valid = best >= 0
         logits = adjust(logits, sequences)
-        if any(s.constraint is not None for s in sequences):
+        if any(s.sampling.constraint is not None for s in sequences):
             valid = valid & (logits.amax(dim=-1) > -torch.inf)
         tokens = logits.argmax(dim=-1)
         drawn = [i for i, s in enumerate(sequences) if not s.params.greedy]
@@ -118,10 +118,10 @@ def _choose(
             # Rows without valid logits get harmless ones; their token is not used.
             scores = torch.where(valid[rows, None], logits[rows], torch.zeros_like(logits[rows]))
             scores = filtered(scores, chosen)
-            tokens[rows] = draw(scores, [s.generator for s in chosen])
+            tokens[rows] = draw(scores, [s.sampling.generator for s in chosen])
             for at, i in enumerate(drawn):
                 if draft_tokens is not None and (guess := draft_tokens[i]) is not None:
-                    tokens[i] = accept(scores[at], *guess, sequences[i].generator)
+                    tokens[i] = accept(scores[at], *guess, sequences[i].sampling.generator)
         found = torch.where(valid, tokens, -1)
     if measured is None:
         return [t if t >= 0 else None for t in found.tolist()]  # the step's one wait for the device
@@ -129,8 +129,8 @@ def _choose(
         measured[0] = found
     numbers, entropies, margins = measured.tolist()  # or this one
     for i in asked:
-        sequences[i].token_entropies.append(entropies[i])
-        sequences[i].token_margins.append(margins[i])
+        sequences[i].difficulty.entropies.append(entropies[i])
+        sequences[i].difficulty.margins.append(margins[i])
     return [int(t) if t >= 0 else None for t in numbers]
 
 
@@ -145,14 +145,14 @@ def _measure(logits: torch.Tensor, best: torch.Tensor, asked: list[int]) -> torc
 
 def is_likeliest(sequence: Sequence) -> bool:
     """Whether a sequence's next token is `best` and nothing else of the logits is asked for."""
-    told = sequence.params.logprobs is not None or sequence.difficult is not None or sequence.monitor is not None
+    told = sequence.params.logprobs is not None or sequence.difficulty.measured
     return sequence.params.greedy and not _adjusts(sequence) and not told
 
 
 def _adjusts(sequence: Sequence) -> bool:
     p = sequence.params
     penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-    return penalised or bool(p.logit_bias) or sequence.constraint is not None
+    return penalised or bool(p.logit_bias) or sequence.sampling.constraint is not None
 
 
 def adjust(logits: torch.Tensor, sequences: collections.abc.Sequence[Sequence]) -> torch.Tensor:
@@ -168,19 +168,20 @@ def adjust(logits: torch.Tensor, sequences: collections.abc.Sequence[Sequence]) 
         if p.logit_bias:
             tokens = torch.tensor(list(p.logit_bias), device=row.device)
             row[tokens] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
-        if sequence.constraint is not None:
-            row.masked_fill_(~sequence.constraint.allowed().to(row.device, non_blocking=True), -torch.inf)
+        if sequence.sampling.constraint is not None:
+            row.masked_fill_(~sequence.sampling.constraint.allowed().to(row.device, non_blocking=True), -torch.inf)
     return logits
 
 
 def _seen(sequence: Sequence, row: torch.Tensor) -> torch.Tensor:
     """bool `[vocabulary]`: tokens of the prompt and the answer. Kept on the sequence, a token is added each step."""
-    if sequence.seen is None:
-        sequence.seen = torch.zeros(len(row), dtype=torch.bool, device=row.device)
-        sequence.seen[torch.tensor(sequence.token_ids, device=row.device)] = True
+    seen = sequence.sampling.seen
+    if seen is None:
+        seen = sequence.sampling.seen = torch.zeros(len(row), dtype=torch.bool, device=row.device)
+        seen[torch.tensor(sequence.token_ids, device=row.device)] = True
     else:
-        sequence.seen[sequence.token_ids[-1]] = True
-    return sequence.seen
+        seen[sequence.token_ids[-1]] = True
+    return seen
 
 
 def filtered(logits: torch.Tensor, sequences: collections.abc.Sequence[Sequence]) -> torch.Tensor:

@@ -54,7 +54,7 @@ def score(core: Core, items: Sequence[Scored], table: SiteTable | None = None) -
     try:
         for item in items:
             sequence = Running(uuid.uuid4().hex, list(item.ids), SamplingParams(max_tokens=1), item.blueprint)
-            sequence.scoring = Scoring(item.start, item.take)
+            sequence.sampling.scoring = Scoring(item.start, item.take)
             core.add(sequence)
             running.append(sequence)
         while any(s.status is not Status.FINISHED for s in running):

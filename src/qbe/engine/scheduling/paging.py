@@ -39,7 +39,8 @@ class Paging:
         if not self.chunked:
             rest = total - self._first(sequence)
             return (1 + rest // (format.nbytes + page)) * PAGE_SIZE if rest >= 0 else 0
-        known = max(1, len(sequence.quantised_bits))  # pages whose bits do not change any more, and the first one
+        # Pages whose bits do not change any more, and the first one.
+        known = max(1, len(sequence.paging.quantised_bits))
         used = sum(self.format_of(sequence, i).nbytes for i in range(known))
         rest = total - used - 2 * page
         if rest >= 0:
@@ -66,9 +67,10 @@ class Paging:
         stretch of pages, or where the pages known have 16 bits for good. Where its twin still writes the page in which
         the prompt ends, it begins with all of its pages. The first of the two that writes to that one takes a copy.
         """
-        sequence.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
+        sequence.paging.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
         # Whoever wants logits of its tokens computes them.
-        most = sequence.alike if sequence.scoring is None else min(sequence.alike, sequence.scoring.start)
+        scoring = sequence.sampling.scoring
+        most = sequence.alike if scoring is None else min(sequence.alike, scoring.start)
         if sequence.activation_stats is not None:
             most = 0
         # Pages that hold tokens of a precision of their own are nobody else's.
@@ -78,33 +80,33 @@ class Paging:
             if page is None:
                 break
             sequence.pages.append(page)
-            sequence.page_keys.append(key)
+            sequence.paging.page_keys.append(key)
         found = len(sequence.pages)
         while quantised_pages(found) < found and not sequence.pages[found - 1].format.full:
             found -= 1
-        sequence.quantised = found
+        sequence.paging.quantised = found
         self.allocator.release(sequence.pages[found:], len(sequence.pages) - found)
-        del sequence.pages[found:], sequence.page_keys[found:]
+        del sequence.pages[found:], sequence.paging.page_keys[found:]
         sequence.computed, last = found * PAGE_SIZE, (tokens - 1) // PAGE_SIZE
-        fork_parent, sequence.fork_parent = sequence.fork_parent, None
+        fork_parent, sequence.paging.fork_parent = sequence.paging.fork_parent, None
         if (
             self.reusable
             and fork_parent is not None
             and fork_parent.status is Status.RUNNING
-            and fork_parent.keyed_by == sequence.keyed_by
+            and fork_parent.paging.keyed_by == sequence.paging.keyed_by
             and fork_parent.token_ids[:tokens] == sequence.token_ids
             and last == (fork_parent.computed + 1) // PAGE_SIZE  # not full after this step either
             and sequence.computed < tokens - 1 <= min(fork_parent.computed, fork_parent.alike, sequence.alike)
             and all(self.format_of(sequence, i) is fork_parent.pages[i].format for i in range(found, last))
         ):
             sequence.pages += fork_parent.pages[found : last + 1]
-            sequence.quantised = max(found, quantised_pages(last))
-            self.allocator.share(sequence.pages[found:], sequence.quantised - found)
+            sequence.paging.quantised = max(found, quantised_pages(last))
+            self.allocator.share(sequence.pages[found:], sequence.paging.quantised - found)
             sequence.computed = tokens - 1
-        for i in range(len(sequence.quantised_bits), sequence.computed // PAGE_SIZE):
-            sequence.quantised_bits.append(sequence.kv_bits_of(i))
+        for i in range(len(sequence.paging.quantised_bits), sequence.computed // PAGE_SIZE):
+            sequence.paging.quantised_bits.append(sequence.kv_bits_of(i))
         if not sequence.preemptions:
-            sequence.cached = sequence.computed
+            sequence.paging.cached = sequence.computed
 
     def write(self, sequence: Sequence, end: int) -> bool:
         """Whether `[computed, end)` can be written: there are pages, of the right formats and nobody else's."""
@@ -129,44 +131,45 @@ class Paging:
                     return False
             else:
                 continue
-            sequence.version += 1
+            sequence.paging.version += 1
         return True
 
     def complete(self, sequence: Sequence, start: int) -> None:
         """Its tokens from `start` on have run: pages that are quantised now may be found by others."""
-        if sequence.keyed_by != sequence.first_key:
-            sequence.keyed_by = None
+        if sequence.paging.keyed_by != sequence.first_key:
+            sequence.paging.keyed_by = None
         full = min(sequence.computed // PAGE_SIZE, len(sequence.pages))
-        for i in range(len(sequence.quantised_bits), full):
-            sequence.quantised_bits.append(sequence.kv_bits_of(i))
-        for i in range(sequence.quantised, quantised_pages(full)):
+        for i in range(len(sequence.paging.quantised_bits), full):
+            sequence.paging.quantised_bits.append(sequence.kv_bits_of(i))
+        for i in range(sequence.paging.quantised, quantised_pages(full)):
             self.allocator.quantise(sequence.pages[i])
-            sequence.quantised = i + 1
-            sequence.version += 1
-        for i in range(len(sequence.page_keys), full):
+            sequence.paging.quantised = i + 1
+            sequence.paging.version += 1
+        for i in range(len(sequence.paging.page_keys), full):
             alike = (i + 1) * PAGE_SIZE <= sequence.alike
-            if not self.reusable or not alike or sequence.keyed_by is None:
+            if not self.reusable or not alike or sequence.paging.keyed_by is None:
                 break
-            if i >= sequence.quantised and not sequence.pages[i].format.full:
+            if i >= sequence.paging.quantised and not sequence.pages[i].format.full:
                 break
             key = self._key(sequence, i)
-            sequence.page_keys.append(key)
+            sequence.paging.page_keys.append(key)
             self.allocator.publish(sequence.pages[i], key)
 
     def release(self, sequence: Sequence) -> None:
         """Take all of its pages back."""
-        self.allocator.release(sequence.pages, sequence.quantised)
-        sequence.pages, sequence.page_keys, sequence.quantised, sequence.recurrent = [], [], 0, None
-        sequence.version += 1
+        self.allocator.release(sequence.pages, sequence.paging.quantised)
+        sequence.pages, sequence.recurrent = [], None
+        sequence.paging.page_keys, sequence.paging.quantised = [], 0
+        sequence.paging.version += 1
 
     def _key(self, sequence: Sequence, i: int) -> bytes:
         tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-        before = sequence.page_keys[i - 1] if i else b""
+        before = sequence.paging.page_keys[i - 1] if i else b""
         return page_key(before, sequence.first_key, sequence.kv_bits_of(i), tokens)
 
     def _next_format(self, sequence: Sequence) -> PageFormat:
         """Of the pages that it has not yet filled, the first one left out."""
-        return self.format_of(sequence, max(1, len(sequence.quantised_bits)))
+        return self.format_of(sequence, max(1, len(sequence.paging.quantised_bits)))
 
 
 def average_bits(sequence: Sequence) -> float:
@@ -175,6 +178,6 @@ def average_bits(sequence: Sequence) -> float:
     for i, page in enumerate(sequence.pages):
         tokens = min(PAGE_SIZE, sequence.computed - i * PAGE_SIZE)
         if tokens > 0:
-            bits += tokens * (page.format.average if i < sequence.quantised else FULL_BITS)
+            bits += tokens * (page.format.average if i < sequence.paging.quantised else FULL_BITS)
             total += tokens
     return bits / total if total else float(FULL_BITS)

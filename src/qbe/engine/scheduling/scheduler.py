@@ -55,7 +55,7 @@ class ScheduledTokens:
     @property
     def kept(self) -> range:
         """The positions whose logits are wanted."""
-        end, scoring = self.start + self.count, self.sequence.scoring
+        end, scoring = self.start + self.count, self.sequence.sampling.scoring
         first = end - self.samples
         return range(first if scoring is None else min(first, max(self.start, scoring.start)), end)
 
@@ -175,9 +175,9 @@ class Scheduler:
         if reason == "error":  # nobody else shall find what went wrong in it
             self.allocator.forget(sequence.pages)
         if sequence.pages:
-            sequence.average_kv_bits = average_bits(sequence)
+            sequence.paging.average_kv_bits = average_bits(sequence)
         self.paging.release(sequence)
-        sequence.seen = None
+        sequence.sampling.seen = None
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
 
     def restart(self, sequence: Sequence) -> None:
@@ -227,7 +227,7 @@ class Scheduler:
             return 0
         if not self.paged:
             return end - sequence.computed
-        if sequence.alone_at and self.chunked:
+        if sequence.paging.alone_at and self.chunked:
             # The staging pages of several pages at once would lie scattered between what is quantised before they are.
             end = min(end, (sequence.computed // PAGE_SIZE + 1) * PAGE_SIZE)
         while True:
@@ -239,7 +239,7 @@ class Scheduler:
             if self.running == [sequence]:
                 # Alone it fits, if its pages do not lie scattered between those that have gone, or if its bits were not
                 # raised meanwhile: it begins again in a memory that is all free, once, and takes one page at a time.
-                if sequence.alone_at == len(sequence.token_ids):
+                if sequence.paging.alone_at == len(sequence.token_ids):
                     sequence.error = (
                         f"{len(sequence.token_ids)} tokens do not fit in the KV cache at the bits that they have now: "
                         "lower the KV bits or raise kv_tokens"
@@ -247,7 +247,7 @@ class Scheduler:
                     self.oversized.append(sequence)
                     self.finish(sequence, "error")
                     return 0
-                sequence.alone_at = len(sequence.token_ids)
+                sequence.paging.alone_at = len(sequence.token_ids)
                 self._preempt(sequence)
                 while self.allocator.evict():
                     pass

@@ -16,6 +16,7 @@ from qbe.blueprint import Blueprint
 from qbe.engine.sampling.constraint import Constraint
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.kvcache.allocator import Page
+from qbe.selection.blueprint_history import BlueprintHistory
 from qbe.sites import FULL_BITS, KVBits
 
 if TYPE_CHECKING:
@@ -72,122 +73,206 @@ class Status(Enum):
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One request in the engine.
+class PagingState:
+    """What the pages of a sequence hold, and who else may have them (`qbe.engine.scheduling.paging`).
 
     Attributes:
-        request_id: the caller's name for it, unique among the requests in the engine.
-        prompt_ids: token ids of the prompt; kept as given.
-        params: how to sample.
-        blueprint: precision of every site for this request's tokens; may be exchanged between two steps.
-        token_ids: the prompt's ids and after them the answer's.
-        computed: how many of `token_ids` have gone through the model.
-        max_length: `token_ids` it may grow to; the scheduler sets it from `max_tokens` and the context.
-        pages: for the tokens computed and those of the step that comes.
-        quantised: how many of them, from the first on, its next token sees as they are quantised.
-        version: changes whenever an entry of `pages` does.
+        quantised: how many pages, from the first on, its next token sees as they are quantised.
+        version: changes whenever an entry of `Sequence.pages` does.
         page_keys: what its full pages are known by, as far as they are.
         quantised_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
         keyed_by: `first_key` as all of its tokens up to `alike` had it; None once it was another.
         fork_parent: a sequence of the same prompt whose pages it may begin with; None once it has begun.
-        watched: whether to gather `entropies`.
-        entropies: of the attention in the steps of one token that filled a page, one list each: per key head the mean
-            of its query heads, as in `qbe.sites.KVSite.entropy`.
         cached: tokens of the prompt whose pages were there already when it was first admitted.
         average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
-        pages_read: below 16 bits, by its tokens, once for each layer and key head. Bounded mode counts these.
-        pages_raised, host_bytes: those of them that were read again from their originals, and the bytes of that.
-        preemptions: how often it gave its pages up and waited again.
-        alone_at: length at which it did so although no other sequence ran.
-        blueprint_history: blueprints that it had before, each with the position up to which; the first one first.
-        moved: what the cascade makes of a blueprint and a token's bits (`qbe.engine.adaptive.cascade`); None: it moves
-            nothing.
-        moves: of the answer's tokens that have gone through the model, when `moved` asks.
-        excess: bits of the average that these had more than their blueprints say, summed.
-        difficult: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
-            activations; None where nobody asked for that or its blueprint has no others.
-        monitor: decides when another blueprint is due (`qbe.refresh.monitor`); None where nobody asked.
-        token_entropies: of the distributions that the answer's tokens were drawn from, nats, when `difficult` or
-            `monitor` asks.
-        token_margins: likewise, by how much the likeliest token's logit exceeds the next one's.
-        high_precision_positions: positions of the tokens that do so.
-        scoring: whose logits are handed out, if any are.
-        logprobs: of the answer's tokens, when `params.logprobs` asks.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, when asked for.
-        routed: int64 [2, widths] on the device: weights that its tokens have read at each width where routers chose it
-            (`qbe.engine.adaptive.routing`), of the layers and of the output head, those of tokens computed again
-            counted again; None where none do.
-        constraint: what the answer may be; None allows everything.
-        priority: where it stands in line.
-        before: requests that were in the engine when its turn came and other routers than its own steered; else None.
-        activation_stats: what its prompt shows, for a policy that reads it: it then begins on nobody's pages. Else
-            None.
-        speculation: guesses of its next tokens; None where nobody asked, or it cannot be.
-        recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
-        finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
-        error: one line that says what went wrong, when the reason is "error".
+        alone_at: length at which it gave its pages up although no other sequence ran.
     """
 
-    request_id: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    blueprint: Blueprint
-    status: Status = Status.WAITING
-    token_ids: list[int] = field(init=False)
-    computed: int = 0
-    max_length: int = 0
-    pages: list[Page] = field(default_factory=list)
     quantised: int = 0
     version: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     quantised_bits: list[tuple[KVBits, ...]] = field(default_factory=list)
     keyed_by: str | None = None
     fork_parent: Sequence | None = field(default=None, repr=False)
-    watched: bool = False
-    entropies: list[list[float]] = field(default_factory=list)
     cached: int = 0
     average_kv_bits: float | None = None
+    alone_at: int = 0
+
+
+@dataclass(eq=False)
+class AttentionWatch:
+    """How spread its attention is, for whoever raises the KV bits of pages to come.
+
+    Attributes:
+        watched: whether to gather `entropies`.
+        entropies: of the attention in the steps of one token that filled a page, one list each: per key head the mean
+            of its query heads, as in `qbe.sites.KVSite.entropy`.
+    """
+
+    watched: bool = False
+    entropies: list[list[float]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class BoundedReads:
+    """What attention with a bounded error has read.
+
+    Attributes:
+        pages_read: below 16 bits, by its tokens, once for each layer and key head.
+        pages_raised, host_bytes: those of them that were read again from their originals, and the bytes of that.
+    """
+
     pages_read: int = 0
     pages_raised: int = 0
     host_bytes: int = 0
-    preemptions: int = 0
-    alone_at: int = 0
-    blueprint_history: list[tuple[int, Blueprint]] = field(default_factory=list)
+
+    def count(self, read: int, raised: int, nbytes: int) -> None:
+        """Add what was counted in a step (`qbe.kernels.ops.bounded_attention`)."""
+        self.pages_read += read
+        self.pages_raised += raised
+        self.host_bytes += nbytes
+
+
+@dataclass(eq=False)
+class CascadeState:
+    """What the cascade has done to its tokens (`qbe.engine.adaptive.cascade`).
+
+    Attributes:
+        moved: what it makes of a blueprint and a token's bits; None: it moves nothing.
+        moves: of the answer's tokens that have gone through the model, when `moved` asks.
+        excess: bits of the average that these had more than their blueprints say, summed.
+    """
+
     moved: Callable[[Blueprint, bytes], Blueprint] | None = None
     moves: list[Move] = field(default_factory=list)
     excess: float = 0.0
-    difficult: float | None = None
+
+
+@dataclass(eq=False)
+class TokenDifficulty:
+    """How hard its tokens were to predict, and what follows from that.
+
+    Attributes:
+        threshold: entropy of a token's distribution, nats, above which the token goes through the model with 16-bit
+            activations; None where nobody asked for that or its blueprint has no others.
+        monitor: decides when another blueprint is due (`qbe.refresh.monitor`); None where nobody asked.
+        entropies: of the distributions that the answer's tokens were drawn from, nats, when either asks.
+        margins: likewise, by how much the likeliest token's logit exceeds the next one's.
+        high_precision_positions: positions of the tokens above the threshold.
+    """
+
+    threshold: float | None = None
     monitor: Monitor | None = None
-    token_entropies: list[float] = field(default_factory=list)
-    token_margins: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
     high_precision_positions: set[int] = field(default_factory=set)
+
+    @property
+    def measured(self) -> bool:
+        """Whether `entropies` and `margins` are asked for."""
+        return self.threshold is not None or self.monitor is not None
+
+
+@dataclass(eq=False)
+class SamplingState:
+    """What the sampler keeps, and what it is to hand out.
+
+    Attributes:
+        generator: of its random numbers.
+        constraint: what the answer may be; None allows everything.
+        scoring: whose logits are handed out, if any are.
+        logprobs: of the answer's tokens, when `params.logprobs` asks.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed, when asked for.
+        seen: bool [vocabulary], kept by the sampler for penalties; None: not needed so far.
+    """
+
+    generator: torch.Generator
+    constraint: Constraint | None = None
     scoring: Scoring | None = None
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
-    routed: torch.Tensor | None = field(default=None, repr=False)
-    constraint: Constraint | None = None
-    priority: Priority = FIRST_COME
-    before: frozenset[str] | None = None
-    activation_stats: ActivationStats | None = None
-    speculation: Speculation | None = None
-    recurrent: dict[int, Any] | None = None
-    finish_reason: str | None = None
-    error: str | None = None
-    generator: torch.Generator = field(init=False, repr=False)
-    seen: torch.Tensor | None = field(default=None, repr=False)  # bool [vocabulary], kept by the sampler
+    seen: torch.Tensor | None = field(default=None, repr=False)
 
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_ids)
-        self.generator = torch.Generator()
-        if self.params.seed is None:
-            self.generator.seed()
+    @classmethod
+    def of(cls, seed: int | None) -> SamplingState:
+        """One that draws by this seed, or by any."""
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
         else:
-            self.generator.manual_seed(self.params.seed)
+            generator.manual_seed(seed)
+        return cls(generator)
 
-    def count(self, read: int, raised: int, nbytes: int) -> None:
-        """Add what bounded attention counted in a step (`qbe.kernels.ops.bounded_attention`)."""
-        self.pages_read, self.pages_raised = self.pages_read + read, self.pages_raised + raised
-        self.host_bytes += nbytes
+
+class Sequence:
+    """One request in the engine.
+
+    Args:
+        request_id: the caller's name for it, unique among the requests in the engine.
+        prompt_ids: token ids of the prompt; kept as given.
+        params: how to sample.
+        blueprint: precision of every site for this request's tokens; may be exchanged between two steps.
+
+    Attributes:
+        blueprint_history: that and those that it had before, by position.
+        status: where it is in its life.
+        token_ids: the prompt's ids and after them the answer's.
+        computed: how many of `token_ids` have gone through the model.
+        max_length: `token_ids` it may grow to; the scheduler sets it from `max_tokens` and the context.
+        pages: for the tokens computed and those of the step that comes.
+        finish_reason: "stop", "length", "cancelled" or "error" once it has finished.
+        error: one line that says what went wrong, when the reason is "error".
+        priority: where it stands in line.
+        preemptions: how often it gave its pages up and waited again.
+        before: requests that were in the engine when its turn came and other routers than its own steered; else None.
+        paging, attention, bounded, cascade, difficulty, sampling: see their classes.
+        routed: int64 [2, widths] on the device: weights that its tokens have read at each width where routers chose it
+            (`qbe.engine.adaptive.routing`), of the layers and of the output head, those of tokens computed again
+            counted again; None where none do.
+        activation_stats: what its prompt shows, for a policy that reads it: it then begins on nobody's pages. Else
+            None.
+        speculation: guesses of its next tokens; None where nobody asked, or it cannot be.
+        recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
+    """
+
+    def __init__(self, request_id: str, prompt_ids: list[int], params: SamplingParams, blueprint: Blueprint) -> None:
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.blueprint_history = BlueprintHistory(blueprint)
+
+        self.status = Status.WAITING
+        self.token_ids = list(prompt_ids)
+        self.computed = 0
+        self.max_length = 0
+        self.pages: list[Page] = []
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+
+        self.priority = FIRST_COME
+        self.preemptions = 0
+        self.before: frozenset[str] | None = None
+
+        self.paging = PagingState()
+        self.attention = AttentionWatch()
+        self.bounded = BoundedReads()
+        self.cascade = CascadeState()
+        self.difficulty = TokenDifficulty()
+        self.sampling = SamplingState.of(params.seed)
+        self.routed: torch.Tensor | None = None
+        self.activation_stats: ActivationStats | None = None
+        self.speculation: Speculation | None = None
+        self.recurrent: dict[int, Any] | None = None
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """Precision of every site for the tokens to come."""
+        return self.blueprint_history.last
+
+    @blueprint.setter
+    def blueprint(self, blueprint: Blueprint) -> None:
+        """As if it had had this one since the last exchange."""
+        self.blueprint_history.last = blueprint
 
     @property
     def output_ids(self) -> list[int]:
@@ -200,31 +285,33 @@ class Sequence:
 
     def exchange(self, blueprint: Blueprint) -> None:
         """Let the tokens that have not gone through the model yet do so at another blueprint."""
-        self.blueprint_history.append((len(self.token_ids) - 1, self.blueprint))
-        self.blueprint = blueprint
+        self.blueprint_history.change(len(self.token_ids) - 1, blueprint)
 
     def rewind(self, count: int) -> None:
         """Forget all tokens of the answer but the first `count`: a stop string ended it among those of one step.
 
         The last one counts as not computed, as in an answer without guesses."""
-        for each in (self.token_entropies, self.token_margins, self.logprobs, self.moves):
-            del each[count:]
+        told = (self.difficulty.entropies, self.difficulty.margins, self.sampling.logprobs, self.cascade.moves)
+        for of_tokens in told:
+            del of_tokens[count:]
         del self.token_ids[len(self.prompt_ids) + count :]
         self.computed = min(self.computed, len(self.prompt_ids) + max(0, count - 1))
 
     def blueprint_at(self, position: int) -> Blueprint:
         """What the token at this position goes through the model with."""
-        found = self._chosen_at(position)
-        return found.full_activations if position in self.high_precision_positions else found
+        blueprint = self._chosen_at(position)
+        return blueprint.full_activations if position in self.difficulty.high_precision_positions else blueprint
 
     def _chosen_at(self, position: int) -> Blueprint:
-        found = next((b for end, b in self.blueprint_history if position < end), self.blueprint)
-        at = position - len(self.prompt_ids)
-        return found if self.moved is None or not 0 <= at < len(self.moves) else self.moved(found, self.moves[at].bits)
+        blueprint, cascade = self.blueprint_history.at(position), self.cascade
+        written = position - len(self.prompt_ids)
+        if cascade.moved is None or not 0 <= written < len(cascade.moves):
+            return blueprint
+        return cascade.moved(blueprint, cascade.moves[written].bits)
 
     def rows(self, start: int, count: int) -> list[tuple[Blueprint, int]]:
         """The same of the tokens `[start, start + count)`: runs of equal blueprints and their lengths."""
-        if not self.high_precision_positions and not self.blueprint_history:
+        if not self.difficulty.high_precision_positions and not self.blueprint_history.earlier:
             return [(self.blueprint, count)]
         runs = groupby(map(self.blueprint_at, range(start, start + count)))
         return [(blueprint, len(list(run))) for blueprint, run in runs]
@@ -232,40 +319,40 @@ class Sequence:
     @property
     def parts(self) -> list[tuple[Blueprint, int]]:
         """The blueprints that it had and how many of its computed tokens each; those of other requests do not count."""
-        return self.spans(self.cached, self.computed)
+        return self.spans(self.paging.cached, self.computed)
 
     def spans(self, start: int, end: int) -> list[tuple[Blueprint, int]]:
         """The same of the positions `[start, end)`, whether computed or not; of moved ones not in their order."""
-        if self.moves:
+        if self.cascade.moves:
             return list(Counter(map(self._chosen_at, range(start, end))).items())
-        ends = [min(max(start, at), end) for at, _ in self.blueprint_history] + [max(start, end)]
-        blueprints = (*(b for _, b in self.blueprint_history), self.blueprint)
-        return [(b, at - before) for b, before, at in zip(blueprints, [start, *ends], ends, strict=False)]
+        return self.blueprint_history.spans(start, end)
 
     @property
     def last_alone(self) -> bool:
         """Whether its last token must go through the model as a row of its own: where its attention moves bits."""
-        return self.moved is not None and len(self.token_ids) > len(self.prompt_ids)
+        return self.cascade.moved is not None and len(self.token_ids) > len(self.prompt_ids)
 
     @property
     def first_key(self) -> str:
         """`computed_key` of the blueprint that its first token has."""
-        return (self.blueprint_history[0][1] if self.blueprint_history else self.blueprint).computed_key
+        return self.blueprint_history.first.computed_key
 
     @property
     def high_precision_computed(self) -> int:
         """How many tokens went through the model with 16-bit activations because they were hard to predict."""
-        return sum(position < self.computed for position in self.high_precision_positions)
+        return sum(position < self.computed for position in self.difficulty.high_precision_positions)
 
     @property
     def alike(self) -> int:
         """How many tokens, from the first on, have the blueprint's own precision, as in any other request."""
-        changed = self.blueprint_history[0][0] if self.blueprint_history else len(self.token_ids)
-        return min(self.high_precision_positions | {changed})
+        earlier = self.blueprint_history.earlier
+        changed = earlier[0][0] if earlier else len(self.token_ids)
+        return min(self.difficulty.high_precision_positions | {changed})
 
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
         """KV bits of its page of this number: what it was quantised at, or will be."""
-        return self.quantised_bits[page] if page < len(self.quantised_bits) else self.blueprint.kv_bits_of(page)
+        known = self.paging.quantised_bits
+        return known[page] if page < len(known) else self.blueprint.kv_bits_of(page)
 
     @property
     def kv_limit(self) -> float:
@@ -273,7 +360,7 @@ class Sequence:
         error = self.blueprint.kv_error
         if error is None:
             return math.inf
-        every = (bits for layers in (self.blueprint.kv_bits, *self.quantised_bits) for bits in layers)
+        every = (bits for layers in (self.blueprint.kv_bits, *self.paging.quantised_bits) for bits in layers)
         return error if any(bits != FULL_BITS for bits in every) else math.inf
 
     @property

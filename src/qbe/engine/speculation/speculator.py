@@ -149,7 +149,7 @@ class Speculator:
                 own.draft_tokens = [token for token, _ in own.proposed.draft_tokens[:checked]]
             elif source is not None and w.sequence.params.seed is not None:
                 own.generator = torch.Generator()
-                own.generator.set_state(w.sequence.generator.get_state())
+                own.generator.set_state(w.sequence.sampling.generator.get_state())
         self._gear, self._done, self._left = source or NGRAM_DRAFTER, 0, count if source else 0
 
     def _read(self, able: collections.abc.Sequence[ScheduledTokens]) -> list[tuple[float, Speculation]]:
@@ -200,7 +200,7 @@ def _of(what: ScheduledTokens | Sequence) -> Speculation:
 
 
 def _generator(sequence: Sequence) -> torch.Generator:
-    return _of(sequence).generator or sequence.generator
+    return _of(sequence).generator or sequence.sampling.generator
 
 
 def _checks(w: ScheduledTokens) -> list[ScheduledTokens]:
