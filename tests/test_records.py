@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from qbe.errors import QBEError
 from qbe.records import Record, RecordStore
+from qbe.records.record import FIELDS
 from records_samples import record
 
 
@@ -20,6 +22,13 @@ def test_a_record_comes_back_as_it_was_given(store: RecordStore) -> None:
     store.append(r)
     assert store.get(r.id) == r
     assert store.get(r.id[:12].upper()) == r
+
+
+def test_every_field_is_a_column_in_the_order_that_files_have() -> None:
+    assert sorted(FIELDS) == sorted(f.name for f in fields(Record))
+    assert FIELDS[:5] == ("id", "time", "model", "policy", "tier")
+    assert FIELDS[-3:] == ("drafted_tokens", "accepted_tokens", "first_kv_bits")
+    assert list(record().describe()) == list(FIELDS)
 
 
 def test_a_request_that_failed_early_needs_only_what_it_reached(store: RecordStore) -> None:

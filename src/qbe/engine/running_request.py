@@ -11,8 +11,15 @@ from qbe.engine.result import Request, Result
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.explain import Explanation
 from qbe.records import Record
+from qbe.records.record import Times, Work
 from qbe.refresh.monitor import Refresh
-from qbe.selection.record_builder import Outcome, RecordBuilder, tokens_by_activation_bits
+from qbe.selection.record_builder import (
+    build_record,
+    choice_part,
+    difficulty_part,
+    query_part,
+    tokens_by_activation_bits,
+)
 
 
 @dataclass
@@ -75,24 +82,30 @@ class RunningRequest:
 
     def record(self, result: Result, model: str) -> Record:
         """The record of its result. `model` is the model's name."""
-        chosen, difficulty, budget = self.chosen, self.running.difficulty, self.request.budget
-        builder = RecordBuilder(
-            id=result.id, model=model, table=result.table, tier=budget.tier, budget_bits=budget.bits,
-            profile=result.profile, blueprint=result.blueprint, cache=chosen.cache,
-            analysis_ms=result.analysis_ms, policy_ms=result.policy_ms,
-        )  # fmt: skip
+        budget, difficulty = self.request.budget, self.running.difficulty
         usual = result.computed_tokens - result.high_precision_tokens
         activation_bits = tokens_by_activation_bits([(result.blueprint, usual)], result.table, result.computed_tokens)
-        return builder.build(Outcome(
-            prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
-            finish_reason=result.finish_reason, error=result.error,
-            average_weight_bits=result.average_weight_bits, bytes_per_token=result.bytes_per_token,
-            bytes_moved=self._bytes_moved(result), tokens_by_bits=result.tokens_by_bits,
-            tokens_by_activation_bits=activation_bits, entropies=difficulty.entropies, margins=difficulty.margins,
-            refreshes=self.refreshes, prefill_ms=result.prefill_ms, decode_ms=result.decode_ms,
-            kv_error=result.kv_error, bounded=(result.pages_read, result.pages_raised, result.host_bytes),
-            speculation=(result.drafted_tokens, result.accepted_tokens),
-        ))  # fmt: skip
+        return build_record(
+            query_part(result.profile),
+            choice_part(
+                result.blueprint, tier=budget.tier, budget_bits=budget.bits, kv_error=result.kv_error,
+                average_weight_bits=result.average_weight_bits, bytes_per_token=result.bytes_per_token,
+                cache=self.chosen.cache,
+            ),
+            Work(
+                prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
+                bytes_moved=self._bytes_moved(result), tokens_by_bits=result.tokens_by_bits,
+                tokens_by_activation_bits=activation_bits, pages_read=result.pages_read,
+                pages_raised=result.pages_raised, host_bytes=result.host_bytes,
+                drafted_tokens=result.drafted_tokens, accepted_tokens=result.accepted_tokens,
+            ),
+            difficulty_part(difficulty.entropies, difficulty.margins, self.refreshes),
+            Times(
+                analysis_ms=result.analysis_ms, policy_ms=result.policy_ms, prefill_ms=result.prefill_ms,
+                decode_ms=result.decode_ms,
+            ),
+            id=result.id, model=model, finish_reason=result.finish_reason, error=result.error,
+        )  # fmt: skip
 
     def _bytes_moved(self, result: Result) -> int:
         """Bytes of weights and scales of all passes at batch 1: the prompt's, then one for each further token that was

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,83 +22,125 @@ def _now() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """A finished, failed or cancelled request. What it never reached keeps its default.
+class Query:
+    """What the analysis made of the prompt.
 
     Attributes:
-        id: 32 hex digits.
-        time: when it ended, UTC, ISO 8601.
-        model: name of the model.
-        policy: name of the policy that chose the blueprint.
-        tier: the budget's tier.
-        budget_bits: average bits the caller asked for; None when it was left to tier and score.
-        prompt_tokens, completion_tokens: tokens read and tokens written.
-        finish_reason: `stop`, `length`, `cancelled` or `error`.
         score: complexity in [0, 1]; None when the query was not analysed.
         prompt_class: class of the query; None when it was not analysed.
         analysis_tier: which analysis made the profile: 1 thresholds, 2 trained classifier, 3 sentence encoder as well.
         features: name -> value, what the score was computed from.
+        cluster: of the sentence encoder's clusters, the nearest one; None below tier 3.
+    """
+
+    score: float | None = None
+    prompt_class: str | None = None
+    analysis_tier: int | None = None
+    features: Mapping[str, float] = field(default_factory=dict)
+    cluster: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was asked for, and the blueprint that was chosen.
+
+    Attributes:
+        policy: name of the policy that chose the blueprint.
+        tier: the budget's tier.
+        budget_bits: average bits the caller asked for; None when it was left to tier and score.
         blueprint_key: `Blueprint.key` of the blueprint it began with.
         average_weight_bits: mean gear over the weights of the nested sites, bits per weight.
         weight_bits, activation_bits: one per nested site, in plan order.
         kv_bits: one per decoder layer: of all its key heads, or a list with one for each. Those of the blueprint it
             began with; pages written later may have more. 64 is added where keys are in TurboQuant's form.
         first_kv_bits: the fewest of any key head in the first page; None where that had `kv_bits`, and in older files.
-        bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
-        bytes_moved: bytes of weights and scales over all steps of the request.
-        tokens_by_bits: gear -> tokens computed at it.
-        tokens_by_activation_bits: bits of the activations -> tokens computed at them; empty in records of older files.
-        entropies: of the output distribution, nats per token; None when not measured.
-        margins: by how much the likeliest token's logit exceeded the next one's, per token; None when not measured.
-        drafted_tokens, accepted_tokens: see `qbe.engine.result.Result`; None in files of older versions.
-        refreshes: where the blueprint was exchanged and why, as `qbe.refresh.monitor.Refresh.describe`; None for never.
-        analysis_ms, policy_ms, prefill_ms, decode_ms: time spent in each part, milliseconds.
-        error: what went wrong, one line; None when nothing did.
         kv_error: what attention was bounded to; None when it was not.
-        pages_read, pages_raised, host_bytes: see `qbe.engine.result.Result`; None in a file of version 1.
-        cluster: of the sentence encoder's clusters, the nearest one; None below tier 3.
+        bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
     """
 
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    time: str = field(default_factory=_now)
-    model: str
     policy: str
     tier: str
     budget_bits: float | None = None
-    prompt_tokens: int
-    completion_tokens: int = 0
-    finish_reason: str
-    score: float | None = None
-    prompt_class: str | None = None
-    analysis_tier: int | None = None
-    features: Mapping[str, float] = field(default_factory=dict)
     blueprint_key: str | None = None
     average_weight_bits: float | None = None
     weight_bits: Sequence[int] = ()
     activation_bits: Sequence[int] = ()
     kv_bits: Sequence[int | Sequence[int]] = ()
+    first_kv_bits: int | None = None
+    kv_error: float | None = None
     bytes_per_token: int = 0
+    cache: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the model did for it.
+
+    Attributes:
+        prompt_tokens, completion_tokens: tokens read and tokens written.
+        bytes_moved: bytes of weights and scales over all steps of the request.
+        tokens_by_bits: gear -> tokens computed at it.
+        tokens_by_activation_bits: bits of the activations -> tokens computed at them; empty in records of older files.
+        pages_read, pages_raised, host_bytes: see `qbe.engine.result.Result`; None in a file of version 1.
+        drafted_tokens, accepted_tokens: see `qbe.engine.result.Result`; None in files of older versions.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int = 0
     bytes_moved: int = 0
     tokens_by_bits: Mapping[int, int] = field(default_factory=dict)
     tokens_by_activation_bits: Mapping[int, int] = field(default_factory=dict)
+    pages_read: int | None = None
+    pages_raised: int | None = None
+    host_bytes: int | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difficulty:
+    """How hard the answer was to predict.
+
+    Attributes:
+        entropies: of the output distribution, nats per token; None when not measured.
+        margins: by how much the likeliest token's logit exceeded the next one's, per token; None when not measured.
+        refreshes: where the blueprint was exchanged and why, as `qbe.refresh.monitor.Refresh.describe`; None for never.
+    """
+
     entropies: Sequence[float] | None = None
+    margins: Sequence[float] | None = None
+    refreshes: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Milliseconds spent in each part."""
+
     analysis_ms: float = 0.0
     policy_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Query, Choice, Work, Difficulty, Times):
+    """A finished, failed or cancelled request: all of the above, in one flat row. What it never reached keeps its
+    default.
+
+    Attributes:
+        id: 32 hex digits.
+        time: when it ended, UTC, ISO 8601.
+        model: name of the model.
+        finish_reason: `stop`, `length`, `cancelled` or `error`.
+        error: what went wrong, one line; None when nothing did.
+    """
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    time: str = field(default_factory=_now)
+    model: str
+    finish_reason: str
     error: str | None = None
-    kv_error: float | None = None
-    pages_read: int | None = None
-    pages_raised: int | None = None
-    host_bytes: int | None = None
-    cluster: int | None = None
-    cache: str | None = None
-    margins: Sequence[float] | None = None
-    refreshes: Sequence[Mapping[str, Any]] | None = None
-    drafted_tokens: int | None = None
-    accepted_tokens: int | None = None
-    first_kv_bits: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """The record as JSON, in the order of the fields."""
@@ -124,7 +166,15 @@ class Record:
         return cls.of({k: json.loads(v) if k in JSON_FIELDS and v is not None else v for k, v in pairs})
 
 
-FIELDS = tuple(f.name for f in fields(Record))
+# In the order of the columns and of the JSON keys, which files keep: a new field comes last, whatever its group.
+FIELDS = (
+    "id", "time", "model", "policy", "tier", "budget_bits", "prompt_tokens", "completion_tokens", "finish_reason",
+    "score", "prompt_class", "analysis_tier", "features", "blueprint_key", "average_weight_bits", "weight_bits",
+    "activation_bits", "kv_bits", "bytes_per_token", "bytes_moved", "tokens_by_bits", "tokens_by_activation_bits",
+    "entropies", "analysis_ms", "policy_ms", "prefill_ms", "decode_ms", "error", "kv_error", "pages_read",
+    "pages_raised", "host_bytes", "cluster", "cache", "margins", "refreshes", "drafted_tokens", "accepted_tokens",
+    "first_kv_bits",
+)  # fmt: skip
 JSON_FIELDS = frozenset(
     {
         "features", "weight_bits", "activation_bits", "kv_bits", "tokens_by_bits", "tokens_by_activation_bits",

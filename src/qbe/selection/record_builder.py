@@ -1,96 +1,58 @@
-"""The record of a request, as both engines write it (`qbe.records.record.Record`)."""
+"""The parts of a record (`qbe.records.record`) that both engines fill in alike."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from qbe.analysis import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.records import Record
+from qbe.records.record import Choice, Difficulty, Query, Times, Work
 from qbe.refresh.monitor import Refresh
 from qbe.sites import FULL_BITS, SiteTable
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of a request, as far as an engine measures it; fields as in `Record`.
+def build_record(
+    query: Query, choice: Choice, work: Work, difficulty: Difficulty, times: Times, **identity: Any
+) -> Record:
+    """The record of these parts.
 
-    Attributes:
-        refreshes: of its blueprint, in order.
-        bounded: pages_read, pages_raised and host_bytes; None where attention has no bounded mode.
-        speculation: drafted_tokens and accepted_tokens; None where nothing speculates.
+    Args:
+        identity: the fields that `Record` itself adds to theirs.
     """
-
-    prompt_tokens: int
-    completion_tokens: int
-    finish_reason: str
-    error: str | None
-    average_weight_bits: float
-    bytes_per_token: int
-    bytes_moved: int
-    tokens_by_bits: Mapping[int, int]
-    tokens_by_activation_bits: Mapping[int, int]
-    entropies: Sequence[float]
-    margins: Sequence[float]
-    refreshes: Sequence[Refresh]
-    prefill_ms: float
-    decode_ms: float
-    kv_error: float | None = None
-    bounded: tuple[int, int, int] | None = None
-    speculation: tuple[int, int] | None = None
+    parts = (query, choice, work, difficulty, times)
+    return Record(**identity, **{name: value for part in parts for name, value in vars(part).items()})
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordBuilder:
-    """What is known of a request when its blueprint has been chosen.
+def query_part(profile: QueryProfile) -> Query:
+    """What a record says of a query, from its profile before any refresh."""
+    return Query(
+        score=profile.score, prompt_class=profile.prompt_class, analysis_tier=profile.tier, features=profile.features,
+        cluster=profile.cluster,
+    )  # fmt: skip
 
-    Attributes:
-        model: its name.
-        tier, budget_bits: of the budget.
-        profile: of the query, before any refresh.
-        blueprint: that it begins with.
-        cache: what the blueprint cache did.
-        analysis_ms, policy_ms: milliseconds.
-        id: of the record.
+
+def choice_part(blueprint: Blueprint, **asked: Any) -> Choice:
+    """What a record says of the blueprint that a request began with.
+
+    Args:
+        asked: the other fields of `Choice`: what was asked for, and what the blueprint's tokens cost.
     """
+    return Choice(
+        policy=blueprint.policy, blueprint_key=blueprint.key, weight_bits=blueprint.weight_bits,
+        activation_bits=blueprint.activation_bits, kv_bits=blueprint.kv_bits, first_kv_bits=blueprint.first_kv_bits,
+        **asked,
+    )  # fmt: skip
 
-    model: str
-    table: SiteTable
-    tier: str
-    budget_bits: float | None
-    profile: QueryProfile
-    blueprint: Blueprint
-    cache: str | None
-    analysis_ms: float
-    policy_ms: float
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def build(self, outcome: Outcome) -> Record:
-        """Its record, now that it has ended."""
-        profile, blueprint = self.profile, self.blueprint
-        pages_read, pages_raised, host_bytes = outcome.bounded or (None, None, None)
-        drafted, accepted = outcome.speculation or (None, None)
-        return Record(
-            id=self.id, model=self.model, policy=blueprint.policy, tier=self.tier, budget_bits=self.budget_bits,
-            prompt_tokens=outcome.prompt_tokens, completion_tokens=outcome.completion_tokens,
-            finish_reason=outcome.finish_reason, error=outcome.error,
-            score=profile.score, prompt_class=profile.prompt_class, analysis_tier=profile.tier,
-            features=profile.features, cluster=profile.cluster,
-            blueprint_key=blueprint.key, weight_bits=blueprint.weight_bits,
-            activation_bits=blueprint.activation_bits, kv_bits=blueprint.kv_bits,
-            first_kv_bits=blueprint.first_kv_bits, kv_error=outcome.kv_error, cache=self.cache,
-            average_weight_bits=outcome.average_weight_bits, bytes_per_token=outcome.bytes_per_token,
-            bytes_moved=outcome.bytes_moved, tokens_by_bits=outcome.tokens_by_bits,
-            tokens_by_activation_bits=outcome.tokens_by_activation_bits,
-            pages_read=pages_read, pages_raised=pages_raised, host_bytes=host_bytes,
-            drafted_tokens=drafted, accepted_tokens=accepted,
-            entropies=tuple(outcome.entropies) or None, margins=tuple(outcome.margins) or None,
-            refreshes=tuple(refresh.describe() for refresh in outcome.refreshes) or None,
-            analysis_ms=self.analysis_ms, policy_ms=self.policy_ms,
-            prefill_ms=outcome.prefill_ms, decode_ms=outcome.decode_ms,
-        )  # fmt: skip
+def difficulty_part(entropies: Sequence[float], margins: Sequence[float], refreshes: Iterable[Refresh]) -> Difficulty:
+    """What a record says of the answer; entropies and margins as they were measured, possibly none."""
+    return Difficulty(
+        entropies=tuple(entropies) or None,
+        margins=tuple(margins) or None,
+        refreshes=tuple(refresh.describe() for refresh in refreshes) or None,
+    )
 
 
 def tokens_by_activation_bits(

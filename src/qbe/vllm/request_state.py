@@ -8,9 +8,16 @@ from typing import Any
 
 from qbe.blueprint import Blueprint, tokens_by_bits
 from qbe.records import Record
+from qbe.records.record import Times, Work
 from qbe.refresh.monitor import Cause, Monitor, Refresh
 from qbe.selection.blueprint_history import BlueprintHistory
-from qbe.selection.record_builder import Outcome, RecordBuilder, tokens_by_activation_bits
+from qbe.selection.record_builder import (
+    build_record,
+    choice_part,
+    difficulty_part,
+    query_part,
+    tokens_by_activation_bits,
+)
 from qbe.selection.selector import BlueprintChooser
 from qbe.sites import FULL_BITS, SiteTable
 from qbe.vllm.blueprint_payload import BlueprintPayload
@@ -90,17 +97,23 @@ class RequestState:
         for blueprint, tokens in self._computed.items():
             by_bits.update(tokens_by_bits(blueprint, table, tokens))
         reason = REASONS.get(str(request.get_finished_reason()), "error")
-        builder = RecordBuilder(
-            model=model, table=table, tier=payload.budget["tier"], budget_bits=payload.budget["bits"],
-            profile=payload.as_profile(), blueprint=first, cache=payload.cache,
-            analysis_ms=payload.analysis_ms, policy_ms=payload.policy_ms,
+        return build_record(
+            query_part(payload.as_profile()),
+            choice_part(
+                first, tier=payload.budget["tier"], budget_bits=payload.budget["bits"], cache=payload.cache,
+                average_weight_bits=(bits / computed if computed else 0.0) or first.average_weight_bits(table),
+                bytes_per_token=first.bytes_per_token(table),
+            ),
+            Work(
+                prompt_tokens=request.num_prompt_tokens, completion_tokens=request.num_output_tokens,
+                bytes_moved=self._bytes, tokens_by_bits=dict(by_bits),
+                tokens_by_activation_bits=tokens_by_activation_bits(self._computed.items(), table, computed),
+            ),
+            difficulty_part(self.entropies, self.margins, self.refreshes),
+            Times(
+                analysis_ms=payload.analysis_ms, policy_ms=payload.policy_ms,
+                prefill_ms=(began - self.started) * 1e3, decode_ms=(now - began) * 1e3,
+            ),
+            model=model, finish_reason=reason,
+            error=None if reason != "error" else f"vLLM ended it: {request.status.name}",
         )  # fmt: skip
-        return builder.build(Outcome(
-            prompt_tokens=request.num_prompt_tokens, completion_tokens=request.num_output_tokens,
-            finish_reason=reason, error=None if reason != "error" else f"vLLM ended it: {request.status.name}",
-            average_weight_bits=(bits / computed if computed else 0.0) or first.average_weight_bits(table),
-            bytes_per_token=first.bytes_per_token(table), bytes_moved=self._bytes, tokens_by_bits=dict(by_bits),
-            tokens_by_activation_bits=tokens_by_activation_bits(self._computed.items(), table, computed),
-            entropies=self.entropies, margins=self.margins, refreshes=self.refreshes,
-            prefill_ms=(began - self.started) * 1e3, decode_ms=(now - began) * 1e3,
-        ))  # fmt: skip
