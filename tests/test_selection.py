@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qbe.analysis import Analyzer
@@ -42,6 +42,7 @@ def payload(bits: tuple[int, ...], of: SiteTable, refresh: bool = False) -> Blue
     )  # fmt: skip
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(0, 30), st.integers(1, 30))
 def test_a_token_keeps_the_blueprint_that_it_had(gaps: list[int], start: int, count: int) -> None:
     made = [Blueprint(f"of part {i}", (4,), (16,), ()) for i in range(4)]

@@ -115,8 +115,8 @@ class Chooser(BlueprintChooser):
         """The blueprint for the rest of a request of such a policy. The KV cache keeps what it has."""
         profile = replace(chosen.profile, signals=signals)
         budget = replace(request.budget, kv_bits=None)  # which need not be a number, and is what it was
-        found = self.policy(request.policy).blueprint(profile, budget, self._table)
-        return replace(chosen.blueprint, weight_bits=found.weight_bits, activation_bits=found.activation_bits)
+        refreshed = self.policy(request.policy).blueprint(profile, budget, self._table)
+        return replace(chosen.blueprint, weight_bits=refreshed.weight_bits, activation_bits=refreshed.activation_bits)
 
     def routers(self, policy: str | None) -> TokenRouters | None:
         """Those that the policy of this name has, or the engine's. Raises QBEError for an unknown one."""
@@ -150,11 +150,11 @@ class Chooser(BlueprintChooser):
                 f"the policy '{blueprint.policy}' moves bits within a step itself: leave the cascade out, or choose "
                 "another policy"
             )
-        found = dynamic_precision(self.cascade, self._table, blueprint.weight_bits)
-        if found is None:
+        cascade = dynamic_precision(self.cascade, self._table, blueprint.weight_bits)
+        if cascade is None:
             raise QBEError(
                 f"the cascade has nothing to move at {blueprint.average_weight_bits(self._table):.4g} bits a weight: "
                 f"leave it out, or ask for something between {gear_bits(self._table)[0]} and "
                 f"{gear_bits(self._table)[-1]}"
             )
-        return replace(blueprint, dynamic_precision=found)
+        return replace(blueprint, dynamic_precision=cascade)

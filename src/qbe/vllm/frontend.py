@@ -121,5 +121,5 @@ def _embedding(model: ServedModel) -> torch.Tensor | None:
     """The input embedding [vocabulary, hidden] out of the checkpoint; None where it has another name there."""
     weights = lazy_state_dict(Path(model.folder))
     site = next((s for s in model.table if s.role is Role.EMBEDDING), None)
-    found = None if site is None else weights.get(f"{site.name}.weight")
-    return None if found is None else found.to()
+    weight = None if site is None else weights.get(f"{site.name}.weight")
+    return None if weight is None else weight.to()

@@ -46,13 +46,13 @@ class PlannedRunner(GPUModelRunner):
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
-        found = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        inputs = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         for request, (start, policy, weights, activations) in getattr(scheduler_output, "qbe_refreshed", {}).items():
             self._course(request).change(start, blueprint_of(policy, weights, activations, self.plan.table))
         starts, counts = self.input_batch.num_computed_tokens_cpu.tolist(), num_scheduled_tokens.tolist()
         each = [self._course(request).runs(starts[i], counts[i]) for i, request in self._batch()]
         self._write([run for runs in each for run in runs], [(runs[-1][0], 1) for runs in each])
-        return found
+        return inputs
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "plan"):  # of any number of rows, between steps of requests
@@ -78,14 +78,14 @@ class PlannedRunner(GPUModelRunner):
 
     def _get_prompt_logprobs_dict(self, hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         """The head then sees tokens of one prompt, not the last token of each: its row of the plan is set for that."""
-        found: dict[str, Any] = {}
+        logprobs: dict[str, Any] = {}
         for request in list(self.num_prompt_logprobs):
             if request in num_scheduled_tokens:
                 tokens = num_scheduled_tokens[request]
                 blueprint = self._course(request).first
                 self._write([(blueprint, tokens)], [(blueprint, tokens)])
-                found |= super()._get_prompt_logprobs_dict(hidden_states, {request: tokens})
-        return found
+                logprobs |= super()._get_prompt_logprobs_dict(hidden_states, {request: tokens})
+        return logprobs
 
     def _write(self, tokens: Runs, kept: Runs) -> None:
         """Set the rows of all layers, and those of the output head."""

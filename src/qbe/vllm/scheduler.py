@@ -76,9 +76,10 @@ class PlannedScheduler(Scheduler):
         # From the token on that was just written, or from the first that is not on its way; none is after a preemption.
         start = max(request.num_tokens - 1, request.num_computed_tokens)
         if answer.refresh(cause, self._chooser, start):
-            found = answer.history.last
-            self._refreshed[request_id] = start, found.policy, bytes(found.weight_bits), bytes(found.activation_bits)
-            resalt_blocks(request, start, found.computed_key, self.hash_block_size)
+            blueprint = answer.history.last
+            bits = bytes(blueprint.weight_bits), bytes(blueprint.activation_bits)
+            self._refreshed[request_id] = start, blueprint.policy, *bits
+            resalt_blocks(request, start, blueprint.computed_key, self.hash_block_size)
 
     def _connector_finished(self, request: Any) -> Any:
         delay, params = super()._connector_finished(request)
@@ -89,12 +90,12 @@ class PlannedScheduler(Scheduler):
         return delay, params
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = super()._free_request(request, *args, **kwargs)
+        freed = super()._free_request(request, *args, **kwargs)
         self._refreshed.pop(request.request_id, None)
         answer = self._answers.pop(request.request_id, None)
         if answer is not None:
             self._records.try_append(answer.record(request, self._model.name))
-        return found
+        return freed
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -31,7 +31,7 @@ def note(
         return
     numbers = torch.cat([e[: len(work)] for e, _ in layers], 1)[rows].tolist()
     for row, line in zip(rows, numbers, strict=True):
-        found, at = [], 0
+        of_heads, head = [], 0
         for e, layer in layers:
             shape, window = cache.pool.shapes[layer], cache.windows[layer]
             assert shape is not None
@@ -39,9 +39,9 @@ def note(
             most = math.log(seen if window is None else max(2, min(seen, window)))
             repeat = e.shape[1] // shape.kv_heads
             for _ in range(shape.kv_heads):
-                found.append(sum(line[at : at + repeat]) / repeat / most)
-                at += repeat
-        work[row].sequence.attention.entropies.append(found)
+                of_heads.append(sum(line[head : head + repeat]) / repeat / most)
+                head += repeat
+        work[row].sequence.attention.entropies.append(of_heads)
 
 
 def _fills(w: ScheduledTokens) -> bool:

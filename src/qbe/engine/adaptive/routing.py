@@ -93,15 +93,15 @@ class Routing:
         if all(w.sequence.routed is None for w in work):
             return
         of_layers, of_head = self.spent[: self._layers].sum(0), self.spent[self._layers :].sum(0)
-        at = seen = 0
+        first = head_rows = 0
         for w in work:
-            kept = range(at + w.kept.start - w.start, at + w.kept.stop - w.start)
-            tokens = range(at, at + w.count) if w.sequence.sampling.scoring is None else kept
-            rows = kept if head_sees_all else range(seen, seen + len(kept))
+            kept = range(first + w.kept.start - w.start, first + w.kept.stop - w.start)
+            tokens = range(first, first + w.count) if w.sequence.sampling.scoring is None else kept
+            rows = kept if head_sees_all else range(head_rows, head_rows + len(kept))
             if w.sequence.routed is not None:
                 w.sequence.routed[0] += of_layers[:, tokens.start : tokens.stop].sum(1)
                 w.sequence.routed[1] += of_head[:, rows.start : rows.stop].sum(1)
-            at, seen = at + w.count, seen + len(kept)
+            first, head_rows = first + w.count, head_rows + len(kept)
 
 
 def check_columns(plan: Plan) -> None:

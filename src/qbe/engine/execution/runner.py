@@ -150,13 +150,13 @@ class Runner:
 
     def _hand_out(self, work: collections.abc.Sequence[ScheduledTokens], logits: torch.Tensor) -> torch.Tensor:
         """Give logits `[kept rows, vocabulary]` to those who want them; returns the rows of every work that samples."""
-        at, last = 0, []
+        first, last = 0, []
         for w in work:
-            rows, at = logits[at : at + len(w.kept)], at + len(w.kept)
+            rows, first = logits[first : first + len(w.kept)], first + len(w.kept)
             if w.sequence.sampling.scoring is not None and len(rows):
                 w.sequence.sampling.scoring.take(w.kept.start, rows)
             if w.samples:
-                last.append(at - 1)
+                last.append(first - 1)
         return logits[last]
 
     def _gathering(
@@ -164,13 +164,13 @@ class Runner:
     ) -> AbstractContextManager[None] | None:
         """In which what prompts show to policies that read them (`qbe.engine.adaptive.activation_statistics`) is
         gathered, if any does."""
-        at, parts = 0, []
+        first, parts = 0, []
         for w in work:
             if w.sequence.activation_stats is not None and w.start < len(w.sequence.prompt_ids):
                 if w.start == 0:
                     w.sequence.activation_stats.restart()
-                parts.append((slice(at, at + w.count), w.sequence.activation_stats))
-            at += w.count
+                parts.append((slice(first, first + w.count), w.sequence.activation_stats))
+            first += w.count
         return collecting(self.model, self.plan.table, parts, tokens) if parts else None
 
     def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, several: int = 0) -> None:

@@ -38,13 +38,13 @@ def logprobs(
     if not tokens:
         return []
     total = logits.logsumexp(dim=-1, keepdim=True)
-    own = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]) - total
+    of_tokens = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]) - total
     best = logits.topk(min(max(top), logits.shape[-1]), dim=-1)
     of_best = (best.values - total).tolist()
     names = best.indices.tolist()
     return [
         Logprob(token, value, tuple(zip(ids[:k], values[:k], strict=True)))
-        for token, (value,), ids, values, k in zip(tokens, own.tolist(), names, of_best, top, strict=True)
+        for token, (value,), ids, values, k in zip(tokens, of_tokens.tolist(), names, of_best, top, strict=True)
     ]
 
 

@@ -51,9 +51,10 @@ class Scores(NamedTuple):
     best: torch.Tensor
     measured: torch.Tensor | None = None
 
-    def rows(self, at: list[int]) -> Scores:
+    def rows(self, indices: list[int]) -> Scores:
         """Those of some rows."""
-        return Scores(self.logits[at], self.best[at], None if self.measured is None else self.measured[:, at])
+        measured = None if self.measured is None else self.measured[:, indices]
+        return Scores(self.logits[indices], self.best[indices], measured)
 
 
 Guess = tuple[int, torch.Tensor]  # a token, and the distribution float32 `[vocabulary]` that it was drawn from
@@ -87,8 +88,8 @@ def sample(
         valid = [(row, i, t) for row, i in enumerate(told) if (t := tokens[i]) is not None]
         rows = raw[[row for row, _, _ in valid]]
         top = [sequences[i].params.logprobs or 0 for _, i, _ in valid]
-        for (_, i, _), found in zip(valid, logprobs(rows, [t for _, _, t in valid], top), strict=True):
-            sequences[i].sampling.logprobs.append(found)
+        for (_, i, _), told_of_token in zip(valid, logprobs(rows, [t for _, _, t in valid], top), strict=True):
+            sequences[i].sampling.logprobs.append(told_of_token)
     return tokens
 
 
@@ -104,7 +105,7 @@ def _choose(
     elif measured is None:
         measured = _measure(logits, best, asked)  # before the logits are overwritten
     plain = [i for i, s in enumerate(sequences) if s.params.greedy and not _adjusts(s)]
-    found = best
+    chosen_tokens = best
     if len(plain) < len(sequences):
         valid = best >= 0
         logits = adjust(logits, sequences)
@@ -119,14 +120,14 @@ def _choose(
             scores = torch.where(valid[rows, None], logits[rows], torch.zeros_like(logits[rows]))
             scores = filtered(scores, chosen)
             tokens[rows] = draw(scores, [s.sampling.generator for s in chosen])
-            for at, i in enumerate(drawn):
+            for row, i in enumerate(drawn):
                 if draft_tokens is not None and (guess := draft_tokens[i]) is not None:
-                    tokens[i] = accept(scores[at], *guess, sequences[i].sampling.generator)
-        found = torch.where(valid, tokens, -1)
+                    tokens[i] = accept(scores[row], *guess, sequences[i].sampling.generator)
+        chosen_tokens = torch.where(valid, tokens, -1)
     if measured is None:
-        return [t if t >= 0 else None for t in found.tolist()]  # the step's one wait for the device
-    if found is not best:
-        measured[0] = found
+        return [t if t >= 0 else None for t in chosen_tokens.tolist()]  # the step's one wait for the device
+    if chosen_tokens is not best:
+        measured[0] = chosen_tokens
     numbers, entropies, margins = measured.tolist()  # or this one
     for i in asked:
         sequences[i].difficulty.entropies.append(entropies[i])
@@ -203,8 +204,8 @@ def filtered(logits: torch.Tensor, sequences: collections.abc.Sequence[Sequence]
     ks = [min(p.top_k, vocabulary) or vocabulary for p in params]
     if min(ks) < vocabulary:
         likeliest = logits.topk(max(k for k in ks if k < vocabulary), dim=-1).values
-        at = torch.tensor([min(k, likeliest.shape[-1]) - 1 for k in ks], device=device)[:, None]
-        limit = likeliest.gather(-1, at)
+        last_kept = torch.tensor([min(k, likeliest.shape[-1]) - 1 for k in ks], device=device)[:, None]
+        limit = likeliest.gather(-1, last_kept)
         off = torch.tensor([k == vocabulary for k in ks], device=device)[:, None]
         logits = logits.masked_fill((logits < limit) & ~off, float("-inf"))
 

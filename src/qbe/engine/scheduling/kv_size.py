@@ -32,11 +32,11 @@ def default_kv_tokens(context: int | None, device: torch.device, page_bytes: int
 
 def with_kv(table: SiteTable, cache: PagedCache) -> SiteTable:
     """The table with the model's key heads, which it may know already from measuring them."""
-    found = cache.sites()
+    heads = cache.sites()
     if not table.kv:
-        return table.with_kv(found)
+        return table.with_kv(heads)
     known = [(s.layer, s.head, s.query_heads, s.numbers) for s in table.kv]
-    if known != [(s.layer, s.head, s.query_heads, s.numbers) for s in found]:
+    if known != [(s.layer, s.head, s.query_heads, s.numbers) for s in heads]:
         raise QBEError(
             f"the KV sensitivities of {table.model_name} are of other key heads than the model has: delete "
             "kv_sensitivity.json in its store and run 'qbe quantize' again"

@@ -81,13 +81,13 @@ class Paging:
                 break
             sequence.pages.append(page)
             sequence.paging.page_keys.append(key)
-        found = len(sequence.pages)
-        while quantised_pages(found) < found and not sequence.pages[found - 1].format.full:
-            found -= 1
-        sequence.paging.quantised = found
-        self.allocator.release(sequence.pages[found:], len(sequence.pages) - found)
-        del sequence.pages[found:], sequence.paging.page_keys[found:]
-        sequence.computed, last = found * PAGE_SIZE, (tokens - 1) // PAGE_SIZE
+        known = len(sequence.pages)
+        while quantised_pages(known) < known and not sequence.pages[known - 1].format.full:
+            known -= 1
+        sequence.paging.quantised = known
+        self.allocator.release(sequence.pages[known:], len(sequence.pages) - known)
+        del sequence.pages[known:], sequence.paging.page_keys[known:]
+        sequence.computed, last = known * PAGE_SIZE, (tokens - 1) // PAGE_SIZE
         fork_parent, sequence.paging.fork_parent = sequence.paging.fork_parent, None
         if (
             self.reusable
@@ -97,11 +97,11 @@ class Paging:
             and fork_parent.token_ids[:tokens] == sequence.token_ids
             and last == (fork_parent.computed + 1) // PAGE_SIZE  # not full after this step either
             and sequence.computed < tokens - 1 <= min(fork_parent.computed, fork_parent.alike, sequence.alike)
-            and all(self.format_of(sequence, i) is fork_parent.pages[i].format for i in range(found, last))
+            and all(self.format_of(sequence, i) is fork_parent.pages[i].format for i in range(known, last))
         ):
-            sequence.pages += fork_parent.pages[found : last + 1]
-            sequence.paging.quantised = max(found, quantised_pages(last))
-            self.allocator.share(sequence.pages[found:], sequence.paging.quantised - found)
+            sequence.pages += fork_parent.pages[known : last + 1]
+            sequence.paging.quantised = max(known, quantised_pages(last))
+            self.allocator.share(sequence.pages[known:], sequence.paging.quantised - known)
             sequence.computed = tokens - 1
         for i in range(len(sequence.paging.quantised_bits), sequence.computed // PAGE_SIZE):
             sequence.paging.quantised_bits.append(sequence.kv_bits_of(i))

@@ -42,10 +42,10 @@ class ScheduledTokens:
     @property
     def token(self) -> int:
         """The token of a row: the sequence's, or a guess."""
-        known, own = self.sequence.token_ids, self.sequence.speculation
-        return (
-            known[self.start] if self.start < len(known) or own is None else own.draft_tokens[self.start - len(known)]
-        )
+        token_ids, speculation = self.sequence.token_ids, self.sequence.speculation
+        if self.start < len(token_ids) or speculation is None:
+            return token_ids[self.start]
+        return speculation.draft_tokens[self.start - len(token_ids)]
 
     @property
     def blueprint(self) -> Blueprint:

@@ -31,20 +31,20 @@ def accept_tokens(
     known = scores.best.tolist() if len(chains) < len(rows) and all(map(is_likeliest, chains)) else None
     depth = 0
     while chains:
-        at, sequences = [own[depth] for own in chains.values()], list(chains)
+        indices, sequences = [chain[depth] for chain in chains.values()], list(chains)
         if known is not None:
-            tokens: list[int | None] = [known[i] if known[i] >= 0 else None for i in at]
+            tokens: list[int | None] = [known[i] if known[i] >= 0 else None for i in indices]
         else:
-            part = scores if len(at) == len(rows) else scores.rows(at)
+            part = scores if len(indices) == len(rows) else scores.rows(indices)
             tokens = sample(part, sequences, [draft_token_of(s, depth) for s in sequences])
         for s, token in zip(sequences, tokens, strict=True):
             advance(s, token)
-            own = s.speculation
-            right = own is not None and own.right(depth, token)
+            speculation = s.speculation
+            right = speculation is not None and speculation.right(depth, token)
             if right and s.finish_reason is None:
                 s.computed += 1  # the row of the guess has computed it
                 continue
             del chains[s]
-            if own is not None and own.draft_tokens:
-                own.checked(depth + right, refused=not right and depth < len(own.draft_tokens))
+            if speculation is not None and speculation.draft_tokens:
+                speculation.checked(depth + right, refused=not right and depth < len(speculation.draft_tokens))
         depth += 1

@@ -118,9 +118,9 @@ class Speculator:
         if usual is None:
             return  # the first step tells what a token costs
 
-        def seconds(rows: int, at: float) -> float:
+        def seconds(rows: int, row_bits: float) -> float:
             """Of a step, hopeful where there was none."""
-            return self.costs.of(self._size_of(rows), at) or usual * min(1.0, at / bits)
+            return self.costs.of(self._size_of(rows), row_bits) or usual * min(1.0, row_bits / bits)
 
         fastest, source, count = n / usual, None, 0
         gains = self._read(able) if NGRAM_DRAFTER in self.drafters else []
@@ -141,15 +141,15 @@ class Speculator:
             if of == round(bits) and gear != source:
                 outcomes.pass_by(n)
         for w in able:
-            own = _of(w)
+            speculation = _of(w)
             if source is not None:
-                own.source, own.outcomes = source, self._outcomes(source, bits) if source else None
-            if source == NGRAM_DRAFTER and own.proposed is not None:
-                checked = sum(of is own for _, of in gains[:count])
-                own.draft_tokens = [token for token, _ in own.proposed.draft_tokens[:checked]]
+                speculation.source, speculation.outcomes = source, self._outcomes(source, bits) if source else None
+            if source == NGRAM_DRAFTER and speculation.proposed is not None:
+                checked = sum(of is speculation for _, of in gains[:count])
+                speculation.draft_tokens = [token for token, _ in speculation.proposed.draft_tokens[:checked]]
             elif source is not None and w.sequence.params.seed is not None:
-                own.generator = torch.Generator()
-                own.generator.set_state(w.sequence.sampling.generator.get_state())
+                speculation.generator = torch.Generator()
+                speculation.generator.set_state(w.sequence.sampling.generator.get_state())
         self._gear, self._done, self._left = source or NGRAM_DRAFTER, 0, count if source else 0
 
     def _read(self, able: collections.abc.Sequence[ScheduledTokens]) -> list[tuple[float, Speculation]]:
@@ -157,21 +157,21 @@ class Speculator:
         whose it is; those of one sequence in their order."""
         gains = list[tuple[float, Speculation]]()
         for w in able:
-            own, tokens = _of(w), w.sequence.token_ids
-            if own.proposed is not None:
-                self.reader.learn(own.proposed, tokens)
-            own.proposed, likely = self.reader.propose(own.text, tokens, min(MOST, _room(w)))
-            gains += [(probability, own) for probability in likely]
+            speculation, tokens = _of(w), w.sequence.token_ids
+            if speculation.proposed is not None:
+                self.reader.learn(speculation.proposed, tokens)
+            speculation.proposed, likely = self.reader.propose(speculation.text, tokens, min(MOST, _room(w)))
+            gains += [(probability, speculation) for probability in likely]
         return sorted(gains, key=lambda gain: -gain[0])
 
     def _outcomes(self, drafter: int, bits: float) -> AcceptanceStats:
         return self.acceptance.setdefault((drafter, round(bits)), AcceptanceStats())
 
     def _draft(self, w: ScheduledTokens) -> ScheduledTokens:
-        own = _of(w)
+        speculation = _of(w)
         lowered, nbytes = self._lowered(w.blueprint, self._gear)
-        own.draft_bytes += nbytes
-        return ScheduledTokens(w.sequence, w.start + len(own.draft_tokens), 1, lowered)
+        speculation.draft_bytes += nbytes
+        return ScheduledTokens(w.sequence, w.start + len(speculation.draft_tokens), 1, lowered)
 
     def _lowered(self, blueprint: Blueprint, gear: int) -> tuple[Blueprint, int]:
         key = blueprint.linear_key, gear
@@ -187,16 +187,18 @@ class Speculator:
         return self._averages[blueprint.linear_key]
 
 
-def draft_token_of(sequence: Sequence, at: int) -> Guess | None:
+def draft_token_of(sequence: Sequence, number: int) -> Guess | None:
     """The guess of this number, where rejection sampling decides on it."""
-    own = sequence.speculation
-    return None if own is None or at >= len(own.proposals) else (own.draft_tokens[at], own.proposals[at])
+    speculation = sequence.speculation
+    if speculation is None or number >= len(speculation.proposals):
+        return None
+    return speculation.draft_tokens[number], speculation.proposals[number]
 
 
 def _of(what: ScheduledTokens | Sequence) -> Speculation:
-    own = (what.sequence if isinstance(what, ScheduledTokens) else what).speculation
-    assert own is not None
-    return own
+    speculation = (what.sequence if isinstance(what, ScheduledTokens) else what).speculation
+    assert speculation is not None
+    return speculation
 
 
 def _generator(sequence: Sequence) -> torch.Generator:
@@ -205,10 +207,9 @@ def _generator(sequence: Sequence) -> torch.Generator:
 
 def _checks(w: ScheduledTokens) -> list[ScheduledTokens]:
     """The row of a sequence's last token and those of its guesses."""
-    own = w.sequence.speculation
-    return [w] + [
-        ScheduledTokens(w.sequence, w.start + 1 + i, 1) for i in range(0 if own is None else len(own.draft_tokens))
-    ]
+    speculation = w.sequence.speculation
+    count = 0 if speculation is None else len(speculation.draft_tokens)
+    return [w, *(ScheduledTokens(w.sequence, w.start + 1 + i, 1) for i in range(count))]
 
 
 def _room(w: ScheduledTokens) -> int:
