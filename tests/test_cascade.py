@@ -14,7 +14,8 @@ from qbe.blueprint import Blueprint, DynamicPrecision
 from qbe.compile.backend import register
 from qbe.engine.core import Core
 from qbe.engine.execution.captured import Kind
-from qbe.engine.scheduling.sequence import Move, Sequence
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.scheduling.sequence_state import Move
 from qbe.errors import QBEError
 from qbe.kvcache.attention import step as step_of
 from qbe.policies.cascade import POINTS, blocks_of, dynamic_precision, level_of, load, points_of

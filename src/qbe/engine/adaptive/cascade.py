@@ -21,7 +21,8 @@ import torch
 
 from qbe.blueprint import Blueprint
 from qbe.engine.scheduling.scheduler import ScheduledTokens
-from qbe.engine.scheduling.sequence import Move, Sequence
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.scheduling.sequence_state import Move
 from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kernels.ops.cascade import cascade
 from qbe.policies.cascade import NAME, dynamic_precision, points_of

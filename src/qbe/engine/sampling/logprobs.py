@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qbe.engine.scheduling.sequence import Scoring, Sequence
+from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.scheduling.sequence_state import Scoring
 
 
 @dataclass(frozen=True)

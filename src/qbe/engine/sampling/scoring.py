@@ -12,8 +12,9 @@ from qbe.blueprint import Blueprint
 from qbe.engine.adaptive.routing import Read
 from qbe.engine.core import Core
 from qbe.engine.sampling.sampling_params import SamplingParams
-from qbe.engine.scheduling.sequence import Scoring, Status
 from qbe.engine.scheduling.sequence import Sequence as Running
+from qbe.engine.scheduling.sequence import Status
+from qbe.engine.scheduling.sequence_state import Scoring
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 
