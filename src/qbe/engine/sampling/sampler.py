@@ -80,10 +80,7 @@ def sample(
     """
     told = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
     raw = scores.logits[told] if told else None  # a copy
-    tokens = [
-        t if t is None or s.sampling.constraint is None else settled(s.sampling.constraint, t, s.max_length - len(s.token_ids))
-        for t, s in zip(_choose(scores, sequences, draft_tokens), sequences, strict=True)
-    ]
+    tokens = [_settle(s, t) for t, s in zip(_choose(scores, sequences, draft_tokens), sequences, strict=True)]
     if raw is not None:
         valid = [(row, i, t) for row, i in enumerate(told) if (t := tokens[i]) is not None]
         rows = raw[[row for row, _, _ in valid]]
@@ -91,6 +88,14 @@ def sample(
         for (_, i, _), told_of_token in zip(valid, logprobs(rows, [t for _, _, t in valid], top), strict=True):
             sequences[i].sampling.logprobs.append(told_of_token)
     return tokens
+
+
+def _settle(sequence: Sequence, token: int | None) -> int | None:
+    """The token, or what its constraint makes of it (`qbe.engine.sampling.constraint.settled`)."""
+    constraint = sequence.sampling.constraint
+    if token is None or constraint is None:
+        return token
+    return settled(constraint, token, sequence.max_length - len(sequence.token_ids))
 
 
 def _choose(
