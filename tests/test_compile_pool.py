@@ -153,7 +153,7 @@ def test_what_an_engine_compiles_at_its_start_is_all_that_its_steps_launch(
         assert tiled is not None
         weight.packed = tiled
     weights[0].native = torch.float8_e4m3fn
-    monkeypatch.setattr("qbe.kernels.ops.nested_linear", nested_linear)
+    monkeypatch.setattr("qbe.kernels.ops.nested_linear.nested_linear", nested_linear)
     with torch.inference_mode(), collecting() as found:
         for launch in linear_launches(model, table, 300, 4):
             launch()

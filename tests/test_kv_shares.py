@@ -66,8 +66,8 @@ def test_attention_takes_shares_of_its_own_window_only(
     assert found is None or found.data_ptr() == shares.cuts[2].data_ptr()  # type: ignore[union-attr]
 
 
-def test_a_steady_step_has_an_attention_of_its_own(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_ops, "steady_attention", lambda *given: given[0] + 1)
+def test_a_batch_invariant_step_has_an_attention_of_its_own(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_ops, "batch_invariant_attention", lambda *given: given[0] + 1)
     one = torch.zeros(1, dtype=torch.long)
     cache: Any = SimpleNamespace(pool=pool)
     layout = DecodeLayout(cache, one, one[None], one + 1, [], batch_invariant=True)

@@ -134,7 +134,7 @@ def test_there_are_not_too_many(shape: tuple[int, int]) -> None:
 @pytest.mark.skipif(not INTERPRET, reason="on a GPU the next test does it on graphs")
 def test_an_answer_comes_while_the_tuner_is_blocked(fresh: TunedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is empty. The engine's linears run in the interpreter, as they do on a GPU."""
-    monkeypatch.setattr("qbe.kernels.ops.nested_linear", nested_linear)
+    monkeypatch.setattr("qbe.kernels.ops.nested_linear.nested_linear", nested_linear)
     monkeypatch.setattr(PLAIN, "candidates", lambda problem, generic, device: [{**generic, "STAGES": 2}])
     model = tiny_llama(hidden_size=64, intermediate_size=64, num_hidden_layers=1).half()
     linears = 8

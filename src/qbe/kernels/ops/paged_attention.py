@@ -115,7 +115,7 @@ def batch_invariant_attention(*arguments: torch.Tensor | float) -> torch.Tensor:
     Args:
         arguments: of `paged_attention`, in its order.
     """
-    return torch.ops.qbe.steady_attention.default(*arguments)
+    return torch.ops.qbe.batch_invariant_attention.default(*arguments)
 
 
 @torch.library.register_fake("qbe::batch_invariant_attention", lib=_library)
