@@ -4,7 +4,7 @@
 
 For one layer, best of 20: the op as it is called, with activations of 16 and of 8 bits; the compiled kernel by itself,
 likewise; a dequantised weight through torch's product, without rounding x; and the plain layer. `MANY_ROWS` and
-`TILED_ROWS` (nested_linear.py) are where the op changes from one to the other, FEW_ALIKE, TILED and INT16_ROWS where
+`TILED_ROWS` (dispatch.py) are where the op changes from one to the other, FEW_ALIKE, TILED and INT16_ROWS where
 the kernel changes its way (job.c, dot_tiles.c, dot_winograd.c). Weights are random: only shapes and bits matter for
 time.
 How fast the linears of a model are is measured by `qbe bench linears`."""

@@ -177,9 +177,9 @@ def test_so_are_the_kernels_of_the_kv_cache(no_gpu: Path, monkeypatch: pytest.Mo
     """For prompts cut anywhere, beside any number of sequences that write, and for any number of pages to seal; bounded
     ones, too."""
     from qbe.engine.execution.warmup import attention_launches
+    from qbe.kernels.cuda.dispatch import paged_attention
     from qbe.kernels.triton import kv_pages
     from qbe.kernels.triton.bounded_attention import bounded_attention
-    from qbe.kernels.triton.paged_attention import paged_attention
     from qbe.kernels.triton.write_rows import write_rows
 
     core = Core(build("gemma2-softcap"), NO_SITES, max_batch_tokens=512, kv_tokens=4096)

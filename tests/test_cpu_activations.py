@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from qbe.kernels.cpu import build
+from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu import nested_linear as cpu
 from qbe.kernels.cpu import nested_linears as merged
 from qbe.kernels.cpu.geometry import geometry
@@ -38,7 +38,7 @@ def check(a: dict[str, Any]) -> None:
     y, x = cpu.nested_linear(**a), a["x"]
     exact = reference.nested_linear(**{**a, "x": x.float()})
     assert y.dtype is x.dtype
-    through_torch = build.backend() == "torch" or x.shape[0] >= min(cpu.MANY_ROWS.values())
+    through_torch = build.backend() == "torch" or x.shape[0] >= min(dispatch.MANY_ROWS.values())
     by_row = through_torch | ((weight_bits(a["bits"]) >= FULL_BITS) & (x.dtype == torch.float16))
     assert ((y.float() - exact).abs() <= allowed(a, exact, by_row)).all()
 

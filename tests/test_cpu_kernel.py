@@ -19,7 +19,7 @@ from conftest import choose
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import pack
-from qbe.kernels.cpu import build
+from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu import nested_linear as cpu
 from qbe.kernels.cpu.nested_linears import nested_linears
 from qbe.kernels.ops import nested_linear as ops
@@ -103,7 +103,7 @@ def check(a: dict[str, Any], call: Callable[..., torch.Tensor] = cpu.nested_line
     exact = reference.nested_linear(**{**a, "x": x.float()})
     assert y.shape == exact.shape
     assert y.dtype == x.dtype
-    through_torch = (a["bits"] >= 16) & (build.backend() == "torch") | (x.shape[0] >= min(cpu.MANY_ROWS.values()))
+    through_torch = (a["bits"] >= 16) & (build.backend() == "torch") | (x.shape[0] >= min(dispatch.MANY_ROWS.values()))
     assert ((y.float() - exact).abs() <= allowed(a, exact, through_torch)).all()
     if y.numel() > 64 and x.dtype == torch.float32:
         assert (y - exact).norm() <= FLOAT32_ERROR[build.backend() in ("avx512", "amx")] * exact.norm()
@@ -197,7 +197,7 @@ def test_a_row_of_float16_does_not_depend_on_its_batch(path: str, rows: int) -> 
     twice = nested_linears(a["x"], *pairs, [], [a["bias"]] * 2, a["slices"], [a["exponent"]] * 2)
     if path == "torch":
         return
-    assert cpu.many_rows(torch.float16) == (sys.maxsize if path in ("avx512", "amx") else 0)
+    assert dispatch.many_rows(torch.float16) == (sys.maxsize if path in ("avx512", "amx") else 0)
     assert torch.equal(twice, torch.cat([together, together], 1))
     for r in range(0, rows, 7):
         alone = cpu.nested_linear(**{**a, "x": a["x"][r : r + 1], "bits": a["bits"][r : r + 1]})
@@ -377,9 +377,9 @@ def test_dequantised_weight_in_bfloat16_is_the_references(path: str, slices: tup
 def test_with_tiles_torch_multiplies_many_rows_of_one_precision(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     if path != "amx":
         pytest.skip("the others have no use for tiles")
-    assert cpu.many_rows(torch.bfloat16) == cpu.TILED_ROWS
-    assert cpu.many_rows(torch.float32) == sys.maxsize
-    many, called = cpu.TILED_ROWS, []
+    assert dispatch.many_rows(torch.bfloat16) == dispatch.TILED_ROWS
+    assert dispatch.many_rows(torch.float32) == sys.maxsize
+    many, called = dispatch.TILED_ROWS, []
     spread = cpu._dequantised
     monkeypatch.setattr(cpu, "_dequantised", lambda *a: called.append((len(a[0]), a[3])) or spread(*a))
     a = problem(40, 192, 64, (4, 2, 2), 3 * many - 1, torch.bfloat16, 5)

@@ -121,7 +121,7 @@ def kernel_of(cut: Cut, late: bool) -> Any:
 
 def kernel() -> Any:
     """The real one, or the emulated one."""
-    from qbe.kernels.triton.paged_attention import paged_attention
+    from qbe.kernels.cuda.dispatch import paged_attention
 
     return paged_attention if CUDA else kernel_of(Cut(), False)
 

@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 from qbe.compile.fuse import FuseRows, fuse
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import nested_linear as ops
+from qbe.kernels.ops.register import OPS
 from qbe.kernels.triton.layout import to_device_layout
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, Case, on_device, run_in_interpreter
 
@@ -31,8 +32,7 @@ def _kernels_on_cpu() -> object:
         from qbe.kernels.triton.nested_linears import nested_linears
 
         for name in FUSED:
-            kernel = {"quantised_linears": fused_ops._linears}.get(name) or getattr(fused_ops, f"_{name}")
-            library.impl(name, kernel, "CPU")
+            library.impl(name, OPS[name].cuda, "CPU")
         library.impl("nested_linear", nested_linear, "CPU", allow_override=True)
         library.impl("nested_linears", nested_linears, "CPU", allow_override=True)
     return library

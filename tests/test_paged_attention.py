@@ -212,7 +212,7 @@ def same(
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     expected_in, found_in = copied(arguments), copied(arguments)
     if kernel is None:
-        from qbe.kernels.triton.paged_attention import paged_attention as kernel
+        from qbe.kernels.cuda.dispatch import paged_attention as kernel
 
         gpu_order = True
     if gpu_order:
@@ -247,7 +247,7 @@ def test_every_precision_alone(bits: int) -> None:
 @pytest.mark.parametrize("window", [0, 3])
 def test_rows_of_one_sequence_see_those_before_them(window: int) -> None:
     """Three rows at the end of the last sequence, the others alone: the keys of all are written before any attends."""
-    from qbe.kernels.triton.paged_attention import paged_attention
+    from qbe.kernels.cuda.dispatch import paged_attention
     from qbe.kernels.triton.write_rows import write_rows
 
     def kernel(**given: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ from qbe.engine.sampling.sampler import Scores, likeliest, sample
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.kernels.cpu.nested_linear import many_rows
+from qbe.kernels.cpu.dispatch import many_rows
 from qbe.kvcache.pages import block_ids_of
 from qbe.records import RecordStore
 from qbe.sites import NESTABLE_ROLES, SiteTable

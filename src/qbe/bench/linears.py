@@ -18,10 +18,10 @@ from qbe.bench.passes import check, one_pass, pass_rows
 from qbe.bench.report import Row
 from qbe.bench.weights import LinearGroup, Token, Weights, call, random_weights, token_for
 from qbe.hardware import detect
+from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
 from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.progress import bar
-from qbe.store.nested_tensor import UNIFORM_ROWS
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -16,13 +16,12 @@ from torch.fx import Graph, Node
 
 from qbe.compile import merge
 from qbe.format.layout import SliceLayout
+from qbe.kernels.cuda.dispatch import decodes_together
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 
-ROWS = 16  # of the decode kernels
-TOGETHER = 3  # weights of one of their launches
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
 
@@ -58,9 +57,10 @@ def _fuse(graph: Graph, node: Node, arguments: Any, device: str) -> bool:
     x, packed, meta, _, _, _, slices, *_ = arguments
     value = x.meta["val"]
     rows = value.numel() // value.shape[-1]
-    few = isinstance(rows, int) and 0 < rows <= ROWS and len(packed) <= TOGETHER
     tiled = all(p.meta["val"].dim() == 1 for p in packed)
-    if not few or not tiled or value.device.type != device or value.dtype not in (torch.float16, torch.bfloat16):
+    if not isinstance(rows, int) or not decodes_together(rows, value.dtype, tiled, len(packed)):
+        return False
+    if value.device.type != device or value.dtype not in (torch.float16, torch.bfloat16):
         return False
     if not value.is_contiguous():  # as the ops' results are
         return False
@@ -72,7 +72,7 @@ def _fuse(graph: Graph, node: Node, arguments: Any, device: str) -> bool:
     made, bytes_ = quantised
     with graph.inserting_before(node):
         y = _call(
-            graph, torch.ops.qbe.quantised_linears.default, fused_ops._fake_linears, (made, bytes_, *arguments[1:])
+            graph, torch.ops.qbe.quantised_linears.default, fused_ops.fake_linears, (made, bytes_, *arguments[1:])
         )
     node.replace_all_uses_with(y)
     graph.erase_node(node)
@@ -89,14 +89,14 @@ def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Nod
     if _is(h, _aten.add.Tensor) and _alike(*h.args, h) and merge.hoist(weight, h, order):
         with graph.inserting_before(h):
             outputs = _call(
-                graph, torch.ops.qbe.add_norm.default, fused_ops._fake_add_norm, (*h.args, weight, eps, *sizes), 3
+                graph, torch.ops.qbe.add_norm.default, fused_ops.fake_add_norm, (*h.args, weight, eps, *sizes), 3
             )
         h.replace_all_uses_with(outputs[0])
         normed, quantised = outputs[1:]
     else:
         with graph.inserting_before(x):
             arguments = (h, weight, eps, *sizes)
-            normed, quantised = _call(graph, torch.ops.qbe.norm.default, fused_ops._fake_norm, arguments, 2)
+            normed, quantised = _call(graph, torch.ops.qbe.norm.default, fused_ops.fake_norm, arguments, 2)
     x.replace_all_uses_with(normed)
     return normed, quantised
 
@@ -107,7 +107,7 @@ def _with_gate(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Nod
     if found is None:
         return None
     with graph.inserting_before(x):
-        gated, quantised = _call(graph, torch.ops.qbe.gate.default, fused_ops._fake_gate, (*found, *sizes), 2)
+        gated, quantised = _call(graph, torch.ops.qbe.gate.default, fused_ops.fake_gate, (*found, *sizes), 2)
     x.replace_all_uses_with(gated)
     return gated, quantised
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -60,8 +61,8 @@ def _merge(graph: Graph, group: list[Node]) -> None:
         arguments = (x, packed, meta, bits, originals if original is not None else [],
                      biases if bias is not None else [], slices, exponents)  # fmt: skip
         merged = graph.call_function(torch.ops.qbe.nested_linears.default, arguments)
-        values = torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
-        merged.meta["val"] = merged_ops._fake(*values)
+        values: Any = torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
+        merged.meta["val"] = merged_ops.fake(*values)
         at = 0
         for node in group:
             width = node.meta["val"].shape[-1]

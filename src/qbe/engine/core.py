@@ -41,7 +41,7 @@ from qbe.engine.setup import (
 from qbe.engine.speculation.accept_tokens import accept_tokens
 from qbe.engine.speculation.speculator import Speculator
 from qbe.errors import QBEError
-from qbe.kernels.cpu.paged_attention import compiled_for
+from qbe.kernels.cpu import dispatch
 from qbe.kvcache.allocator import PageAllocator, PageFormat
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
@@ -174,7 +174,7 @@ class Core:
         """Decode steps at fixed shapes, where the model has them."""
         shared = self.runner.packed and self.scheduler.paged
         before = reserved(self.device)
-        if shared and (self.device.type == "cuda" or compiled_for(self.pool.dtype)):
+        if shared and (self.device.type == "cuda" or dispatch.reads_pages(self.pool.dtype)):
             several = sizes.speculation_rows if speculate else 0
             self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, several)
         self.graph_bytes = max(0, reserved(self.device) - before)

@@ -29,6 +29,7 @@ from qbe.errors import QBEError
 from qbe.format.kv_blocks import NO_ORIGINAL, quantised_pages
 from qbe.kernels.ops import bounded_attention as bounded_ops
 from qbe.kernels.ops import paged_attention as attention_ops
+from qbe.kernels.ops.kv_pages import write_rows
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.pages import PAGE_SIZE, block_ids_of, pages_for
 from qbe.kvcache.prompt import PromptSpan, attend_prompt
@@ -316,8 +317,6 @@ def attend_decode(
     where = pool.memory, head_offsets, layout.slots, layout.block_tables, layout.lengths, entropy
     numbers = scaling, window or 0, softcap or 0.0
     if layout.several and key.is_cuda:  # all rows run at once there; a CPU writes before any row attends
-        from qbe.kernels.triton.write_rows import write_rows
-
         write_rows(*new[1:], pool.memory, head_offsets, layout.slots)
     bounds, shares = layout.bounds, layout.shares
     cuts = None if shares is None or shares.windows[layer] != (window or 0) else shares.cuts[layer]

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from qbe.format.kv_blocks import quantised_pages
+from qbe.kernels.cpu import dispatch
 from qbe.kernels.cpu import prompt_attention as on_cpu
 from qbe.kvcache.allocator import Page, PageFormat
 from qbe.kvcache.pages import PAGE_SIZE, PagePool, block_ids_of, pages_for
@@ -82,7 +83,7 @@ def attend_prompt(
         scaling,
         window or 0,
     )
-    if on_cpu.serves(query, softcap or 0.0):
+    if dispatch.attends_prompts(query, softcap or 0.0):
         return on_cpu.prompt_attention(*about)[None]
     lowered = any(f.lowered(layer) for f in prompt.formats)
     if prompt.start == 0 and (window is None or prompt.count <= window) and not lowered:

@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qbe.kernels.ops.register import register
+
 if TYPE_CHECKING:
     from qbe.kvcache.attention import StepLayout
 
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(
-    "step_attention(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap) "
-    "-> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 _running = threading.local()
 
 
@@ -57,12 +53,11 @@ def running(layout: StepLayout) -> Iterator[None]:
         _running.layout = None
 
 
-@torch.library.register_fake("qbe::step_attention", lib=_library)
 def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, *numbers: float) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def _cpu(
+def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
 ) -> torch.Tensor:
     from qbe.kvcache.attention import attend_step
@@ -72,4 +67,9 @@ def _cpu(
     return attend_step(layout, layer, query, key, value, scaling, window or None, softcap or None).contiguous()
 
 
-_library.impl("step_attention", _cpu, "CPU")
+register(
+    "step_attention(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap) "
+    "-> Tensor",
+    cpu=_attend,
+    fake=_fake,
+)

@@ -24,12 +24,11 @@ from qbe.errors import QBEError
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout, check_group_size, padded
 from qbe.format.packing import pack
+from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.gradients import without_gradient
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
-
-UNIFORM_ROWS = 256  # from here on a GPU makes the weight once, when it knows the words of all rows to be the same
 
 
 class NestedTensor(TorchAOBaseTensor):

@@ -11,10 +11,11 @@ from torch import nn
 
 from qbe.blueprint import Blueprint
 from qbe.hardware import detect
+from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
 from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.sites import Role, SiteTable
-from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
+from qbe.store.nested_tensor import NestedTensor
 
 _word = functools.cache(precision_word)  # there are few of them, and a column has hundreds
 _CACHED_BLUEPRINTS = 256  # columns kept on the device; more than sequences ever run in one step

@@ -14,13 +14,14 @@ from torch import nn
 
 from qbe.analysis.difficulty import difficulty
 from qbe.format.kv_blocks import KV_BITS, NO_ORIGINAL
+from qbe.kernels.cuda.dispatch import PREFILL_ROWS, UNIFORM_ROWS
 from qbe.kernels.reference.activations import precision_word
 from qbe.kvcache.attention import Bounds, DecodeLayout, attend_decode
 from qbe.kvcache.cache import PagedCache
 from qbe.kvcache.prompt import PromptSpan, attend_prompt
 from qbe.progress import bar
 from qbe.sites import ACTIVATION_GEARS, Role, SiteTable
-from qbe.store.nested_tensor import UNIFORM_ROWS, NestedTensor
+from qbe.store.nested_tensor import NestedTensor
 
 Launch = Callable[[], object]
 
@@ -57,7 +58,7 @@ def compile_kernels(launches: Iterable[Launch], device: torch.device, progress: 
 def row_counts(most: int) -> list[int]:
     """Numbers of rows that stand for all up to `most`: a kernel and its configuration change at these only."""
     powers = [1 << i for i in range(max(most, 8).bit_length() + 1)]
-    return sorted({min(n, most) for n in (*powers, 255)})
+    return sorted({min(n, most) for n in (*powers, PREFILL_ROWS - 1)})
 
 
 def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: int) -> Iterator[Launch]:

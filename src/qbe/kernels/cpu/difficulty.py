@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from qbe.kernels.cpu import build
+from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.reference.difficulty import difficulty as reference
 
 
 def difficulty(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Arguments and result as those of `qbe.analysis.difficulty.difficulty`."""
     n, vocabulary = logits.shape
-    if build.backend() == "torch" or logits.dtype != torch.float32 or logits.stride(1) != 1 < vocabulary:
+    if not dispatch.measures_difficulty(logits):
         return reference(logits, best)
     best = best.long().contiguous()
     out = torch.empty(3, n, dtype=torch.float64)

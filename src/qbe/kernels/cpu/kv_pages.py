@@ -7,9 +7,9 @@ import ctypes
 import torch
 
 from qbe.format.kv_blocks import FORMATS
-from qbe.kernels.cpu import build
+from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu.geometry import DTYPES
-from qbe.kernels.cpu.paged_attention import AttentionShape, compiled_for
+from qbe.kernels.cpu.paged_attention import AttentionShape
 from qbe.kernels.reference import kv_pages as reference
 
 
@@ -18,7 +18,7 @@ def write_rows(
 ) -> None:
     """See `qbe.kernels.ops.kv_pages.write_rows`. Raises RuntimeError for shapes that do not belong together, or a slot
     outside of the memory."""
-    if not compiled_for(key.dtype):
+    if not dispatch.reads_pages(key.dtype):
         reference.write_rows(key, value, memory, head_offsets, slots)
         return
     key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
@@ -50,7 +50,7 @@ def quantise_pages(
     dtype: torch.dtype,
 ) -> None:
     """See `qbe.kernels.ops.kv_pages.quantise_pages`. Raises MemoryError where its working buffers find no room."""
-    if not compiled_for(dtype):
+    if not dispatch.reads_pages(dtype):
         reference.quantise_pages(memory, head_offsets, sources, targets, shape, dtype)
         return
     head_offsets, sources, targets = head_offsets.contiguous(), sources.contiguous(), targets.contiguous()
@@ -70,7 +70,7 @@ def read_pages(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `qbe.kernels.ops.kv_pages.read_pages`. Raises MemoryError where its working buffers find no room."""
-    if not compiled_for(dtype):
+    if not dispatch.reads_pages(dtype):
         return reference.read_pages(memory, head_offsets, block_ids, shape, dtype)
     kv_heads, key_dim, value_dim = shape
     head_offsets, block_ids = head_offsets.contiguous(), block_ids.contiguous()

@@ -15,41 +15,30 @@ from pathlib import Path
 
 import torch
 
-from qbe.kernels.cpu import build
+from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu.geometry import ROW_DTYPES
-from qbe.kernels.cpu.nested_linear import many_full, many_rows
 from qbe.kernels.ops import cascade as cascade_ops
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops import numbered_linear as numbered_ops
-from qbe.kernels.ops import paged_attention as attention_ops  # fmt: skip
+from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.ops import rms_norm as norm_ops
 from qbe.kernels.ops import rotary as rotary_ops
 from qbe.kernels.ops import routing as routing_ops
 
 SOURCE = Path(__file__).parent / "torch_ops.cpp"
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared")
-_OPS = {
-    "nested_linear": (ops, "Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
-                      "int[] slices, int exponent, bool float32_output"),
-    "nested_linears": (merged_ops, "Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
-                       "Tensor[] biases, int[] slices, int[] exponents"),
-    "paged_attention": (attention_ops, "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, "
-                        "Tensor head_offsets, Tensor slots, Tensor block_tables, Tensor lengths, Tensor(b!) entropy, "
-                        "float scaling, int window, float softcap"),
-    "route": (routing_ops, routing_ops.ARGUMENTS),
-    "cascade": (cascade_ops, cascade_ops.ARGUMENTS),
-    "numbered_linear": (numbered_ops, numbered_ops.ARGUMENTS),
-    "rms_norm": (norm_ops, norm_ops.ARGUMENTS),
-    "rotate": (rotary_ops, rotary_ops.ARGUMENTS),
-}  # fmt: skip
+_OPS = (
+    ops.OP, merged_ops.OP, attention_ops.PAGED, routing_ops.OP, cascade_ops.OP, numbered_ops.OP, norm_ops.OP,
+    rotary_ops.OP,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 _library = torch.library.Library("qbe", "FRAGMENT")
-for _name, (_module, _arguments) in _OPS.items():
+for _op in _OPS:
     # What torch_ops.cpp does not serve it hands to these.
-    _library.define(f"{_name}_python({_arguments}) -> Tensor")
-    _library.impl(f"{_name}_python", _module._cpu, "CPU")
+    _library.define(f"{_op.name}_python({_op.arguments}) -> Tensor")
+    _library.impl(f"{_op.name}_python", _op.cpu, "CPU")
 
 
 @functools.cache
@@ -60,13 +49,13 @@ def load() -> bool:
     path = _compiled()
     if path is None:
         return False
-    for module, _ in _OPS.values():
-        module.on_cpu._destroy()  # torch warns when an implementation replaces another
+    for op in _OPS:
+        op.withdraw_cpu()
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
-        for name, (module, _) in _OPS.items():
-            _library.impl(name, module._cpu, "CPU")
+        for op in _OPS:
+            op.restore_cpu()
         log.warning("the compiled CPU ops %s do not load (%s); those in Python serve instead", path, error)
         return False
     kernels = build.loaded()
@@ -76,8 +65,8 @@ def load() -> bool:
         ctypes.cast(kernels.qbe_paged_attention, ctypes.c_void_p),
         (ctypes.c_void_p * 3)(*(None if f is None else ctypes.cast(f, ctypes.c_void_p) for f in around)),
         ctypes.c_int32(build.number()),
-        (ctypes.c_int64 * 3)(*(many_rows(dtype) for dtype in ROW_DTYPES)),
-        (ctypes.c_int64 * 3)(*(many_full(dtype) for dtype in ROW_DTYPES)),
+        (ctypes.c_int64 * 3)(*(dispatch.many_rows(dtype) for dtype in ROW_DTYPES)),
+        (ctypes.c_int64 * 3)(*(dispatch.many_full(dtype) for dtype in ROW_DTYPES)),
     )
     return True
 

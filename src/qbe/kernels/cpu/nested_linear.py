@@ -10,45 +10,21 @@ A decode step makes some two hundred calls, so whatever depends on shapes alone 
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import linear
 
-from qbe.kernels.cpu import build
+from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu.geometry import DTYPES, ROW_DTYPES, Geometry, geometry
 from qbe.kernels.reference.activations import eight_bits, has_eight, weight_bits
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
 
-# From this many rows on torch's product wins (benchmarks/cpu_crossover.py): at 16 bits, and without VNNI with a weight
-# dequantised for it.
-MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
-# The same at 16 bits with AVX-512 where torch has no tiles: SmolLM2's layers take 27 ms in place of 33 at 16 rows, 32
-# in place of 35 at 24, as much at 30 (one thread of an AMD EPYC with Zen 5).
-FULL_ROWS = 24
-TILED_ROWS = 96  # the same of bfloat16 where torch multiplies it by tiles (AMX), and so does the kernel up to there
-TILE_INPUTS = 32  # that such a tile takes at a time
 CHUNK = 1 << 22  # weights dequantised at once in prefill: bounds the temporary, keeps it near the caches
 
 _threads = torch.get_num_threads
-
-
-def many_rows(dtype: torch.dtype) -> int:
-    """From this many rows on the compiled kernel does not serve a call by itself: 0 without one for that dtype."""
-    path = build.backend()
-    if path == "amx" and dtype is torch.bfloat16:
-        return TILED_ROWS
-    if path in ("amx", "avx512"):
-        return sys.maxsize if dtype in ROW_DTYPES else 0
-    return 0 if path == "torch" else MANY_ROWS.get(dtype, 0)
-
-
-def many_full(dtype: torch.dtype) -> int:
-    """The same of rows at 16 bits, which the compiled kernel does not read in float16."""
-    return FULL_ROWS if build.backend() == "avx512" and dtype is torch.bfloat16 else MANY_ROWS.get(dtype, 1)
 
 
 def nested_linear(
@@ -65,12 +41,12 @@ def nested_linear(
     """y[r] = x[r] @ W(bits[r]).T + bias. Arguments and result as those of `qbe.kernels.ops.nested_linear`.
 
     The compiled kernel's result for a row does not depend, bit for bit, on the rows beside it. It serves fewer than
-    `MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others, and of `float32_output` ones) and multiplies
-    the exact weight with x, which AVX-512 reads as 16-bit fixed point with a scale for each group, in float32, too;
-    sums are float32. With AMX `TILED_ROWS` of bfloat16 at one precision are multiplied by torch, with the weight
-    rounded to bfloat16, where the inputs are a multiple of 32. Elsewhere with more rows the weight is first rounded to
-    x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of the unquantised
-    layer.
+    `dispatch.MANY_ROWS` rows (AVX-512: of those at 16 bits; any number of others, and of `float32_output` ones) and
+    multiplies the exact weight with x, which AVX-512 reads as 16-bit fixed point with a scale for each group, in
+    float32, too; sums are float32. With AMX `TILED_ROWS` of bfloat16 at one precision are multiplied by torch, with
+    the weight rounded to bfloat16, where the inputs are a multiple of 32. Elsewhere with more rows the weight is
+    first rounded to x's dtype (bfloat16 or float32), as a checkpoint's is, and rows at 16 bits are exactly those of
+    the unquantised layer.
 
     Raises:
         RuntimeError: shapes or dtypes that do not belong together, or a row at 16 bits without an original; before
@@ -79,7 +55,7 @@ def nested_linear(
     """
     shape, dtype = x.shape, x.dtype
     float32_output = float32_output and dtype is not torch.float32
-    if dtype not in MANY_ROWS and not many_rows(dtype):  # float16 without AVX-512: as float32, rounded once
+    if not dispatch.multiplies(dtype):
         y = nested_linear(x.float(), packed, meta, bits, original, bias, slices, exponent)
         return y if float32_output else y.to(dtype)
     form = geometry(packed.shape, meta.shape, shape[-1], tuple(slices), exponent)
@@ -87,21 +63,13 @@ def nested_linear(
     check(rows, packed, meta, bits, original, bias, form)
     if rows.shape[0] == 0 or form.n == 0:
         y = x.new_empty(rows.shape[0], form.n, dtype=torch.float32 if float32_output else None)
-    elif few_enough(bits, many_rows(dtype), many_full(dtype)) or (
-        float32_output and build.backend() in ("avx512", "amx")
-    ):
+    elif dispatch.few_enough(bits, dtype) or (float32_output and dispatch.any_rows_in_float32()):
         y = _few(rows, packed, meta, bits, original, bias, form, float32_output)
     elif float32_output:  # torch rounds what it multiplies in bfloat16
         y = nested_linear(rows.float(), packed, meta, bits, original, bias, slices, exponent)
     else:
         y = _many(rows, packed, meta, bits, original, bias, form)
     return y if len(shape) == 2 else y.view(*shape[:-1], form.n)
-
-
-def few_enough(bits: torch.Tensor, rows: int, full: int) -> bool:
-    """Whether the compiled kernel takes a call with these words: fewer rows, and fewer of them at 16 bits."""
-    count = bits.shape[0]
-    return count < rows and (count < full or int((weight_bits(bits) >= FULL_BITS).sum()) < full)
 
 
 def check(
@@ -230,9 +198,7 @@ def _many(
         asked.setdefault(precision, []).append(value)
     if FULL_BITS in count and original is None:
         raise missing_original()
-    limit = many_rows(rows.dtype)
-    if build.backend() == "amx" and form.k % TILE_INPUTS:
-        limit = sys.maxsize  # torch's tiles would let a NaN of one row into another's sums
+    limit = dispatch.dequantised_rows(rows.dtype, form.k)
     few = {b for b in count if b != FULL_BITS and count[b] < limit}
 
     y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)

@@ -7,17 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from qbe.kernels.cpu import build
+from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu.geometry import ROW_DTYPES, geometry
-from qbe.kernels.cpu.nested_linear import (
-    check,
-    few_enough,
-    many_full,
-    many_rows,
-    nested_linear,
-    readable,
-    readable_bias,
-)
+from qbe.kernels.cpu.nested_linear import check, nested_linear, readable, readable_bias
 
 _threads = torch.get_num_threads
 
@@ -55,7 +47,7 @@ def nested_linears(
     k, dtype = x.shape[-1], x.dtype
     rows = x.reshape(-1, k).contiguous()
     count = rows.shape[0]
-    if count == 0 or not all(few_enough(b, many_rows(dtype), many_full(dtype)) for b in bits):
+    if count == 0 or not all(dispatch.few_enough(b, dtype) for b in bits):
         return _one_by_one(x, packed, meta, bits, originals, biases, slices, exponents)
     if not len(packed) == len(meta) == len(bits) == len(exponents) or any(
         len(some) not in (0, len(packed)) for some in (originals, biases)

@@ -10,17 +10,12 @@ import functools
 import torch
 
 from qbe.format.kv_blocks import FORMATS
-from qbe.kernels.cpu import build
+from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu.geometry import DTYPES
 from qbe.kernels.reference.bounded_attention import bounded_attention as bounded_reference
 from qbe.kernels.reference.paged_attention import paged_attention as reference
 
 _threads = torch.get_num_threads
-
-
-def compiled_for(dtype: torch.dtype) -> bool:
-    """Whether the compiled kernel serves queries and pages of this dtype here; else it is the slow reference."""
-    return build.backend() != "torch" and dtype in DTYPES
 
 
 class _Bounds(ctypes.Structure):
@@ -63,7 +58,7 @@ def paged_attention(
         RuntimeError: shapes or dtypes that do not belong together, or a slot, length or page outside of the memory.
         QBEError: $QBE_CPU_KERNEL asks for a path that this machine lacks.
     """
-    if not _compiled_for(query, key, value):
+    if not dispatch.reads_pages(query.dtype, key.dtype, value.dtype):
         return reference(
             query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap
         )  # fmt: skip
@@ -91,7 +86,7 @@ def bounded_attention(
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`; errors as of
     `paged_attention`."""
-    if not _compiled_for(query, key, value):
+    if not dispatch.reads_pages(query.dtype, key.dtype, value.dtype):
         return bounded_reference(
             query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts,
             scaling, window, softcap,
@@ -110,10 +105,6 @@ def bounded_attention(
     return _attend(
         query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap, bounds
     )  # fmt: skip
-
-
-def _compiled_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    return compiled_for(query.dtype) and key.dtype is query.dtype and value.dtype is query.dtype
 
 
 def _attend(

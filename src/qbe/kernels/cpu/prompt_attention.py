@@ -24,18 +24,6 @@ class _Shape(ctypes.Structure):
     )  # fmt: skip
 
 
-def serves(query: torch.Tensor, softcap: float) -> bool:
-    """Whether `prompt_attention` takes this; torch's attention, which multiplies tiles where there are any, has the
-    rest."""
-    return (
-        query.dtype is torch.bfloat16
-        and query.device.type == "cpu"
-        and softcap == 0
-        and query.shape[-1] % 2 == 0
-        and build.backend() == "avx512"
-    )
-
-
 def prompt_attention(
     query: torch.Tensor,
     memory: torch.Tensor,
@@ -51,7 +39,7 @@ def prompt_attention(
 
     A row's result is the same, bit for bit, however a prompt is cut into steps, if all values are numbers: what is none
     in a value may show in other rows of its page, too. Arguments and result as those of
-    `qbe.kernels.triton.prompt_attention.prompt_attention`, where `serves` allows it.
+    `qbe.kernels.triton.prompt_attention.prompt_attention`, where `qbe.kernels.cpu.dispatch.attends_prompts` allows it.
 
     Raises:
         RuntimeError: arguments that do not belong together, or a page outside of the memory.

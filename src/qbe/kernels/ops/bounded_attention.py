@@ -6,12 +6,20 @@ from __future__ import annotations
 
 import torch
 
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(
+from qbe.kernels.ops.register import register
+
+
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+OP = register(
     "bounded_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
     "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, Tensor originals, Tensor limits, Tensor(c!) counts, "
     "float scaling, int window, float softcap) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    cpu="qbe.kernels.cpu.paged_attention:bounded_attention",
+    cuda="qbe.kernels.triton.bounded_attention:bounded_attention",
+    fake=_fake,
 )
 
 
@@ -52,24 +60,3 @@ def bounded_attention(
         query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts,
         scaling, window, softcap,
     )  # fmt: skip
-
-
-@torch.library.register_fake("qbe::bounded_attention", lib=_library)
-def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-def _cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
-    from qbe.kernels.cpu.paged_attention import bounded_attention as kernel
-
-    return kernel(query, key, value, *rest)  # type: ignore[arg-type]
-
-
-def _cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
-    from qbe.kernels.triton.bounded_attention import bounded_attention as kernel
-
-    return kernel(query, key, value, *rest)  # type: ignore[arg-type]
-
-
-_library.impl("bounded_attention", _cpu, "CPU")
-_library.impl("bounded_attention", _cuda, "CUDA")

@@ -15,16 +15,23 @@ from collections.abc import Sequence
 import torch
 
 from qbe.blueprint import controller_code
+from qbe.kernels.ops.register import register
 
 WHO = controller_code("cascade")  # in the second byte of a row's dynamic precision
-ARGUMENTS = (
-    "Tensor attended, Tensor entropy, Tensor lengths, Tensor? rows, Tensor seen, Tensor inner, Tensor inner_bias, "
-    "Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor dynamic_precision, "
-    "Tensor precision_words, int point"
-)
 
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(f"cascade({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+def _fake(attended: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(attended)
+
+
+OP = register(
+    "cascade(Tensor attended, Tensor entropy, Tensor lengths, Tensor? rows, Tensor seen, Tensor inner, "
+    "Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, Tensor dynamic_precision, "
+    "Tensor precision_words, int point) -> Tensor",
+    cpu="qbe.kernels.reference.cascade:cascade",
+    cuda="qbe.kernels.triton.cascade:cascade",
+    fake=_fake,
+)
 
 
 def cascade(
@@ -66,25 +73,3 @@ def cascade(
     return torch.ops.qbe.cascade.default(
         attended, entropy, lengths, rows, seen, *network, thresholds, gears, dynamic_precision, precision_words, point
     )
-
-
-@torch.library.register_fake("qbe::cascade", lib=_library)
-def _fake(attended: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(attended)
-
-
-def _cpu(attended: torch.Tensor, *arguments: object) -> torch.Tensor:
-    from qbe.kernels.reference.cascade import cascade as kernel
-
-    return kernel(attended, *arguments)  # type: ignore[arg-type]
-
-
-def _cuda(attended: torch.Tensor, *arguments: object) -> torch.Tensor:
-    from qbe.kernels.triton.cascade import cascade as kernel
-
-    return kernel(attended, *arguments)  # type: ignore[arg-type]
-
-
-on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
-on_cpu.impl("cascade", _cpu, "CPU")
-_library.impl("cascade", _cuda, "CUDA")

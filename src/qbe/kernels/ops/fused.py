@@ -13,19 +13,59 @@ from typing import Any
 import torch
 
 from qbe.kernels.ops import merged_linear as merged_ops
+from qbe.kernels.ops.register import register
 
-_library = torch.library.Library("qbe", "FRAGMENT")
-_SAFE = (torch.Tag.pt2_compliant_tag,)
-_library.define("norm(Tensor x, Tensor weight, float eps, int inputs, int group) -> (Tensor, Tensor)", tags=_SAFE)
-_library.define(
-    "add_norm(Tensor x, Tensor added, Tensor weight, float eps, int inputs, int group) -> (Tensor, Tensor, Tensor)",
-    tags=_SAFE,
+
+def _quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
+    # The size is `qbe.kernels.triton.tiled_quantise.quantised_bytes`, which needs Triton.
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty(2 * rows * inputs + 16 * rows * (inputs // group), dtype=torch.uint8)
+
+
+def fake_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), _quantised(x, inputs, group)
+
+
+def fake_add_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), _quantised(x, inputs, group)
+
+
+def fake_gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return gate.new_empty(gate.shape), _quantised(gate, inputs, group)
+
+
+def fake_linears(
+    x: torch.Tensor, quantised: torch.Tensor, packed: Any, meta: Any, bits: Any, originals: Any, biases: Any,
+    slices: Any, exponents: Any, float32_output: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    y = merged_ops.fake(x, packed, meta, bits, originals, biases, slices, exponents)
+    return y.float() if float32_output else y
+
+
+NORM = register(
+    "norm(Tensor x, Tensor weight, float eps, int inputs, int group) -> (Tensor, Tensor)",
+    cuda="qbe.kernels.triton.fused_rows:norm",
+    fake=fake_norm,
 )
-_library.define("gate(Tensor gate, Tensor up, int inputs, int group) -> (Tensor, Tensor)", tags=_SAFE)
-_library.define(
+ADD_NORM = register(
+    "add_norm(Tensor x, Tensor added, Tensor weight, float eps, int inputs, int group) -> (Tensor, Tensor, Tensor)",
+    cuda="qbe.kernels.triton.fused_rows:add_norm",
+    fake=fake_add_norm,
+)
+GATE = register(
+    "gate(Tensor gate, Tensor up, int inputs, int group) -> (Tensor, Tensor)",
+    cuda="qbe.kernels.triton.fused_rows:gate",
+    fake=fake_gate,
+)
+QUANTISED_LINEARS = register(
     "quantised_linears(Tensor x, Tensor quantised, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, "
     "Tensor[] biases, int[] slices, int[] exponents, bool float32_output=False) -> Tensor",
-    tags=_SAFE,
+    cuda="qbe.kernels.triton.nested_linears:quantised_linears",
+    fake=fake_linears,
 )
 
 
@@ -59,74 +99,3 @@ def gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tuple
     """SwiGLU (Shazeer 2020): silu(gate), rounded, times up, both [..., K] with any strides; results as `norm`'s."""
     gated, quantised = torch.ops.qbe.gate.default(gate, up, inputs, group)
     return gated, quantised
-
-
-def _quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
-    # The size is `qbe.kernels.triton.tiled_quantise.quantised_bytes`, which needs Triton.
-    rows = x.numel() // x.shape[-1]
-    return x.new_empty(2 * rows * inputs + 16 * rows * (inputs // group), dtype=torch.uint8)
-
-
-@torch.library.register_fake("qbe::norm", lib=_library)
-def _fake_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), _quantised(x, inputs, group)
-
-
-@torch.library.register_fake("qbe::add_norm", lib=_library)
-def _fake_add_norm(
-    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), _quantised(x, inputs, group)
-
-
-@torch.library.register_fake("qbe::gate", lib=_library)
-def _fake_gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return gate.new_empty(gate.shape), _quantised(gate, inputs, group)
-
-
-@torch.library.register_fake("qbe::quantised_linears", lib=_library)
-def _fake_linears(
-    x: torch.Tensor, quantised: torch.Tensor, packed: Any, meta: Any, bits: Any, originals: Any, biases: Any,
-    slices: Any, exponents: Any, float32_output: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    y = merged_ops._fake(x, packed, meta, bits, originals, biases, slices, exponents)
-    return y.float() if float32_output else y
-
-
-def _norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from qbe.kernels.triton.fused_rows import norm as kernel
-
-    return kernel(x, None, weight, eps, inputs, group)[1:]
-
-
-def _add_norm(
-    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from qbe.kernels.triton.fused_rows import norm as kernel
-
-    return kernel(x, added, weight, eps, inputs, group)
-
-
-def _gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from qbe.kernels.triton.fused_rows import gate as kernel
-
-    return kernel(gate, up, inputs, group)
-
-
-def _linears(
-    x: torch.Tensor, quantised: torch.Tensor, packed: Any, meta: Any, bits: Any, originals: Any, biases: Any,
-    slices: Any, exponents: Any, float32_output: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    from qbe.kernels.triton.nested_linears import nested_linears as kernel
-
-    return kernel(
-        x, packed, meta, bits, originals, biases, slices, exponents, ready=quantised, float32_output=float32_output
-    )
-
-
-for _name, _kernel in (("norm", _norm), ("add_norm", _add_norm), ("gate", _gate), ("quantised_linears", _linears)):
-    _library.impl(_name, _kernel, "CUDA")

@@ -11,21 +11,18 @@ from typing import Any
 import torch
 
 from qbe.errors import QBEError
-
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define("no_gradient(Tensor grad, SymInt[] shape) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+from qbe.kernels.ops.register import register
 
 
 def _refuse(grad: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     raise QBEError("a nested linear layer has no gradient, so nothing before it can be trained; train the 16-bit model")
 
 
-_library.impl("no_gradient", _refuse, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("qbe::no_gradient", lib=_library)
 def _fake(grad: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return grad.new_empty(shape)
+
+
+OP = register("no_gradient(Tensor grad, SymInt[] shape) -> Tensor", cpu=_refuse, cuda=_refuse, fake=_fake)
 
 
 class _NoGradient(torch.autograd.Function):

@@ -11,13 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from qbe.kernels.ops.gradients import without_gradient
-
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(
-    "nested_linears(Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, Tensor[] biases, "
-    "int[] slices, int[] exponents) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from qbe.kernels.ops.register import register
 
 
 def nested_linears(
@@ -46,8 +40,7 @@ def nested_linears(
     return without_gradient(y, x, *biases)
 
 
-@torch.library.register_fake("qbe::nested_linears", lib=_library)
-def _fake(
+def fake(
     x: torch.Tensor,
     packed: Sequence[torch.Tensor],
     meta: Sequence[torch.Tensor],
@@ -60,36 +53,10 @@ def _fake(
     return x.new_empty(*x.shape[:-1], sum(m.shape[1] for m in meta))
 
 
-def _cpu(
-    x: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    meta: Sequence[torch.Tensor],
-    bits: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slices: Sequence[int],
-    exponents: Sequence[int],
-) -> torch.Tensor:
-    from qbe.kernels.cpu.nested_linears import nested_linears as kernel
-
-    return kernel(x, packed, meta, bits, originals, biases, slices, exponents)
-
-
-def _cuda(
-    x: torch.Tensor,
-    packed: Sequence[torch.Tensor],
-    meta: Sequence[torch.Tensor],
-    bits: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slices: Sequence[int],
-    exponents: Sequence[int],
-) -> torch.Tensor:
-    from qbe.kernels.triton.nested_linears import nested_linears as kernel
-
-    return kernel(x, packed, meta, bits, originals, biases, slices, exponents)
-
-
-on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
-on_cpu.impl("nested_linears", _cpu, "CPU")
-_library.impl("nested_linears", _cuda, "CUDA")
+OP = register(
+    "nested_linears(Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, Tensor[] biases, "
+    "int[] slices, int[] exponents) -> Tensor",
+    cpu="qbe.kernels.cpu.nested_linears:nested_linears",
+    cuda="qbe.kernels.triton.nested_linears:nested_linears",
+    fake=fake,
+)

@@ -1,10 +1,7 @@
-"""The custom ops: schema, fake implementation and which kernel serves which device.
+"""The custom op of a linear layer whose weight is read at each row's own precision.
 
 Bits are an int32 tensor on x's device, one value per row. A kernel reads them while it runs, so a new blueprint is a
 write to that tensor: nothing is relaunched, recompiled or repacked.
-
-Defined through `torch.library.Library` rather than `custom_op`: its per-call checks cost more than the kernel at
-batch 1, and a decode step makes some two hundred calls.
 """
 
 from __future__ import annotations
@@ -14,13 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from qbe.kernels.ops.gradients import without_gradient
-
-_library = torch.library.Library("qbe", "DEF")
-_library.define(
-    "nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
-    "int[] slices, int exponent, bool float32_output=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from qbe.kernels.ops.register import register
 
 
 def nested_linear(
@@ -59,7 +50,6 @@ def nested_linear(
     return without_gradient(y, x, bias)
 
 
-@torch.library.register_fake("qbe::nested_linear", lib=_library)
 def _fake(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -74,38 +64,10 @@ def _fake(
     return x.new_empty(*x.shape[:-1], meta.shape[1], dtype=torch.float32 if float32_output else None)
 
 
-def _cpu(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    meta: torch.Tensor,
-    bits: torch.Tensor,
-    original: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    slices: Sequence[int],
-    exponent: int,
-    float32_output: bool = False,
-) -> torch.Tensor:
-    from qbe.kernels.cpu.nested_linear import nested_linear as kernel
-
-    return kernel(x, packed, meta, bits, original, bias, slices, exponent, float32_output)
-
-
-def _cuda(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    meta: torch.Tensor,
-    bits: torch.Tensor,
-    original: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    slices: Sequence[int],
-    exponent: int,
-    float32_output: bool = False,
-) -> torch.Tensor:
-    from qbe.kernels.triton.nested_linear import nested_linear as kernel
-
-    return kernel(x, packed, meta, bits, original, bias, slices, exponent, float32_output)
-
-
-on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
-on_cpu.impl("nested_linear", _cpu, "CPU")
-_library.impl("nested_linear", _cuda, "CUDA")
+OP = register(
+    "nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
+    "int[] slices, int exponent, bool float32_output=False) -> Tensor",
+    cpu="qbe.kernels.cpu.nested_linear:nested_linear",
+    cuda="qbe.kernels.triton.nested_linear:nested_linear",
+    fake=_fake,
+)

@@ -13,15 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from qbe.kernels.ops.register import register
+
 Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
-ARGUMENTS = "Tensor x, Tensor? bias, int outputs, int layer"
 _KEEP = "keep_linear"  # torch_ops.cpp's alone
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(f"numbered_linear({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    f"{_KEEP}(int layer, Tensor[] packed, Tensor[] meta, Tensor[] precision_words, int[] slices, int[] exponents) -> ()"
-)
 _layers: dict[int, Run] = {}
 _numbers = itertools.count()
 
@@ -55,14 +51,15 @@ def release(layer: int) -> None:
         torch.ops.qbe.keep_linear(layer, [], [], [], [], [])
 
 
-def _cpu(x: torch.Tensor, bias: torch.Tensor | None, _outputs: int, layer: int) -> torch.Tensor:
+def _run(x: torch.Tensor, bias: torch.Tensor | None, _outputs: int, layer: int) -> torch.Tensor:
     return _layers[layer](x, bias)
 
 
-on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
-on_cpu.impl("numbered_linear", _cpu, "CPU")
-
-
-@torch.library.register_fake("qbe::numbered_linear", lib=_library)
 def _fake(x: torch.Tensor, _bias: torch.Tensor | None, outputs: int, _layer: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
+
+
+OP = register("numbered_linear(Tensor x, Tensor? bias, int outputs, int layer) -> Tensor", cpu=_run, fake=_fake)
+register(
+    f"{_KEEP}(int layer, Tensor[] packed, Tensor[] meta, Tensor[] precision_words, int[] slices, int[] exponents) -> ()"
+)

@@ -6,32 +6,44 @@ graph, or one compiled step, serves every step of a batch size.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(
-    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, "
-    "Tensor slots, Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) "
-    "-> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+from qbe.kernels.ops.register import register
+
+_ATTENTION = (
+    "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
+    "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap"
 )
-_library.define(
-    "shared_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
-    "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap, Tensor cuts) "
-    "-> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+
+
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _fake_share(*tensors: torch.Tensor) -> None:
+    pass
+
+
+PAGED = register(
+    f"paged_attention({_ATTENTION}) -> Tensor",
+    cpu="qbe.kernels.cpu.paged_attention:paged_attention",
+    cuda="qbe.kernels.cuda.dispatch:paged_attention",
+    fake=_fake,
 )
-_library.define(
-    "batch_invariant_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, "
-    "Tensor slots, Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap) "
-    "-> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+SHARED = register(
+    f"shared_attention({_ATTENTION}, Tensor cuts) -> Tensor",
+    cuda="qbe.kernels.cuda.dispatch:paged_attention",
+    fake=_fake,
 )
-_library.define(
+BATCH_INVARIANT = register(
+    f"batch_invariant_attention({_ATTENTION}) -> Tensor",
+    cuda="qbe.kernels.cuda.dispatch:batch_invariant_attention",
+    fake=_fake,
+)
+SHARE_PAGES = register(
     "share_pages(Tensor head_offsets, Tensor windows, Tensor block_tables, Tensor lengths, Tensor(a!) cuts) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    cuda="qbe.kernels.cuda.decode_attention:share",
+    fake=_fake_share,
 )
 
 
@@ -116,103 +128,3 @@ def batch_invariant_attention(*arguments: torch.Tensor | float) -> torch.Tensor:
         arguments: of `paged_attention`, in its order.
     """
     return torch.ops.qbe.batch_invariant_attention.default(*arguments)
-
-
-@torch.library.register_fake("qbe::batch_invariant_attention", lib=_library)
-@torch.library.register_fake("qbe::paged_attention", lib=_library)
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    memory: torch.Tensor,
-    head_offsets: torch.Tensor,
-    slots: torch.Tensor,
-    block_tables: torch.Tensor,
-    lengths: torch.Tensor,
-    entropy: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-@torch.library.register_fake("qbe::shared_attention", lib=_library)
-def _fake_shared(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *where: torch.Tensor | float
-) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-@torch.library.register_fake("qbe::share_pages", lib=_library)
-def _fake_share(
-    head_offsets: torch.Tensor,
-    windows: torch.Tensor,
-    block_tables: torch.Tensor,
-    lengths: torch.Tensor,
-    cuts: torch.Tensor,
-) -> None:
-    pass
-
-
-def _cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    memory: torch.Tensor,
-    head_offsets: torch.Tensor,
-    slots: torch.Tensor,
-    block_tables: torch.Tensor,
-    lengths: torch.Tensor,
-    entropy: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    from qbe.kernels.cpu.paged_attention import paged_attention as kernel
-
-    return kernel(
-        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap
-    )
-
-
-def _cuda(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    memory: torch.Tensor,
-    head_offsets: torch.Tensor,
-    slots: torch.Tensor,
-    block_tables: torch.Tensor,
-    lengths: torch.Tensor,
-    entropy: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-    cuts: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    from qbe.kernels.triton.paged_attention import paged_attention as kernel
-
-    where = memory, head_offsets, slots, block_tables, lengths, entropy
-    return kernel(query, key, value, *where, scaling, window, softcap, cuts, batch_invariant)
-
-
-def _cuda_share(
-    head_offsets: torch.Tensor,
-    windows: torch.Tensor,
-    block_tables: torch.Tensor,
-    lengths: torch.Tensor,
-    cuts: torch.Tensor,
-) -> None:
-    from qbe.kernels.cuda.decode_attention import share
-
-    share(head_offsets, windows, block_tables, lengths, cuts)
-
-
-on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
-on_cpu.impl("paged_attention", _cpu, "CPU")
-_library.impl("paged_attention", _cuda, "CUDA")
-_library.impl("shared_attention", _cuda, "CUDA")
-_library.impl("batch_invariant_attention", functools.partial(_cuda, batch_invariant=True), "CUDA")
-_library.impl("share_pages", _cuda_share, "CUDA")

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import torch
 
-ARGUMENTS = "Tensor x, Tensor weight, float eps"
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(f"rms_norm({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+from qbe.kernels.ops.register import register
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -20,15 +18,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return y
 
 
-def _cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.to(torch.float32)
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
-on_cpu.impl("rms_norm", _cpu, "CPU")
-
-
-@torch.library.register_fake("qbe::rms_norm", lib=_library)
 def _fake(x: torch.Tensor, _weight: torch.Tensor, _eps: float) -> torch.Tensor:
     return x.new_empty(x.shape)
+
+
+OP = register("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", cpu=_rms_norm, fake=_fake)

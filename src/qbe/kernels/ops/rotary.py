@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import torch
 
-ARGUMENTS = "Tensor x, Tensor cos, Tensor sin"
-_library = torch.library.Library("qbe", "FRAGMENT")
-_library.define(f"rotate({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+from qbe.kernels.ops.register import register
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -18,15 +16,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return y
 
 
-def _cpu(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
 
 
-on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
-on_cpu.impl("rotate", _cpu, "CPU")
-
-
-@torch.library.register_fake("qbe::rotate", lib=_library)
 def _fake(x: torch.Tensor, _cos: torch.Tensor, _sin: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+OP = register("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", cpu=_rotate, fake=_fake)

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import softplus
 
-_library = torch.library.Library("qbe", "FRAGMENT")
-ARGUMENTS = (
-    "Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, Tensor gears, "
-    "Tensor sizes, Tensor dynamic_precision, Tensor precision_words, Tensor spent, int who"
-)
-_library.define(f"route({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+from qbe.kernels.ops.register import register
 
 
 def route(
@@ -76,12 +71,14 @@ def _route(
     return x.clone()
 
 
-_cpu = _route
-on_cpu = torch.library.Library("qbe", "IMPL")  # `qbe.kernels.cpu.native` may take its place
-on_cpu.impl("route", _cpu, "CPU")
-_library.impl("route", _route, "CUDA")
-
-
-@torch.library.register_fake("qbe::route", lib=_library)
 def _fake(x: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+OP = register(
+    "route(Tensor x, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, Tensor thresholds, "
+    "Tensor gears, Tensor sizes, Tensor dynamic_precision, Tensor precision_words, Tensor spent, int who) -> Tensor",
+    cpu=_route,
+    cuda=_route,
+    fake=_fake,
+)

@@ -18,6 +18,13 @@ from qbe.kernels.triton.tiled_quantise import quantised_bytes, store_quantised
 
 
 def norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `qbe.kernels.ops.fused.norm`."""
+    return add_norm(x, None, weight, eps, inputs, group)[1:]
+
+
+def add_norm(
     x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float, inputs: int, group: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `qbe.kernels.ops.fused.add_norm`; without `added` the first result has no elements."""

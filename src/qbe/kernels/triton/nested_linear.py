@@ -10,13 +10,13 @@ import triton
 
 from qbe.errors import QBEError
 from qbe.format.layout import BLOCK, SliceLayout
+from qbe.kernels.cuda.dispatch import SHARED_TILE_ROWS
 from qbe.kernels.triton import candidates
 from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel, nested_linear_kernel
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_linear import tiled_linear
 from qbe.kernels.tuning.tunable import Config, Problem, Tunable
 
-DECODE_ROWS = 64  # up to here rows share one tile and codes are multiplied undequantised
 LEAST_ROWS = 16  # of a tile: fewer rows are launched as so many are, so that each comes out the same
 
 
@@ -44,7 +44,7 @@ def launch_config(
     Splitting gives a matrix with few outputs enough programs to keep every multiprocessor loading.
     """
     step = 2 if group_blocks % 2 == 0 else 1
-    if m > DECODE_ROWS:
+    if m > SHARED_TILE_ROWS:
         tile = 32 if dtype == torch.float32 else 128
         rows = tile if precisions <= 3 else tile // 2  # the code of more precisions needs registers
         return {

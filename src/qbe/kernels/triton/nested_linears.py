@@ -10,15 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from qbe.format.layout import SliceLayout
+from qbe.kernels.cuda.dispatch import MOST_MERGED, decodes_together
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.kernels.triton.nested_linear import nested_linear
 from qbe.kernels.triton.tiled_configs import DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
-from qbe.kernels.triton.tiled_linear import DECODE_ROWS, quantised, split_launch
+from qbe.kernels.triton.tiled_linear import quantised, split_launch
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
-
-TOGETHER = 3  # weights of one launch
 
 
 def nested_linears(
@@ -42,7 +41,7 @@ def nested_linears(
     """
     rows = x.reshape(-1, x.shape[-1])
     tiled = all(p.dim() == 1 for p in packed)
-    if not 0 < rows.shape[0] <= DECODE_ROWS or x.dtype == torch.float32 or not tiled or not 1 < len(packed) <= TOGETHER:
+    if len(packed) < 2 or not decodes_together(len(rows), x.dtype, tiled, len(packed)):
         parts = [
             nested_linear(
                 x, p, meta[i], bits[i], originals[i] if originals else None, biases[i] if biases else None, slices,
@@ -65,11 +64,29 @@ def nested_linears(
     grid, units, constants, sums = split_launch(y, outputs, group, layout, config)
 
     def three(many: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        return [many[min(i, len(many) - 1)] if many else None for i in range(TOGETHER)]
+        return [many[min(i, len(many) - 1)] if many else None for i in range(MOST_MERGED)]
 
-    n = [*outputs, 0][:TOGETHER]
+    n = [*outputs, 0][:MOST_MERGED]
     decode_three_kernel[grid](
         rows, ready, *three(packed), *three([b.contiguous() for b in bits]), *three(originals),
-        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:TOGETHER], units, **constants, ROWS=packed_rows(m),
+        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:MOST_MERGED], units, **constants,
+        ROWS=packed_rows(m),
     )  # fmt: skip
     return y.view(*x.shape[:-1], y.shape[1])
+
+
+def quantised_linears(
+    x: torch.Tensor,
+    quantised: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    meta: Sequence[torch.Tensor],
+    bits: Sequence[torch.Tensor],
+    originals: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    slices: Sequence[int],
+    exponents: Sequence[int],
+    float32_output: bool = False,
+) -> torch.Tensor:
+    """See `qbe.kernels.ops.fused`."""
+    lists = packed, meta, bits, originals, biases
+    return nested_linears(x, *lists, slices, exponents, ready=quantised, float32_output=float32_output)

@@ -55,19 +55,12 @@ def paged_attention(
     scaling: float,
     window: int,
     softcap: float,
-    cuts: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """See `qbe.kernels.ops.paged_attention.paged_attention`. Any head sizes, any ratio of query to key heads up to 64.
 
-    The kernel in CUDA C++ (`qbe.kernels.cuda`) walks where it can, the one in Triton elsewhere, which needs no `cuts`.
     `batch_invariant` is `qbe.kernels.ops.paged_attention.batch_invariant_attention`.
     """
-    if decode_attention.serves(query, key, value, softcap):
-        return decode_attention.launch(
-            query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap,
-            processors(query.device), cuts, batch_invariant,
-        )  # fmt: skip
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
     where = memory, head_offsets, slots, block_tables, lengths, entropy
     walk(query, key, value, *where, scaling, window, softcap, out, Noted(), batch_invariant)

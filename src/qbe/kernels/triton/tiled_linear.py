@@ -1,9 +1,6 @@
 """Launch of `qbe::nested_linear` on a weight in the tiled layout (`qbe.kernels.triton.layout`).
 
-up to 16 rows      tiled_decode_kernel: integer products, every row at its own precision
-up to 255          tiled_batch_kernel: float16 products, a pass for each precision of a tile
-from 256           tiled_prefill: the weight once for each precision, then a dense product
-float32            tiled_float32_kernel: exact, not fast
+Which kernel runs when is in `qbe.kernels.cuda.dispatch`.
 """
 
 from __future__ import annotations
@@ -16,18 +13,18 @@ import torch
 import triton
 
 from qbe.format.layout import SliceLayout
+from qbe.kernels.cuda.dispatch import linear_kernel
 from qbe.kernels.triton.layout import group_size_of, padded_shape, unit
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_batch_kernel import batch_kernel, half_bytes, half_rows_kernel
 from qbe.kernels.triton.tiled_configs import BATCH, DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_kernel
 from qbe.kernels.triton.tiled_float32_kernel import float32_kernel
-from qbe.kernels.triton.tiled_prefill import PREFILL_ROWS, prefill
+from qbe.kernels.triton.tiled_prefill import prefill
 from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
 
-DECODE_ROWS = 16
 _HALF_BLOCK = 16384  # inputs of a row that `half_rows_kernel` holds at once
 
 
@@ -66,17 +63,18 @@ def tiled_linear(
     n = y.shape[1]
     group = group_size_of(tiled, n, k, layout)
     rows, inputs = padded_shape(n, k, layout)
-    if x.dtype == torch.float32:
+    kernel = linear_kernel(m, x.dtype, True, None if original is None else original.dtype)
+    if kernel == "float32":
         float32_kernel[(-(-n // 32) * -(-m // 32),)](
             round_rows(x, bits, group), tiled, bits, original, bias, y, m, n, k, rows, inputs, exponent,
             PRECISIONS=layout.precisions, PARTS=layout.needed_parts, GROUP=group, EVEN=k == inputs, STEPS=inputs // 64,
             BN=32, BM=32, STAGES=2, ASM=x.device.type == "cuda", num_warps=4,
         )  # fmt: skip
         return
-    if m >= PREFILL_ROWS and (original is None or original.dtype == x.dtype):
+    if kernel == "prefill":
         prefill(round_rows(x, bits, group), tiled, bits, original, bias, layout, exponent, y)
         return
-    few = m <= DECODE_ROWS
+    few = kernel == "decode"
     config = config or (DECODE if few else BATCH).config(
         x.device,
         m,

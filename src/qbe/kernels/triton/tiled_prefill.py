@@ -13,7 +13,6 @@ from qbe.kernels.triton.layout import TILE, group_size_of, padded_shape
 from qbe.kernels.triton.tiled_dense_kernel import dense_kernel, dequantise_kernel
 from qbe.sites import FULL_BITS
 
-PREFILL_ROWS = 256  # from here the weight is dequantised once for all rows
 CHUNK_ROWS = 8192  # rows of one launch
 _ANY = 2**30  # beyond every width
 

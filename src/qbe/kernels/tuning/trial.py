@@ -8,6 +8,7 @@ import torch
 
 from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout
+from qbe.kernels.cuda.dispatch import PREFILL_ROWS
 from qbe.kernels.tuning.tunable import Choice, Config, Problem
 
 EXPONENT = 104  # of the scales: results of random codes then fit float16
@@ -66,7 +67,7 @@ class TuningTrial:
         problem, layout = self.problem, SliceLayout.of(self.problem.slices)
         self.precisions = layout.precisions
         # The batch kernel serves fewer than the next power of two where prefill begins.
-        self.rows = min(problem.rows, 255) if self.tiled else problem.rows
+        self.rows = min(problem.rows, PREFILL_ROWS - 1) if self.tiled else problem.rows
         size = sum(problem.outputs) * problem.inputs * (layout.total_bits + 1) // 8
         self.copies = max(1, min(COPIES, 3 * self._cache_bytes() // max(1, size)))
         self._check_memory(size * self.copies)

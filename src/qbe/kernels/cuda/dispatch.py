@@ -1,0 +1,85 @@
+"""Which kernel of a GPU runs when: Triton's or CUDA C++'s, for how many rows, in which layout and dtype.
+
+Everything that is decided by these is decided here, without Triton: the store and compiled graphs ask, too. How a
+kernel is then launched (tiles, splits, warps) is its own: `qbe.kernels.triton.tiled_configs` and what was tuned.
+
+nested_linear(s)     uniform     the host knows that all rows read one word: the weight once, then a library's product
+                     canonical   packed has two dimensions: what was not brought into the tiled layout, small matrices
+  tiled layout:      decode      up to 16 rows: integer products, every row at its own precision; up to three weights
+                                 that read the same x in one launch
+                     batch       up to 255: float16 products, a pass for each precision of a tile
+                     prefill     from 256: the weight once for each precision, then a dense product
+                     float32     exact, not fast
+paged attention      CUDA C++ where it has a kernel (`decode_attention.serves`: Hopper's instructions, heads of 64 or
+                     128), else Triton; bounded attention is Triton's
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+
+DECODE_ROWS = 16  # of the tiled layout: up to here every row is multiplied at its own precision
+PREFILL_ROWS = 256  # of the tiled layout: from here the weight is dequantised once for all rows
+UNIFORM_ROWS = 256  # from here on the weight is made once, when the host knows the words of all rows to be the same
+SHARED_TILE_ROWS = 64  # of the canonical layout: up to here rows share one tile and codes are multiplied undequantised
+MOST_MERGED = 3  # weights of one launch
+
+LinearKernel = Literal["canonical", "decode", "batch", "prefill", "float32"]
+
+
+def linear_kernel(rows: int, dtype: torch.dtype, tiled: bool, original: torch.dtype | None = None) -> LinearKernel:
+    """Which kernel multiplies so many rows of that dtype, at least one, whatever their words.
+
+    Args:
+        tiled: whether the weight is in the tiled layout (`qbe.kernels.triton.layout`).
+        original: dtype of the 16-bit weight, if there is one.
+    """
+    if not tiled:
+        return "canonical"
+    if dtype == torch.float32:
+        return "float32"
+    if rows >= PREFILL_ROWS and original in (None, dtype):
+        return "prefill"
+    return "decode" if rows <= DECODE_ROWS else "batch"
+
+
+def decodes_together(rows: int, dtype: torch.dtype, tiled: bool, weights: int) -> bool:
+    """Whether one launch of the decode kernel takes so many weights that read the same rows, which may be none."""
+    return rows > 0 and weights <= MOST_MERGED and linear_kernel(rows, dtype, tiled) == "decode"
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    memory: torch.Tensor,
+    head_offsets: torch.Tensor,
+    slots: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    entropy: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+    cuts: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """Of `qbe.kernels.ops.paged_attention`: with `cuts` `shared_attention`, which Triton's kernel does not need; with
+    `batch_invariant` the op of that name. Any head sizes, any ratio of query to key heads up to 64.
+    """
+    from qbe.kernels.cuda import decode_attention
+    from qbe.kernels.triton import paged_attention as in_triton
+
+    where = memory, head_offsets, slots, block_tables, lengths, entropy
+    if decode_attention.serves(query, key, value, softcap):
+        count = in_triton.processors(query.device)
+        return decode_attention.launch(
+            query, key, value, *where, scaling, window, softcap, count, cuts, batch_invariant
+        )
+    return in_triton.paged_attention(query, key, value, *where, scaling, window, softcap, batch_invariant)
+
+
+batch_invariant_attention = functools.partial(paged_attention, batch_invariant=True)
