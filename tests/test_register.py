@@ -118,8 +118,8 @@ def test_the_worked_example_of_the_documentation_works(monkeypatch: pytest.Monke
         for key, value in namespace.items():
             monkeypatch.setattr(module, key, value, raising=False)
         monkeypatch.setitem(sys.modules, name, module)
-    from qbe.kernels.ops.scale_rows import scale_rows  # type: ignore[import-not-found]
-    from qbe.kernels.reference.scale_rows import scale_rows as reference  # type: ignore[import-not-found]
+    from qbe.kernels.ops.scale_rows import scale_rows
+    from qbe.kernels.reference.scale_rows import scale_rows as reference
 
     words = torch.tensor([4, 8 << 8 | 6, 16], dtype=torch.int32)
     for rows in (0, 1, 3):
