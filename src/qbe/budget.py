@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 from qbe.errors import QBEError
 from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS, TURBO_KINDS
@@ -43,7 +46,8 @@ class Budget:
         kv_error: bounded mode, where the KV cache has less than 16 bits: by how much the output of an attention head
             may differ from what 16 bits give, as a part of its norm (0.05: 5 %); 0 reads everything at 16 bits. Pages
             for which that cannot be guaranteed are read again from 16-bit originals in host memory. None: no bound.
-        careful_tokens: the name that `high_precision_tokens` had in version 0.1.
+
+    `careful_tokens`, the name that `high_precision_tokens` had in version 0.1, is taken and can be read, too.
 
     Raises:
         QBEError: an unknown tier, bits or a range outside 1 to 16, or activation or KV bits that there are not, or
@@ -60,16 +64,18 @@ class Budget:
     within: tuple[float, float] | None = None
     refresh: bool = False
     cascade: bool = False
-    careful_tokens: InitVar[bool | None] = None
+
+    @property
+    def careful_tokens(self) -> bool:
+        """The name that `high_precision_tokens` had in version 0.1."""
+        return self.high_precision_tokens
 
     @property
     def plain_tier(self) -> str:
         """The tier by its first name: `flex`, `default` or `priority`."""
         return TIER_ALIASES.get(self.tier, self.tier)
 
-    def __post_init__(self, careful_tokens: bool | None) -> None:
-        if careful_tokens is not None:
-            object.__setattr__(self, "high_precision_tokens", careful_tokens)
+    def __post_init__(self) -> None:
         if self.tier not in TIERS:
             raise QBEError(f"unknown tier {self.tier!r:.66}: choose one of {', '.join(TIERS)}")
         if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
@@ -111,6 +117,21 @@ class Budget:
             return self.bits
         low, high = self.within or TIER_BITS[self.plain_tier]
         return low + (high - low) * min(1.0, max(0.0, score))
+
+
+def _older_names(init: Callable[..., None]) -> Callable[..., None]:
+    """`Budget.__init__` that takes `careful_tokens`, too. No `InitVar`: `dataclasses.replace` would give it again."""
+
+    @wraps(init)
+    def taking(self: Budget, *args: Any, **given: Any) -> None:
+        if "careful_tokens" in given:
+            given["high_precision_tokens"] = given.pop("careful_tokens")
+        init(self, *args, **given)
+
+    return taking
+
+
+Budget.__init__ = _older_names(Budget.__init__)  # type: ignore[method-assign]
 
 
 def check_kv_bits(value: object) -> None:

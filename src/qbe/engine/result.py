@@ -105,6 +105,11 @@ class Result:
     accepted_tokens: int = 0
 
     @property
+    def careful_tokens(self) -> int:
+        """The name that `high_precision_tokens` had in version 0.1."""
+        return self.high_precision_tokens
+
+    @property
     def average_weight_bits(self) -> float:
         """Mean gear over the weights of the nested sites, and over the tokens where these differ."""
         if self.routed:

@@ -6,8 +6,10 @@ a file of another store, of other measurements or of another analysis is refused
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +27,8 @@ from qbe.sites import FULL_BITS, SiteTable
 FORMAT = {"tokenwise": 2}  # of a policy's tensors, where it is not the first
 # Code and trained data of the analysis that learned policies read the results of.
 _ANALYSIS = ("classifier.json", "encoder.safetensors", "encoder.py", "features.py", "thresholds.py")
+# Version 0.1 took comments into its digest. What that said of an analysis, by what is said of the same one now.
+_AS_IN_0_1 = {"a0f5bf310b32c00f00564ce8c33c3573": "b0ba42f14294d470d3c0539991cc7de0"}
 
 Array = npt.NDArray[Any]
 
@@ -129,7 +133,22 @@ def _checksum(tensors: Mapping[str, Array], about: str) -> str:
 
 @cache
 def _analysis() -> str:
+    """Digest of the analysis; as version 0.1 wrote it down, where it is still the same."""
     found = hashlib.blake2b(digest_size=16)
     for name in _ANALYSIS:
-        found.update((files("qbe.analysis") / name).read_bytes())
-    return found.hexdigest()
+        read = (files("qbe.analysis") / name).read_bytes()
+        found.update(_without_comments(read.decode()).encode() if name.endswith(".py") else read)
+    return _AS_IN_0_1.get(found.hexdigest(), found.hexdigest())
+
+
+def _without_comments(source: str) -> str:
+    """Python's lines without docstrings, whole-line and trailing comments, and empty lines: what a program does."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node) is not None:
+            text = node.body[0]
+            lines[text.lineno - 1 : text.end_lineno] = [""] * ((text.end_lineno or text.lineno) - text.lineno + 1)
+    kept = (re.sub(r"(^|  )# .*", "", line).rstrip() for line in lines)
+    return "\n".join(line for line in kept if line)
