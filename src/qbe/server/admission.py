@@ -9,35 +9,13 @@ from collections.abc import Callable
 
 from qbe.server.errors import APIError
 from qbe.server.keys import Client
+from qbe.server.rates import Bucket, Rates
 from qbe.server.settings import Limits, Tier, TierName
+
+__all__ = ["Admission", "Bucket", "sunk"]
 
 _MINUTE = 60.0
 _STEPS = 4  # steps of the brownout, so that similar requests share blueprints
-
-
-class Bucket:
-    """A token bucket: `per_minute` come in evenly, as many are held.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self.size, self._clock = per_minute, clock
-        self._level, self._at = float(per_minute), clock()
-
-    def wait(self, count: float) -> float:
-        """Seconds until `count` can be taken; 0 now, infinity never."""
-        now = self._clock()
-        self._level = min(self.size, self._level + (now - self._at) * self.size / _MINUTE)
-        self._at = now
-        if count > self.size:
-            return math.inf
-        return max(0.0, count - self._level) * _MINUTE / self.size
-
-    def take(self, count: float) -> None:
-        """Take; a negative count gives back."""
-        self._level = min(self.size, self._level - count)
 
 
 class Admission:
@@ -46,13 +24,16 @@ class Admission:
     Args:
         running: answers that are written at once.
         clock: seconds.
+        rates: what keys may ask a minute.
     """
 
-    def __init__(self, running: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, running: int, clock: Callable[[], float] = time.monotonic, rates: Rates | None = None
+    ) -> None:  # fmt: skip
         self.running, self._clock = running, clock
         self._inside: Counter[str] = Counter()  # of each tier
         self._left: deque[float] = deque(maxlen=64)  # when the last answers ended
-        self._buckets: dict[tuple[str, str, int], Bucket] = {}
+        self.rates = Rates(clock) if rates is None else rates
 
     @property
     def inside(self) -> int:
@@ -112,35 +93,11 @@ class Admission:
 
     def charge(self, client: Client, tokens: int) -> None:
         """Count a request of so many tokens for its key. Raises APIError when a limit is reached."""
-        asked = [(b, n) for b, n in ((self._bucket(client, "requests"), 1), (self._bucket(client, "tokens"), tokens))]
-        for bucket, count in asked:
-            wait = 0.0 if bucket is None else bucket.wait(count)
-            if bucket is None or wait == 0.0:
-                continue
-            what = "requests" if count == 1 and bucket is asked[0][0] else "tokens"
-            message = f"this key may use {bucket.size} {what} a minute"
-            if math.isinf(wait):
-                raise APIError(429, f"{message}, but this request alone takes up to {count}: lower max_tokens",
-                               code="rate_limit_exceeded")  # fmt: skip
-            raise APIError(429, f"{message}: try again later", code="rate_limit_exceeded", retry_after=wait)
-        for bucket, count in asked:
-            if bucket is not None:
-                bucket.take(count)
+        self.rates.charge(client, tokens)
 
     def refund(self, client: Client, tokens: int) -> None:
         """Tokens that were charged and not used."""
-        bucket = self._bucket(client, "tokens")
-        if bucket is not None:
-            bucket.take(-tokens)
-
-    def _bucket(self, client: Client, kind: str) -> Bucket | None:
-        limit: int | None = getattr(client.key, f"{kind}_per_minute", None)
-        if limit is None:
-            return None
-        key = client.name, kind, limit
-        if key not in self._buckets:
-            self._buckets[key] = Bucket(limit, self._clock)
-        return self._buckets[key]
+        self.rates.refund(client, tokens)
 
     def brownout(self, limits: Limits) -> float:
         """How far tiers with a floor have sunk to it, 0 to 1."""

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from itertools import takewhile
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from qbe.server import chat, completions
+from qbe.server.bodies import Bodies
 from qbe.server.console import add_console
+from qbe.server.cors import Cors
 from qbe.server.errors import APIError, ErrorBody
 from qbe.server.exchange import Exchange, while_connected
 from qbe.server.guard import Guard
-from qbe.server.keys import Client
 from qbe.server.observe import logs
 from qbe.server.protocol import ChatRequest, CompletionRequest
 from qbe.server.service import Service
-from qbe.server.structure import FORMAT
 from qbe.server.wire import dumps
 from qbe.version import __version__
 
 log = logging.getLogger(__name__)
 
 _HUNG_UP = Response(status_code=499)
+_BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 _ERRORS: Any = {
     status: {"model": ErrorBody, "description": what}
     for status, what in (
@@ -53,12 +53,14 @@ _STREAM: Any = {200: {"description": "the answer; with `stream`, server-sent eve
 }}}  # fmt: skip
 
 
-def make_app(make_service: Callable[[], Service]) -> FastAPI:
+def make_app(make_service: Callable[[], Service], inside_port: int | None = None) -> FastAPI:
     """The application.
 
     Args:
         make_service: called once the event loop runs.
+        inside_port: of those it is reached at, the only one with `/metrics` and `/openapi.json`; None: all of them.
     """
+    bodies = Bodies(_BODIES)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -68,6 +70,7 @@ def make_app(make_service: Callable[[], Service]) -> FastAPI:
             yield
         finally:
             await service_of(app).stop()
+            bodies.close()
 
     app = FastAPI(
         title="QBE", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
@@ -102,63 +105,84 @@ def make_app(make_service: Callable[[], Service]) -> FastAPI:
             raise APIError(404, f"there is no model '{name[:200]}' here", param="model", code="model_not_found")
         return _model(service_of(app), name)
 
-    @app.post("/v1/chat/completions", responses=_STREAM | _ERRORS, dependencies=bearer)
-    async def chat_completions(
-        body: ChatRequest, request: Request, client: Annotated[Client, Depends(_client)]
-    ) -> Response:
+    @app.post(
+        "/v1/chat/completions", responses=_STREAM | _ERRORS, dependencies=bearer, openapi_extra=_takes(ChatRequest)
+    )
+    async def chat_completions(request: Request) -> Response:
         """The next message of a conversation."""
-        service = service_of(app)
+        service, body, client = service_of(app), request.state.body, request.state.client
         return await _answer(request, chat.begin(body, client, service), bool(body.stream),
                              lambda e: chat.stream(body, service, e),
                              lambda e: chat.whole(body, service, e))  # fmt: skip
 
-    @app.post("/v1/completions", responses=_STREAM | _ERRORS, dependencies=bearer)
-    async def text_completions(
-        body: CompletionRequest, request: Request, client: Annotated[Client, Depends(_client)]
-    ) -> Response:
+    @app.post(
+        "/v1/completions", responses=_STREAM | _ERRORS, dependencies=bearer, openapi_extra=_takes(CompletionRequest)
+    )
+    async def text_completions(request: Request) -> Response:
         """What follows prompts."""
-        service = service_of(app)
+        service, body, client = service_of(app), request.state.body, request.state.client
         return await _answer(request, completions.begin(body, client, service), bool(body.stream),
                              lambda e: completions.stream(body, service, e),
                              lambda e: completions.whole(body, service, e))  # fmt: skip
 
     add_console(app, service_of, bearer)
 
-    def counted(error: APIError) -> None:
+    def counted(error: APIError, scope: Scope) -> None:
         service_of(app).metrics.refused.labels(service_of(app).names[0], str(error.status), error.code or "").inc()
-        logs.say("refused", {"status": error.status, "code": error.code, "param": error.param})
+        logs.say("refused", {"status": error.status, "code": error.code, "param": error.param} | _who(scope))
 
-    def answer(error: APIError) -> Response:
-        counted(error)
+    def answer(error: APIError, request: Request) -> Response:
+        counted(error, request.scope)
         return error.response()
 
     @app.exception_handler(APIError)
-    async def on_api_error(_: Request, error: APIError) -> Response:
-        return answer(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def on_wrong_body(_: Request, error: RequestValidationError) -> Response:
-        return answer(wrong_body(error))
+    async def on_api_error(request: Request, error: APIError) -> Response:
+        return answer(error, request)
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(_: Request, error: HTTPException) -> Response:
-        response = answer(APIError(error.status_code, str(error.detail)))
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        response = answer(APIError(error.status_code, str(error.detail)), request)
         response.headers.update(error.headers or {})  # of a 405: which methods there are
         return response
 
     @app.exception_handler(Exception)
-    async def on_defect(_: Request, error: Exception) -> Response:
-        return answer(APIError(500, "a defect of the server; its log says more", code="internal_error"))
+    async def on_defect(request: Request, error: Exception) -> Response:
+        return answer(APIError(500, "a defect of the server; its log says more", code="internal_error"), request)
 
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
-    app.add_middleware(Guard, settings=lambda: service_of(app).settings, refused=counted)
+    app.add_middleware(
+        Guard, settings=lambda: service_of(app).settings, refused=counted, bodies=bodies,
+        rates=lambda: service_of(app).rates, inside_port=inside_port,
+    )  # fmt: skip
+    app.add_middleware(Cors, settings=lambda: service_of(app).settings)
     return app
+
+
+def _who(scope: Scope) -> dict[str, Any]:
+    """Who was refused, for a line of the log."""
+    state, address = scope.get("state", {}), scope.get("client")
+    client = state.get("client")
+    return {
+        "key": None if client is None else client.name, "address": None if address is None else address[0],
+        "method": scope["method"], "path": scope["path"][:200], "request_id": state.get("request_id"),
+    }  # fmt: skip
+
+
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    """For the document: what `Guard` parses."""
+    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document. Whether a key is needed is up to the settings, so that none is allowed, too."""
     made = app.openapi_schema is None
     document = FastAPI.openapi(app)
+    if made:
+        _, found = models_json_schema(
+            [(body, "validation") for body in _BODIES.values()], ref_template="#/components/schemas/{model}"
+        )
+        document["components"]["schemas"] |= found["$defs"]
     for operation in (one for path in document["paths"].values() for one in path.values() if made):
         if "security" in operation:
             operation["security"].append({})
@@ -169,11 +193,6 @@ def service_of(app: FastAPI) -> Service:
     """The service of a running application."""
     service: Service = app.state.service
     return service
-
-
-async def _client(request: Request) -> Client:  # a plain function would run in a thread
-    client: Client = request.state.client
-    return client
 
 
 async def _answer(
@@ -225,25 +244,3 @@ def _state(good: bool) -> Response:
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": service.created, "owned_by": "qbe"}
-
-
-def wrong_body(error: RequestValidationError) -> APIError:
-    """What is wrong with a body, and in which field. Of several things the first."""
-    first = error.errors()[0]
-    said = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
-        return APIError(400, f"the body is not JSON: {said}", code="invalid_json")
-    # Pydantic's names for the members of a union are no fields.
-    parts = [str(part) for part in first["loc"][1:]]
-    if parts[:1] == [FORMAT]:
-        del parts[1:2]
-    field = ".".join(takewhile(lambda part: re.fullmatch("(?!str$)[a-z_]+|[0-9]+", part), parts))
-    if first["type"] == "extra_forbidden":
-        field = ".".join(parts)[:200]
-        return APIError(400, f"{field}: there is no such field", param=field, code="unknown_parameter")
-    if not field:
-        said = "it must be a JSON object, sent with 'Content-Type: application/json'"
-        return APIError(400, f"the body is wrong: {said}", code="invalid_json")
-    if parts[:1] == ["prompt"] and first["type"] != "missing":  # pydantic tells of one of the forms that it may have
-        field, said = "prompt", "it must be a text, token ids from 0 on, or a list of such, and none of them empty"
-    return APIError(400, f"{field}: {said}", param=field, code="invalid_value")

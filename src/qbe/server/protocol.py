@@ -32,6 +32,19 @@ KVBits = Annotated[
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=2**20, fail_fast=True)]
+MOST_PROMPTS = MOST_BIASES = 1024
+
+
+def few(most: int) -> BeforeValidator:
+    """So many members at most, which is checked before they are; pydantic checks all members of an object first."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"there are {len(value)} members, but at most {most} are taken")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _refuse(value: Any) -> Any:
@@ -115,9 +128,14 @@ class Common(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES), few(MOST_BIASES)
+        ]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -223,7 +241,7 @@ class Allowed(Body):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
 
 
 class AllowedTools(Body):
@@ -276,19 +294,19 @@ ResponseFormat = Annotated[
 class ChatRequest(Common):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     prediction: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=16, fail_fast=True)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     functions: Refused = None
     function_call: Refused = None
@@ -301,9 +319,9 @@ class CompletionRequest(Common):
 
     prompt: (
         str
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -31,6 +31,7 @@ from qbe.server.keys import Client
 from qbe.server.observe.observer import Observer
 from qbe.server.observe.traces import Traces
 from qbe.server.queues import TierQueues, stand
+from qbe.server.rates import Rates
 from qbe.server.settings import Settings
 from qbe.server.settings_file import Watched
 from qbe.server.speed import Speed
@@ -68,6 +69,7 @@ class Service:
         self.metrics = self._observer.metrics
         self.broken = self.stopping = False
         self._prepare = ThreadPoolExecutor(1, "qbe-prepare")  # tokenizes, analyses and allocates beside the steps
+        self.rates = Rates()
         self._admission: Admission | None = None
         self._grammars: Grammars | None = None
         self._token_text: TokenText | None = None
@@ -156,7 +158,7 @@ class Service:
             self._failed(error or QBEError("there is no engine"))
             return
         self.names += [engine.name] if engine.name not in self.names else []
-        self._admission = Admission(engine.core.scheduler.max_sequences)
+        self._admission = Admission(engine.core.scheduler.max_sequences, rates=self.rates)
         log.info("ready")
 
     def _on_broken(self) -> None:
@@ -166,8 +168,8 @@ class Service:
         """Take over a changed settings file; keep what there is while it is wrong."""
         changed = self._watched.changed()
         if changed is not None:
-            if self._public and not changed.keys:
-                raise QBEError("the settings have no keys any more, but others can connect")
+            if not changed.keys and (self._public or self.settings.keys):
+                raise QBEError("the settings have no keys any more: restart the server to serve without")
             if self._admission is not None:
                 contract.check(changed, self._lowest)
             self._watched.current = changed

@@ -220,21 +220,45 @@ class Logs(_SettingsTable):
     prompts: bool = False
 
 
+class Http(_SettingsTable):
+    """Who may reach the server by which way.
+
+    Attributes:
+        private: whether `/metrics` and `/openapi.json` want an operator's key.
+        cors_origins: sites whose pages may use the API, such as `https://example.org`; `*` is all of them.
+    """
+
+    private: bool = False
+    cors_origins: tuple[str, ...] = ()
+
+
 class Key(_SettingsTable):
-    """A client's key; only its hash is kept.
+    """A client's key; only its hash is kept. What is None has no limit.
 
     Attributes:
         sha256: of the key, in hex.
         tiers: those it may use; `auto` is `default` where it may, else the first of them.
         operator: whether the console shows it everybody's requests, rather than its own.
-        requests_per_minute, tokens_per_minute: prompt tokens and `max_tokens` count; None has no limit.
+        weight: its share of its tier's tokens beside other keys that have answers waiting.
+        shared_prefixes: whether it finds cached prefixes of other such keys, and they its own.
+        concurrent: its answers that run or wait at the same time.
+        requests_per_minute, tokens_per_minute: prompt tokens and `max_tokens` count.
+        tokens_per_day, tokens_per_month: of prompts and answers, since midnight or the first of the month, UTC.
+        cost_per_day, cost_per_month: likewise, in the currency of `prices`.
     """
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     tiers: Annotated[tuple[TierName, ...], Field(min_length=1)] = ("flex", "default", "priority")
     operator: bool = False
+    weight: Annotated[float, Strict(), Field(gt=0, le=1000)] = 1.0
+    shared_prefixes: bool = False
+    concurrent: Positive | None = None
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
+    tokens_per_day: Positive | None = None
+    tokens_per_month: Positive | None = None
+    cost_per_day: Annotated[float, Strict(), Field(gt=0)] | None = None
+    cost_per_month: Annotated[float, Strict(), Field(gt=0)] | None = None
 
 
 class Settings(_SettingsTable):
@@ -247,6 +271,7 @@ class Settings(_SettingsTable):
     logs: Logs = Logs()
     weights: Weights = Weights()
     energy: Energy = Energy()
+    http: Http = Http()
     keys: dict[str, Key] = {}
 
     @model_validator(mode="after")

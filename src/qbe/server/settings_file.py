@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tomllib
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from pydantic import ValidationError
 from qbe.errors import QBEError
 from qbe.files import reason
 from qbe.server.settings import Settings
+
+_BYTES = 4 << 20
 
 
 def load(path: Path) -> Settings:
@@ -24,9 +27,15 @@ def load(path: Path) -> Settings:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe that nobody writes to, too
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise QBEError(f"{path} cannot be read: it is no regular file")
+            found = file.read(_BYTES + 1)
     except OSError as error:
         raise QBEError(f"{path} cannot be read: {reason(error)}") from None
+    if len(found) > _BYTES:
+        raise QBEError(f"{path} cannot be read: a settings file has no more than {_BYTES} bytes")
+    return found
 
 
 def _parsed(path: Path, text: bytes) -> Settings:

@@ -6,12 +6,14 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 from qbe.server.settings import Settings
 
 requests = logging.getLogger("qbe.server.requests")
+request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class Lines(logging.Formatter):
@@ -46,8 +48,9 @@ def start(settings: Callable[[], Settings]) -> None:
 
 
 def say(message: str, fields: dict[str, Any]) -> None:
-    """One line about a request."""
-    requests.info(message, extra={"fields": fields})
+    """One line about a request, with the time."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    requests.info(message, extra={"fields": fields | {"time": now}})
 
 
 def _plain(value: Any) -> str:
