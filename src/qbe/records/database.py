@@ -5,6 +5,7 @@ Write-ahead logging lets readers and one writer work side by side and leaves a v
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -52,6 +53,7 @@ class Database:
     def __init__(self, path: Path, schema: Schema) -> None:
         self.path, self._schema = path, schema
         self._db: sqlite3.Connection | None = None
+        self._opened: tuple[int, int] | None = None  # device and number of the file
         self._lock = threading.Lock()
 
     @contextmanager
@@ -63,6 +65,25 @@ class Database:
         """
         with self._lock, self._errors("written"):
             yield self._open()
+
+    def check_there(self) -> None:
+        """Within `writing`: whether the file is still the one at its path, which SQLite does not notice.
+
+        Raises:
+            QBEError: it is not; what is written to it would be lost. The next use opens what is there then.
+        """
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._opened:
+            if found is not None and self._db is not None:
+                self._db.close()
+                self._db = None
+            raise QBEError(
+                f"{self._schema.name} in {self.path} was taken away while it was in use: put it back, or restart to "
+                "begin a new one"
+            )
 
     def read(self, sql: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
         """Rows; none where the file is not there, which a reader does not make.
@@ -99,7 +120,8 @@ class Database:
                     raise
                 time.sleep(0.01)
             else:
-                self._db = db
+                found = os.stat(self.path)
+                self._db, self._opened = db, (found.st_dev, found.st_ino)
                 return db
 
     def _prepare(self, db: sqlite3.Connection) -> None:

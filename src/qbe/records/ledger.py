@@ -111,6 +111,9 @@ SELECT key, tier, currency, count(DISTINCT request), sum(finish IS NULL), sum(pr
     sum(completion_tokens), sum(cost / {UNIT}), sum(cost % {UNIT}),
     total(joules), coalesce(group_concat(DISTINCT energy), '')
 FROM entries WHERE {_PERIOD} GROUP BY key, tier, currency ORDER BY key, tier, currency"""
+_USED = f"""
+SELECT key, sum(prompt_tokens + completion_tokens), sum(cost / {UNIT}), sum(cost % {UNIT})
+FROM entries WHERE began >= :since GROUP BY key"""
 _BY_BITS = f"""
 SELECT e.key, tier, currency, CAST(b.key AS INTEGER), sum(b.value)
 FROM entries AS e, json_each(tokens_by_bits) AS b WHERE {_PERIOD} GROUP BY 1, 2, 3, 4 ORDER BY 4"""
@@ -144,6 +147,7 @@ class Ledger:
         """
         rows = [_row(e) for e in entries]
         with self._file.writing() as db:
+            self._file.check_there()
             db.execute("BEGIN IMMEDIATE")
             try:
                 db.executemany(_WRITE, rows)
@@ -181,6 +185,21 @@ class Ledger:
             more: Any = (round(bits, 4), spread, cost, joules, joules / tokens, energy)
             found.append(Total(*named, *more))
         return found
+
+    def used(self, since: str) -> list[tuple[str, int, int]]:
+        """Key, tokens of prompts and answers, and cost in trillionths, of requests that came from then on.
+
+        Raises:
+            QBEError: the file cannot be read, or is no ledger.
+        """
+        found = self._file.read(_USED, {"since": since})
+        return [(key, tokens, whole * UNIT + part) for key, tokens, whole, part in found]
+
+    def probe(self) -> None:
+        """Write nothing, but really to the file. Raises QBEError where rows could not be written."""
+        with self._file.writing() as db:
+            self._file.check_there()
+            db.execute(f"PRAGMA user_version = {_SCHEMA.version}")
 
     def close(self) -> None:
         """Close the file; the next use opens it again."""

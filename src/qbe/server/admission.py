@@ -1,4 +1,4 @@
-"""Who may come in: a bounded queue, limits per key, and how hard the queue presses."""
+"""Who may come in: bounded queues for each key, its limits, and how hard the queues press on each tier."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from qbe.server.errors import APIError
-from qbe.server.keys import Client
+from qbe.server.keys import ANYONE, Client
 from qbe.server.rates import Bucket, Rates
-from qbe.server.settings import Limits, Tier, TierName
+from qbe.server.settings import TIER_NAMES, Limits, Tier, TierName
+from qbe.server.tier_order import TierOrder
 
 __all__ = ["Admission", "Bucket", "sunk"]
 
@@ -31,9 +32,10 @@ class Admission:
         self, running: int, clock: Callable[[], float] = time.monotonic, rates: Rates | None = None
     ) -> None:  # fmt: skip
         self.running, self._clock = running, clock
-        self._inside: Counter[str] = Counter()  # of each tier
+        self._inside: Counter[tuple[TierName, str]] = Counter()  # of each tier and key
         self._left: deque[float] = deque(maxlen=64)  # when the last answers ended
         self.rates = Rates(clock) if rates is None else rates
+        self.order = TierOrder()
 
     @property
     def inside(self) -> int:
@@ -45,14 +47,15 @@ class Admission:
         """Answers that wait, at least."""
         return max(0, self.inside - self.running)
 
-    def queued(self, tier: TierName) -> int:
-        """Answers of a tier that wait, at most: the others may have taken every place that they can fill."""
-        own = self._inside[tier]
+    def queued(self, tier: TierName, key: str | None = None) -> int:
+        """Answers of a tier, or of a key in it, that wait, at most: the others may have taken every place that they
+        can fill."""
+        own = sum(n for (t, k), n in self._inside.items() if t == tier and key in (None, k))
         return max(0, own - max(0, self.running - (self.inside - own)))
 
-    def enter(self, count: int, limits: Limits, tier: TierName = "default") -> None:
-        """Let `count` answers in, which `leave` one by one. Each tier has a queue of its own, so that nobody who may
-        use one tier can lock the others out.
+    def enter(self, count: int, limits: Limits, tier: TierName = "default", client: Client = ANYONE) -> None:
+        """Let `count` answers in, which `leave` one by one. Each key has a queue of its own in each tier, so that
+        nobody can lock the others out.
 
         Raises:
             APIError: there is no room.
@@ -60,24 +63,37 @@ class Admission:
         most = self.running + limits.queue
         if count > most:
             raise APIError(400, f"n is {count} in all, but this server holds {most} answers: ask for fewer", param="n")
-        queued = self.queued(tier)
-        self._inside[tier] += count
-        over = self.queued(tier) - limits.queue
+        at_once = None if client.key is None else client.key.concurrent
+        own = sum(n for (_, key), n in self._inside.items() if key == client.name)
+        if at_once is not None and own + count > at_once:
+            if count > at_once:
+                raise APIError(400, f"n is {count} in all, but this key may have {at_once} answers at once", param="n")
+            raise APIError(
+                429, f"this key has {own} answers that run or wait and may have {at_once}: try again later",
+                code="rate_limit_exceeded", retry_after=self._retry_after(own + count - at_once),
+            )  # fmt: skip
+        queued = self.queued(tier, client.name)
+        self._inside[tier, client.name] += count
+        over = self.queued(tier, client.name) - limits.queue
         if over > 0:
-            self._inside[tier] -= count
+            self._inside[tier, client.name] -= count
             raise APIError(
                 429, f"{queued} answers of tier '{tier}' wait already: try again later", code="queue_full",
                 retry_after=self._retry_after(over),
             )  # fmt: skip
 
-    def leave(self, count: int = 1, tier: TierName = "default", ended: int | None = None) -> None:
+    def leave(
+        self, count: int = 1, tier: TierName = "default", ended: int | None = None, client: Client = ANYONE
+    ) -> None:  # fmt: skip
         """Answers are not inside any more.
 
         Args:
             ended: how many of them were written, which says how fast places become free; the others were refused or
                 never began. None: all of them.
         """
-        self._inside[tier] -= count
+        self._inside[tier, client.name] -= count
+        if self._inside[tier, client.name] <= 0:
+            del self._inside[tier, client.name]
         self._left.extend([self._clock()] * (count if ended is None else ended))
 
     def _retry_after(self, count: int) -> float:
@@ -99,9 +115,12 @@ class Admission:
         """Tokens that were charged and not used."""
         self.rates.refund(client, tokens)
 
-    def brownout(self, limits: Limits) -> float:
-        """How far tiers with a floor have sunk to it, 0 to 1."""
-        filled = min(1.0, self.waiting / limits.queue)
+    def brownout(self, limits: Limits, tier: TierName = TIER_NAMES[0]) -> float:
+        """How far a tier with a floor has sunk to it, 0 to 1: what waits of this tier and of dearer ones presses it, so
+        that the cheapest sinks first and furthest."""
+        level = TIER_NAMES.index(tier)
+        inside = sum(n for (t, _), n in self._inside.items() if TIER_NAMES.index(t) >= level)
+        filled = min(1.0, max(0, inside - self.running) / limits.queue)
         return math.ceil(max(0.0, (filled - limits.brownout) / (1 - limits.brownout)) * _STEPS) / _STEPS
 
 

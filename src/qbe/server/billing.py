@@ -26,13 +26,14 @@ from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
 from qbe.server.job import Delta, Event, Job, deliver
 from qbe.server.observe.observer import Observer
+from qbe.server.quotas import Quotas, Use
 
 if TYPE_CHECKING:
     from qbe.server.exchange import EngineRequest
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 2.0  # after a failed write nobody is let in for so long
+_PAUSE_S = 2.0  # after a failed write nobody is let in for so long, and how often an idle ledger is tried
 
 
 class Account:
@@ -65,7 +66,9 @@ class Account:
         self._kv_bits = self._chosen.blueprint.average_kv_bits(self._chosen.table)
         self._cached, self.written = 0, [0] * len(job.requests)
         self._results: list[Result | None] = [None] * len(job.requests)
-        self._charged = 0
+        self._charged = self._counted = 0
+        self.most = Use()  # that it may come to
+        self._cut = False
         self._began = datetime.now(UTC).isoformat(timespec="milliseconds")
 
     def take(self, delta: Delta, now: float, energy: str) -> float | None:
@@ -105,10 +108,25 @@ class Account:
             return read_tokens(self._results[0])
         return self._prompt_tokens - self._cached if self.written[0] else 0
 
-    def charged(self, entry: LedgerEntry) -> float:
-        """It was booked so: what that adds to what was booked before, in the currency."""
-        more, self._charged = entry.cost - self._charged, entry.cost
-        return more / UNIT
+    def charged(self, entry: LedgerEntry) -> Use:
+        """It was booked so: what that adds to what was booked before."""
+        tokens = entry.prompt_tokens + entry.completion_tokens
+        more = Use(tokens - self._counted, entry.cost - self._charged)
+        self._charged, self._counted = entry.cost, tokens
+        return more
+
+    def cut(self) -> bool:
+        """No further answer begins: whether a row of it is to be ended."""
+        self._cut = True
+        return self._counted > 0 or any(self.written)
+
+    @property
+    def _finish(self) -> str | None:
+        """How its answers have ended; None while one goes on."""
+        if self._cut:
+            return ",".join("cancelled" if r is None else r.finish_reason for r in self._results)
+        done = [r.finish_reason for r in self._results if r is not None]
+        return ",".join(done) if len(done) == len(self._results) else None
 
     def entry(self) -> LedgerEntry:
         """The row as it is now. Streams ask for it at every token: it takes microseconds."""
@@ -128,7 +146,7 @@ class Account:
         return LedgerEntry(
             id=self._id, request=self._request, key=self.asked.client.name, tier=self.asked.terms.tier,
             model=self._model, policy=self._chosen.blueprint.policy, began=self._began,
-            finish=",".join(r.finish_reason for r in done) if len(done) == len(self._results) else None,
+            finish=self._finish,
             prompt_tokens=self._prompt_tokens, cached_tokens=self._cached,
             completion_tokens=sum(max(0, n - self.asked.hidden) for n in self.written),
             weight_bits=bits_sum / total if total else self.bits, kv_bits=kv_sum / total if total else self._kv_bits,
@@ -153,13 +171,22 @@ class Billing(threading.Thread):
         ledger: where to.
         loop: where what was booked is delivered.
         observer: told of every token and charge, in this thread.
+        quotas: told of what is booked.
     """
 
-    def __init__(self, ledger: Ledger, loop: asyncio.AbstractEventLoop, observer: Observer) -> None:
+    def __init__(
+        self, ledger: Ledger, loop: asyncio.AbstractEventLoop, observer: Observer, quotas: Quotas
+    ) -> None:  # fmt: skip
         super().__init__(name="qbe-ledger", daemon=True)
+        self._quotas = quotas
         self._ledger, self._loop, self._observer = ledger, loop, observer
         self._inbox: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         self._failed_at: float | None = None
+
+    @property
+    def works(self) -> bool:
+        """Whether the last write or trial of one was good."""
+        return self._failed_at is None
 
     def check(self) -> None:
         """Raises APIError while the ledger cannot be written."""
@@ -185,13 +212,35 @@ class Billing(threading.Thread):
     def run(self) -> None:
         """The thread's life."""
         while True:
-            parcels = [self._inbox.get()]
+            try:
+                parcels = [self._inbox.get(timeout=_PAUSE_S)]
+            except queue.Empty:
+                self._try()
+                continue
             with suppress(queue.Empty):
                 while parcels[-1] is not None:
                     parcels.append(self._inbox.get_nowait())
             self._handle([p for p in parcels if p is not None])
             if parcels[-1] is None:
                 return
+
+    def _try(self) -> None:
+        """Nobody writes: find out what whoever comes next would."""
+        try:
+            self._ledger.probe()
+            self._good()
+        except QBEError as error:
+            self._bad(error)
+
+    def _good(self) -> None:
+        if self._failed_at is not None:
+            log.warning("the ledger can be written again")
+        self._failed_at = None
+
+    def _bad(self, error: QBEError) -> None:
+        if self._failed_at is None:
+            log.error("%s; until then nothing is served", error)
+        self._failed_at = time.monotonic()
 
     def _handle(self, parcels: list[_Parcel]) -> None:
         try:
@@ -221,6 +270,12 @@ class Billing(threading.Thread):
                     )
                     if job.account.stream and not job.account.lost:
                         changed[job.account] = None
+                elif (
+                    isinstance(event, Exception)  # its other answers never begin
+                    and (account := job.account) is not None
+                    and (account.stream and account.cut() and not account.lost)
+                ):
+                    changed[account] = None
             if not any(account.lost for account in parcel.accounts):
                 changed |= dict.fromkeys(parcel.accounts)
         return changed
@@ -230,13 +285,13 @@ class Billing(threading.Thread):
             if accounts:
                 entries = [account.entry() for account in accounts]
                 self._ledger.write(entries)
-                self._failed_at = None
+                self._good()
                 for account, entry in zip(accounts, entries, strict=True):
-                    self._observer.charged(account.asked, account.charged(entry))
+                    more = account.charged(entry)
+                    self._observer.charged(account.asked, more.cost / UNIT)
+                    self._quotas.add(account.asked.client.name, more)
         except QBEError as error:
-            if self._failed_at is None:
-                log.error("%s; until then nothing is served", error)
-            self._failed_at = time.monotonic()
+            self._bad(error)
             return False
         return True
 

@@ -31,6 +31,8 @@ class Terms:
         brownout: how far its tier had sunk to its floor, 0 to 1.
         raised: how far its tier's low end had risen to the high one, 0 to 1.
         contract: what it asked for itself.
+        within: the tier's range among which the query's score chooses, beside the answers that are inside; None: what
+            the pressure makes of it.
     """
 
     tier: TierName
@@ -39,6 +41,17 @@ class Terms:
     brownout: float
     contract: Contract
     raised: float = 0.0
+    within: tuple[float, float] | None = None
+
+    @property
+    def tier_range(self) -> tuple[float, float]:
+        """What the pressure makes of the tier's range."""
+        return sunk(self.tier_settings, self.brownout, self.raised)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it bounds its bits itself."""
+        return any(bits is not None for bits in (self.contract.bits, self.contract.min_bits, self.contract.max_bits))
 
     def cost(self, read: int, cached: int, written: int, bits: float) -> int:
         """Of so many tokens at an average of `bits`, in the ledger's units of the currency.
@@ -126,7 +139,7 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
     if c.max_latency_ms is not None:
         fast = speed.most_bits(c.max_latency_ms, prompt_tokens, tokens)
         most = most if fast is None else max(least, min(most, fast))
-    low, high = (max(least, min(b, most)) for b in sunk(given.tier_settings, given.brownout, given.raised))
+    low, high = (max(least, min(b, most)) for b in given.within or given.tier_range)
     return Budget(within=(low, high), refresh=c.refresh, **rest)
 
 

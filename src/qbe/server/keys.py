@@ -34,6 +34,9 @@ class Client:
         return found
 
 
+ANYONE = Client("anonymous", None)
+
+
 def new_key(name: str) -> tuple[str, str]:
     """A new key, and the lines of TOML that let it in."""
     key = f"qbe-{secrets.token_urlsafe(32)}"
@@ -48,7 +51,7 @@ def digest(key: str) -> str:
 def client_of(headers: Mapping[bytes, bytes], settings: Settings) -> Client:
     """Who sent these headers. Raises APIError for a key that is missing or unknown."""
     if not settings.keys:
-        return Client("anonymous", None)
+        return ANYONE
     scheme, _, given = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     hashed = digest(given.strip() if scheme.lower() == "bearer" else "")
     found = None

@@ -31,8 +31,9 @@ from qbe.server.keys import Client
 from qbe.server.observe.observer import Observer
 from qbe.server.observe.traces import Traces
 from qbe.server.queues import TierQueues, stand
+from qbe.server.quotas import Quotas, Use
 from qbe.server.rates import Rates
-from qbe.server.settings import Settings
+from qbe.server.settings import TIER_NAMES, Settings, TierName
 from qbe.server.settings_file import Watched
 from qbe.server.speed import Speed
 from qbe.server.token_text import TokenText
@@ -76,9 +77,10 @@ class Service:
         self._queues: TierQueues | None = None
         self._lowest = 0.0
         self._knows_tools: bool | None = None
-        self._billing = Billing(ledger, asyncio.get_running_loop(), self._observer)
+        self._ledger, self.quotas = ledger, Quotas()
+        self._billing = Billing(ledger, asyncio.get_running_loop(), self._observer, self.quotas)
         self._worker = Worker(
-            lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._observer.step
+            lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._stepped
         )  # fmt: skip
         self._watching: list[asyncio.Task[None]] = []
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()  # for as long as anybody reads them
@@ -93,7 +95,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return self._admission is not None and not self.broken and not self.stopping
+        return self._admission is not None and not self.broken and not self.stopping and self._billing.works
 
     def start(self) -> None:
         """Begin to make the engine."""
@@ -141,11 +143,18 @@ class Service:
         self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
         self._grammars = Grammars(engine)
         self._observer.begin(engine.core)
+        self.quotas.load(self._ledger)
         scheduler = engine.core.scheduler
         self._queues = TierQueues(lambda: self.settings, scheduler.max_sequences, scheduler.max_batch_tokens)
         self._queues.guide(scheduler)
         self._token_text = TokenText(engine.tokenizer, self._grammars.tokenizer, engine.core.eos_ids)
         return engine
+
+    def _stepped(self, seconds: float) -> dict[str, float]:
+        """In the engine's thread: a step has run. Returns the joules of the answers in it."""
+        if self._queues is not None:
+            self._queues.stepped(seconds)
+        return self._observer.step(seconds)
 
     def _on_ready(self, error: BaseException | None) -> None:
         engine = self._worker.engine
@@ -188,7 +197,7 @@ class Service:
 
     def engine(self) -> Engine:
         """Raises APIError while there is none that takes requests."""
-        if not self.ready or self._worker.engine is None:
+        if self._admission is None or self.broken or self.stopping or self._worker.engine is None:
             why = "is shutting down" if self.stopping else "has failed" if self.broken else "loads its model"
             raise APIError(503, f"the server {why}: try again later", code="not_ready", retry_after=5)
         return self._worker.engine
@@ -217,21 +226,21 @@ class Service:
         assert self._grammars is not None
         return await self._grammars.matches(schema, text, self.settings.limits.grammar_s)
 
-    def brownout(self) -> float:
-        """How far tiers with a floor have sunk."""
-        return 0.0 if self._admission is None else self._admission.brownout(self.settings.limits)
+    def brownout(self, tier: TierName = TIER_NAMES[0]) -> float:
+        """How far a tier with a floor has sunk; the cheapest sinks furthest."""
+        return 0.0 if self._admission is None else self._admission.brownout(self.settings.limits, tier)
 
     def terms(self, client: Client, tier: str | None, wanted: contract.Contract | None) -> Terms:
         """Raises APIError."""
-        return contract.terms(
-            client.tier(tier or "auto"), wanted, self.settings, self.brownout(), self._observer.governor.shift
-        )
+        found = client.tier(tier or "auto")
+        return contract.terms(found, wanted, self.settings, self.brownout(found), self._observer.governor.shift)
 
     async def scrape(self) -> bytes:
         """What `/metrics` shows."""
         load = await self._worker.load(2.0) if self.ready else None
         inside = 0 if self._admission is None else self._admission.inside
         self._observer.scrape()
+        self.metrics.ledger_ok.set(self._billing.works)
         return self.metrics.text(load, inside, self.brownout())
 
     async def live(self, client: Client) -> dict[str, Any]:
@@ -258,14 +267,21 @@ class Service:
         count = len(asked.prompts) * asked.n
         if count > limits.choices:
             raise APIError(400, f"n: {count} answers in all, but at most {limits.choices} are written", param="n")
-        admission.enter(count, limits, asked.terms.tier)
+        admission.enter(count, limits, asked.terms.tier, asked.client)
+        asked = _in_order(asked, admission, count)
         exchange = Exchange(asked, self._worker.cancel, limits.timeout_s)
         self._exchanges.add(exchange)
         try:
             jobs = [await self._job(exchange, i, prompt) for i, prompt in enumerate(asked.prompts)]
-            admission.charge(asked.client, sum(job.most_tokens for job in jobs))
+            most = Use(sum(j.most_tokens for j in jobs), sum(j.account.most.cost for j in jobs if j.account))
+            self.quotas.reserve(asked.client, most)
+            try:
+                admission.charge(asked.client, most.tokens)
+            except APIError:
+                self.quotas.release(asked.client, most)
+                raise
         except BaseException:
-            admission.leave(count, asked.terms.tier, ended=0)
+            self._leave(asked, count, ended=0)
             exchange.over()
             raise
         exchange.jobs += jobs
@@ -307,6 +323,9 @@ class Service:
         requests = asked.requests(replace(request, priority=priority), self._grammars)
         job = Job(requests, choice, exchange.events, lambda job: self.settle(exchange, job))
         job.account = Account(asked, exchange.id, index, self.names[0], job)
+        written = sum(r.params.max_tokens for r in requests)
+        cost = asked.terms.cost(choice[1].prompt_tokens, 0, written, job.account.bits)
+        job.account.most = Use(job.most_tokens, cost)
         return job
 
     def _choose(self, asked: EngineRequest, prompt: PromptInput) -> tuple[Request, Choice]:
@@ -322,13 +341,20 @@ class Service:
             request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, context_limit))))
         return request, choice
 
+    def _leave(self, asked: EngineRequest, count: int, ended: int) -> None:
+        if self._admission is not None:
+            self._admission.leave(count, asked.terms.tier, ended, asked.client)
+            if asked.terms.within is not None:
+                self._admission.order.leave(asked.terms.tier, asked.terms.within, count)
+
     def settle(self, exchange: Exchange, job: Job) -> None:
         """A prompt's answers have ended, whoever still listens: free its place, count it."""
         results, asked = [r for r in job.results if r is not None], exchange.asked
         if self._admission is not None:
-            self._admission.leave(len(job.requests), asked.terms.tier, ended=sum(bool(r.token_ids) for r in results))
+            self._leave(asked, len(job.requests), ended=sum(bool(r.token_ids) for r in results))
             used = job.choice[1].prompt_tokens + sum(len(r.token_ids) for r in results)
             self._admission.refund(asked.client, job.most_tokens - used)
+            self.quotas.release(asked.client, Use() if job.account is None else job.account.most)
         for result in results:
             waited_s = 0.0 if job.account is None else job.account.waited_s
             if not exchange.refused:
@@ -344,3 +370,13 @@ class Service:
             self._observer.refused(exchange)
         elif not exchange.left:
             self._observer.request(exchange)
+
+
+def _in_order(asked: EngineRequest, admission: Admission, count: int) -> EngineRequest:
+    """The same with bits that keep the order of the tiers, unless it bounds them itself."""
+    terms = asked.terms
+    if terms.bounded:
+        return asked
+    found = admission.order.within(terms.tier, terms.tier_range, terms.tier_settings.bits[1])
+    admission.order.enter(terms.tier, found, count)
+    return replace(asked, terms=replace(terms, within=found))

@@ -63,7 +63,7 @@ class Tier(_SettingsTable):
 class Tiers(_SettingsTable):
     """The three tiers of OpenAI's `service_tier`."""
 
-    flex: Tier = Tier(bits=TIER_BITS["flex"])
+    flex: Tier = Tier(bits=TIER_BITS["flex"], floor=TIER_BITS["flex"][0])
     default: Tier = Tier(bits=TIER_BITS["default"], floor=TIER_BITS["flex"][0])
     priority: Tier = Tier(bits=TIER_BITS["priority"])
 
@@ -89,7 +89,7 @@ class Tiers(_SettingsTable):
         if not isinstance(given, dict):
             return given
         own: dict[str, dict[str, Any]] = {name: {"bits": TIER_BITS[name]} for name in TIER_NAMES}
-        own["default"]["floor"] = TIER_BITS["flex"][0]
+        own["flex"]["floor"] = own["default"]["floor"] = TIER_BITS["flex"][0]
         return {
             name: {**own[name], **table} if name in own and isinstance(table, dict) and "bits" not in table else table
             for name, table in given.items()
@@ -139,9 +139,9 @@ class Limits(_SettingsTable):
     """What one request and all of them may take.
 
     Attributes:
-        queue: answers of each tier that may wait beside those that are written; one more is refused with 429.
-        brownout: part of `queue`, held by all tiers together, at which tiers with a floor begin to sink; at all of it
-            they have reached it.
+        queue: answers of each key in each tier that may wait beside those that are written; one more is refused.
+        brownout: part of `queue` at which tiers with a floor begin to sink, if so much waits of them and of dearer
+            ones; at all of it they have reached it.
         timeout_s: seconds a request may take in all.
         drain_s: seconds that running requests have to end after SIGTERM.
         answer_tokens: tokens of a chat answer whose request does not say.

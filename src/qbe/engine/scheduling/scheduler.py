@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from qbe.blueprint import Blueprint
 from qbe.engine.context_limit import check_length
@@ -88,6 +89,9 @@ class Scheduler:
             nobody waits.
         prompt_tokens: of prompts that a step may have if this sequence's prompt is in it. A step cannot be interrupted,
             so this is how long whoever comes meanwhile may have to wait.
+        rests: called before a step; says which of the running and waiting sequences are left out of it.
+        last_to_yield: of those that run the one with the highest gives its pages up when there are none; its rank.
+        yields: whether the first gives its pages up so that the second one can begin: never.
         oversized: sequences that ended because even alone they no longer fit.
         last: the work of the last step that has run, for whoever counts.
         preempted: how often a sequence was.
@@ -120,11 +124,15 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of their arrival
         self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None] = _first
         self.prompt_tokens: Callable[[Sequence], int] = lambda _: max_batch_tokens
+        self.rests: Callable[[], Callable[[Sequence], bool]] = lambda: _nobody
+        self.last_to_yield: Callable[[Sequence], Any] = _rank
+        self.yields: Callable[[Sequence, Sequence], bool] = lambda *_: False
         self.oversized: list[Sequence] = []
         self.last: list[ScheduledTokens] = []
         self.preempted = 0
         self._by_id: dict[str, Sequence] = {}
         self._preempted = False  # in the step that is being scheduled
+        self._rests: Callable[[Sequence], bool] = _nobody
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -188,13 +196,14 @@ class Scheduler:
     def schedule(self) -> list[ScheduledTokens]:
         """The next step's work: sequences with a single token to run first, then chunks of prompts."""
         self._preempted = False
+        self._rests = self.rests()
         work: list[ScheduledTokens] = []
-        for sequence in [s for s in self.running if s.remaining == 1]:
+        for sequence in [s for s in self.running if s.remaining == 1 and not self._rests(s)]:
             if self._grow(sequence, sequence.computed + 1):
                 work.append(ScheduledTokens(sequence, sequence.computed, 1))
         work = _running(work)
         budget, read = self.max_batch_tokens - len(work), 0
-        prompts = sorted((s for s in self.running if s.remaining > 1), key=_rank)
+        prompts = sorted((s for s in self.running if s.remaining > 1 and not self._rests(s)), key=_rank)
         while True:
             if budget > 0:
                 self._admit(prompts, read)
@@ -252,7 +261,7 @@ class Scheduler:
                 while self.allocator.evict():
                     pass
                 return 0
-            victim = max(reversed(self.running), key=_rank)
+            victim = max(reversed(self.running), key=self.last_to_yield)
             self._preempt(victim)
             if victim is sequence:
                 return 0
@@ -269,15 +278,21 @@ class Scheduler:
         also beside the `read` tokens of prompts that the step has, and no prompt goes before it."""
         if not self.waiting or len(self.running) >= self.max_sequences or self._preempted:
             return
-        sequence = self._next(self.waiting)
+        waiting = [s for s in self.waiting if not self._rests(s)]
+        sequence = self._next(waiting) if waiting else None
         if sequence is not None and self.chunked and self.prompt_tokens(sequence) <= read:
             # Its prompt has to wait for a step of its own; others may go before it, unless nobody may go at all.
-            rest = [s for s in self.waiting if self.prompt_tokens(s) > read]
+            rest = [s for s in waiting if self.prompt_tokens(s) > read]
             sequence = self._next(rest) if rest else None
         if sequence is None or (prompts and _rank(prompts[0]) <= _rank(sequence)):
             return
-        if self.paged and self.running and self.paging.needs(sequence) > self.allocator.free_bytes:
-            return
+        while self.paged and self.running and self.paging.needs(sequence) > self.allocator.free_bytes:
+            victim = max(reversed(self.running), key=self.last_to_yield)
+            if not self.yields(victim, sequence):
+                return
+            self._preempt(victim)
+            if victim in prompts:
+                prompts.remove(victim)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
         self.running.append(sequence)
@@ -298,6 +313,10 @@ class Scheduler:
 
 def _first(waiting: Collection[Sequence], _: list[Sequence]) -> Sequence:
     return next(iter(waiting))
+
+
+def _nobody(_: Sequence) -> bool:
+    return False
 
 
 def _rank(sequence: Sequence) -> float:

@@ -37,10 +37,13 @@ class Priority:
     Attributes:
         rank: of two that could run the lower one goes first, with its prompt too; the higher one is preempted first.
         tier: its queue's name, for a `Scheduler.choose` that has several.
+        key: who asks, and `weight`, what share is due to them, for one that is fair.
     """
 
     rank: float = 0.0
     tier: str = ""
+    key: str = ""
+    weight: float = 1.0
 
 
 FIRST_COME = Priority()

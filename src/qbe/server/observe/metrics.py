@@ -44,6 +44,7 @@ class Metrics:
         self.brownout = gauge("qbe:brownout", "how far tiers with a floor have sunk to it, 0 to 1")
         self.settings_ok = gauge("qbe:settings_ok", "1 when the settings file as it is now is in use")
         self.settings_ok.set(1)
+        self.ledger_ok = gauge("qbe:ledger_ok", "1 when the ledger could be written at the last trial")
         self.prompt = counter("vllm:prompt_tokens", "tokens of prompts")
         self.generated = counter("vllm:generation_tokens", "tokens written")
         self.queried = counter("vllm:prefix_cache_queries", "tokens of prompts that were looked for in the cache")
