@@ -22,9 +22,8 @@ from qbe.server.contract import terms
 from qbe.server.errors import APIError
 from qbe.server.keys import Client
 from qbe.server.protocol import Contract
-from qbe.server.queues import TierQueues
+from qbe.server.queues import TierQueues, in_order
 from qbe.server.quotas import Quotas, Use
-from qbe.server.service import _in_order
 from qbe.server.settings import TIER_NAMES, Key, Settings, Tier, TierName
 from qbe.server.tier_order import TierOrder
 
@@ -298,7 +297,7 @@ def test_a_tier_keeps_the_bits_that_a_request_sets() -> None:
     from types import SimpleNamespace
 
     asked: Any = SimpleNamespace(terms=terms("default", Contract(min_bits=6.0), Settings(), 1.0))
-    assert _in_order(asked, Admission(2), 1) is asked
+    assert in_order(asked, Admission(2), 1) is asked
 
 
 def test_a_settings_file_has_the_new_limits(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from qbe.errors import QBEError
 
 
 def ledger(
-    file: Annotated[Path | None, typer.Option(help="the ledger; left out, $QBE_LEDGER or the cache's")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--ledger", "--file", help="the ledger's file; left out, $QBE_LEDGER or the cache's")
+    ] = None,
     since: Annotated[str | None, typer.Option(help="requests from this time on: 2026-11-01 or 2026-11-01T12:00, UTC")]
     = None,
     until: Annotated[str | None, typer.Option(help="requests before this time")] = None,
@@ -26,7 +28,7 @@ def ledger(
     from qbe.records.ledger import Ledger
 
     if file is not None and not file.exists():
-        raise QBEError(f"--file {file} is not there: 'qbe serve --ledger FILE' makes it")
+        raise QBEError(f"--ledger {file} is not there: 'qbe serve --ledger FILE' makes it")
     book = Ledger(file)
     totals = book.totals(_moment("--since", since), _moment("--until", until))
     book.close()

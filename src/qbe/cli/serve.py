@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
+import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 from contextlib import suppress
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from qbe.engine.engine import Engine
     from qbe.server.service import Service
 
+_FILES = 65536  # open at once
 _CUT_S = 5  # after `drain_s`, for what is cut to say so; then connections are closed whatever they do
 _FORCE_S = 1.0  # the same after a second signal
 
@@ -32,6 +35,11 @@ def serve(
     model: Model = DEFAULT,
     host: Annotated[str, typer.Option(help="address to listen on; all but this machine's own need keys")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port; 0 takes a free one and prints it")] = 8000,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="port of /metrics and /openapi.json; left out, they are with all the rest")
+    ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="certificate (PEM): serve HTTPS")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="its key, where the certificate's file has none")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of tiers, prices, limits and keys")] = None,
     ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
     policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None,
@@ -69,7 +77,11 @@ def serve(
         )
     sending, book = traces.start(), Ledger(ledger)
     book.write([])  # now it is there, or says why it cannot be
-    listening = _listen(host, port)
+    _check_tls(ssl_certfile, ssl_keyfile)
+    listening = [_listen("--port", host, port)]
+    if metrics_port is not None:
+        listening.append(_listen("--metrics-port", host, metrics_port))
+    _raise_file_limit()
     from qbe.server.app import make_app  # seconds, with all of torch: only what can start takes them
 
     logs.start(lambda: watched.current)
@@ -124,18 +136,21 @@ def serve(
         def _force(self) -> None:
             self.force_exit = True
 
+    inside_port = None if metrics_port is None else listening[1].getsockname()[1]
     server = Server(
         uvicorn.Config(
-            _ending(make_app(service)), log_level="error", access_log=False, http=protocol(lambda: watched.current),
-            ws="none", lifespan="on", h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
-            timeout_graceful_shutdown=drain_s + _CUT_S,
+            _ending(make_app(service, inside_port)), log_level="error", access_log=False, ws="none", lifespan="on",
+            http=protocol(lambda: watched.current), h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
+            timeout_graceful_shutdown=drain_s + _CUT_S, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile,
         )
     )  # fmt: skip
-    address, bound = listening.getsockname()[:2]
-    print(f"listening on http://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
+    for what, each in zip(("listening", "metrics"), listening, strict=False):
+        address, bound = each.getsockname()[:2]
+        scheme = "http" if ssl_certfile is None else "https"
+        print(f"{what} on {scheme}://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn listens to them, a moment later
         signal.signal(number, server.handle_exit)
-    server.run(sockets=[listening])
+    server.run(sockets=listening)
     if failures:
         raise failures[0]
 
@@ -192,9 +207,29 @@ def _loopback(host: str) -> bool:
         return False
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _check_tls(certificate: Path | None, key: Path | None) -> None:
+    """Raises QBEError for files that no TLS can be had with."""
+    if certificate is None:
+        if key is not None:
+            raise QBEError("--ssl-keyfile is of no use alone: give --ssl-certfile, too")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as error:  # ssl.SSLError is one
+        files = f"--ssl-certfile {certificate}" + ("" if key is None else f" --ssl-keyfile {key}")
+        raise QBEError(f"{files}: no certificate and key in PEM that belong together ({error})") from None
+
+
+def _raise_file_limit() -> None:
+    """As many open files as the system lets this process have: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
+
+
+def _listen(option: str, host: str, port: int) -> socket.socket:
     if not 0 <= port < 65536:
-        raise QBEError(f"--port {port} is out of range; give 0 to 65535")
+        raise QBEError(f"{option} {port} is out of range; give 0 to 65535")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, proto)
@@ -202,6 +237,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.bind(address)
         listening.listen(1024)
     except OSError as error:
-        raise QBEError(f"--host {host} --port {port} cannot be listened on: {error.strerror or error}") from None
+        raise QBEError(f"--host {host} {option} {port} cannot be listened on: {error.strerror or error}") from None
     listening.setblocking(False)
     return listening

@@ -109,6 +109,7 @@ class Requests:
         running = Sequence(key, ids, request.params, chosen.blueprint)
         running.sampling.constraint = request.constraint
         running.priority = request.priority
+        running.paging.cache_salt = request.cache_salt
         running.paging.fork_parent = None if fork_parent is None else self._live[fork_parent].running
         if request.params.prompt_logprobs is not None:
             running.sampling.scoring, running.paging.fork_parent = prompt_scoring(running), None

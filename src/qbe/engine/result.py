@@ -31,6 +31,7 @@ class Request:
         variables: more that the chat template may read, such as `enable_thinking`.
         constraint: what the answer may be; it belongs to this request alone.
         priority: where it stands in line; without one requests come in the order in which they were made.
+        cache_salt: whose cached prefixes it may find: those of requests with the same one.
     """
 
     prompt: PromptInput
@@ -41,6 +42,7 @@ class Request:
     variables: Mapping[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
     priority: Priority = FIRST_COME
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True)

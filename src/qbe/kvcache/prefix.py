@@ -16,7 +16,7 @@ def page_key(before: bytes, computed: str, kv_bits: Sequence[KVBits], tokens: Se
     they were computed, and on those at which this page and the ones before it were quantised.
 
     Args:
-        before: key of the page before it; empty for the first one.
+        before: key of the page before it; for the first one the sequence's salt.
         computed: `Blueprint.computed_key`.
         kv_bits: of the page, as in `Blueprint.kv_bits`.
         tokens: of the page.

@@ -11,7 +11,7 @@ from qbe.server.errors import APIError
 from qbe.server.keys import ANYONE, Client
 from qbe.server.rates import Bucket, Rates
 from qbe.server.settings import TIER_NAMES, Limits, Tier, TierName
-from qbe.server.tier_order import TierOrder
+from qbe.server.tier_order import Range, TierOrder
 
 __all__ = ["Admission", "Bucket", "sunk"]
 
@@ -83,14 +83,18 @@ class Admission:
             )  # fmt: skip
 
     def leave(
-        self, count: int = 1, tier: TierName = "default", ended: int | None = None, client: Client = ANYONE
+        self, count: int = 1, tier: TierName = "default", ended: int | None = None, client: Client = ANYONE,
+        within: Range | None = None,
     ) -> None:  # fmt: skip
         """Answers are not inside any more.
 
         Args:
             ended: how many of them were written, which says how fast places become free; the others were refused or
                 never began. None: all of them.
+            within: the range of bits with which they are in `order`.
         """
+        if within is not None:
+            self.order.leave(tier, within, count)
         self._inside[tier, client.name] -= count
         if self._inside[tier, client.name] <= 0:
             del self._inside[tier, client.name]

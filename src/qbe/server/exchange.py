@@ -18,7 +18,7 @@ from qbe.server.contract import Terms
 from qbe.server.errors import APIError
 from qbe.server.job import Cancelled, Delta, Event, Job
 from qbe.server.keys import Client
-from qbe.server.observe import traces
+from qbe.server.observe import logs, traces
 from qbe.server.protocol import Contract
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Exchange:
         came: when it did, in the loop's time.
         late: why it was cut, "timeout", "latency" or "shutdown"; empty when it was not.
         parent: headers of the trace that it belongs to.
+        request_id: of the HTTP request, as its answer's header says it.
         preparing: the limit on the wait for a prompt's tokens and blueprint; None while nobody waits for them.
         ends_at, gone_at: in the loop's time, when its answers end, and when nobody waits for them any more.
     """
@@ -116,7 +117,7 @@ class Exchange:
         self._early: deque[tuple[Job, Event]] = deque()  # what was heard before all jobs were taken
         self._cancel, self._loop = cancel, asyncio.get_running_loop()
         self.came = self._loop.time()
-        self.parent = traces.parent.get()
+        self.parent, self.request_id = traces.parent.get(), logs.request_id.get()
         self.ends_at = self.came + seconds
         self.gone_at = self.ends_at + _GRACE_S
         latency, self.late = asked.terms.contract.max_latency_ms, ""

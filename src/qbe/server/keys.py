@@ -19,6 +19,11 @@ class Client:
     name: str
     key: Key | None
 
+    @property
+    def cache_salt(self) -> bytes:
+        """Of the cached prefixes that it may find: how long an answer takes must not tell what others ask."""
+        return b"" if self.key is None or self.key.shared_prefixes else self.key.sha256.encode()
+
     def tier(self, wanted: str) -> TierName:
         """The tier that `service_tier` means for this client. Raises APIError if it may not use it."""
         allowed: tuple[TierName, ...] = ("flex", "default", "priority") if self.key is None else self.key.tiers

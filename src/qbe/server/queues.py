@@ -17,6 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qbe.engine.chooser import Choice
@@ -186,6 +187,16 @@ def stand(
             retry_after=wait - latency / 1e3,
         )  # fmt: skip
     return priority
+
+
+def in_order(asked: EngineRequest, admission: Admission, count: int) -> EngineRequest:
+    """The same with bits that keep the order of the tiers, unless it bounds them itself."""
+    terms = asked.terms
+    if terms.bounded:
+        return asked
+    found = admission.order.within(terms.tier, terms.tier_range, terms.tier_settings.bits[1])
+    admission.order.enter(terms.tier, found, count)
+    return replace(asked, terms=replace(terms, within=found))
 
 
 def _rank(sequence: Sequence) -> float:

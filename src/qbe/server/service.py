@@ -13,15 +13,14 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from qbe.engine.chooser import Choice
 from qbe.engine.engine import Engine
-from qbe.engine.result import PromptInput, Request
+from qbe.engine.result import PromptInput
 from qbe.errors import QBEError
-from qbe.kvcache.pages import PAGE_SIZE
 from qbe.records.ledger import Ledger
 from qbe.server import contract, tools
 from qbe.server.admission import Admission
 from qbe.server.billing import Account, Billing
+from qbe.server.choose import choose
 from qbe.server.contract import Terms
 from qbe.server.errors import APIError
 from qbe.server.exchange import EngineRequest, Exchange
@@ -30,7 +29,7 @@ from qbe.server.job import Job
 from qbe.server.keys import Client
 from qbe.server.observe.observer import Observer
 from qbe.server.observe.traces import Traces
-from qbe.server.queues import TierQueues, stand
+from qbe.server.queues import TierQueues, in_order, stand
 from qbe.server.quotas import Quotas, Use
 from qbe.server.rates import Rates
 from qbe.server.settings import TIER_NAMES, Settings, TierName
@@ -268,7 +267,7 @@ class Service:
         if count > limits.choices:
             raise APIError(400, f"n: {count} answers in all, but at most {limits.choices} are written", param="n")
         admission.enter(count, limits, asked.terms.tier, asked.client)
-        asked = _in_order(asked, admission, count)
+        asked = in_order(asked, admission, count)
         exchange = Exchange(asked, self._worker.cancel, limits.timeout_s)
         self._exchanges.add(exchange)
         try:
@@ -281,7 +280,7 @@ class Service:
                 self.quotas.release(asked.client, most)
                 raise
         except BaseException:
-            self._leave(asked, count, ended=0)
+            admission.leave(count, asked.terms.tier, 0, asked.client, asked.terms.within)
             exchange.over()
             raise
         exchange.jobs += jobs
@@ -307,7 +306,9 @@ class Service:
         asked, loop = exchange.asked, asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(exchange.ends_at) as exchange.preparing:
-                request, choice = await loop.run_in_executor(self._prepare, self._choose, asked, prompt)
+                request, choice = await loop.run_in_executor(
+                    self._prepare, choose, self.engine(), asked, prompt, self._lowest, self.speed
+                )
         except TimeoutError:
             exchange.late = exchange.late if exchange.late == "shutdown" else "timeout"
             raise exchange.unbegun from None
@@ -328,30 +329,12 @@ class Service:
         job.account.most = Use(job.most_tokens, cost)
         return job
 
-    def _choose(self, asked: EngineRequest, prompt: PromptInput) -> tuple[Request, Choice]:
-        engine, params, wanted = self.engine(), asked.params, asked.terms.contract
-        plain = Request(prompt, params, tools=asked.tools, variables=asked.variables)
-        counts = wanted.max_cost is not None or wanted.max_latency_ms is not None
-        tokens = len(engine.choose(plain, fits=True)[0]) if counts else 0
-        limits = contract.budget(asked.terms, tokens, params.max_tokens, asked.n, self._lowest, self.speed)
-        request = replace(plain, budget=limits, policy=wanted.policy)
-        choice = engine.choose(request, fits=True)
-        if asked.lenient:
-            context_limit = engine.core.pool.num_pages * PAGE_SIZE - len(choice[0])
-            request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, context_limit))))
-        return request, choice
-
-    def _leave(self, asked: EngineRequest, count: int, ended: int) -> None:
-        if self._admission is not None:
-            self._admission.leave(count, asked.terms.tier, ended, asked.client)
-            if asked.terms.within is not None:
-                self._admission.order.leave(asked.terms.tier, asked.terms.within, count)
-
     def settle(self, exchange: Exchange, job: Job) -> None:
         """A prompt's answers have ended, whoever still listens: free its place, count it."""
         results, asked = [r for r in job.results if r is not None], exchange.asked
         if self._admission is not None:
-            self._leave(asked, len(job.requests), ended=sum(bool(r.token_ids) for r in results))
+            ended, terms = sum(bool(r.token_ids) for r in results), asked.terms
+            self._admission.leave(len(job.requests), terms.tier, ended, asked.client, terms.within)
             used = job.choice[1].prompt_tokens + sum(len(r.token_ids) for r in results)
             self._admission.refund(asked.client, job.most_tokens - used)
             self.quotas.release(asked.client, Use() if job.account is None else job.account.most)
@@ -370,13 +353,3 @@ class Service:
             self._observer.refused(exchange)
         elif not exchange.left:
             self._observer.request(exchange)
-
-
-def _in_order(asked: EngineRequest, admission: Admission, count: int) -> EngineRequest:
-    """The same with bits that keep the order of the tiers, unless it bounds them itself."""
-    terms = asked.terms
-    if terms.bounded:
-        return asked
-    found = admission.order.within(terms.tier, terms.tier_range, terms.tier_settings.bits[1])
-    admission.order.enter(terms.tier, found, count)
-    return replace(asked, terms=replace(terms, within=found))

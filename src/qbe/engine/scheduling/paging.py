@@ -164,7 +164,7 @@ class Paging:
 
     def _key(self, sequence: Sequence, i: int) -> bytes:
         tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-        before = sequence.paging.page_keys[i - 1] if i else b""
+        before = sequence.paging.page_keys[i - 1] if i else sequence.paging.cache_salt
         return page_key(before, sequence.first_key, sequence.kv_bits_of(i), tokens)
 
     def _next_format(self, sequence: Sequence) -> PageFormat:

@@ -29,6 +29,7 @@ class PagingState:
         quantised_bits: of the KV cache, for every page that was ever full: computed again, it gets the same.
         keyed_by: `first_key` as all of its tokens up to `alike` had it; None once it was another.
         fork_parent: a sequence of the same prompt whose pages it may begin with; None once it has begun.
+        cache_salt: whose pages it may begin with: those of sequences with the same one.
         cached: tokens of the prompt whose pages were there already when it was first admitted.
         average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
         alone_at: length at which it gave its pages up although no other sequence ran.
@@ -40,6 +41,7 @@ class PagingState:
     quantised_bits: list[tuple[KVBits, ...]] = field(default_factory=list)
     keyed_by: str | None = None
     fork_parent: Sequence | None = field(default=None, repr=False)
+    cache_salt: bytes = b""
     cached: int = 0
     average_kv_bits: float | None = None
     alone_at: int = 0

@@ -102,7 +102,8 @@ class Observer:
         found = report(exchange, self._model)
         self.metrics.request(found)
         self.live.ended(exchange, ",".join(found.finish))
-        logs.say("request", found.describe() | (_texts(exchange) if self._settings().logs.prompts else {}))
+        told = found.describe() | {"request_id": exchange.request_id}
+        logs.say("request", told | (_texts(exchange) if self._settings().logs.prompts else {}))
         if self._traces is not None:
             self._traces.request(found)
 

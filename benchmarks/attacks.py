@@ -1,0 +1,260 @@
+"""Attacks on a server of its own on this machine, and what another client feels of each.
+
+    OMP_NUM_THREADS=1 python benchmarks/attacks.py --seconds 20
+
+A server with three keys is started; while one client attacks it, another asks for the same answer again and again, and
+`/health` is asked ten times a second. The attackers are processes of this machine and take its cores, too, which counts
+against the server. Held is: the other client's 99th percentile at most twice that without an attack, `/health` within
+0.2 s, at most 256 MB more memory. Nothing leaves this machine, and each attack ends after `--seconds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from qbe.bench.serving import RunningServer, serving
+from qbe.server.keys import new_key
+
+P99, HEALTH_S, MEMORY_MB = 2.0, 0.2, 256
+CONNECTIONS = 300
+_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to, and the attacker's key."""
+
+    host: str
+    port: int
+    key: str
+
+    def connect(self) -> socket.socket:
+        """A connection that gives up after a while."""
+        return socket.create_connection((self.host, self.port), timeout=5)
+
+    def head(self, path: str, *more: str, key: bool = False) -> bytes:
+        """The headers of a POST."""
+        lines = [f"POST {path} HTTP/1.1", f"Host: {self.host}", "Content-Type: application/json", *more]
+        lines += [f"Authorization: Bearer {self.key}"] if key else []
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+    def post(self, path: str, body: bytes, key: bool = True) -> None:
+        """Send a request and read what comes."""
+        with suppress(OSError), self.connect() as connection:
+            connection.sendall(self.head(path, f"Content-Length: {len(body)}", key=key))
+            connection.sendall(body)
+            while connection.recv(65536):
+                pass
+
+
+def _many(part: str, size: int = 3 * _MB) -> str:
+    return ",".join([part] * (size // (len(part) + 1)))
+
+
+def bodies(target: Target) -> None:
+    """Invalid bodies of 3 MB."""
+    chat = '{"messages":[{"role":"user","content":%s}]%s}'
+    found = [
+        ("completions", f'{{"prompt":[{_many("{}")}]}}'), ("completions", f'{{"prompt":[{_many("[1]")}]}}'),
+        ("chat/completions", chat % (f"[{_many('{}')}]", "")),
+        ("chat/completions", f'{{"messages":[{{"role":"assistant","tool_calls":[{_many("{}")}]}}]}}'),
+        ("chat/completions", chat % ('"x"', f',"metadata":{{{_many(chr(34) + "a" + chr(34) + ":{}")}}}')),
+        ("completions", f'{{"prompt":"x","logit_bias":{{{_many(chr(34) + "1" + chr(34) + ":[]")}}}}}'),
+    ]  # fmt: skip
+    for path, body in random.sample(found, len(found)):
+        target.post(f"/v1/{path}", body.encode())
+
+
+def _chunks(target: Target, path: str, key: bool) -> None:
+    with suppress(OSError), target.connect() as connection:
+        connection.sendall(target.head(path, "Transfer-Encoding: chunked", key=key))
+        for _ in range(200):
+            connection.sendall(b"1\r\n[\r\n" * 4096)
+
+
+def chunks(target: Target) -> None:
+    """Chunks of a byte, without a key, to any path."""
+    _chunks(target, random.choice(["/v1/completions", "/metrics", "/health", "/x"]), key=False)
+
+
+def keyed_chunks(target: Target) -> None:
+    """The same with a key."""
+    _chunks(target, "/v1/completions", key=True)
+
+
+def half_open(target: Target) -> None:
+    """Connections that never send a whole request."""
+    held: list[socket.socket] = []
+    with suppress(OSError):
+        for number in range(CONNECTIONS // 4):
+            held.append(target.connect())
+            if number % 2:
+                held[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: ")
+    time.sleep(1)
+    for connection in held:
+        connection.close()
+
+
+def _large(target: Target, key: bool) -> None:
+    held: list[socket.socket] = []
+    piece = b"x" * 65536
+    with suppress(OSError):
+        for _ in range(CONNECTIONS // 4):
+            held.append(target.connect())
+            held[-1].settimeout(0.05)
+            held[-1].sendall(target.head("/v1/completions", "Content-Length: 4194304", key=key))
+            with suppress(OSError):
+                for _ in range(60):  # all but the end
+                    held[-1].sendall(piece)
+    for connection in held:
+        connection.close()
+
+
+def large(target: Target) -> None:
+    """Bodies of 4 MB that do not end, without a key."""
+    _large(target, key=False)
+
+
+def keyed_large(target: Target) -> None:
+    """The same with a key."""
+    _large(target, key=True)
+
+
+def schemas(target: Target) -> None:
+    """Schemas that take long to compile."""
+    schema: dict[str, Any] = {"type": "string", "pattern": f"^((a{{1,{random.randint(100, 300)}}}){{1,300}}){{1,300}}$"}
+    for _ in range(random.randint(0, 9)):
+        schema = {"anyOf": [{"type": "object", "properties": {"a": schema}}, schema]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "response_format": wanted}
+    target.post("/v1/chat/completions", json.dumps(body).encode())
+
+
+def flood(target: Target) -> None:
+    """Long answers of the cheapest tier, more than there are places."""
+    threads = [threading.Thread(target=_stream, args=(target, 20, 200)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def prompts(target: Target) -> None:
+    """Long prompts of the cheapest tier."""
+    threads = [threading.Thread(target=_stream, args=(target, 4000, 4)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _stream(target: Target, letters: int, tokens: int) -> None:
+    text = "".join(random.choice("abcdefgh ") for _ in range(letters))
+    body = {"prompt": text, "max_tokens": tokens, "service_tier": "flex", "ignore_eos": True, "stream": True}
+    target.post("/v1/completions", json.dumps(body | {"stream": False}).encode())
+
+
+ATTACKS: tuple[Callable[[Target], None], ...] = (
+    bodies, chunks, keyed_chunks, half_open, large, keyed_large, schemas, flood, prompts,
+)  # fmt: skip
+
+
+def _attack(number: int, target: Target, seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        ATTACKS[number](target)
+
+
+class Health(threading.Thread):
+    """Asks `/health` ten times a second; the slowest answer is `worst`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url, self.worst, self.over = url, 0.0, threading.Event()
+
+    def run(self) -> None:
+        """Until `over`."""
+        with httpx2.Client(timeout=60) as http:
+            while not self.over.wait(0.1):
+                began = time.monotonic()
+                try:
+                    http.get(f"{self._url}/health")
+                except httpx2.HTTPError:
+                    self.worst = float("inf")
+                self.worst = max(self.worst, time.monotonic() - began)
+
+
+def asked(url: str, key: str, seconds: float, tokens: int) -> list[float]:
+    """Seconds of each answer of the client that means no harm."""
+    found, ends = list[float](), time.monotonic() + seconds
+    body = {"prompt": "The capital of France is", "max_tokens": tokens, "service_tier": "priority", "ignore_eos": True,
+            "temperature": 0}  # fmt: skip
+    with httpx2.Client(timeout=120, headers={"Authorization": f"Bearer {key}"}) as http:
+        while time.monotonic() < ends or not found:
+            began = time.monotonic()
+            http.post(f"{url}/v1/completions", json=body).raise_for_status()
+            found.append(time.monotonic() - began)
+    return found
+
+
+def memory_mb(served: RunningServer) -> float:
+    """Resident memory of the server."""
+    lines = Path(f"/proc/{served.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def main() -> None:
+    """Every attack, and a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--policy", default="tiered")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--attackers", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=[a.__name__ for a in ATTACKS])
+    args = parser.parse_args()
+    (attacker, his), (client, its) = new_key("attacker"), new_key("client")
+    print(f"{'attack':14}{'answers':>8}{'p50 s':>8}{'p99 s':>8}{'times':>7}{'health s':>10}{'MB more':>9}  held")
+    with serving(args.model, "cpu", his + its, "--policy", args.policy) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        target = Target(host, int(port), attacker)
+        asked(served.url, client, 3, args.tokens)  # kernels and caches as in a running server
+        alone = asked(served.url, client, args.seconds, args.tokens)
+        base, before = float(np.quantile(alone, 0.99)), memory_mb(served)
+        print(f"{'none':14}{len(alone):8}{np.median(alone):8.3f}{base:8.3f}")
+        for number, attack in enumerate(ATTACKS):
+            if args.only and attack.__name__ not in args.only:
+                continue
+            arguments = (number, target, args.seconds + 1)
+            attackers = [multiprocessing.Process(target=_attack, args=arguments) for _ in range(args.attackers)]
+            health = Health(served.url)
+            for each in (*attackers, health):
+                each.start()
+            time.sleep(1)
+            found = asked(served.url, client, args.seconds, args.tokens)
+            health.over.set()
+            more = memory_mb(served) - before
+            for each in (*attackers, health):
+                each.join()
+            p99 = float(np.quantile(found, 0.99))
+            held = p99 <= P99 * base and health.worst <= HEALTH_S and more <= MEMORY_MB
+            print(f"{attack.__name__:14}{len(found):8}{np.median(found):8.3f}{p99:8.3f}{p99 / base:7.2f}"
+                  f"{health.worst:10.3f}{more:9.0f}  {'yes' if held else 'NO'}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

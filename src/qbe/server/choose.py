@@ -1,0 +1,37 @@
+"""From what a request asks to what the engine is asked for one of its prompts: budget, tokens, blueprint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qbe.engine.chooser import Choice
+from qbe.engine.engine import Engine
+from qbe.engine.result import PromptInput, Request
+from qbe.kvcache.pages import PAGE_SIZE
+from qbe.server import contract
+from qbe.server.exchange import EngineRequest
+from qbe.server.speed import Speed
+
+
+def choose(
+    engine: Engine, asked: EngineRequest, prompt: PromptInput, lowest: float, speed: Speed
+) -> tuple[Request, Choice]:
+    """In a thread of its own: takes as long as tokenizing and analysing the prompt.
+
+    Args:
+        lowest: average bits of the store's lowest gears.
+
+    Raises:
+        APIError, QBEError: the prompt or its bounds cannot be served.
+    """
+    params, wanted = asked.params, asked.terms.contract
+    plain = Request(prompt, params, tools=asked.tools, variables=asked.variables, cache_salt=asked.client.cache_salt)
+    counts = wanted.max_cost is not None or wanted.max_latency_ms is not None
+    tokens = len(engine.choose(plain, fits=True)[0]) if counts else 0
+    limits = contract.budget(asked.terms, tokens, params.max_tokens, asked.n, lowest, speed)
+    request = replace(plain, budget=limits, policy=wanted.policy)
+    choice = engine.choose(request, fits=True)
+    if asked.lenient:
+        context_limit = engine.core.pool.num_pages * PAGE_SIZE - len(choice[0])
+        request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, context_limit))))
+    return request, choice
