@@ -21,6 +21,7 @@ from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
 from qbe.server.observe import traces
 from qbe.server.observe.logs import Lines
+from qbe.server.observe.metrics import Metrics
 from qbe.server.observe.steps import bytes_of_step
 from server_running import Running, running, tiny_engine, until
 
@@ -257,3 +258,12 @@ def test_what_the_engine_refuses_counts_as_refused_alone(server: Running, said: 
     assert all(line.startswith("qbe: refused") for line in said.getvalue().splitlines())
     assert now["last_minute"] == shown["last_minute"]
     assert [(row["state"], row["cost"]) for row in now["requests"][:2]] == [("refused", 0.0)] * 2
+
+
+def test_alerts_ask_for_metrics_that_there_are() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "alerts.yml").read_text()
+    asked = set(re.findall(r"\b(?:qbe|vllm):\w+", text))
+    known = Metrics("m").text(None, 0, 0.0).decode()
+    assert {"qbe:ledger_ok", "qbe:settings_ok"} <= asked
+    for name in asked:
+        assert f"# TYPE {name.removesuffix('_total')}" in known, name

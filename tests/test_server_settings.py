@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,22 @@ def test_a_server_follows_its_settings_whatever_goes_wrong_in_between(
         until(lambda: 2 in looked, "it is asked")
         write("[prices]\noutput = 3\n")
         until(lambda: service.settings.prices.output == 3, "the newest settings")
+
+
+def test_the_sample_file_of_the_docs_works_as_it_is_printed(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    samples = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(samples) >= 3
+    path = tmp_path / "serve.toml"
+    for sample in samples:
+        path.write_text(sample)
+        load(path)
+    path.write_text(samples[0])
+    found = load(path)
+    assert (found.tiers, found.limits) == (
+        Settings().tiers.model_copy(update={
+            "flex": Settings().tiers.flex.model_copy(update={"price": 0.5}),
+            "priority": Settings().tiers.priority.model_copy(update={"price": 1.75}),
+        }), Settings().limits,
+    )  # fmt: skip
+    assert set(found.keys) == {"alice"}
