@@ -50,7 +50,7 @@ class Simulated:
     def ask(self, tier: TierName, key: Client, tokens: int = 3, prompt: int = 2) -> Sequence:
         self._number += 1
         found = request(f"{tier}{self._number}", [self._number % 1000] * prompt, max_tokens=tokens)
-        found.place = self.queues.place(tier, client=key)
+        found.priority = self.queues.priority(tier, client=key)
         self.scheduler.add(found)
         return found
 
@@ -58,12 +58,12 @@ class Simulated:
         work = self.scheduler.schedule()
         for w in work:
             w.sequence.computed = w.start + w.count
-            self.served[w.sequence.place.key] += w.count if w.count > 1 else 0
+            self.served[w.sequence.priority.key] += w.count if w.count > 1 else 0
         self.scheduler.complete(work)
         for w in work:
             if w.samples:
                 w.sequence.token_ids.append(1)
-                self.served[w.sequence.place.key] += 2  # as the counters have it
+                self.served[w.sequence.priority.key] += 2  # as the counters have it
                 if len(w.sequence.token_ids) == w.sequence.max_length:
                     self.scheduler.finish(w.sequence, "length")
         seconds = 0.02 + sum(0.005 if w.count == 1 else 0.001 * w.count for w in work)
@@ -71,7 +71,7 @@ class Simulated:
         self.queues.stepped(seconds)
 
     def waiting(self, key: str) -> int:
-        return sum(s.place.key == key for s in self.scheduler.waiting)
+        return sum(s.priority.key == key for s in self.scheduler.waiting)
 
 
 @settings(max_examples=8, deadline=None)
@@ -272,7 +272,7 @@ def test_others_go_on_beside_a_stream_of_priority(flood: list[tuple[TierName, in
         for number, (tier, written, read) in enumerate(flood):
             while one.waiting(f"f{number}") < 12:
                 one.ask(tier, client(f"f{number}"), written, read)
-        while one.waiting("p") + sum(s.place.key == "p" for s in one.scheduler.running) < 2:
+        while one.waiting("p") + sum(s.priority.key == "p" for s in one.scheduler.running) < 2:
             one.ask("priority", client("p"), 40, 300)
         one.step()
     for number in range(len(flood)):

@@ -2,7 +2,8 @@
 
 Their number and the time that headers may take are limited. Of a body nothing is read before the application asks for
 it, and nothing of one in tiny chunks, whose framing costs far more than its bytes. What two parsers may take for
-different requests is refused: bare line feeds here, lengths that contradict each other in `qbe.server.guard`.
+different requests is refused: bare line feeds here, lengths that contradict each other in `qbe.server.guard`. Requests
+that come at once begin a few at a time (`qbe.server.entrance`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qbe.server.guard import HEADER_BYTES
+from qbe.server.entrance import Entrance
+from qbe.server.guard import HEADER_BYTES, is_known
 from qbe.server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -97,6 +99,7 @@ def protocol(settings: Callable[[], Settings]) -> type[H11Protocol]:
         settings: those in use now.
     """
     expecting: dict[Limited, float] = {}  # headers, and since when; the one that has done so longest first
+    entrance = Entrance()
 
     class Limited(H11Protocol):
         """A connection that ends when a request's headers do not come in time, or when there are too many."""
@@ -104,6 +107,8 @@ def protocol(settings: Callable[[], Settings]) -> type[H11Protocol]:
         _headers: asyncio.TimerHandle | None = None
         _held = b""  # bytes that the parser has not got yet
         _wanted = _pumping = _cut = False
+        _known = False  # whether its last request had a key
+        _in_line = _may_begin = False  # its next one, whose headers are complete
         _framed = _body = 0  # bytes of this request's body, with their framing and without
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -133,7 +138,7 @@ def protocol(settings: Callable[[], Settings]) -> type[H11Protocol]:
             self._unset_keepalive_if_required()
             self._held += data
             self._pump()
-            if self.conn.their_state is h11.IDLE and (self._held or self.conn.trailing_data[0]):
+            if self.conn.their_state is h11.IDLE and not self._in_line and (self._held or self.conn.trailing_data[0]):
                 self._expect()
             else:
                 self._forget()
@@ -152,6 +157,7 @@ def protocol(settings: Callable[[], Settings]) -> type[H11Protocol]:
 
         def on_response_complete(self) -> None:
             """A response is out, which its request's body need not be."""
+            self._known = is_known(cast("dict[str, Any]", self.scope))
             if self.conn.their_state is h11.SEND_BODY:
                 self.transport.close()  # nobody reads what is left
             super().on_response_complete()
@@ -196,9 +202,23 @@ def protocol(settings: Callable[[], Settings]) -> type[H11Protocol]:
                     self.transport.write(_TOO_LARGE)
                     self.transport.close()
                     return 0
-                return len(self._held) if found < 0 else max(1, found + len(_END) - len(before))
+                if found < 0:
+                    return len(self._held)
+                return max(1, found + len(_END) - len(before)) if self._begins() else 0
             # What has come of a body lies with the application until that asks for more.
             return _PIECE_BYTES if state is h11.SEND_BODY and self._wanted and not self.flow.read_paused else 0
+
+        def _begins(self) -> bool:
+            """Whether the request whose headers have come is taken up now, rather than when its turn comes."""
+            if self._may_begin:
+                self._may_begin = False
+                return True
+            self._in_line = self._in_line or not entrance.enter(self._begin, self._known)
+            return not self._in_line
+
+        def _begin(self) -> None:
+            self._in_line, self._may_begin = False, True
+            self._pump()
 
         def _refuse(self, why: str) -> None:
             log.info("a request is refused: %s", why)

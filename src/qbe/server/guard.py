@@ -154,6 +154,11 @@ class Guard:
         return receive
 
 
+def is_known(scope: Scope) -> bool:
+    """Whether a request had the key that its path needs; `/health` and `/ready`, which need none, count, too."""
+    return "client" in scope.get("state", {}) or scope["path"] in _STATES
+
+
 def _host(value: bytes) -> str:
     name = value.decode("latin-1").lower()
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
