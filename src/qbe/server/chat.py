@@ -33,7 +33,7 @@ async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange
     else:
         wanted = await of_format(body.response_format, service)
     asked = body.max_tokens or body.max_completion_tokens
-    known, told = service.knows_tools(engine), tools.told(body)
+    known, told = tools.knows_tools(engine.tokenizer), tools.told(body)
     return await service.begin(
         EngineRequest(
             client=client,

@@ -17,7 +17,7 @@ from qbe.engine.engine import Engine
 from qbe.engine.result import PromptInput
 from qbe.errors import QBEError
 from qbe.records.ledger import Ledger
-from qbe.server import contract, tools
+from qbe.server import contract
 from qbe.server.admission import Admission
 from qbe.server.billing import Account, Billing
 from qbe.server.choose import choose
@@ -75,7 +75,6 @@ class Service:
         self._token_text: TokenText | None = None
         self._queues: TierQueues | None = None
         self._lowest = 0.0
-        self._knows_tools: bool | None = None
         self._ledger, self.quotas = ledger, Quotas()
         self._billing = Billing(ledger, asyncio.get_running_loop(), self._observer, self.quotas)
         self._worker = Worker(
@@ -200,12 +199,6 @@ class Service:
             why = "is shutting down" if self.stopping else "has failed" if self.broken else "loads its model"
             raise APIError(503, f"the server {why}: try again later", code="not_ready", retry_after=5)
         return self._worker.engine
-
-    def knows_tools(self, engine: Engine) -> bool:
-        """Whether the model's chat template itself tells of tools."""
-        if self._knows_tools is None:
-            self._knows_tools = tools.knows_tools(engine.tokenizer)
-        return self._knows_tools
 
     @property
     def token_text(self) -> TokenText:
