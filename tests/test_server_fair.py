@@ -267,16 +267,20 @@ def test_priority_takes_at_most_twice_its_time_under_any_flood(
 @settings(max_examples=4, deadline=None)
 @given(st.lists(FLOOD, min_size=1, max_size=3))
 def test_others_go_on_beside_a_stream_of_priority(flood: list[tuple[TierName, int, int]]) -> None:
-    one = Simulated()
+    one, asked = Simulated(), list[Sequence]()
     for _ in range(600):
         for number, (tier, written, read) in enumerate(flood):
             while one.waiting(f"f{number}") < 12:
-                one.ask(tier, client(f"f{number}"), written, read)
+                asked.append(one.ask(tier, client(f"f{number}"), written, read))
         while one.waiting("p") + sum(s.priority.key == "p" for s in one.scheduler.running) < 2:
             one.ask("priority", client("p"), 40, 300)
         one.step()
+    begun = [s for s in asked if s.computed]
+    assert begun
     for number in range(len(flood)):
-        assert one.served[f"f{number}"] > 0
+        # Flex lets default pass for 25 s: served it is, or nobody has been who came after them.
+        rank = min(s.priority.rank for s in asked if s.priority.key == f"f{number}")
+        assert one.served[f"f{number}"] > 0 or max(s.priority.rank for s in begun) <= rank
 
 
 def test_priority_takes_the_pages_of_others() -> None:
