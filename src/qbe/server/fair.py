@@ -56,7 +56,7 @@ class Shares:
     def _count(self, sequence: Sequence) -> None:
         written, over = len(sequence.output_ids), sequence.status is Status.FINISHED
         foreseen = written if over else max(written, min(sequence.params.max_tokens, self._length))
-        cost = (len(sequence.prompt_ids) - sequence.cached + _WRITTEN * foreseen) / sequence.priority.weight
+        cost = (len(sequence.prompt_ids) - sequence.paging.cached + _WRITTEN * foreseen) / sequence.priority.weight
         flow = flow_of(sequence)
         self.served[flow] = self.served.get(flow, 0.0) + cost - self._open[sequence]
         self._open[sequence] = cost
