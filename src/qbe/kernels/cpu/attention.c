@@ -162,7 +162,7 @@ DEFINE_ATTENTION(avx2, TARGET_AVX2, sum_each)
 DEFINE_ATTENTION(avx512, TARGET_AVX512, sum_each_avx512)
 #endif
 
-/* Whether a page's head_offsets of this layer lie inside of the memory. */
+/* Whether a page's blocks of this layer lie inside of the memory. */
 static int page_fits(const AttentionShape *s, const int32_t *head_offsets, int64_t block_id, int open) {
     if (block_id < 0 || block_id >= s->bytes) return 0;
     for (int64_t head = 0; head < s->kv_heads; head++) {

@@ -228,18 +228,18 @@ static void prompt_pack(void *arg) {
 static void prompt_attend(void *arg) {
     PromptAttention *a = arg;
     const PromptShape *s = a->s;
-    const int64_t repeat = s->heads / s->kv_heads, head_offsets = (PAGE * repeat + BLOCK_ROWS - 1) / BLOCK_ROWS; /* of a page */
-    const int64_t first = s->start / PAGE, tasks = (s->pages - first) * head_offsets;
+    const int64_t repeat = s->heads / s->kv_heads, blocks = (PAGE * repeat + BLOCK_ROWS - 1) / BLOCK_ROWS; /* of a page */
+    const int64_t first = s->start / PAGE, tasks = (s->pages - first) * blocks;
     char *scratch = a->scratch + atomic_fetch_add(&a->slot, 1) * a->scratch_bytes;
     for (int64_t task; (task = atomic_fetch_add(&a->next, 1)) < tasks * s->kv_heads;) {
-        const int64_t block = tasks - 1 - task % tasks, page = first + block / head_offsets; /* the longest first: threads end together */
+        const int64_t block = tasks - 1 - task % tasks, page = first + block / blocks; /* the longest first: threads end together */
         const int64_t begin = page * PAGE > s->start ? page * PAGE - s->start : 0, after = (page + 1) * PAGE - s->start;
-        const int64_t r0 = begin * repeat + block % head_offsets * BLOCK_ROWS, end = (after < s->rows ? after : s->rows) * repeat;
+        const int64_t r0 = begin * repeat + block % blocks * BLOCK_ROWS, end = (after < s->rows ? after : s->rows) * repeat;
         if (r0 < end) attend_rows(a, task / tasks, r0, r0 + BLOCK_ROWS < end ? r0 + BLOCK_ROWS : end, scratch);
     }
 }
 
-/* Whether a page's head_offsets lie inside of the memory, and are of 16 bits where they have to be. */
+/* Whether a page's blocks lie inside of the memory, and are of 16 bits where they have to be. */
 static int prompt_page_fits(const PromptShape *s, const int32_t *head_offsets, int64_t block_id, int open) {
     const AttentionShape shape = {.kv_heads = s->kv_heads, .key_dim = s->key_dim, .value_dim = s->value_dim, .bytes = s->bytes,
                                   .dtype = BFLOAT16};
