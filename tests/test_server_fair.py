@@ -267,20 +267,18 @@ def test_priority_takes_at_most_twice_its_time_under_any_flood(
 @settings(max_examples=4, deadline=None)
 @given(st.lists(FLOOD, min_size=1, max_size=3))
 def test_others_go_on_beside_a_stream_of_priority(flood: list[tuple[TierName, int, int]]) -> None:
-    one, asked = Simulated(), list[Sequence]()
+    one = Simulated()
     for _ in range(600):
         for number, (tier, written, read) in enumerate(flood):
             while one.waiting(f"f{number}") < 12:
-                asked.append(one.ask(tier, client(f"f{number}"), written, read))
+                one.ask(tier, client(f"f{number}"), written, read)
         while one.waiting("p") + sum(s.priority.key == "p" for s in one.scheduler.running) < 2:
             one.ask("priority", client("p"), 40, 300)
         one.step()
-    begun = [s for s in asked if s.computed]
-    assert begun
-    for number in range(len(flood)):
-        # Flex lets default pass for 25 s: served it is, or nobody has been who came after them.
-        rank = min(s.priority.rank for s in asked if s.priority.key == f"f{number}")
-        assert one.served[f"f{number}"] > 0 or max(s.priority.rank for s in begun) <= rank
+    # Flex has patience with default (tests/test_server_queues.py says how much), so that alone may have gone on.
+    tiers = [tier for tier, _, _ in flood]
+    going_on = "default" if "default" in tiers else "flex"
+    assert all(one.served[f"f{number}"] > 0 for number, tier in enumerate(tiers) if tier == going_on)
 
 
 def test_priority_takes_the_pages_of_others() -> None:
