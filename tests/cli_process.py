@@ -121,10 +121,10 @@ def serve() -> None:
     """Forks for every line of JSON on standard input and prints the exit code of what it forked."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
-    import qbe.cli.info
-    import qbe.cli.main
-    import qbe.engine.engine
-    import qbe.explain.html
+    import qbe.cli.info  # noqa: F401
+    import qbe.engine.engine  # noqa: F401
+    import qbe.explain.html  # noqa: F401
+    from qbe.cli import main
 
     gc.freeze()  # else every process would look at each object of ours as it ends
     for line in sys.stdin:
@@ -151,7 +151,7 @@ def serve() -> None:
         open(number, mode, encoding=s.encoding, errors=s.errors, closefd=False)  # noqa: SIM115
         for number, (mode, s) in enumerate((("r", sys.stdin), ("w", sys.stdout), ("w", sys.stderr)))
     )
-    qbe.cli.main.main(ask["args"])
+    main(ask["args"])
 
 
 if __name__ == "__main__":
