@@ -121,8 +121,8 @@ def serve() -> None:
     """Forks for every line of JSON on standard input and prints the exit code of what it forked."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
-    import qbe.cli.info  # noqa: F401
-    import qbe.engine.engine  # noqa: F401
+    import qbe.cli.info
+    import qbe.engine.engine
     import qbe.explain.html  # noqa: F401
     from qbe.cli import main
 
