@@ -20,7 +20,9 @@ typedef long long i64;
 #define DEVICE inline
 #define CALLED static
 #define KERNEL(threads, blocks) void
+#define EMULATED
 #define THREADS 256
+#define GIVEN const
 #define EVERY 0xFFFFFFFFu
 #define SHARED (227 << 10)
 
@@ -35,21 +37,24 @@ struct Meeting { int here = 0, round = 0; };  // of the threads of a warp or blo
 
 static ucontext_t scheduler, fibers[THREADS];
 static bool done[THREADS];
-static Meeting warps[THREADS / 32], block;
+static Meeting warps[THREADS / 32], block, named[16];
 static u32 given[THREADS / 32][2][32][8];  // what threads show each other, in turns
 static int turn[THREADS];
 static void (*body)();
 
+static void yield() {
+    int me = threadIdx.x;
+    swapcontext(&fibers[me], &scheduler);
+    threadIdx.x = me;
+}
+
 static void meet(Meeting &meeting, int count) {
-    int me = threadIdx.x, round = meeting.round;
+    int round = meeting.round;
     if (++meeting.here == count) {
         meeting.here = 0, meeting.round++;
         return;
     }
-    while (meeting.round == round) {
-        swapcontext(&fibers[me], &scheduler);
-        threadIdx.x = me;
-    }
+    while (meeting.round == round) yield();
 }
 
 template <int COUNT>
@@ -140,6 +145,7 @@ static std::vector<Copy> copies;
 inline void barrier_expect(int at, u32 bytes) {
     if (load4(at)) fault("a barrier is used before its copies came");
     store4(at, bytes);
+    if (!bytes) store4(at + 4, load4(at + 4) + 1);
 }
 
 inline void arrive(Copy c) {
@@ -172,13 +178,19 @@ inline void copy_piece(int to, const u8 *from, bool some, int barrier, u64) { co
 
 inline void copies_begun(int, int) {}
 
+// Others may have to begin its copies yet.
 inline void barrier_wait(int at, u32 parity) {
     u32 none[1] = {0};
     shown(none);
-    auto waits = std::stable_partition(copies.begin(), copies.end(), [at](const Copy &c) { return c.barrier != at; });
-    for (auto c = waits; c != copies.end(); c++) arrive(*c);
-    copies.erase(waits, copies.end());
-    if (load4(at) || load4(at + 4) % 2 == parity) fault("a barrier waits for ever");
+    for (int turns = 0;; turns++) {
+        auto waits = std::stable_partition(copies.begin(), copies.end(), [at](const Copy &c) { return c.barrier != at; });
+        for (auto c = waits; c != copies.end(); c++) arrive(*c);
+        copies.erase(waits, copies.end());
+        if (!load4(at) && load4(at + 4) % 2 != parity) break;
+        if (turns == 1000) fault("a barrier waits for ever");
+        yield();
+    }
+    shown(none);
 }
 
 inline void sync_warp() {
@@ -326,3 +338,36 @@ inline u32 ballot(bool x) {
 }
 
 inline bool any(bool x) { return ballot(x); }
+
+inline void sync_warps(int barrier, int threads) { meet(named[barrier], threads); }
+
+inline u64 read_often() { return 0; }
+inline words4 read16(const void *at) {
+    if ((u64)at % 16) fault("16 bytes at an odd place");
+    words4 x;
+    memcpy(&x, at, 16);
+    return x;
+}
+inline int read_fresh(const int *at) { return *at; }
+inline void read_fresh16(float (&x)[4], const float *at) { memcpy(x, at, 16); }
+inline void write16(float *at, const float (&x)[4]) { memcpy(at, x, 16); }
+inline void fence_device() {}
+inline int add_device(int *at, int x) {
+    int before = *at;
+    *at += x;
+    return before;
+}
+inline u32 masked_or(u32 x, u32 mask, u32 high) { return (x & mask) | high; }
+
+inline u16 pack_e4m3(float low, float high) {
+    u16 both = 0;
+    for (int i = 0; i < 2; i++) {
+        const float x = i ? high : low, size = min(fabsf(x), 448.0f);
+        int exponent = size ? max(ilogbf(size), -6) : -6;
+        int steps = (int)nearbyintf(ldexpf(size, 3 - exponent));  // of 2^(exponent - 3)
+        if (steps == 16) steps = 8, exponent++;
+        const int byte = steps < 8 ? steps : (exponent + 7) << 3 | (steps - 8);
+        both |= (byte | (std::signbit(x) ? 128 : 0)) << 8 * i;
+    }
+    return both;
+}

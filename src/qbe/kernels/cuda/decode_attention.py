@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from qbe.kernels.cuda.launch import launch as start
+from qbe.kernels.cuda.nvrtc import loaded_kernel
 
 DIMS = (64, 128)
 MOST_REPEAT, HEADS = 8, 4  # query heads a key head; those of one product of bytes (room.cuh)
@@ -113,29 +114,9 @@ def _kernels(query: torch.Tensor, kv_heads: int, softcap: float) -> tuple[Any, A
 def _loaded(device: torch.device, dim: int, float16: bool, softcap: bool, sets: int) -> tuple[Any, Any] | None:
     """`decode_attention` and `combine` of that shape."""
     shape = f"{dim}, {str(float16).lower()}, {str(softcap).lower()}"
-    walk = _kernel(device, source(), f"decode_attention<{shape}, {sets}>", shared_bytes(dim))
-    together = _kernel(device, source(), f"combine<{shape}>", 0) if walk is not None else None
+    walk = loaded_kernel(device, source(), f"decode_attention<{shape}, {sets}>", shared_bytes(dim))
+    together = loaded_kernel(device, source(), f"combine<{shape}>", 0) if walk is not None else None
     return None if together is None else (walk, together)
-
-
-@cache
-def _kernel(device: torch.device, text: str, name: str, shared: int) -> Any:
-    from qbe.kernels.cuda.nvrtc import compiled_kernel
-
-    try:
-        from torch.cuda._utils import _cuda_load_module
-
-        arch = "".join(map(str, torch.cuda.get_device_capability(device)))
-        with torch.cuda.device(device):
-            binary, symbol = compiled_kernel(text, name, arch)
-            found = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
-            if shared:
-                found.set_shared_memory_config(shared)
-        return found
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
-        line = next((x for x in str(error).splitlines() if "error" in x), str(error).strip())
-        log.warning("decode attention is slower than it could be: no kernel %s (%s)", name, line[:200])
-        return None
 
 
 def shares(device: torch.device, batch: int, kv_heads: int, pages: int, processors: int) -> bool:
@@ -154,7 +135,7 @@ def shares(device: torch.device, batch: int, kv_heads: int, pages: int, processo
 
 @cache
 def _share_kernel(device: torch.device) -> Any:
-    return _kernel(device, source(SHARE_SOURCES), "share_pages", 4 * MOST_PAIRS)
+    return loaded_kernel(device, source(SHARE_SOURCES), "share_pages", 4 * MOST_PAIRS)
 
 
 def share(

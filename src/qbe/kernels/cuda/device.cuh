@@ -1,4 +1,4 @@
-// What decode_attention.cu needs of a warp on an NVIDIA GPU of compute capability 9.0 or later. Shared memory is
+// What the kernels need of a warp on an NVIDIA GPU of compute capability 9.0 or later. Shared memory is
 // addressed in bytes from its beginning. tests/emulated_gpu.h is the same in plain C++.
 
 typedef unsigned char u8;
@@ -10,6 +10,7 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 #define CALLED __device__ __noinline__
 #define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define GIVEN const __grid_constant__
 #define EVERY 0xFFFFFFFFu
 
 extern __shared__ __align__(128) u8 shared_memory[];
@@ -182,3 +183,51 @@ DEVICE bool any(bool x) { return __any_sync(EVERY, x); }
 DEVICE u32 ballot(bool x) { return __ballot_sync(EVERY, x); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_block() { __syncthreads(); }
+
+// (x & mask) | high in one instruction, which two constants would not be.
+DEVICE u32 masked_or(u32 x, u32 mask, u32 high) {
+    u32 y;
+    asm("lop3.b32 %0,%1,%2,%3,0xEA;" : "=r"(y) : "r"(x), "r"(mask), "r"(high));
+    return y;
+}
+
+// The first `threads` threads that come there; barrier 0 is `sync_block`'s.
+DEVICE void sync_warps(int barrier, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+// How copies use the L2 cache where others will read the same.
+DEVICE u64 read_often() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(policy));
+    return policy;
+}
+
+DEVICE words4 read16(const void *at) {
+    words4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+    return x;
+}
+
+// What other blocks, or a kernel before this one, wrote.
+DEVICE int read_fresh(const int *at) {
+    int x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0,[%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+
+DEVICE void read_fresh16(float (&x)[4], const float *at) {
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(at) : "memory");
+}
+
+DEVICE void write16(float *at, const float (&x)[4]) {
+    asm volatile("st.global.cg.v4.f32 [%0],{%1,%2,%3,%4};" ::"l"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+
+DEVICE void fence_device() { __threadfence(); }
+DEVICE int add_device(int *at, int x) { return atomicAdd(at, x); }
+
+// Two numbers of E4M3, the first in the lower byte.
+DEVICE u16 pack_e4m3(float low, float high) {
+    u16 x;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0,%1,%2;" : "=h"(x) : "f"(high), "f"(low));
+    return x;
+}

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+Argument = torch.Tensor | int | float | ctypes.Structure | None
 EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 class _Attribute(ctypes.Structure):
@@ -34,13 +36,19 @@ class _Config(ctypes.Structure):
 
 
 def launch(
-    kernel: Any, blocks: int, threads: int, arguments: Sequence[torch.Tensor | int | float | None], shared: int = 0
+    kernel: Any,
+    blocks: int,
+    threads: int,
+    arguments: Sequence[Argument],
+    shared: int = 0,
+    cluster: int = 1,
 ) -> None:
     """Launch a kernel of `torch.cuda._utils` on the current stream.
 
     Args:
-        arguments: tensors are pointers, None is the null pointer, int is int, float is double.
+        arguments: tensors are pointers, None is the null pointer, int is int, float is double, a structure is itself.
         shared: bytes of shared memory.
+        cluster: blocks of a cluster.
 
     Raises:
         RuntimeError: what the driver says.
@@ -49,12 +57,19 @@ def launch(
 
     given: list[Any] = [
         ctypes.c_void_p(None if a is None else a.data_ptr()) if a is None or isinstance(a, torch.Tensor)
-        else ctypes.c_double(a) if isinstance(a, float) else ctypes.c_int(a)
+        else ctypes.c_double(a) if isinstance(a, float) else a if isinstance(a, ctypes.Structure) else ctypes.c_int(a)
         for a in arguments
     ]  # fmt: skip
     pointers = (ctypes.c_void_p * len(given))(*(ctypes.addressof(g) for g in given))
-    early = _Attribute(EARLY, 0, (ctypes.c_int * 16)(1))
+    attributes = (_Attribute * 2)(
+        _Attribute(EARLY, 0, (ctypes.c_int * 16)(1)), _Attribute(CLUSTER, 0, (ctypes.c_int * 16)(cluster, 1, 1))
+    )
     config = _Config(
-        (blocks, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream, ctypes.pointer(early), 1
+        (blocks, 1, 1),
+        (threads, 1, 1),
+        shared,
+        torch.cuda.current_stream().cuda_stream,
+        attributes,
+        1 if cluster == 1 else 2,
     )
     _check_cuda(_get_gpu_runtime_library().cuLaunchKernelEx(ctypes.byref(config), kernel.func, pointers, None))

@@ -11,6 +11,8 @@ import logging
 import os
 import tempfile
 from contextlib import suppress
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -107,3 +109,26 @@ def compiled_kernel(source: str, name: str, arch: str) -> tuple[bytes, str]:
 
 def _digest(symbol: bytes, binary: bytes) -> str:
     return hashlib.sha256(symbol + b"\n" + binary).hexdigest()
+
+
+@cache
+def loaded_kernel(device: torch.device, source: str, name: str, shared: int) -> Any:
+    """A kernel on a device, for `launch`; None, with a warning, where it cannot be had.
+
+    Args:
+        shared: the most bytes of shared memory that it is launched with; 0 is what every kernel may have.
+    """
+    try:
+        from torch.cuda._utils import _cuda_load_module
+
+        arch = "".join(map(str, torch.cuda.get_device_capability(device)))
+        with torch.cuda.device(device):
+            binary, symbol = compiled_kernel(source, name, arch)
+            found = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
+            if shared:
+                found.set_shared_memory_config(shared)
+        return found
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
+        line = next((x for x in str(error).splitlines() if "error" in x), str(error).strip())
+        log.warning("decoding is slower than it could be: no kernel %s (%s)", name, line[:200])
+        return None
