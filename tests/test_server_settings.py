@@ -63,7 +63,7 @@ def test_the_highest_price_can_be_booked(tmp_path: Path) -> None:
     path = tmp_path / "serve.toml"
     path.write_text('[prices]\ncurrency = "€"\noutput = 922337\n[tiers.flex]\nprice = 0.5\n')
     settings = load(path)
-    cost = terms("priority", None, settings, 0.0).cost(0, 0, 10**7, 16)
+    cost = terms("priority", None, settings, 0.0).pricing.cost(0, 0, 10**7, 16)
     Ledger(tmp_path / "ledger.sqlite").write(
         [
             LedgerEntry(

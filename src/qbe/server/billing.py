@@ -21,11 +21,11 @@ from qbe.blueprint import weights_by_bits
 from qbe.engine.result import Result
 from qbe.errors import QBEError
 from qbe.records.ledger import UNIT, Ledger, LedgerEntry
-from qbe.server.contract import read_tokens
 from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
 from qbe.server.job import Delta, Event, Job, deliver
 from qbe.server.observe.observer import Observer
+from qbe.server.pricing import read_tokens
 from qbe.server.quotas import Quotas, Use
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Account:
         for i, (written, result) in enumerate(zip(self.written, self._results, strict=True)):
             read = (self._read, self._cached) if i == 0 else (0, 0)
             bits = self.bits if result is None else result.average_weight_bits
-            total += terms.cost(*read, max(0, written - self.asked.hidden), bits)
+            total += terms.pricing.cost(*read, max(0, written - self.asked.hidden), bits)
         return total
 
     @property

@@ -1,24 +1,19 @@
-"""From `service_tier` and `qbe` to a budget, and from an answer to its usage and cost."""
+"""From `service_tier` and `qbe` to a budget: what a request may have, and on which terms it is served."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qbe import policies
 from qbe.budget import Budget
-from qbe.engine.result import Result
 from qbe.errors import QBEError
-from qbe.records.ledger import UNIT
 from qbe.server.admission import sunk
 from qbe.server.errors import APIError
+from qbe.server.pricing import Pricing
 from qbe.server.protocol import Contract
 from qbe.server.settings import Prices, Settings, Tier, TierName
 from qbe.server.speed import Speed
-from qbe.sites import FULL_BITS
-
-_MILLION = 1e6
 
 
 @dataclass(frozen=True)
@@ -53,25 +48,10 @@ class Terms:
         """Whether it bounds its bits itself."""
         return any(bits is not None for bits in (self.contract.bits, self.contract.min_bits, self.contract.max_bits))
 
-    def cost(self, read: int, cached: int, written: int, bits: float) -> int:
-        """Of so many tokens at an average of `bits`, in the ledger's units of the currency.
-
-        Args:
-            read, cached: tokens of the prompt that were computed, and that were not.
-        """
-        prices = self.prices
-        at_full = read * prices.input + cached * prices.cached_input + written * prices.output
-        return round(self._at(at_full) * bits * UNIT)
-
-    def most_bits(self, prompt_tokens: int, tokens: int, n: int) -> float:
-        """The average at which n answers of so many tokens cost `max_cost`; infinity without one."""
-        if self.contract.max_cost is None:
-            return float("inf")
-        per_bit = self._at(prompt_tokens * self.prices.input + n * tokens * self.prices.output)
-        return self.contract.max_cost / per_bit if per_bit else float("inf")
-
-    def _at(self, at_full: float) -> float:
-        return at_full / _MILLION * self.tier_settings.price / FULL_BITS
+    @property
+    def pricing(self) -> Pricing:
+        """What its tokens cost."""
+        return Pricing(self.prices, self.tier_settings.price)
 
 
 def terms(
@@ -121,7 +101,7 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
         if bits is not None and bits < lowest:
             raise APIError(400, f"qbe.{name} is {bits:g}, but this model's lowest average is {lowest:.2f}: raise it",
                            param=f"qbe.{name}")  # fmt: skip
-    affordable = given.most_bits(prompt_tokens, tokens, n)
+    affordable = given.pricing.most_bits(c.max_cost, prompt_tokens, tokens, n)
     if affordable < least:
         raise APIError(
             400, f"qbe.max_cost is {c.max_cost:g}, but {prompt_tokens} prompt tokens and up to {n * tokens} new ones "
@@ -143,55 +123,6 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
     return Budget(within=(low, high), refresh=c.refresh, **rest)
 
 
-def read_tokens(result: Result) -> int:
-    """Tokens of the prompt that are charged as computed: those of an answer that was cut within it went no further."""
-    fresh = max(0, result.prompt_tokens - result.cached_tokens)
-    # With a token of the answer the whole prompt went through the model, whatever was computed again for it.
-    return fresh if result.token_ids else min(fresh, result.computed_tokens)
-
-
-def usage(
-    given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0, joules: float = 0.0, source: str = "model"
-) -> dict[str, Any]:  # fmt: skip
-    """Tokens, precision and cost of the answers to the prompts of one request.
-
-    Args:
-        groups: for each prompt its answers.
-        hidden: tokens of each answer that were not asked for.
-        joules, source: what they took, and who says so.
-    """
-    results = [r for group in groups for r in group]
-    firsts = [group[0] for group in groups if group]
-    read, written = sum(r.prompt_tokens for r in firsts), sum(len(r.token_ids) - hidden for r in results)
-    weights = [max(1, r.computed_tokens) for r in results]
-    by_bits: dict[int, int] = {}
-    for result in results:
-        for bits, count in result.tokens_by_bits.items():
-            by_bits[bits] = by_bits.get(bits, 0) + count
-    cost = 0
-    for group in groups:
-        for i, r in enumerate(group):
-            prompt = (read_tokens(r), min(r.cached_tokens, r.prompt_tokens)) if i == 0 else (0, 0)
-            cost += given.cost(*prompt, len(r.token_ids) - hidden, r.average_weight_bits)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in firsts)},
-        "cost": cost / UNIT,
-        "qbe": {
-            "average_weight_bits": _mean([r.average_weight_bits for r in results], weights),
-            "average_kv_bits": _mean([r.average_kv_bits for r in results], weights),
-            "tokens_by_bits": {str(bits): by_bits[bits] for bits in sorted(by_bits)},
-            "policy": firsts[0].blueprint.policy,
-            "brownout": given.brownout,
-            "raised": given.raised,
-            "energy": {"joules": round(joules, 6), "source": source},
-            "currency": given.prices.currency,
-        },
-    }
-
-
 def check(settings: Settings, lowest: float) -> None:
     """Raises QBEError for tiers that the model cannot be served at."""
     for name in ("flex", "default", "priority"):
@@ -201,10 +132,6 @@ def check(settings: Settings, lowest: float) -> None:
             raise QBEError(
                 f"tiers.{name} goes down to {least:g} bits, but this model's lowest average is {lowest:.2f}: raise it"
             )
-
-
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    return round(sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights), 4)
 
 
 def _contradiction(name: str, what: str) -> APIError:

@@ -8,10 +8,10 @@ from typing import Any
 
 from qbe.engine.sampling.constraint import Closing
 from qbe.engine.sampling.sampling_params import SamplingParams
-from qbe.server import contract
 from qbe.server.energy.spending import MODEL
 from qbe.server.errors import APIError
 from qbe.server.exchange import Exchange
+from qbe.server.pricing import usage
 from qbe.server.protocol import ChatRequest, Common, StreamOptions
 from qbe.server.service import Service
 from qbe.server.structure import Structure
@@ -114,7 +114,7 @@ class Frame:
         groups = [[r for r in job.results if r is not None] for job in self.exchange.jobs]
         asked, accounts = self.exchange.asked, self.exchange.accounts
         joules, source = sum(a.joules for a in accounts), (accounts[0].energy if accounts else "") or MODEL
-        found = contract.usage(asked.terms, groups, asked.hidden, joules, source)
+        found = usage(asked.terms, groups, asked.hidden, joules, source)
         if asked.structure is not None:
             found["qbe"] |= await self._form(asked.structure, answers)
         if asked.ignored:

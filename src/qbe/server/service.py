@@ -318,7 +318,7 @@ class Service:
         job = Job(requests, choice, exchange.events, lambda job: self.settle(exchange, job))
         job.account = Account(asked, exchange.id, index, self.names[0], job)
         written = sum(r.params.max_tokens for r in requests)
-        cost = asked.terms.cost(choice[1].prompt_tokens, 0, written, job.account.bits)
+        cost = asked.terms.pricing.cost(choice[1].prompt_tokens, 0, written, job.account.bits)
         job.account.most = Use(job.most_tokens, cost)
         return job
 
