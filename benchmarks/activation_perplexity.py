@@ -24,7 +24,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.kernels.reference.activations import EIGHT
 from qbe.progress import bar
 from qbe.sites import FULL_BITS
-from qbe.store.nested_tensor import nested_linears
+from qbe.store.nested_linears import nested_linears
 from qbe.store.prepare import prepare
 
 FORMS = ("int8/group", *NATIVE)

@@ -39,7 +39,7 @@ from qbe.models import load_model, pull
 from qbe.sites import Role
 from qbe.store.calibrate import calibrate
 from qbe.store.checkpoint import attach
-from qbe.store.nested_tensor import NestedWeightConfig, nest, nested_linears
+from qbe.store.nested_linears import NestedWeightConfig, nest, nested_linears
 from qbe.store.nesting import nestable, smooth_model
 from qbe.tagger import tag
 

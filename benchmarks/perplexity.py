@@ -30,7 +30,8 @@ from qbe import Budget, policies
 from qbe.analysis.profile import QueryProfile
 from qbe.kernels.reference.activations import EIGHT, eight_bits
 from qbe.store.native_products import multiplied_in
-from qbe.store.nested_tensor import NestedTensor, nested_linears
+from qbe.store.nested_linears import nested_linears
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.prepare import prepare
 
 Nested = list[tuple[str, torch.nn.Linear, NestedTensor]]

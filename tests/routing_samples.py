@@ -17,7 +17,7 @@ from qbe.policies.learned import Learned, write
 from qbe.policies.per_token import LEVELS, TokenRouters
 from qbe.policies.routers import Network, blocks_of, gear_bits, named
 from qbe.sites import SiteTable
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
 
 

@@ -20,7 +20,8 @@ from qbe.store import calibrate as module
 from qbe.store import checkpoint, descent, kept, tuning
 from qbe.store import prepare as prepare_module
 from qbe.store.calibrate import calibrate, damped, read_tokens, second_moments
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nested_linears
+from qbe.store.nested_linears import NestedWeightConfig, nested_linears
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable
 from qbe.store.prepare import prepare, quantise_to
 from qbe.tagger import tag

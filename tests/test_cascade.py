@@ -22,7 +22,7 @@ from qbe.policies.cascade import POINTS, blocks_of, dynamic_precision, level_of,
 from qbe.policies.learned import path_of
 from qbe.policies.per_token import LEVELS, TokenRouters
 from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
-from qbe.store.nested_tensor import nest
+from qbe.store.nested_linears import nest
 from qbe.store.nesting import with_store
 from qbe.tagger import tag
 from routing_samples import keep_cascade, random_cascade

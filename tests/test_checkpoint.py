@@ -15,7 +15,8 @@ from conftest import tiny_llama
 from qbe.errors import QBEError
 from qbe.models import load_model
 from qbe.store import checkpoint
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nest_model, smooth_model
 from qbe.store.prepare import prepare, quantise_to
 from qbe.tagger import tag

@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from conftest import byte_tokenizer, tiny_llama
 from qbe import Budget, Engine, Request, SamplingParams
 from qbe.compile.merge import MergeLinears
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest
+from qbe.store.nested_linears import NestedWeightConfig, nest
+from qbe.store.nested_tensor import NestedTensor
 
 ROOT = Path(__file__).parents[1]
 PATH = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))

@@ -20,7 +20,7 @@ from qbe.engine.core import Core
 from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.tuning.compiling import Compilation, CompilePool, collecting
 from qbe.sites import Role
-from qbe.store.nested_tensor import nested_linears
+from qbe.store.nested_linears import nested_linears
 from qbe.store.placement import tile
 
 pytest.importorskip("triton", reason="Triton is not installed")

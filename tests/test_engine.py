@@ -12,7 +12,7 @@ from conftest import byte_tokenizer, tiny_llama
 from engine_models import ARITHMETIC, CODE, FACT
 from qbe import Budget, Engine, QBEError, Request, SamplingParams
 from qbe.records import RecordStore
-from qbe.store.nested_tensor import nested_linears
+from qbe.store.nested_linears import nested_linears
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from qbe.engine.core import Core
 from qbe.errors import QBEError
 from qbe.sites import NESTABLE_ROLES, Role, Site, SiteTable
 from qbe.store import plan as plan_module
-from qbe.store.nested_tensor import NestedTensor, nest
+from qbe.store.nested_linears import nest
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.plan import Plan
 from qbe.tagger import tag
 

@@ -17,7 +17,8 @@ from qbe.store.estimate import Estimate, zero_sum
 from qbe.store.estimating import estimate_model, texts_of
 from qbe.store.layerwise import Layerwise, NotLayered
 from qbe.store.measure import measure_model
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest
+from qbe.store.nested_linears import NestedWeightConfig, nest
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable, smooth_model, with_store
 from qbe.store.sensitivity import decoder_layers
 from qbe.tagger import tag

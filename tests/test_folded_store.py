@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from qbe.errors import QBEError
 from qbe.models import load_model
 from qbe.store import checkpoint
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
 from qbe.store.prepare import prepare, quantise_to
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qbe.models import load_model
 from qbe.store import checkpoint, known, kv_table, nesting, prepare, sensitivity_table
-from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
+from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 
 CPU = torch.device("cpu")
 DEFAULT = NestedWeightConfig()

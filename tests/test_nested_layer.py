@@ -15,7 +15,8 @@ from qbe.format.layout import SliceLayout
 from qbe.kernels.cpu import nested_linear as cpu
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops import nested_linear as ops
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
+from qbe.store.nested_linears import NestedWeightConfig, quantize_
+from qbe.store.nested_tensor import NestedTensor
 
 
 @pytest.fixture

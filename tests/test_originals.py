@@ -14,7 +14,7 @@ from qbe import Budget, Engine, QBEError
 from qbe.engine.memory import predicted
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.models import folder_weights
-from qbe.store.nested_tensor import nested_linears
+from qbe.store.nested_linears import nested_linears
 from qbe.store.placement import place_of
 from server_running import running, tiny_engine
 

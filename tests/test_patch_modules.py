@@ -15,7 +15,7 @@ from qbe.engine.execution import patch_modules
 from qbe.kernels.cpu import build, native
 from qbe.kernels.ops.rms_norm import rms_norm
 from qbe.kernels.ops.rotary import rotate
-from qbe.store.nested_tensor import nest
+from qbe.store.nested_linears import nest
 
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -24,7 +24,7 @@ from qbe.refresh import thresholds
 from qbe.refresh.monitor import Cause, Monitor
 from qbe.refresh.thresholds import RUN, WINDOW, Thresholds, moved
 from qbe.sites import NESTABLE_ROLES
-from qbe.store.nested_tensor import nest
+from qbe.store.nested_linears import nest
 from qbe.store.nesting import with_store
 from qbe.tagger import tag
 from records_samples import record

@@ -19,7 +19,7 @@ from qbe.kernels.cpu import native
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.policies.routers import blocks_of, gear_bits
 from qbe.sites import SiteTable
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
 from qbe.store.placement import place
 from qbe.store.plan import Plan

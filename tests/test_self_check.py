@@ -17,7 +17,7 @@ from models_tiny import one_line
 from qbe.engine import self_check
 from qbe.engine.core import Core
 from qbe.errors import QBEError
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
 from qbe.tagger import tag
 from tagger_architectures import ALSO, BASE, REQUIRED

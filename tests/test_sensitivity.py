@@ -9,7 +9,7 @@ from conftest import byte_tokenizer, tiny_llama
 from qbe.errors import QBEError
 from qbe.sites import SiteTable
 from qbe.store import sensitivity
-from qbe.store.nested_tensor import NestedWeightConfig, nest
+from qbe.store.nested_linears import NestedWeightConfig, nest
 from qbe.store.nesting import nestable, with_store
 from qbe.store.placement import place
 from qbe.tagger import tag

@@ -31,7 +31,7 @@ from qbe.engine.speculation.draft_tokens import (
 )
 from qbe.engine.speculation.speculator import Speculator
 from qbe.sites import NESTABLE_ROLES
-from qbe.store.nested_tensor import nest
+from qbe.store.nested_linears import nest
 from qbe.store.nesting import with_store
 from qbe.tagger import tag
 

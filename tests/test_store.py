@@ -15,7 +15,8 @@ from qbe.format import scales
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import from_blocks, pack, to_blocks, unpack
 from qbe.kernels.reference.nested_linear import dequantise
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, quantize_
+from qbe.store.nested_linears import NestedWeightConfig, nest, quantize_
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.placement import SMALL, place, tile
 
 LAYOUTS = [(4, 2, 2), (3, 1, 1, 1, 2), (1,) * 8, (8,), (5, 3), (4,), (2, 1), (3, 3), (7, 1)]

@@ -15,7 +15,7 @@ import torch
 import qbe
 from conftest import byte_tokenizer, tiny_llama
 from qbe.store import superseded
-from qbe.store.nested_tensor import nested_linears
+from qbe.store.nested_linears import nested_linears
 from qbe.store.prepare import PreparedModel, prepare
 
 SRC = str(Path(__file__).parents[1] / "src")

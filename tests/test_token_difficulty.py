@@ -25,7 +25,7 @@ from qbe.kernels.cpu.dispatch import many_rows
 from qbe.kvcache.pages import block_ids_of
 from qbe.records import RecordStore
 from qbe.sites import NESTABLE_ROLES, SiteTable
-from qbe.store.nested_tensor import nest
+from qbe.store.nested_linears import nest
 from qbe.store.nesting import with_store
 from qbe.tagger import tag
 

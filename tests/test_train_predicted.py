@@ -20,7 +20,7 @@ from qbe.learning.sensitivities import estimate
 from qbe.policies import learned
 from qbe.policies.predicted import VECTOR, Predictor, features
 from qbe.sites import Role
-from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
+from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model
 from qbe.store.prepare import prepare
 from qbe.store.sensitivity import divergence_of_rows, full_bits

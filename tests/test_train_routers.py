@@ -31,7 +31,7 @@ from qbe.policies.learned import Learned
 from qbe.policies.per_token import LEVELS
 from qbe.policies.routers import blocks_of, gear_bits, static_gears
 from qbe.sites import SiteTable
-from qbe.store.nested_tensor import nested_linears
+from qbe.store.nested_linears import nested_linears
 from qbe.store.prepare import PreparedModel, prepare
 
 PROMPT = "What is the capital of France, and how far is it from Rome?"

@@ -13,7 +13,8 @@ from qbe.hardware import HardwareProfile, detect
 from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
 from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nest, nested_linears
+from qbe.store.nested_linears import NestedWeightConfig, nest, nested_linears
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import nestable, with_store
 from qbe.store.plan import Plan
 from qbe.tagger import tag

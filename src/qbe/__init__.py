@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from qbe.engine.engine import Engine, Request, Result
     from qbe.engine.sampling.sampling_params import SamplingParams
     from qbe.store.native_formats import native_config
-    from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, quantize_
+    from qbe.store.nested_linears import NestedWeightConfig, quantize_
+    from qbe.store.nested_tensor import NestedTensor
 
 # torchao warns at import about GPU extensions that this machine cannot load, and torch about torchao's enums. Neither
 # concerns a user of QBE, and standard error belongs to progress bars and errors.
@@ -52,9 +53,9 @@ _LAZY = {
     "Result": "qbe.engine.engine",
     "SamplingParams": "qbe.engine.sampling.sampling_params",
     "NestedTensor": "qbe.store.nested_tensor",
-    "NestedWeightConfig": "qbe.store.nested_tensor",
+    "NestedWeightConfig": "qbe.store.nested_linears",
     "native_config": "qbe.store.native_formats",
-    "quantize_": "qbe.store.nested_tensor",
+    "quantize_": "qbe.store.nested_linears",
 }
 
 

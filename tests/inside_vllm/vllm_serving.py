@@ -26,7 +26,7 @@ import qbe
 from models_tiny import TOKENS, tiny_tokenizer
 from qbe.records import Record, RecordStore
 from qbe.refresh.thresholds import Thresholds, save
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.prepare import quantise_to
 
 START_S = 600  # on a busy machine

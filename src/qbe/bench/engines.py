@@ -17,7 +17,7 @@ from qbe.engine.core import Core
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.models import load_model, pull
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
 from qbe.store.placement import place
 from qbe.store.prepare import prepare

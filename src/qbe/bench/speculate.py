@@ -27,7 +27,7 @@ from qbe.engine.speculation.speculator import ROWS
 from qbe.engine.tokenize import encode
 from qbe.models import DEFAULT_MODEL
 from qbe.progress import bar
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
 from qbe.store.placement import place
 from qbe.store.prepare import PreparedModel, prepare

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
+from qbe.store.nested_linears import NestedWeightConfig, set_weight
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.placement import place
 
 

@@ -49,7 +49,7 @@ def measure(name: str, device: str = "auto", sizes: Any = None, progress: bool =
     from qbe.bench.report import BenchmarkReport
     from qbe.engine.devices import pick_device
     from qbe.models.load import quiet
-    from qbe.store.nested_tensor import NestedWeightConfig
+    from qbe.store.nested_linears import NestedWeightConfig
 
     if name not in BENCHMARKS:
         raise QBEError(f"there is no benchmark '{name}': choose {', '.join(BENCHMARKS)}")

@@ -28,7 +28,8 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
     import torch
 
     from qbe.store import checkpoint, sensitivity_table
-    from qbe.store.nested_tensor import NestedTensor, nested_linears
+    from qbe.store.nested_linears import nested_linears
+    from qbe.store.nested_tensor import NestedTensor
     from qbe.store.prepare import prepare, store_folder
 
     prepared = prepare(model, device=torch.device("cpu"), need_sensitivity=False, progress=progress)

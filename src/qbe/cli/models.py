@@ -27,7 +27,7 @@ def quantize(
 ) -> None:  # fmt: skip
     """Write a model's nested store and its sensitivities as a folder that every command takes."""
     from qbe.engine.devices import pick_device
-    from qbe.store.nested_tensor import NestedWeightConfig
+    from qbe.store.nested_linears import NestedWeightConfig
     from qbe.store.prepare import quantise_to
 
     try:

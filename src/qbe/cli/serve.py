@@ -10,10 +10,9 @@ import signal
 import socket
 import ssl
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 _FILES = 65536  # open at once
 _CUT_S = 5  # after `drain_s`, for what is cut to say so; then connections are closed whatever they do
-_FORCE_S = 1.0  # the same after a second signal
 
 
 def serve(
@@ -57,24 +55,18 @@ def serve(
         raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
     from qbe.records.ledger import Ledger
     from qbe.server.connections import protocol
+    from qbe.server.draining import DrainingServer
     from qbe.server.guard import HEADER_BYTES
-    from qbe.server.keys import new_key as make_key
     from qbe.server.observe import logs, traces
     from qbe.server.settings_file import Watched
 
     if new_key is not None:
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", new_key):
-            raise QBEError(f"--new-key '{new_key}': a name has letters, digits, - and _ only")
-        key, lines = make_key(new_key)
-        print(f"# the key, shown only now: {key}\n{lines}", end="")
+        _print_key(new_key)
         return
     watched = Watched(config)
     public = not _loopback(host)
     if public and not watched.current.keys:
-        raise QBEError(
-            f"--host {host} lets others connect, but there are no keys: make one with 'qbe serve --new-key NAME', put "
-            "it into a file and give --config FILE, or stay at --host 127.0.0.1"
-        )
+        _refuse_without_keys(host)
     sending, book = traces.start(), Ledger(ledger)
     book.write([])  # now it is there, or says why it cannot be
     _check_tls(ssl_certfile, ssl_keyfile)
@@ -114,35 +106,14 @@ def serve(
         services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
         return services[0]
 
-    class Server(uvicorn.Server):
-        """Drains on the first signal, ends on the second; the exit code after a drain is 0."""
-
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            """A signal came."""
-            if self.should_exit:
-                for one in services:
-                    one.drain(0.0)
-                force = threading.Timer(_FORCE_S if services else 0.0, self._force)
-                force.daemon = True
-                force.start()
-            self.should_exit = True
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """Wait for what runs, but not for ever."""
-            for one in services:
-                one.drain(drain_s)
-            await super().shutdown(sockets)
-
-        def _force(self) -> None:
-            self.force_exit = True
-
     inside_port = None if metrics_port is None else listening[1].getsockname()[1]
-    server = Server(
+    server = DrainingServer(
         uvicorn.Config(
             _ending(make_app(service, inside_port)), log_level="error", access_log=False, ws="none", lifespan="on",
             http=protocol(lambda: watched.current), h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
             timeout_graceful_shutdown=drain_s + _CUT_S, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile,
-        )
+        ),
+        services, drain_s,
     )  # fmt: skip
     for what, each in zip(("listening", "metrics"), listening, strict=False):
         address, bound = each.getsockname()[:2]
@@ -153,6 +124,22 @@ def serve(
     server.run(sockets=listening)
     if failures:
         raise failures[0]
+
+
+def _print_key(name: str) -> None:
+    from qbe.server.keys import new_key
+
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise QBEError(f"--new-key '{name}': a name has letters, digits, - and _ only")
+    key, lines = new_key(name)
+    print(f"# the key, shown only now: {key}\n{lines}", end="")
+
+
+def _refuse_without_keys(host: str) -> None:
+    raise QBEError(
+        f"--host {host} lets others connect, but there are no keys: make one with 'qbe serve --new-key NAME', put "
+        "it into a file and give --config FILE, or stay at --host 127.0.0.1"
+    )
 
 
 def _ending(app: ASGIApp) -> ASGIApp:

@@ -19,7 +19,7 @@ import torch
 from qbe.errors import QBEError
 from qbe.files import cache_dir
 from qbe.models import pull
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.prepare import fingerprint, store_folder
 
 if TYPE_CHECKING:

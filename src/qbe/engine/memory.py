@@ -14,7 +14,8 @@ from qbe.engine.scheduling.kv_size import default_kv_tokens
 from qbe.format.layout import SliceLayout, padded
 from qbe.kvcache.cache import decoder_config, probe_shapes
 from qbe.kvcache.pages import page_bytes, pages_for
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, nested_linears
+from qbe.store.nested_linears import NestedWeightConfig, nested_linears
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.placement import place_of, tiled_size
 
 if TYPE_CHECKING:

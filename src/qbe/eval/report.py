@@ -14,7 +14,7 @@ from rich.text import Text
 
 from qbe.datasets.intervals import LEVEL, RESAMPLES
 from qbe.eval.needle import Grid, Needle, NeedleResult, NeedleResults, Setting
-from qbe.store.nested_tensor import nested_linears
+from qbe.store.nested_linears import nested_linears
 
 if TYPE_CHECKING:
     from qbe.datasets.results import Results

@@ -76,6 +76,23 @@ def make_app(make_service: Callable[[], Service], inside_port: int | None = None
         title="QBE", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
         description="OpenAI's API, with precision as part of the contract: `service_tier` and `qbe`.",
     )  # fmt: skip
+    _add_routes(app)
+
+    def counted(error: APIError, scope: Scope) -> None:
+        service_of(app).metrics.refused.labels(service_of(app).names[0], str(error.status), error.code or "").inc()
+        logs.say("refused", {"status": error.status, "code": error.code, "param": error.param} | _who(scope))
+
+    _add_error_handlers(app, counted)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    app.add_middleware(
+        Guard, settings=lambda: service_of(app).settings, refused=counted, bodies=bodies,
+        rates=lambda: service_of(app).rates, inside_port=inside_port,
+    )  # fmt: skip
+    app.add_middleware(Cors, settings=lambda: service_of(app).settings)
+    return app
+
+
+def _add_routes(app: FastAPI) -> None:
     bearer = [Depends(HTTPBearer(auto_error=False))]  # for the document; `Guard` has looked before
 
     @app.get("/health")
@@ -127,10 +144,8 @@ def make_app(make_service: Callable[[], Service], inside_port: int | None = None
 
     add_console(app, service_of, bearer)
 
-    def counted(error: APIError, scope: Scope) -> None:
-        service_of(app).metrics.refused.labels(service_of(app).names[0], str(error.status), error.code or "").inc()
-        logs.say("refused", {"status": error.status, "code": error.code, "param": error.param} | _who(scope))
 
+def _add_error_handlers(app: FastAPI, counted: Callable[[APIError, Scope], None]) -> None:
     def answer(error: APIError, request: Request) -> Response:
         counted(error, request.scope)
         return error.response()
@@ -148,14 +163,6 @@ def make_app(make_service: Callable[[], Service], inside_port: int | None = None
     @app.exception_handler(Exception)
     async def on_defect(request: Request, error: Exception) -> Response:
         return answer(APIError(500, "a defect of the server; its log says more", code="internal_error"), request)
-
-    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
-    app.add_middleware(
-        Guard, settings=lambda: service_of(app).settings, refused=counted, bodies=bodies,
-        rates=lambda: service_of(app).rates, inside_port=inside_port,
-    )  # fmt: skip
-    app.add_middleware(Cors, settings=lambda: service_of(app).settings)
-    return app
 
 
 def _who(scope: Scope) -> dict[str, Any]:

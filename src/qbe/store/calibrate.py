@@ -28,7 +28,8 @@ from qbe.hardware import NumberFormat, detect
 from qbe.progress import bar
 from qbe.sites import FULL_BITS
 from qbe.store import descent, kept
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
+from qbe.store.nested_linears import NestedWeightConfig, set_weight
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.tuning import Nested, tune
 
 TOKENS = 32768  # of the text that are used, at most

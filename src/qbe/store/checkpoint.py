@@ -30,7 +30,8 @@ from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout, check_group_size, padded
 from qbe.sites import FULL_BITS
 from qbe.store.folding import AGAIN, Fold, apply, load_folds, save_folds
-from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
+from qbe.store.nested_linears import nested_linears, set_weight
+from qbe.store.nested_tensor import NestedTensor
 
 FORMAT = "qbe-nested"
 FORMAT_VERSION = 2

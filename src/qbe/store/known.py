@@ -22,7 +22,7 @@ from qbe.files import write_text
 from qbe.store import kv_table, sensitivity_table
 from qbe.store.checkpoint import SMOOTHING
 from qbe.store.folding import Edge, Fold
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.sensitivity import Sensitivity
 
 MEASURED = Path(__file__).with_name("measured")

@@ -1,4 +1,4 @@
-"""NestedTensor: the weight of a linear layer from which every precision is read, and the torchao config that makes it.
+"""NestedTensor: the weight of a linear layer from which every precision is read (`nested_linears` makes it).
 
 Follows torchao's tensor-subclass structure (`TorchAOBaseTensor`, one tensor per file); it takes the place of
 torchao's own AffineQuantizedTensor, which 0.18 removed.
@@ -7,28 +7,25 @@ torchao's own AffineQuantizedTensor, which 0.18 removed.
 from __future__ import annotations
 
 import hashlib
-import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torchao.core.config import AOBaseConfig
-from torchao.quantization import quantize_
-from torchao.quantization.transform_module import register_quantize_module_handler
 from torchao.utils import TorchAOBaseTensor
 
 from qbe.compile.backend import register
 from qbe.errors import QBEError
 from qbe.format.codes import quantise
-from qbe.format.layout import SliceLayout, check_group_size, padded
+from qbe.format.layout import SliceLayout, padded
 from qbe.format.packing import pack
 from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.gradients import without_gradient
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import FULL_BITS
+
+if TYPE_CHECKING:
+    from qbe.store.nested_linears import NestedWeightConfig
 
 
 class NestedTensor(TorchAOBaseTensor):
@@ -301,87 +298,6 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@dataclass
-class NestedWeightConfig(AOBaseConfig):
-    """`quantize_(model, NestedWeightConfig(...))` replaces each linear layer's weight by a NestedTensor.
-
-    Such a layer is for inference, and its bias is frozen: a backward pass through it raises QBEError. As a plain layer
-    it takes inputs of the dtype it had (any, under autocast) and returns that.
-
-    Attributes:
-        group_size: inputs that share a scale, a multiple of 64.
-        slices: widths of the slices, most significant first; their running sums are the precisions.
-        keep_original: keep the 16-bit weight, so that gear 16 is exact.
-
-    Raises:
-        QBEError: a group size or slices that the store cannot have.
-    """
-
-    group_size: int = 64
-    slices: tuple[int, ...] = (4, 2, 2)
-    keep_original: bool = True
-
-    def __post_init__(self) -> None:
-        check_group_size(self.group_size)
-        SliceLayout.of(self.slices)
-
-
-@register_quantize_module_handler(NestedWeightConfig)
-def _nest(module: nn.Module, config: NestedWeightConfig, **_: Any) -> nn.Module:
-    if not isinstance(module, nn.Linear):
-        raise QBEError(f"only nn.Linear can be nested, not {type(module).__name__}; filter it out")
-    if isinstance(module.weight, NestedTensor):
-        raise QBEError(
-            f"a linear layer of {module.in_features} inputs and {module.out_features} outputs is nested already; "
-            "nest the 16-bit model once, or filter out what is nested"
-        )
-    weight = NestedTensor.from_weight(module.weight, config.slices, config.group_size, config.keep_original)
-    set_weight(module, weight)
-    return module
-
-
-def set_weight(module: nn.Linear, weight: NestedTensor) -> None:
-    """Makes `weight` the layer's weight, its `extra_repr` tell so, and its bias as frozen as the weight."""
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    if module.bias is not None:
-        module.bias.requires_grad_(False)
-    module.extra_repr = types.MethodType(  # type: ignore[method-assign]
-        lambda self: f"in_features={self.in_features}, out_features={self.out_features}, weight={self.weight!r}", module
-    )
-
-
-def nested_linears(model: nn.Module) -> list[tuple[str, nn.Linear, NestedTensor]]:
-    """Name, layer and weight of every linear layer of `model` that is nested, in module order."""
-    return [
-        (name, module, module.weight)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and isinstance(module.weight, NestedTensor)
-    ]
-
-
-def nest(
-    model: nn.Module,
-    names: Sequence[str],
-    config: NestedWeightConfig | None = None,
-    on_site: Callable[[str], None] | None = None,
-) -> None:
-    """Nests the linear layers called `names`, through torchao's `quantize_`.
-
-    Args:
-        on_site: called with each name when its layer is done (a progress bar).
-    """
-    wanted = set(names)
-
-    def chosen(module: nn.Module, name: str) -> bool:
-        if name not in wanted:
-            return False
-        if on_site is not None:
-            on_site(name)
-        return True
-
-    quantize_(model, config or NestedWeightConfig(), filter_fn=chosen)
 
 
 # So that `torch.load(weights_only=True)` takes a nested state dict once this module is imported; the

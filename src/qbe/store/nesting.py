@@ -21,7 +21,8 @@ from qbe.store.calibrate import calibrate
 from qbe.store.folding import Fold, apply_exact, edges
 from qbe.store.layerwise import Layerwise, NotLayered
 from qbe.store.native_formats import is_native, stored_bytes
-from qbe.store.nested_tensor import NestedTensor, NestedWeightConfig, set_weight
+from qbe.store.nested_linears import NestedWeightConfig, set_weight
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.sensitivity import decoder_layers
 from qbe.store.smoothing_layers import smooth_layers
 from qbe.tagger import tag

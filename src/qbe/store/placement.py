@@ -13,7 +13,8 @@ from qbe.format.codes import CHUNK
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import of_rows
 from qbe.kernels.reference.nested_linear import dequantise
-from qbe.store.nested_tensor import NestedTensor, nested_linears, set_weight
+from qbe.store.nested_linears import nested_linears, set_weight
+from qbe.store.nested_tensor import NestedTensor
 
 PLACES = ("none", "host", "device")
 MOST_PADDING = 9.5 / 8.75  # of the tiled over the canonical layout: 9.5 bits a weight at the default layout

@@ -31,7 +31,7 @@ from qbe.store.draft import writing
 from qbe.store.estimating import estimate_into, estimate_model, write_estimated
 from qbe.store.layerwise import NotLayered, page_locked
 from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured, with_stored
-from qbe.store.nested_tensor import NestedWeightConfig, nested_linears
+from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
 from qbe.store.placement import place, place_of
 from qbe.store.sensitivity import Sensitivity

@@ -13,7 +13,7 @@ from qbe.sites import SiteTable
 from qbe.store import checkpoint, sensitivity_table
 from qbe.store.checkpoint import Manifest
 from qbe.store.measure import with_stored
-from qbe.store.nested_tensor import NestedWeightConfig
+from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_skeleton
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from qbe.kernels.cpu import build
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.rms_norm import rms_norm
 from qbe.kernels.ops.rotary import rotate
-from qbe.store.nested_tensor import NestedTensor, nested_linears
+from qbe.store.nested_linears import nested_linears
+from qbe.store.nested_tensor import NestedTensor
 
 _ROTARY = "apply_rotary_pos_emb"  # the name of the function in transformers' models
 SERVED = torch.bfloat16  # of what norms and rotary embeddings take
