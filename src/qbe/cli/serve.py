@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib.util
 import ipaddress
 import re
 import resource
@@ -12,7 +14,7 @@ import ssl
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from qbe.engine.engine import Engine
     from qbe.server.service import Service
+    from qbe.server.settings_file import Watched
 
 _FILES = 65536  # open at once
 _CUT_S = 5  # after `drain_s`, for what is cut to say so; then connections are closed whatever they do
@@ -46,13 +49,9 @@ def serve(
     new_key: Annotated[str | None, typer.Option(help="print a new key for this name with its TOML, and end")] = None,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI does; every request may say what precision, time and price it wants."""
-    try:
-        import fastapi  # noqa: F401
-        import llguidance  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise QBEError(f"the server needs {error.name}: pip install 'qbe[serve]'") from None
+    _check_installed()
+    import uvicorn
+
     from qbe.records.ledger import Ledger
     from qbe.server.connections import protocol
     from qbe.server.draining import DrainingServer
@@ -88,21 +87,10 @@ def serve(
     def service() -> Service:
         from qbe.server.service import Service
 
-        def make() -> Engine:
-            from transformers.utils import logging as advice
-
-            from qbe.engine.engine import Engine
-            from qbe.records import RecordStore, RecordWriter
-
-            advice.set_verbosity_error()
-            weights = watched.current.weights
-            return Engine(
-                model, policy=policy, dtype=dtype, device=device, originals=originals or weights.originals,
-                most_bits=most_bits if most_bits is not None else weights.most_bits, max_sequences=max_sequences,
-                kv_tokens=kv_tokens, compile=compile, tune=tune, records=RecordWriter(RecordStore()),
-                progress=sys.stderr.isatty(),
-            )  # fmt: skip
-
+        make = functools.partial(
+            _engine, watched, model, originals, most_bits, policy=policy, dtype=dtype, device=device,
+            max_sequences=max_sequences, kv_tokens=kv_tokens, compile=compile, tune=tune,
+        )  # fmt: skip
         services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
         return services[0]
 
@@ -124,6 +112,30 @@ def serve(
     server.run(sockets=listening)
     if failures:
         raise failures[0]
+
+
+def _check_installed() -> None:
+    for name in ("fastapi", "llguidance", "prometheus_client", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise QBEError(f"the server needs {name}: pip install 'qbe[serve]'")
+
+
+def _engine(
+    watched: Watched, model: str, originals: str | None, most_bits: int | None, **options: Any
+) -> Engine:  # fmt: skip
+    """The engine, made in the thread that steps it; what the command does not say of its weights the settings do."""
+    from transformers.utils import logging as advice
+
+    from qbe.engine.engine import Engine
+    from qbe.records import RecordStore, RecordWriter
+
+    advice.set_verbosity_error()
+    weights = watched.current.weights
+    most = weights.most_bits if most_bits is None else most_bits
+    return Engine(
+        model, originals=originals or weights.originals, most_bits=most,
+        records=RecordWriter(RecordStore()), progress=sys.stderr.isatty(), **options,
+    )  # fmt: skip
 
 
 def _print_key(name: str) -> None:

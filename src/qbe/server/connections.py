@@ -92,157 +92,159 @@ class _Transport:
         return self._left is not None
 
 
+class Limited(H11Protocol):
+    """A connection that ends when a request's headers do not come in time, or when there are too many."""
+
+    _settings: Callable[[], Settings]  # those in use now; these three are of one server (`protocol`)
+    _expecting: dict[Limited, float]  # headers, and since when; the one that has done so longest first
+    _entrance: Entrance
+    _headers: asyncio.TimerHandle | None = None
+    _held = b""  # bytes that the parser has not got yet
+    _wanted = _pumping = _cut = False
+    _known = False  # whether its last request had a key
+    _in_line = _may_begin = False  # its next one, whose headers are complete
+    _framed = _body = 0  # bytes of this request's body, with their framing and without
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Somebody connects. Where there are too many, whoever has been silent longest goes, if it was for long."""
+        if hasattr(transport, "max_size"):  # asyncio's, without TLS
+            transport.max_size = _READ_BYTES
+        self._line = _Transport(
+            transport, lambda: self._cut or bool(self._held) or self.conn.their_state is h11.SEND_BODY
+        )
+        super().connection_made(cast("asyncio.Transport", self._line))
+        self.flow = _Flow(transport, self._want)
+        if len(self.connections) > self._settings().limits.connections:
+            oldest, since = next(iter(self._expecting.items()), (None, 0.0))
+            if oldest is None or self.loop.time() - since < _SILENT * self._settings().limits.header_s:
+                transport.write(_FULL)
+                transport.close()
+                return
+            log.info("there are too many connections: one that has sent no request is closed")
+            oldest._forget()
+            oldest.transport.abort()
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come, the headers' last or not."""
+        if self._line.drops(len(data)):
+            return
+        self._unset_keepalive_if_required()
+        self._held += data
+        self._pump()
+        if self.conn.their_state is h11.IDLE and not self._in_line and (self._held or self.conn.trailing_data[0]):
+            self._expect()
+        else:
+            self._forget()
+
+    def handle_events(self) -> None:
+        """Let the parser go on."""
+        if self.conn.their_state is h11.IDLE:
+            self._wanted, self._framed, self._body = False, 0, 0
+            if _BARE.search(self.conn.trailing_data[0].partition(_END)[0]):
+                self._refuse("a line of the headers does not end with CR LF")
+                return
+        before = self.cycle, len(self.cycle.body) if self.cycle else 0
+        super().handle_events()
+        if self.cycle is not None:
+            self._body += len(self.cycle.body) - (before[1] if self.cycle is before[0] else 0)
+
+    def on_response_complete(self) -> None:
+        """A response is out, which its request's body need not be."""
+        self._known = is_known(cast("dict[str, Any]", self.scope))
+        if self.conn.their_state is h11.SEND_BODY:
+            self.transport.close()  # nobody reads what is left
+        super().on_response_complete()
+        self._pump()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self._forget()
+        self._held = b""
+        super().connection_lost(exc)
+
+    def _want(self) -> None:
+        self._wanted = self.conn.their_state is h11.SEND_BODY
+        self._pump()
+
+    def _pump(self) -> None:
+        """Give the parser what it may see now: headers up to their end, and pieces of a body that is wanted."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while self._held and not self.transport.is_closing() and (count := self._may_see()):
+                piece, self._held = self._held[:count], self._held[count:]
+                in_body = self.conn.their_state is h11.SEND_BODY
+                super().data_received(piece)
+                if in_body and self.conn.their_state is h11.SEND_BODY:
+                    self._framed += len(piece)
+                    if self._framed - self._body > _FRAMING_BYTES + _FRAMING * self._body:
+                        self._refuse("the chunks of the body are too small: send larger ones")
+        finally:
+            self._pumping = False
+        if self._held and not self.transport.is_closing():
+            self.flow.pause_reading()
+
+    def _may_see(self) -> int:
+        state = self.conn.their_state
+        if state is h11.IDLE:
+            before = self.conn.trailing_data[0]
+            found = (before + self._held).find(_END)
+            if found < 0 and len(before) + len(self._held) > HEADER_BYTES:
+                self._cut, self._held = True, b""
+                self.transport.write(_TOO_LARGE)
+                self.transport.close()
+                return 0
+            if found < 0:
+                return len(self._held)
+            return max(1, found + len(_END) - len(before)) if self._begins() else 0
+        # What has come of a body lies with the application until that asks for more.
+        return _PIECE_BYTES if state is h11.SEND_BODY and self._wanted and not self.flow.read_paused else 0
+
+    def _begins(self) -> bool:
+        """Whether the request whose headers have come is taken up now, rather than when its turn comes."""
+        if self._may_begin:
+            self._may_begin = False
+            return True
+        self._in_line = self._in_line or not self._entrance.enter(self._begin, self._known)
+        return not self._in_line
+
+    def _begin(self) -> None:
+        self._in_line, self._may_begin = False, True
+        self._pump()
+
+    def _refuse(self, why: str) -> None:
+        log.info("a request is refused: %s", why)
+        self._cut, self._held = True, b""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.send_400_response(why)
+        else:
+            self.transport.close()
+
+    def _forget(self) -> None:
+        """It does not wait for headers any more."""
+        self._expecting.pop(self, None)
+        if self._headers is not None:
+            self._headers.cancel()
+            self._headers = None
+
+    def _expect(self) -> None:
+        """Wait for headers from now on, unless that began before."""
+        if self._headers is None:
+            self._expecting[self] = self.loop.time()
+            self._headers = self.loop.call_later(self._settings().limits.header_s, self._late)
+
+    def _late(self) -> None:
+        log.info("a client did not send its headers in time")
+        self.transport.close()
+
+
 def protocol(settings: Callable[[], Settings]) -> type[H11Protocol]:
-    """The class for uvicorn's `http`.
+    """The class for uvicorn's `http`: connections that know each other.
 
     Args:
         settings: those in use now.
     """
-    expecting: dict[Limited, float] = {}  # headers, and since when; the one that has done so longest first
-    entrance = Entrance()
-
-    class Limited(H11Protocol):
-        """A connection that ends when a request's headers do not come in time, or when there are too many."""
-
-        _headers: asyncio.TimerHandle | None = None
-        _held = b""  # bytes that the parser has not got yet
-        _wanted = _pumping = _cut = False
-        _known = False  # whether its last request had a key
-        _in_line = _may_begin = False  # its next one, whose headers are complete
-        _framed = _body = 0  # bytes of this request's body, with their framing and without
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            """Somebody connects. Where there are too many, whoever has been silent longest goes, if it was for long."""
-            if hasattr(transport, "max_size"):  # asyncio's, without TLS
-                transport.max_size = _READ_BYTES
-            self._line = _Transport(
-                transport, lambda: self._cut or bool(self._held) or self.conn.their_state is h11.SEND_BODY
-            )
-            super().connection_made(cast("asyncio.Transport", self._line))
-            self.flow = _Flow(transport, self._want)
-            if len(self.connections) > settings().limits.connections:
-                oldest, since = next(iter(expecting.items()), (None, 0.0))
-                if oldest is None or self.loop.time() - since < _SILENT * settings().limits.header_s:
-                    transport.write(_FULL)
-                    transport.close()
-                    return
-                log.info("there are too many connections: one that has sent no request is closed")
-                oldest._forget()
-                oldest.transport.abort()
-            self._expect()
-
-        def data_received(self, data: bytes) -> None:
-            """Bytes have come, the headers' last or not."""
-            if self._line.drops(len(data)):
-                return
-            self._unset_keepalive_if_required()
-            self._held += data
-            self._pump()
-            if self.conn.their_state is h11.IDLE and not self._in_line and (self._held or self.conn.trailing_data[0]):
-                self._expect()
-            else:
-                self._forget()
-
-        def handle_events(self) -> None:
-            """Let the parser go on."""
-            if self.conn.their_state is h11.IDLE:
-                self._wanted, self._framed, self._body = False, 0, 0
-                if _BARE.search(self.conn.trailing_data[0].partition(_END)[0]):
-                    self._refuse("a line of the headers does not end with CR LF")
-                    return
-            before = self.cycle, len(self.cycle.body) if self.cycle else 0
-            super().handle_events()
-            if self.cycle is not None:
-                self._body += len(self.cycle.body) - (before[1] if self.cycle is before[0] else 0)
-
-        def on_response_complete(self) -> None:
-            """A response is out, which its request's body need not be."""
-            self._known = is_known(cast("dict[str, Any]", self.scope))
-            if self.conn.their_state is h11.SEND_BODY:
-                self.transport.close()  # nobody reads what is left
-            super().on_response_complete()
-            self._pump()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            """It has ended."""
-            self._forget()
-            self._held = b""
-            super().connection_lost(exc)
-
-        def _want(self) -> None:
-            self._wanted = self.conn.their_state is h11.SEND_BODY
-            self._pump()
-
-        def _pump(self) -> None:
-            """Give the parser what it may see now: headers up to their end, and pieces of a body that is wanted."""
-            if self._pumping:
-                return
-            self._pumping = True
-            try:
-                while self._held and not self.transport.is_closing() and (count := self._may_see()):
-                    piece, self._held = self._held[:count], self._held[count:]
-                    in_body = self.conn.their_state is h11.SEND_BODY
-                    super().data_received(piece)
-                    if in_body and self.conn.their_state is h11.SEND_BODY:
-                        self._framed += len(piece)
-                        if self._framed - self._body > _FRAMING_BYTES + _FRAMING * self._body:
-                            self._refuse("the chunks of the body are too small: send larger ones")
-            finally:
-                self._pumping = False
-            if self._held and not self.transport.is_closing():
-                self.flow.pause_reading()
-
-        def _may_see(self) -> int:
-            state = self.conn.their_state
-            if state is h11.IDLE:
-                before = self.conn.trailing_data[0]
-                found = (before + self._held).find(_END)
-                if found < 0 and len(before) + len(self._held) > HEADER_BYTES:
-                    self._cut, self._held = True, b""
-                    self.transport.write(_TOO_LARGE)
-                    self.transport.close()
-                    return 0
-                if found < 0:
-                    return len(self._held)
-                return max(1, found + len(_END) - len(before)) if self._begins() else 0
-            # What has come of a body lies with the application until that asks for more.
-            return _PIECE_BYTES if state is h11.SEND_BODY and self._wanted and not self.flow.read_paused else 0
-
-        def _begins(self) -> bool:
-            """Whether the request whose headers have come is taken up now, rather than when its turn comes."""
-            if self._may_begin:
-                self._may_begin = False
-                return True
-            self._in_line = self._in_line or not entrance.enter(self._begin, self._known)
-            return not self._in_line
-
-        def _begin(self) -> None:
-            self._in_line, self._may_begin = False, True
-            self._pump()
-
-        def _refuse(self, why: str) -> None:
-            log.info("a request is refused: %s", why)
-            self._cut, self._held = True, b""
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                self.send_400_response(why)
-            else:
-                self.transport.close()
-
-        def _forget(self) -> None:
-            """It does not wait for headers any more."""
-            expecting.pop(self, None)
-            if self._headers is not None:
-                self._headers.cancel()
-                self._headers = None
-
-        def _expect(self) -> None:
-            """Wait for headers from now on, unless that began before."""
-            if self._headers is None:
-                expecting[self] = self.loop.time()
-                self._headers = self.loop.call_later(settings().limits.header_s, self._late)
-
-        def _late(self) -> None:
-            log.info("a client did not send its headers in time")
-            self.transport.close()
-
-    return Limited
+    of_server = {"_settings": staticmethod(settings), "_expecting": {}, "_entrance": Entrance()}
+    return type("LimitedConnection", (Limited,), of_server)
