@@ -19,6 +19,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.engine.core import Core
 from qbe.engine.sampling.sampler import likeliest
+from qbe.policies import Policy
 from qbe.records import RecordStore
 from qbe.refresh import thresholds
 from qbe.refresh.monitor import Cause, Monitor
@@ -108,7 +109,7 @@ def test_fixed_bits_cannot_be_refreshed() -> None:
         Budget(bits=5, refresh=True)
 
 
-class ByScore:
+class ByScore(Policy):
     """4 bits below a score of a half, else 8."""
 
     name = "by_score"
