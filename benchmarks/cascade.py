@@ -38,7 +38,8 @@ from qbe.budget import Budget
 from qbe.datasets.intervals import interval
 from qbe.datasets.items import encode, read_training
 from qbe.engine.adaptive.cascade import Cascade
-from qbe.engine.scheduling.sequence import Scoring, Sequence, Status
+from qbe.engine.scheduling.sequence import Sequence, Status
+from qbe.engine.scheduling.sequence_state import Scoring
 from qbe.eval.fidelity import Teacher
 from qbe.learning.cascade import HIDDEN
 from qbe.learning.distil import worth

@@ -55,7 +55,11 @@ def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_wi
         core, prompts = speculate._core(device, sizes, asked, progress=False)
         assert prompts == asked
         assert core.speculator is not None
-        core.speculator.costs, core.speculator.rows, core.speculator.drafters = speculate.Free(8), 4, {speculate.TEXT}
+        core.speculator.costs, core.speculator.rows, core.speculator.drafters = (
+            speculate.Free(8),
+            4,
+            {speculate.NGRAM_DRAFTER},
+        )
         told.append(speculate.Told())
         case = speculate.SpeculateCase(core, prompts, sizes, 1, 8, script)
         speculate.answer(case, True, told[-1], random.Random(0))

@@ -227,7 +227,7 @@ def test_a_really_full_disk_leaves_nothing(tiny_folder: Path, tmp_path: Path) ->
         "import resource, signal, sys, torch\n"
         "from pathlib import Path\n"
         "from qbe.store.prepare import quantise_to\n"
-        "from qbe.store.nested_tensor import NestedWeightConfig\n"
+        "from qbe.store.nested_linears import NestedWeightConfig\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "quantise_to(sys.argv[1], Path(sys.argv[2]), NestedWeightConfig(), torch.device('cpu'), progress=False)\n"

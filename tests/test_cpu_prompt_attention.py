@@ -9,8 +9,8 @@ import torch
 
 from kv_samples import PAGE_SIZE, full_pages, prompt_in_pages
 from qbe.format.kv_blocks import quantised_pages
-from qbe.kernels.cpu import build
-from qbe.kernels.cpu.prompt_attention import prompt_attention, serves
+from qbe.kernels.cpu import build, dispatch
+from qbe.kernels.cpu.prompt_attention import prompt_attention
 from qbe.kvcache.pages import KVShape, PagePool
 from qbe.kvcache.prompt import PromptSpan
 from qbe.sites import KVBits
@@ -26,7 +26,7 @@ def attended(pool: PagePool, prompt: PromptSpan, query: torch.Tensor, window: in
     shape, head_offsets = pool.shapes[0], pool.head_offsets[0]
     assert shape is not None
     assert head_offsets is not None
-    assert serves(query, 0.0)
+    assert dispatch.attends_prompts(query, 0.0)
     where = prompt.block_ids, prompt.staging_pages, prompt.start
     return prompt_attention(query[0], pool.memory, head_offsets, *where, shape.sizes, SCALING, window or 0)
 

@@ -10,7 +10,7 @@ import torch
 import qbe
 from engine_models import ARITHMETIC, CODE, FACT
 from qbe import Budget, Engine, Request, SamplingParams
-from qbe.engine.tokenize import eos_ids
+from qbe.engine.stop_tokens import eos_ids
 
 PROMPTS = [
     "The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "The first president of",
