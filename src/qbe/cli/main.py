@@ -83,9 +83,7 @@ def main(argv: list[str] | None = None) -> None:
             raise
         # What a shell reports for a program that SIGPIPE ended, as it ends `cat`. The signal itself stays ignored: it
         # would also end us when a connection to the hub breaks. What is still buffered goes nowhere.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout.fileno(), 2):
-            os.dup2(nowhere, stream)
+        _discard(sys.stdout.fileno(), 2)
         sys.exit(128 + signal.SIGPIPE)
     except RuntimeError as error:  # an exit within an op that torch calls through C++ comes out as one
         if _told_to_end.is_set():
@@ -96,6 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as error:
         if error.filename is not None:  # not a stream of ours: a defect that should be seen whole
             raise
+        _discard(sys.stdout.fileno())  # or Python says at its end, too, that it cannot be written
         _fail(f"the output cannot be written: {reason(error)}")
     except USAGE_ERRORS as error:
         if not error.format_message():  # `qbe` alone: the help has been printed
@@ -126,6 +125,13 @@ def _reader_left(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, BrokenPipeError):
         error = error.__context__
     return error is not None
+
+
+def _discard(*streams: int) -> None:
+    """What is still buffered for these file descriptors goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream)
 
 
 def _warn(message: Warning | str, *_rest: Any) -> None:
