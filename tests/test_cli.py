@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import signal
@@ -173,15 +174,16 @@ def test_a_signal_within_an_op_of_torch_ends_the_command(monkeypatch: pytest.Mon
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a defect")
 
+    module = importlib.import_module("qbe.cli.main")  # `qbe.cli.main` is its function
     before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores them
     for name in ("_told_to_end", "_was_interrupted"):
-        monkeypatch.setattr(cli, name, threading.Event())
+        monkeypatch.setattr(module, name, threading.Event())
     try:
-        monkeypatch.setattr(cli, "app", fail)
+        monkeypatch.setattr(module, "app", fail)
         with pytest.raises(RuntimeError, match="a defect"):
             cli.main([])
-        monkeypatch.setattr(cli, "app", end)
+        monkeypatch.setattr(module, "app", end)
         with pytest.raises(SystemExit) as ended:
             cli.main([])
         assert ended.value.code == code
