@@ -55,8 +55,9 @@ def with_store(table: SiteTable, model: nn.Module) -> SiteTable:
         if isinstance(weight, NestedTensor):
             site = replace(site, gears=weight.gears, bytes_at=weight.bytes_at())
         elif is_native(weight):
-            as_tagged = weight.numel() * weight.element_size()
-            site = replace(site, bytes_at={FULL_BITS: site.bytes_at[FULL_BITS] - as_tagged + stored_bytes(weight)})
+            as_tagged, now = weight.numel() * weight.element_size(), site.bytes_at[FULL_BITS]
+            if now >= as_tagged:  # not yet counted as it is stored, which is less
+                site = replace(site, bytes_at={FULL_BITS: now - as_tagged + stored_bytes(weight)})
         sites.append(site)
     return replace(table, sites=tuple(sites))
 
