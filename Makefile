@@ -33,7 +33,7 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt setup.py src/qbe/kernels/cpu
 	touch $@
 
 demo: setup ## the default model answers three prompts
-	$(BIN)/python examples/demo.py
+	GOMP_SPINCOUNT=0 $(BIN)/python examples/demo.py
 
 test: setup ## every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

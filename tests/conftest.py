@@ -3,10 +3,11 @@
 # ruff: noqa: I001
 from __future__ import annotations
 
-import qbe  # (before torch: it sets how torch's threads wait)
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch, whose waiting threads would spin beside the other worker's
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import qbe
 from qbe.records import RecordStore
 
 if os.environ.get("TRITON_INTERPRET") == "1":

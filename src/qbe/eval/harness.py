@@ -9,8 +9,12 @@ blueprint that the policy chooses for its context; the KV cache has 16 bits unle
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
+
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # as the command `qbe` does: before torch is imported
 
 from qbe.budget import Budget
 from qbe.engine.engine import Engine
