@@ -17,9 +17,7 @@ from qbe.sites import KVBits
 Shape = tuple[int, int, int]  # kv_heads, key_dim, value_dim
 
 
-def precision_words_of(
-    formats: list[tuple[int, ...]], shape: Shape, dtype: torch.dtype
-) -> tuple[torch.Tensor, list[int]]:
+def head_offsets_of(formats: list[tuple[int, ...]], shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
     """int32 `[FORMATS, kv_heads]` with these bits per head, and each format's bytes."""
     head_offsets, sizes = torch.zeros(FORMATS, shape[0], dtype=torch.int32), []
     for number, bits in enumerate(formats):
@@ -40,7 +38,7 @@ class Memory:
     def __init__(self, formats: list[tuple[int, ...]], shape: Shape, dtype: torch.dtype, pages: int) -> None:
         assert formats[0] == (FULL_BITS,) * shape[0]
         self.shape, self.dtype = shape, dtype
-        self.head_offsets, self.sizes = precision_words_of(formats, shape, dtype)
+        self.head_offsets, self.sizes = head_offsets_of(formats, shape, dtype)
         self.data = torch.full((pages * self.sizes[0],), 255, dtype=torch.uint8)
         self.used = 0
         self.sources: dict[int, int] = {}  # entry of a quantised page -> the page of 16 bits that it was made from
@@ -116,4 +114,4 @@ def prompt_in_pages(
     return pool, prompt, query
 
 
-__all__ = ["ALIGN", "FULL_BITS", "PAGE_SIZE", "Memory", "Shape", "full_pages", "precision_words_of", "prompt_in_pages"]
+__all__ = ["ALIGN", "FULL_BITS", "PAGE_SIZE", "Memory", "Shape", "full_pages", "head_offsets_of", "prompt_in_pages"]

@@ -34,7 +34,7 @@ def test_speculate(folder: Path, device: torch.device) -> None:
     assert [r["shape"].split(", ", 1)[1] for r in rows] == [f"batch {n}, {way}" for n in (1, 2) for way in ways]
     assert all(r["note"].endswith("2 of 2 answers the same") for r in rows)
     assert all(
-        r["note"].startswith("accepted") and "no guesses" not in r["note"] for r in rows if "draft" in r["shape"]
+        r["note"].startswith("accepted") and "no draft tokens" not in r["note"] for r in rows if "draft" in r["shape"]
     )
     random = replace(sizes, model=THIN, rates={8: {4: 1.0, 6: 0.0}}, batches=(1,), draft_tokens=2)
     rows = described(speculate.run(device, LIMITS, random), device)
@@ -46,7 +46,7 @@ def test_speculate(folder: Path, device: torch.device) -> None:
 def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_with_them(
     folder: Path, device: torch.device
 ) -> None:
-    """The same guesses are read, and as many of them are right, as where the answers come from."""
+    """The same draft tokens are read, and as many of them are right, as where the answers come from."""
     own = speculate.SpeculateSizes(folder, speculate.PROMPTS[:3], 40, targets=(8,), compile=False)
     replayed = replace(own, model={**THIN, "vocab_size": 512}, rates={8: {4: 0.0, 6: 0.0}}, recorded=folder)
     asked, scripts = speculate._recorded(device, replayed, progress=False)
@@ -72,14 +72,14 @@ def test_replayed_guesses_are_right_at_the_recorded_rate_whatever_the_model_writ
     replayed.draft_tokens, replayed.source = [5, 6], 4
     outcomes = [replayed.right(i % 2, token=99) for i in range(4000)]
     assert sum(outcomes) / len(outcomes) == pytest.approx(0.8, abs=0.02)
-    assert not replayed.right(2, token=5)  # there is no third guess
+    assert not replayed.right(2, token=5)  # there is no third draft token
     replayed.source = 6
     assert not any(replayed.right(0, token=5) for _ in range(100))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) -> None:
-    """Three guesses, all right: four tokens for three draft steps and one that checks four rows of each answer."""
+    """Three draft tokens, all right: four tokens for three draft steps and one that checks four rows of each answer."""
     sizes = speculate.SpeculateSizes(
         THIN, speculate.PROMPTS[:2], 18, (8,), (batch,), {8: {4: 1.0, 6: 0.0}}, compile=False
     )

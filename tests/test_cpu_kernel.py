@@ -269,8 +269,8 @@ def test_shapes_and_strides(path: str) -> None:
     plain = cpu.nested_linear(**a)
     assert torch.equal(cpu.nested_linear(**{**a, "x": a["x"].view(2, 3, 100)}), plain.view(2, 3, 33))
     assert torch.equal(cpu.nested_linear(**{**a, "x": a["x"].T.contiguous().T}), plain)
-    float32_output = a["bits"].repeat_interleave(2)[::2]
-    assert torch.equal(cpu.nested_linear(**{**a, "bits": float32_output}), plain)
+    spread = a["bits"].repeat_interleave(2)[::2]
+    assert torch.equal(cpu.nested_linear(**{**a, "bits": spread}), plain)
     empty = {**a, "x": a["x"][:0].view(0, 3, 100), "bits": a["bits"][:0]}
     assert cpu.nested_linear(**empty).shape == (0, 3, 33)
 
@@ -402,9 +402,9 @@ def test_what_is_no_number_stays_in_its_row_of_many(path: str, k: int, rows: int
     found = cpu.nested_linear(**{**a, "x": x})
     others = torch.arange(rows) != 5
     assert found[5].isnan().all()
-    float32_output = torch.cat([a["x"], torch.full_like(a["x"], torch.nan)], 1)[:, :k]
+    beside_nan = torch.cat([a["x"], torch.full_like(a["x"], torch.nan)], 1)[:, :k]
     assert torch.equal(found[others], clean[others])
-    assert torch.equal(cpu.nested_linear(**{**a, "x": float32_output}), clean)
+    assert torch.equal(cpu.nested_linear(**{**a, "x": beside_nan}), clean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,9 +40,9 @@ def _kernels_on_cpu() -> object:
 
 def rms(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As transformers' LlamaRMSNorm."""
-    float32_output = h.to(torch.float32)
-    float32_output = float32_output * torch.rsqrt(float32_output.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * float32_output.to(h.dtype)
+    exact = h.to(torch.float32)
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * exact.to(h.dtype)
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Guesses that are read in the text and in what an engine wrote before."""
+"""Draft tokens that are read in the text and in what an engine wrote before."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ def test_a_mean_is_that_of_torch_and_the_same_for_any_number_of_rows(k: int) -> 
 @on_device
 def test_what_it_does_not_take_is_torchs() -> None:
     x = torch.randn(6, 4, 8, device=DEVICE)
-    float32_output = torch.randn(2, LARGEST + 1, device=DEVICE)
+    too_long = torch.randn(2, LARGEST + 1, device=DEVICE)
     cases = [
         (x, 1, torch.float32), (x, (0, 2), torch.float32), (x.transpose(1, 2), -1, torch.float32),
-        (x.double(), -1, torch.float64), (float32_output, -1, torch.float32),
+        (x.double(), -1, torch.float64), (too_long, -1, torch.float32),
     ]  # fmt: skip
     expected = [t.mean(dim) for t, dim, _ in cases]
     with RowMeans(torch.device(DEVICE)):

@@ -1,4 +1,5 @@
-"""Speculation: what is written is what would have been written without it, whoever guesses and whoever is beside."""
+"""Speculation: what is written is what would have been written without it, whoever drafts and whoever is
+beside."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_greedy_answers_are_those_without(costs: Fixed, kv: int, device: torch.d
 
 
 def test_keys_and_values_of_guesses_are_those_of_plain_steps() -> None:
-    """Bit for bit on a CPU: what draft rows wrote is overwritten, also where guesses were refused."""
+    """Bit for bit on a CPU: what draft rows wrote is overwritten, also where draft tokens were refused."""
     (prompt,) = prompts(30)
     kept: list[list[torch.Tensor]] = []
     for speculate in (False, True):
@@ -255,12 +256,12 @@ def test_a_drafter_that_loses_rests_and_is_tried_again(monkeypatch: pytest.Monke
     assert o.rate == pytest.approx(31 / 32)
 
     monkeypatch.setattr(kept, "RETRY_INTERVAL", 128)
-    guess = Speculator.guess
+    draft = Speculator.draft
 
     def wrong(self: Speculator, sequences: list[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
-        guess(self, sequences, logits, (best + 1) % logits.shape[-1])
+        draft(self, sequences, logits, (best + 1) % logits.shape[-1])
 
-    monkeypatch.setattr(Speculator, "guess", wrong)
+    monkeypatch.setattr(Speculator, "draft", wrong)
     made = core_of(Fixed(0.5))
     assert made.speculator is not None
     made.speculator.drafters = {4, 6}

@@ -29,15 +29,15 @@ class Recorded(Running):
 
 
 class Replayed(Speculation):
-    """Guesses are made and checked as always, and all the work of real steps is done for them. Whether a draft is right
-    is drawn, as often as was measured elsewhere; what was read is compared with the recorded answer.
+    """Draft tokens are made and checked as always, and all the work of real steps is done for them. Whether a draft is
+    right is drawn, as often as was measured elsewhere; what was read is compared with the recorded answer.
 
-    After a guess that counts as right the cache holds the guess, whose row has run.
+    After a draft token that counts as right the cache holds the draft token, whose row has run.
 
     Args:
-        rates: bits of a draft -> part of its guesses that are right.
+        rates: bits of a draft -> part of its draft tokens that are right.
         draws: what decides.
-        sequence: whose guesses they are.
+        sequence: whose draft tokens they are.
     """
 
     def __init__(self, rates: Mapping[int, float], draws: random.Random, sequence: Running) -> None:

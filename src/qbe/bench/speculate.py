@@ -48,8 +48,8 @@ class SpeculateSizes:
         tokens: of each answer.
         targets: bits of the weights.
         batches: answers at once.
-        rates: of a random model, whose own guesses would tell nothing: target -> bits of a draft -> part of its guesses
-            that are right, as measured with the default model; of every gear below the target.
+        rates: of a random model, whose own draft tokens would tell nothing: target -> bits of a draft -> part of its
+            draft tokens that are right, as measured with the default model; of every gear below the target.
         recorded: a checkpoint that gives a random model its prompts and its answers, so that there is as much to read
             as for that checkpoint. Without it nobody reads what a random model writes.
         traffic: the prompts are many: only what the engine chooses is measured.
@@ -91,7 +91,7 @@ def with_traffic(sizes: SpeculateSizes, data: Path) -> SpeculateSizes:
 
 
 class Free(Costs):
-    """Costs by which guessing always pays, whatever a step really takes."""
+    """Costs by which drafting always pays, whatever a step really takes."""
 
     def __init__(self, target: int) -> None:
         super().__init__()
@@ -110,13 +110,14 @@ class Told:
     accepted: int = 0
 
     def note(self, plain: list[list[int]], replayed: Mapping[int, float] | None) -> str:
-        """Of guesses and answers. Args: the answers without speculation; the rates of guesses where they were drawn."""
+        """Of draft tokens and answers. Args: the answers without speculation; the rates of draft tokens where they were
+        drawn."""
         part = f"{self.accepted / self.drafted:.1%} of {self.drafted}" if self.drafted else "no"
         if replayed is not None:
             rates = ", ".join(f"{rate:.0%} at {bits} bits" for bits, rate in replayed.items())
-            return f"accepted {part} guesses, replayed: of drafts drawn with {rates}, whatever the model writes"
+            return f"accepted {part} draft tokens, replayed: of drafts drawn with {rates}, whatever the model writes"
         same = sum(a == b for a, b in zip(self.answers, plain, strict=True))
-        return f"accepted {part} guesses; {same} of {len(plain)} answers the same"
+        return f"accepted {part} draft tokens; {same} of {len(plain)} answers the same"
 
 
 def run(device: torch.device, limits: Roofline, sizes: SpeculateSizes, progress: bool = False) -> list[Row]:
@@ -194,7 +195,7 @@ def _samples(case: SpeculateCase, told: dict[str, Told]) -> dict[str, Sample]:
 def answer(case: SpeculateCase, speculate: bool, told: Told, draws: random.Random) -> Mapping[str, float]:
     """Seconds of a token after the first ones of each batch; the answers are kept in `told`.
 
-    `draws`: what decides whether the guesses of a random model are right.
+    `draws`: what decides whether the draft tokens of a random model are right.
     """
     core, sizes = case.core, case.sizes
     blueprint = Blueprint.of("bench", core.table, (case.target,) * len(core.table.nested))

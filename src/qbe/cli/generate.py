@@ -253,10 +253,12 @@ def _summary(result: Result) -> None:
     kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
     if result.pages_read:
         kv += f" ({result.pages_raised / result.pages_read:.1%} read again at 16)"
-    guesses = f", {result.accepted_tokens} of {result.drafted_tokens} guesses right" if result.drafted_tokens else ""
+    drafted = (
+        f", {result.accepted_tokens} of {result.drafted_tokens} draft tokens accepted" if result.drafted_tokens else ""
+    )
     line.append(
         f"  {result.average_weight_bits:.2f} bits{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"
-        f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s{guesses}",
+        f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s{drafted}",
         style="dim",
     )
     err.print(line, soft_wrap=True)

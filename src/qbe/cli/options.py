@@ -34,7 +34,7 @@ KVError = Annotated[
     float | None, typer.Option(help="budget: what KV bits may change of attention's outputs, as a part of their norm")
 ]
 Speculate = Annotated[
-    bool, typer.Option("--speculate", help="guess tokens, at fewer bits or from the text, and check several at once")
+    bool, typer.Option("--speculate", help="draft tokens, at fewer bits or from the text, and check several at once")
 ]
 Refresh = Annotated[
     bool, typer.Option("--refresh", help="budget: choose again within the tier while the answer is hard or easy")

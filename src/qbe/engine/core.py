@@ -95,7 +95,7 @@ class Core:
         context: the model's context in tokens, None when it has no limit.
         graph_bytes: of the device's memory that captured steps took.
         vocabulary: number of tokens the model knows.
-        speculator: makes and checks guesses; None where no request can speculate.
+        speculator: makes and checks draft tokens; None where no request can speculate.
         extensions: told of every request and step, in this order.
 
     Raises:
@@ -183,7 +183,8 @@ class Core:
             log.warning("decode steps of this model are not compiled: %s", why)
 
     def _speculator(self, sizes: StepSizes, ready: bool) -> Speculator | None:
-        """What makes guesses, where decode steps have room for them and are `ready` for several rows of a sequence."""
+        """What makes draft tokens, where decode steps have room for them and are `ready` for several rows of a
+        sequence."""
         rows = min(sizes.speculation_rows, sizes.decode_rows)
         if self.runner.decode is None or rows < 2 or not ready:
             return None

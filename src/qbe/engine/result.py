@@ -72,7 +72,7 @@ class Result:
         refreshes: where its blueprint was exchanged while it wrote, and why.
         raised_tokens, lowered_tokens: of the answer, whose attention raised or lowered the bits of later layers; those
             with a change either way count in both. What they had is in `parts`.
-        drafted_tokens: guesses of the answer's tokens that were checked. accepted_tokens: those that were right.
+        drafted_tokens: draft tokens that were verified. accepted_tokens: those that were right.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
     """
 

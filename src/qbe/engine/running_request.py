@@ -109,7 +109,7 @@ class RunningRequest:
 
     def _bytes_moved(self, result: Result) -> int:
         """Bytes of weights and scales of all passes at batch 1: the prompt's, then one for each further token that was
-        not a guess, and those of draft steps.
+        not a draft token, and those of draft steps.
         """
         running, tokens, speculation = self.running, len(result.token_ids), self.running.speculation
         first = len(running.prompt_ids) - 1  # whose pass gives the first token

@@ -33,7 +33,7 @@ class StepSizes:
         batch_tokens: tokens of one step, at most.
         forward_rows: of the longest forward.
         decode_rows: of the largest step of single tokens.
-        speculation_rows: of the largest step that checks guesses.
+        speculation_rows: of the largest step that checks draft tokens.
         plan_rows: of the plan. They begin at multiples of 16 bytes: Triton compiles a kernel for such pointers and
             another for the rest. One where every forward has one sequence.
     """

@@ -81,7 +81,7 @@ class Contract(BaseModel):
         policy: which policy chooses the bits.
         refresh: choose again within the range while the answer is hard or easy; not beside `bits`.
         cascade: let each token's attention move the bits of later layers, around the same average.
-        speculate: guess tokens and check several at once where that is faster.
+        speculate: draft tokens and check several at once where that is faster.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)

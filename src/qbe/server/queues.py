@@ -83,7 +83,7 @@ class TierQueues:
         others = len(kept) < len(running) or len(self._kept) < len(kept) + len(waiting)
         if not self._turns.begin(bool(kept), others, any(s.remaining > 1 for s in kept)):
             return lambda _: False
-        return lambda s: s not in self._kept and s.speculation is None  # whose guesses are checked in their turn
+        return lambda s: s not in self._kept and s.speculation is None  # whose draft tokens are checked in their turn
 
     def _first_kept(self, running: Collection[Sequence], waiting: Collection[Sequence]) -> list[Sequence]:
         found: list[Sequence] = []

@@ -119,7 +119,7 @@ class Cascade:
     def keep(self, sequence: Sequence, bits: npt.NDArray[np.uint8]) -> None:
         """A token of the answer has gone through the model with these. Where it fills a page the level follows.
 
-        Nowhere else: a step that checks guesses ends before, so that none of its rows has a level that another way
+        Nowhere else: a step that checks draft tokens ends before, so that none of its rows has a level that another way
         through the same tokens would not have had.
         """
         position, blueprint = len(sequence.token_ids) - 1, sequence.blueprint

@@ -1,4 +1,4 @@
-"""Answers whose next tokens are guessed and checked in one step (`qbe.engine.speculation.speculator`)."""
+"""Answers whose next tokens are drafted and checked in one step (`qbe.engine.speculation.speculator`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qbe.engine.speculation.speculator import Speculator
 
 
 class SpeculationExtension(Extension):
-    """Adds rows that guess, or that check guesses, to decode steps.
+    """Adds draft rows, or rows that check draft tokens, to decode steps.
 
     Args:
         runner: of the steps; only those at fixed shapes can have such rows.
@@ -27,7 +27,7 @@ class SpeculationExtension(Extension):
         self._began = 0.0  # when it did, seconds of `time.perf_counter`
 
     def admit(self, sequence: Sequence) -> None:
-        # Bounds and high-precision tokens say of each token by itself how it is read, which a guess cannot know.
+        # Bounds and high-precision tokens say of each token by itself how it is read, which a draft token cannot know.
         free = sequence.blueprint.kv_error is None and sequence.difficulty.threshold is None
         sequence.speculation = Speculation() if sequence.params.speculate and free else None
 
@@ -39,8 +39,8 @@ class SpeculationExtension(Extension):
 
     def observe(self, work: list[ScheduledTokens], scores: Scores) -> None:
         drafts = [w.sequence for w in work if w.draft is not None]
-        if drafts:  # all rows of a draft step make guesses
-            self._speculator.guess(drafts, scores.logits, scores.best)
+        if drafts:  # all rows of a draft step make draft tokens
+            self._speculator.draft(drafts, scores.logits, scores.best)
 
     def finish(self, work: list[ScheduledTokens]) -> None:
         if self._decodes:

@@ -57,14 +57,14 @@ class Scores(NamedTuple):
         return Scores(self.logits[indices], self.best[indices], measured)
 
 
-Guess = tuple[int, torch.Tensor]  # a token, and the distribution float32 `[vocabulary]` that it was drawn from
+DraftToken = tuple[int, torch.Tensor]  # a token, and the distribution float32 `[vocabulary]` that it was drawn from
 
 
 @torch.inference_mode()
 def sample(
     scores: Scores,
     sequences: collections.abc.Sequence[Sequence],
-    draft_tokens: collections.abc.Sequence[Guess | None] | None = None,
+    draft_tokens: collections.abc.Sequence[DraftToken | None] | None = None,
 ) -> list[int | None]:
     """The next token of each sequence; those that ask for it also get the entropy of the model's distribution, or the
     logarithms of likely tokens.
@@ -101,7 +101,7 @@ def _settle(sequence: Sequence, token: int | None) -> int | None:
 def _choose(
     step: Scores,
     sequences: collections.abc.Sequence[Sequence],
-    draft_tokens: collections.abc.Sequence[Guess | None] | None,
+    draft_tokens: collections.abc.Sequence[DraftToken | None] | None,
 ) -> list[int | None]:
     logits, best, measured = step
     asked = [i for i, s in enumerate(sequences) if s.difficulty.measured]
@@ -126,8 +126,8 @@ def _choose(
             scores = filtered(scores, chosen)
             tokens[rows] = draw(scores, [s.sampling.generator for s in chosen])
             for row, i in enumerate(drawn):
-                if draft_tokens is not None and (guess := draft_tokens[i]) is not None:
-                    tokens[i] = accept(scores[row], *guess, sequences[i].sampling.generator)
+                if draft_tokens is not None and (draft_token := draft_tokens[i]) is not None:
+                    tokens[i] = accept(scores[row], *draft_token, sequences[i].sampling.generator)
         chosen_tokens = torch.where(valid, tokens, -1)
     if measured is None:
         return [t if t >= 0 else None for t in chosen_tokens.tolist()]  # the step's one wait for the device
@@ -249,19 +249,19 @@ def draw(logits: torch.Tensor, generators: collections.abc.Sequence[torch.Genera
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
-def accept(logits: torch.Tensor, guess: int, proposal: torch.Tensor, generator: torch.Generator) -> int:
-    """A token drawn from logits `[vocabulary]`: the guess, as often as that keeps their distribution p.
+def accept(logits: torch.Tensor, draft_token: int, proposal: torch.Tensor, generator: torch.Generator) -> int:
+    """A token drawn from logits `[vocabulary]`: the draft token, as often as that keeps their distribution p.
 
-    Rejection sampling (Leviathan et al. 2023, algorithm 1): the guess stays with probability min(1, p / q); else the
-    token is drawn from what p has above q.
+    Rejection sampling (Leviathan et al. 2023, algorithm 1): the draft token stays with probability min(1, p / q); else
+    the token is drawn from what p has above q.
 
     Args:
-        proposal: q, float32 `[vocabulary]`, what the guess was drawn from.
+        proposal: q, float32 `[vocabulary]`, what the draft token was drawn from.
     """
     p, q = logits.double().softmax(-1), proposal.double()
     first, second = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
-    if first * float(q[guess]) < float(p[guess]):
-        return guess
+    if first * float(q[draft_token]) < float(p[draft_token]):
+        return draft_token
     above = (p - q).clamp_min_(0).cumsum(-1)
     point = (second * above[-1:]).contiguous()
     return min(int(torch.searchsorted(above, point, right=True)), len(p) - 1)

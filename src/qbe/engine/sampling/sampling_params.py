@@ -30,7 +30,7 @@ class SamplingParams:
         frequency_penalty: the same, times how often it has them.
         logprobs: keep each new token's logarithm and those of so many of the likeliest; None keeps none.
         prompt_logprobs: the same for the prompt's tokens, from the second on. Such a prompt begins on nobody's pages.
-        speculate: guess tokens and check several at once, where that is faster (`qbe.engine.speculation.speculator`).
+        speculate: draft tokens and check several at once, where that is faster (`qbe.engine.speculation.speculator`).
             Greedy answers and those with a seed are what they are without; others have the same distribution.
 
     Raises:

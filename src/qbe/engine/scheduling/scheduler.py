@@ -20,9 +20,9 @@ from qbe.kvcache.allocator import PageAllocator, PageFormat
 class ScheduledTokens:
     """Tokens `[start, start + count)` of a sequence, to run in one step.
 
-    Those of a sequence that speculates may be guesses (`qbe.engine.speculation.speculator`), one row each.
+    Those of a sequence that speculates may be draft tokens (`qbe.engine.speculation.speculator`), one row each.
 
-    draft: what a row that makes the next guess runs at; None: what its sequence does.
+    draft: what a row that makes the next draft token runs at; None: what its sequence does.
     """
 
     sequence: Sequence
@@ -32,7 +32,8 @@ class ScheduledTokens:
 
     @property
     def samples(self) -> bool:
-        """Whether the last of these tokens is the sequence's last or a guess, so that its logits give a new token."""
+        """Whether the last of these tokens is the sequence's last or a draft token, so that its logits give a new
+        token."""
         return self.start + self.count >= len(self.sequence.token_ids)
 
     @property
@@ -42,7 +43,7 @@ class ScheduledTokens:
 
     @property
     def token(self) -> int:
-        """The token of a row: the sequence's, or a guess."""
+        """The token of a row: the sequence's, or a draft token."""
         token_ids, speculation = self.sequence.token_ids, self.sequence.speculation
         if self.start < len(token_ids) or speculation is None:
             return token_ids[self.start]

@@ -84,7 +84,7 @@ class Sequence:
             counted again; None where none do.
         activation_stats: what its prompt shows, for a policy that reads it: it then begins on nobody's pages. Else
             None.
-        speculation: guesses of its next tokens; None where nobody asked, or it cannot be.
+        speculation: draft tokens for its next positions; None where nobody asked, or it cannot be.
         recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
     """
 
@@ -143,7 +143,7 @@ class Sequence:
     def rewind(self, count: int) -> None:
         """Forget all tokens of the answer but the first `count`: a stop string ended it among those of one step.
 
-        The last one counts as not computed, as in an answer without guesses."""
+        The last one counts as not computed, as in an answer without draft tokens."""
         told = (self.difficulty.entropies, self.difficulty.margins, self.sampling.logprobs, self.cascade.moves)
         for of_tokens in told:
             del of_tokens[count:]

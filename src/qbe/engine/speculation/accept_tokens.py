@@ -1,4 +1,4 @@
-"""The tokens that a step gives to its sequences: one each, or several where guesses are checked."""
+"""The tokens that a step gives to its sequences: one each, or several where draft tokens are checked."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def accept_tokens(
 ) -> None:
     """Samples every row's token.
 
-    Of a sequence that checks guesses the rows are taken one after the other, as if each had been a step, until one
-    gives another token than was guessed.
+    Of a sequence that checks draft tokens the rows are taken one after the other, as if each had been a step, until one
+    gives another token than was drafted.
 
     Args:
         rows: those of the step that sample, in order.
@@ -42,7 +42,7 @@ def accept_tokens(
             speculation = s.speculation
             right = speculation is not None and speculation.right(depth, token)
             if right and s.finish_reason is None:
-                s.computed += 1  # the row of the guess has computed it
+                s.computed += 1  # the row of the draft token has computed it
                 continue
             del chains[s]
             if speculation is not None and speculation.draft_tokens:

@@ -1,4 +1,4 @@
-"""What is kept of guesses: those of a sequence, how they fared, and how long steps take."""
+"""What is kept of draft tokens: those of a sequence, how they fared, and how long steps take."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NGRAM_DRAFTER = 0
 
 
 class AcceptanceStats:
-    """How guesses of one drafter fared: accepted or not, the last ones."""
+    """How draft tokens of one drafter fared: accepted or not, the last ones."""
 
     def __init__(self) -> None:
         self._last: deque[bool] = deque(maxlen=WINDOW)
         self._idle = 0
 
     def add(self, accepted: int, refused: bool) -> None:
-        """So many guesses were right, and the one after them was not."""
+        """So many draft tokens were right, and the one after them was not."""
         self._last.extend([True] * accepted + [False] * refused)
         self._idle = 0
 
@@ -38,14 +38,14 @@ class AcceptanceStats:
 
     @property
     def rate(self) -> float:
-        """Part of the guesses that are right."""
+        """Part of the draft tokens that are right."""
         n = len(self._last)
         seen = sum(self._last) / n if n else 0.0
         return seen if n >= PRIOR_WEIGHT else PRIOR_RATE + (seen - PRIOR_RATE) * n / PRIOR_WEIGHT
 
 
 def progress(rate: float, draft_tokens: int) -> float:
-    """Tokens that a step is expected to write when it checks so many guesses (1 when there are none)."""
+    """Tokens that a step is expected to write when it checks so many draft tokens (1 when there are none)."""
     return draft_tokens + 1.0 if rate >= 1 else (1 - rate ** (draft_tokens + 1)) / (1 - rate)
 
 
@@ -56,11 +56,11 @@ class Speculation:
     Attributes:
         draft_tokens: tokens that may follow `Sequence.token_ids`.
         source: the drafter of them: `NGRAM_DRAFTER`, or its bits.
-        proposals: per guess the distribution float32 `[vocabulary]` that it was drawn from, where it was drawn and
-            rejection sampling decides; else empty.
-        generator: what guesses are drawn with.
+        proposals: per draft token the distribution float32 `[vocabulary]` that it was drawn from, where it was drawn
+            and rejection sampling decides; else empty.
+        generator: what draft tokens are drawn with.
         outcomes: of the drafter where it is the model itself, those of all sequences; else None.
-        drafted_by, accepted_by: per drafter the guesses that were checked, and how many of them were right.
+        drafted_by, accepted_by: per drafter the draft tokens that were checked, and how many of them were right.
         draft_bytes: bytes of weights and scales that draft rows read, at batch 1.
         text: what followed where in this sequence.
         proposed: what was last read for it, checked or not.
@@ -79,7 +79,7 @@ class Speculation:
 
     @property
     def drafted(self) -> int:
-        """Guesses that were checked."""
+        """Draft tokens that were checked."""
         return self.drafted_by.total()
 
     @property
@@ -88,16 +88,16 @@ class Speculation:
         return self.accepted_by.total()
 
     def drop(self) -> None:
-        """Forget the guesses."""
+        """Forget the draft tokens."""
         self.draft_tokens.clear()
         self.proposals.clear()
 
     def right(self, at: int, token: int | None) -> bool:
-        """Whether this token is what was guessed, by the guess of this number."""
+        """Whether this token is what was drafted, by the draft token of this number."""
         return token in self.draft_tokens[at : at + 1]
 
     def checked(self, accepted: int, refused: bool) -> None:
-        """The first `accepted` guesses were right; `refused`: the next one was not."""
+        """The first `accepted` draft tokens were right; `refused`: the next one was not."""
         self.drafted_by[self.source] += len(self.draft_tokens)
         self.accepted_by[self.source] += accepted
         if self.outcomes is not None:

@@ -1,8 +1,8 @@
-"""Guesses that are read instead of computed: what followed where the last tokens stood before. No torch.
+"""Draft tokens that are read instead of computed: what followed where the last tokens stood before. No torch.
 
 Prompt lookup (Saxena 2023) finds them in the sequence itself. What an engine has read and written for all its requests
 is a second text to find them in, as in suffix decoding (Oliaro et al. 2024). A longer match is right more often than a
-short one, so that each kind of match has a rate of its own, which says how many guesses pay.
+short one, so that each kind of match has a rate of its own, which says how many draft tokens pay.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 NGRAM_SIZES = (4, 3, 2, 1)  # tokens that must have stood before, in the same order
 TABLE_SIZE = 1 << 18  # n-grams that an engine remembers: those of some 65 000 tokens, 40 MB
-MIN_PROBABILITY = 0.05  # guesses that are less likely to be right are not made
+MIN_PROBABILITY = 0.05  # draft tokens that are less likely to be right are not made
 PRIOR_RATE = 0.5  # rate of a kind that nothing is known of
 RATE_WINDOW = 64  # outcomes that a rate is about the mean of
 
@@ -57,7 +57,7 @@ class NgramTable:
 
 @dataclass(frozen=True)
 class NgramProposal:
-    """Guesses for the tokens of a sequence from number `start` on, each with its kind."""
+    """Draft tokens for the tokens of a sequence from number `start` on, each with its kind."""
 
     start: int
     draft_tokens: list[tuple[int, Kind]]
@@ -68,7 +68,7 @@ class NgramProposer:
 
     Attributes:
         memory: of all of them.
-        rates: per kind the part of guesses that were right, of those whose guesses before them were.
+        rates: per kind the part of draft tokens that were right, of those whose draft tokens before them were.
     """
 
     def __init__(self) -> None:
@@ -98,10 +98,10 @@ class NgramProposer:
 
     def learn(self, proposed: NgramProposal, tokens: collections.abc.Sequence[int]) -> None:
         """What was foreseen has come, or something else."""
-        for (guess, kind), token in zip(proposed.draft_tokens, tokens[proposed.start :], strict=False):
+        for (draft_token, kind), token in zip(proposed.draft_tokens, tokens[proposed.start :], strict=False):
             rate = self.rates.get(kind, PRIOR_RATE)
-            self.rates[kind] = rate + ((guess == token) - rate) / RATE_WINDOW
-            if guess != token:
+            self.rates[kind] = rate + ((draft_token == token) - rate) / RATE_WINDOW
+            if draft_token != token:
                 break
 
     def _next(self, text: NgramTable, last: list[int]) -> tuple[int, Kind] | None:

@@ -1,12 +1,13 @@
-"""Speculative decoding (Leviathan et al. 2023) by the model itself: guesses come from fewer bits, or are read.
+"""Speculative decoding (Leviathan et al. 2023) by the model itself: draft tokens come from fewer bits, or are read.
 
-Drafted tokens are rows of a decode step like any other. A draft row runs at a lower blueprint and gives a guess; the
-rows that check guesses run at the sequence's own, all of them in one step, and each says what follows the token before
-it. What a sequence writes comes from these rows alone, sampled one after the other as if each had been a step of its
-own, for as long as what was sampled is what had been guessed. The keys and values of a guess are written at draft bits
-first and overwritten by the row that checks it; what lies behind the last accepted token is overwritten later.
+Drafted tokens are rows of a decode step like any other. A draft row runs at a lower blueprint and gives a draft token;
+the rows that check draft tokens run at the sequence's own, all of them in one step, and each says what follows the
+token before it. What a sequence writes comes from these rows alone, sampled one after the other as if each had been a
+step of its own, for as long as what was sampled is what had been drafted. The keys and values of a draft token are
+written at draft bits first and overwritten by the row that checks it; what lies behind the last accepted token is
+overwritten later.
 
-Guesses stay within the page that is being filled and never fill it, so that no page is quantised with one in it.
+Draft tokens stay within the page that is being filled and never fill it, so that no page is quantised with one in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from qbe.blueprint import Blueprint
-from qbe.engine.sampling.sampler import Guess, draw, filtered
+from qbe.engine.sampling.sampler import DraftToken, draw, filtered
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, AcceptanceStats, Costs, Speculation, progress
@@ -26,20 +27,21 @@ from qbe.engine.speculation.ngram_proposer import NgramProposer
 from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.sites import SiteTable
 
-ROWS = {"cpu": 8, "cuda": 16}  # of a step that checks guesses: a CPU gives a row the same bits beside so many others
-MOST = 7  # guesses that are checked at once
+# of a step that checks draft tokens: a CPU gives a row the same bits beside so many others
+ROWS = {"cpu": 8, "cuda": 16}
+MOST = 7  # draft tokens that are checked at once
 
 
 class Speculator:
-    """Decides for each decode step which sequences guess, and at which bits.
+    """Decides for each decode step which sequences draft, and at which bits.
 
     Args:
         table: the model's sites.
-        rows: of a step that checks guesses, at most.
+        rows: of a step that checks draft tokens, at most.
         size_of: rows of a step -> rows that run, with those that pad it.
 
     Attributes:
-        drafters: who may guess: `NGRAM_DRAFTER`, and bits below those of a sequence.
+        drafters: who may draft: `NGRAM_DRAFTER`, and bits below those of a sequence.
         reader: what `NGRAM_DRAFTER` reads.
         acceptance: how own drafts did, by their bits and those of what checks them.
     """
@@ -54,7 +56,8 @@ class Speculator:
         self._averages: dict[str, float] = {}
 
     def extend(self, work: list[ScheduledTokens]) -> list[ScheduledTokens]:
-        """The work of a decode step with rows that guess or check guesses; the same work where that would not pay.
+        """The work of a decode step with rows that draft or that check draft tokens; the same work where that would not
+        pay.
 
         A draft step reads fewer bits only if all of its rows do: sequences draft together, or not at all.
         """
@@ -71,7 +74,7 @@ class Speculator:
         return [row for w in work for row in _checks(w)]
 
     def pause(self, work: list[ScheduledTokens]) -> list[ScheduledTokens]:
-        """The same work: the step that comes neither guesses nor checks."""
+        """The same work: the step that comes neither drafts nor checks."""
         self._left = 0
         for w in work:
             if w.sequence.speculation is not None:
@@ -83,10 +86,10 @@ class Speculator:
         self.costs.add(self._size_of(len(work)), max(self._average(w.blueprint) for w in work), seconds)
 
     @torch.inference_mode()
-    def guess(self, sequences: collections.abc.Sequence[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
-        """Take the guesses that a draft step gives, each drawn as its sequence draws tokens.
+    def draft(self, sequences: collections.abc.Sequence[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
+        """Take the draft tokens that a draft step gives, each drawn as its sequence draws tokens.
 
-        With a seed a guess is drawn with the number that will draw the token, so that both are the same where the
+        With a seed a draft token is drawn with the number that will draw the token, so that both are the same where the
         distributions nearly are; without one its distribution is kept, for rejection sampling.
 
         Args:
@@ -153,8 +156,8 @@ class Speculator:
         self._gear, self._done, self._left = source or NGRAM_DRAFTER, 0, count if source else 0
 
     def _read(self, able: collections.abc.Sequence[ScheduledTokens]) -> list[tuple[float, Speculation]]:
-        """Read for these sequences. Returns the tokens that each guess adds to what a step writes, the most first, and
-        whose it is; those of one sequence in their order."""
+        """Read for these sequences. Returns the tokens that each draft token adds to what a step writes, the most
+        first, and whose it is; those of one sequence in their order."""
         gains = list[tuple[float, Speculation]]()
         for w in able:
             speculation, tokens = _of(w), w.sequence.token_ids
@@ -187,8 +190,8 @@ class Speculator:
         return self._averages[blueprint.linear_key]
 
 
-def draft_token_of(sequence: Sequence, number: int) -> Guess | None:
-    """The guess of this number, where rejection sampling decides on it."""
+def draft_token_of(sequence: Sequence, number: int) -> DraftToken | None:
+    """The draft token of this number, where rejection sampling decides on it."""
     speculation = sequence.speculation
     if speculation is None or number >= len(speculation.proposals):
         return None
@@ -206,12 +209,13 @@ def _generator(sequence: Sequence) -> torch.Generator:
 
 
 def _checks(w: ScheduledTokens) -> list[ScheduledTokens]:
-    """The row of a sequence's last token and those of its guesses."""
+    """The row of a sequence's last token and those of its draft tokens."""
     speculation = w.sequence.speculation
     count = 0 if speculation is None else len(speculation.draft_tokens)
     return [w, *(ScheduledTokens(w.sequence, w.start + 1 + i, 1) for i in range(count))]
 
 
 def _room(w: ScheduledTokens) -> int:
-    """How many guesses a sequence may have: they do not fill its page, and leave a place for the token after them."""
+    """How many draft tokens a sequence may have: they do not fill its page, and leave a place for the token after
+    them."""
     return max(0, min(PAGE_SIZE - 2 - w.start % PAGE_SIZE, w.sequence.max_length - len(w.sequence.token_ids) - 1))

@@ -131,7 +131,7 @@ def _attend(
         dtype,
     )  # fmt: skip
     if memory.dtype is not torch.uint8 or not memory.is_contiguous() or head_offsets.dtype is not torch.int32:
-        raise RuntimeError("the pages must be contiguous uint8, the words of their blocks int32")
+        raise RuntimeError("the pages must be contiguous uint8, the head offsets int32")
     if {slots.dtype, lengths.dtype, block_tables.dtype} != {torch.int64} or entropy.dtype is not torch.float32:
         raise RuntimeError(
             f"slots, tables and lengths must be int64, not {slots.dtype}, {block_tables.dtype} and {lengths.dtype}; "

@@ -23,7 +23,8 @@ import torch
 
 DECODE_ROWS = 16  # of the tiled layout: up to here every row is multiplied at its own precision
 PREFILL_ROWS = 256  # of the tiled layout: from here the weight is dequantised once for all rows
-UNIFORM_ROWS = 256  # from here on the weight is made once, when the host knows the words of all rows to be the same
+# from here on the weight is made once, when the host knows the precision words of all rows to be the same
+UNIFORM_ROWS = 256
 SHARED_TILE_ROWS = 64  # of the canonical layout: up to here rows share one tile and codes are multiplied undequantised
 MOST_MERGED = 3  # weights of one launch
 

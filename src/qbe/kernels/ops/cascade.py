@@ -47,7 +47,7 @@ def cascade(
     precision_words: torch.Tensor,
     point: int,
 ) -> torch.Tensor:
-    """Sets the words of the sites behind one point, for the rows that the cascade steers.
+    """Sets the precision words of the sites behind one point, for the rows that the cascade controls.
 
     What is read of attention is each head's entropy over the most that there can be, the logarithm of the tokens seen
     (two at least): those of this point and, from `seen`, of the points before it in the same pass. A row with a head

@@ -21,7 +21,7 @@ def write_rows(
         key: `[T, kv_heads, key_dim]`, of the dtype of pages of 16 bits; any strides, as for value.
         value: `[T, kv_heads, value_dim]`.
         memory: uint8, all pages; written at `slots`.
-        head_offsets: int32 `[FORMATS, kv_heads]`, the words of the layer.
+        head_offsets: int32 `[FORMATS, kv_heads]`, of the layer.
         slots: int64 `[T]`, address of a page of format 0 | where in it a token goes.
     """
     if memory.is_cuda:
@@ -43,7 +43,7 @@ def quantise_pages(
 
     Args:
         memory: uint8, all pages; written at `targets`.
-        head_offsets: int32 `[L, FORMATS, kv_heads]`, the words of the layers to quantise.
+        head_offsets: int32 `[L, FORMATS, kv_heads]`, of the layers to quantise.
         sources: int64 `[n]`, entries of pages of 16 bits, every token of which is written.
         targets: int64 `[n]`, entries that the pages will have; their memory is distinct from the sources'.
         shape: of these layers.
@@ -65,7 +65,7 @@ def read_pages(
 
     Args:
         memory: uint8, all pages.
-        head_offsets: int32 `[FORMATS, kv_heads]`, the words of one layer.
+        head_offsets: int32 `[FORMATS, kv_heads]`, of one layer.
         block_ids: int64 `[P]`.
         shape: of the layer.
         dtype: of pages of 16 bits and of the result.

@@ -70,7 +70,7 @@ def paged_attention(
         key: `[B, kv_heads, key_dim]`, of the new tokens; its dtype is that of pages of 16 bits.
         value: `[B, kv_heads, value_dim]`.
         memory: uint8, all pages; written at `slots`.
-        head_offsets: int32 `[FORMATS, kv_heads]`, the words of one layer; format 0 has 16 bits everywhere.
+        head_offsets: int32 `[FORMATS, kv_heads]`, of one layer; format 0 has 16 bits everywhere.
         slots: int64 `[B]`, address of a page of format 0 | where in it the new token goes. Rows that pad a batch share
             one slot.
         block_tables: int64 `[B, P]`, entries of each sequence's pages; those past its length are not read.

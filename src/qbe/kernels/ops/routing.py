@@ -21,7 +21,7 @@ def route(
     spent: torch.Tensor,
     who: int,
 ) -> torch.Tensor:
-    """Sets the words of one block's sites, for the rows that are steered by `who`.
+    """Sets the precision words of one block's sites, for the rows that `who` controls.
 
     It writes to `precision_words` and `spent`, which its schema does not say: `precision_words` is what nested weights
     hold views of, and a compiler that knew of the write would have to know them all. What orders the write before the

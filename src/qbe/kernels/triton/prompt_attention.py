@@ -137,7 +137,7 @@ def prompt_attention(
     Args:
         query: `[heads, count, key_dim]`, any strides, of the dtype of pages of 16 bits.
         memory: uint8, all pages.
-        head_offsets: int32 `[FORMATS, kv_heads]`, the words of the layer.
+        head_offsets: int32 `[FORMATS, kv_heads]`, of the layer.
         block_ids: int64 `[P]`, its pages as they are after the step.
         staging_pages: int64, those that `query`'s tokens see at 16 bits.
         shape: kv_heads, key_dim, value_dim.
