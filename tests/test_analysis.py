@@ -239,14 +239,3 @@ def test_a_damaged_artefact_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"features": [')
     with pytest.raises(QBEError, match="can't read"):
         Classifier.load(tmp_path / "cut.json")
-
-
-def test_tier_two_stays_under_a_millisecond(analyzer: Analyzer) -> None:
-    """The lower quartile of many calls, since the machine may be busy; `benchmarks/analysis.py` reports p50 and p99."""
-    text, ids = "How much is 3 + 4? def f(x): return x\nThe river rises in the north. " * 34, list(range(512))
-    times = []
-    for _ in range(200):
-        start = time.perf_counter()
-        analyzer.analyze(text, ids)
-        times.append(time.perf_counter() - start)
-    assert sorted(times)[50] < 1e-3

@@ -62,7 +62,7 @@ def test_another_version_of_qbe_supersedes(cache: Path, model: Path, monkeypatch
     (old,) = cache.iterdir()
     manifest = json.loads((old / "qbe.json").read_text())
     (old / "qbe.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    monkeypatch.setattr(qbe, "__version__", "99.0")
+    monkeypatch.setattr("qbe.store.prepare.__version__", "99.0")
     load(model)
     assert len(stores(cache)) == 1
     assert not old.exists()
