@@ -258,7 +258,7 @@ def python_page() -> str:
     parts = [MADE, "# Python\n", "`import qbe`. What is not listed here may change.\n"]
     for of in (qbe.Request, qbe.Budget, qbe.SamplingParams, NestedWeightConfig):
         said = attributes(of.__doc__) | attributes(of.__doc__, "Args")
-        rows = [(f"`{f.name}`", _field_default(f), said.get(f.name, "")) for f in dataclasses.fields(of)]
+        rows = [(f"`{f.name}`", _field_default(of, f), said.get(f.name, "")) for f in dataclasses.fields(of)]
         parts += [f"## {of.__name__}\n", f"{summary(of.__doc__)}\n", table(("field", "default", "meaning"), rows)]
     engine = qbe.Engine
     parts += ["## Engine\n", f"{summary(engine.__doc__)}\n"]
@@ -282,11 +282,14 @@ def _signature(method: Any) -> str:
     return f"({', '.join(names)})"
 
 
-def _field_default(field: dataclasses.Field[Any]) -> str:
-    if field.default is dataclasses.MISSING:
-        return "required" if field.default_factory is dataclasses.MISSING else f"`{field.default_factory()!r}`"
-    plain = not dataclasses.is_dataclass(field.default)
-    return f"`{field.default!r}`" if plain else f"`{type(field.default).__name__}()`"
+def _field_default(of: type, field: dataclasses.Field[Any]) -> str:
+    """What its constructor says, unless the constructor makes a new one each time."""
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{field.default_factory()!r}`"
+    default = inspect.signature(of).parameters[field.name].default
+    if default is inspect.Parameter.empty:
+        return "required"
+    return f"`{type(default).__name__}()`" if dataclasses.is_dataclass(default) else f"`{default!r}`"
 
 
 PAGES = {"cli.md": cli_page, "http.md": http_page, "settings.md": settings_page, "python.md": python_page}

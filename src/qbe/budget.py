@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
 
 from qbe.errors import QBEError
 from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS, TURBO_KINDS
@@ -23,7 +20,7 @@ TIERS = (*TIER_BITS, *TIER_ALIASES)
 MOST_KV_ERROR = 1_000_000  # so that it is a number for every kernel; a bound of 100 is none already
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Budget:
     """Bounds on precision for one request.
 
@@ -55,15 +52,44 @@ class Budget:
             high-precision tokens where activations have 16 bits anyway.
     """
 
-    bits: float | None = None
-    tier: str = "default"
-    activation_bits: int = FULL_BITS
-    kv_bits: float | str | None = None
-    high_precision_tokens: bool = False
-    kv_error: float | None = None
-    within: tuple[float, float] | None = None
-    refresh: bool = False
-    cascade: bool = False
+    bits: float | None
+    tier: str
+    activation_bits: int
+    kv_bits: float | str | None
+    high_precision_tokens: bool
+    kv_error: float | None
+    within: tuple[float, float] | None
+    refresh: bool
+    cascade: bool
+
+    def __init__(  # by hand for `careful_tokens`: `dataclasses.replace` gives an `InitVar` again
+        self,
+        bits: float | None = None,
+        tier: str = "default",
+        activation_bits: int = FULL_BITS,
+        kv_bits: float | str | None = None,
+        high_precision_tokens: bool = False,
+        kv_error: float | None = None,
+        within: tuple[float, float] | None = None,
+        refresh: bool = False,
+        cascade: bool = False,
+        *,
+        careful_tokens: bool | None = None,
+    ) -> None:
+        values = {
+            "bits": bits,
+            "tier": tier,
+            "activation_bits": activation_bits,
+            "kv_bits": kv_bits,
+            "high_precision_tokens": high_precision_tokens if careful_tokens is None else careful_tokens,
+            "kv_error": kv_error,
+            "within": within,
+            "refresh": refresh,
+            "cascade": cascade,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # frozen
+        self._check()
 
     @property
     def careful_tokens(self) -> bool:
@@ -75,7 +101,7 @@ class Budget:
         """The tier by its first name: `flex`, `default` or `priority`."""
         return TIER_ALIASES.get(self.tier, self.tier)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.tier not in TIERS:
             raise QBEError(f"unknown tier {self.tier!r:.66}: choose one of {', '.join(TIERS)}")
         if not isinstance(self.activation_bits, int) or self.activation_bits not in ACTIVATION_GEARS:
@@ -117,21 +143,6 @@ class Budget:
             return self.bits
         low, high = self.within or TIER_BITS[self.plain_tier]
         return low + (high - low) * min(1.0, max(0.0, score))
-
-
-def _older_names(init: Callable[..., None]) -> Callable[..., None]:
-    """`Budget.__init__` that takes `careful_tokens`, too. No `InitVar`: `dataclasses.replace` would give it again."""
-
-    @wraps(init)
-    def taking(self: Budget, *args: Any, **given: Any) -> None:
-        if "careful_tokens" in given:
-            given["high_precision_tokens"] = given.pop("careful_tokens")
-        init(self, *args, **given)
-
-    return taking
-
-
-Budget.__init__ = _older_names(Budget.__init__)  # type: ignore[method-assign]
 
 
 def check_kv_bits(value: object) -> None:

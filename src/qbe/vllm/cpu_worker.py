@@ -14,13 +14,14 @@ class PlannedCPUModelRunner(PlannedRunner, CPUModelRunner):
 
 
 class PlannedCPUWorker(CPUWorker):
-    """The worker makes its runner in the middle of `init_device`, so the runner is given its class afterwards."""
+    """vLLM's worker makes its runner at the end of `init_device` and asks nobody of which class, so ours is made in its
+    place. A runner has no weights and no KV cache yet."""
 
     def init_device(self) -> None:
         native.load()
         build.use_openmp()  # as everything else of vLLM's does, which binds these threads to cores
         super().init_device()
-        self.model_runner.__class__ = PlannedCPUModelRunner
+        self.model_runner = PlannedCPUModelRunner(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)
