@@ -61,7 +61,7 @@ def keep_cascade(table: SiteTable, seed: int = 0) -> Path:
     return write("cascade", table, Learned(tensors, {}))
 
 
-def steered(table: SiteTable, level: int | None, gear: int = 6, seed: int = 0) -> Blueprint:
+def routed_blueprint(table: SiteTable, level: int | None, gear: int = 6, seed: int = 0) -> Blueprint:
     """Every site at a gear; at a level of the routers of that seed, if there is one."""
     found = Blueprint.of("mobi", table, (gear,) * len(table.nested))
     return (
@@ -78,7 +78,7 @@ class Reference:
         self.routers, self.model = routers, tiny_llama()
         self.table = nest_model(self.model, "tiny", NestedWeightConfig(), progress=False)
         self.gears: list[list[int]] = []  # for each site, by token
-        self._blueprint = steered(self.table, None)
+        self._blueprint = routed_blueprint(self.table, None)
         for number, block in enumerate(routers.blocks):
             module = self.model.get_submodule(block.name)
             module.register_forward_pre_hook(self._router(number), with_kwargs=True)

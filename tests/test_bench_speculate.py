@@ -67,7 +67,7 @@ def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_wi
     assert told[0].drafted == told[1].drafted > told[0].accepted == told[1].accepted > 0
 
 
-def test_replayed_guesses_are_right_at_the_recorded_rate_whatever_the_model_writes() -> None:
+def test_replayed_draft_tokens_are_right_at_the_recorded_rate_whatever_the_model_writes() -> None:
     replayed = speculate.Replayed({4: 0.8, 6: 0.0}, random.Random(0), request("r", [1], None))
     replayed.draft_tokens, replayed.source = [5, 6], 4
     outcomes = [replayed.right(i % 2, token=99) for i in range(4000)]
@@ -100,7 +100,7 @@ def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) 
     assert rows[1:9] == [*drafts, check, *drafts, check]
     assert [len(a) for a in told.answers] == [sizes.tokens] * batch
     assert told.accepted == told.drafted > 0
-    # Left to itself the random model would not have written what it guessed.
+    # Left to itself the random model would not have written what it drafted.
     own = speculate.Told()
     speculate.answer(replace(case, sizes=replace(sizes, rates={})), True, own, random.Random(0))
     assert own.accepted < own.drafted

@@ -40,9 +40,9 @@ def core_of(device: torch.device | str = "cpu", seed: int | None = 0, **sizes: A
                 **{"max_sequences": 4, "kv_tokens": 2048, "speculate": True, **sizes})  # fmt: skip
 
 
-def at(core: Core, bits: int = 6, kv: int = 16, steered: bool = True) -> Blueprint:
+def at(core: Core, bits: int = 6, kv: int = 16, cascaded: bool = True) -> Blueprint:
     plain = Blueprint.of("b", core.table, (bits,) * len(core.table.nested), kv_bits=(kv,) * core.table.layers)
-    return replace(plain, dynamic_precision=DynamicPrecision("cascade", 128)) if steered else plain
+    return replace(plain, dynamic_precision=DynamicPrecision("cascade", 128)) if cascaded else plain
 
 
 def asked(core: Core, name: str, prompt: list[int], tokens: int = TOKENS, kv: int = 16, **params: Any) -> Sequence:
@@ -52,7 +52,7 @@ def asked(core: Core, name: str, prompt: list[int], tokens: int = TOKENS, kv: in
 def test_rows_are_moved_within_the_pass_and_the_next_one_begins_anew(device: torch.device) -> None:
     """What the linear layers read in a step is what the sequence says of the token, layer by layer."""
     core = core_of(device)
-    one, other = asked(core, "a", prompts(20)[0]), request("b", prompts(9)[0], at(core, 6, steered=False))
+    one, other = asked(core, "a", prompts(20)[0]), request("b", prompts(9)[0], at(core, 6, cascaded=False))
     for s in (one, other):
         core.add(s)
     seen: list[tuple[int, tuple[int, ...]]] = []
@@ -72,7 +72,7 @@ def test_rows_are_moved_within_the_pass_and_the_next_one_begins_anew(device: tor
     for bits in moved:
         for site, b in zip(core.table.nested, bits, strict=True):
             assert b == 6 or (site.layer is not None and site.layer > 0)
-    assert one.blueprint_at(19) == at(core, steered=False)
+    assert one.blueprint_at(19) == at(core, cascaded=False)
     assert other.cascade.moves == []
 
 
@@ -81,7 +81,7 @@ def test_nobody_else_changes_what_is_moved(device: torch.device) -> None:
 
     def answers(core: Core, *which: int, **params: Any) -> list[tuple[list[int], list[Move]]]:
         every = [asked(core, str(i), p, kv=8, **params) for i, p in enumerate(prompts(30, 33, 7))]
-        others = [request("plain", prompts(40)[0], at(core, 4, steered=False), max_tokens=TOKENS)] * (len(which) > 1)
+        others = [request("plain", prompts(40)[0], at(core, 4, cascaded=False), max_tokens=TOKENS)] * (len(which) > 1)
         run(core, *(every[i] for i in which), *others)
         for i in which:
             assert len(every[i].cascade.moves) == TOKENS - 1 == every[i].computed - len(every[i].prompt_ids)
@@ -100,7 +100,7 @@ def test_nobody_else_changes_what_is_moved(device: torch.device) -> None:
 
 
 def test_a_compiled_step_moves_as_one_that_is_not(device: torch.device) -> None:
-    """On a GPU the steps of steered rows are compiled and captured beside those of others, before anyone asks."""
+    """On a GPU the steps of cascaded rows are compiled and captured beside those of others, before anyone asks."""
 
     def answer(compile: bool) -> Sequence:
         core = core_of(device, compile=compile, max_sequences=2, speculate=False)
@@ -111,8 +111,8 @@ def test_a_compiled_step_moves_as_one_that_is_not(device: torch.device) -> None:
         run(core, s)
         assert decode.captures == ready + (device.type == "cuda" and not compile)
         if compile and device.type == "cuda":
-            assert {k for k in decode._graphs if k.size == 1} == {Kind(1), Kind(1, steered=True)}
-            assert decode._graphs[Kind(1, steered=True)].forward != decode._run_model
+            assert {k for k in decode._graphs if k.size == 1} == {Kind(1), Kind(1, cascaded=True)}
+            assert decode._graphs[Kind(1, cascaded=True)].forward != decode._run_model
         return s
 
     plain, compiled = answer(False), answer(True)
@@ -130,17 +130,17 @@ def test_each_kind_of_step_is_compiled_for_itself() -> None:
     core.add(s)
     core.step()
     decode._stage(core.scheduler.schedule(), 1)
-    for kind in (Kind(1), Kind(1, steered=True), Kind(1, several=True), Kind(1)):
+    for kind in (Kind(1), Kind(1, cascaded=True), Kind(1, several=True), Kind(1)):
         compiled = decode._compiled_forward()
         assert core.cascade is not None
         core.cascade._seen.fill_(-1)
         with torch.inference_mode(), step_of(decode._layout(kind)):
             compiled(1)
-        assert (float(core.cascade._seen[0, 0]) != -1) is kind.steered
+        assert (float(core.cascade._seen[0, 0]) != -1) is kind.cascaded
 
 
-def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:
-    """Text of few different tokens, which prompt lookup guesses well."""
+def test_draft_tokens_are_checked_at_what_their_own_steps_would_have_had() -> None:
+    """Text of few different tokens, in which prompt lookup drafts well."""
     from test_speculation import READ
 
     def answer(speculate: bool) -> Sequence:
@@ -151,19 +151,19 @@ def test_guesses_are_checked_at_what_their_own_steps_would_have_had() -> None:
         run(core, s)
         return s
 
-    plain, guessed = answer(False), answer(True)
-    assert guessed.speculation is not None
-    assert guessed.speculation.accepted > 20
-    assert guessed.output_ids == plain.output_ids
-    assert guessed.cascade.moves == plain.cascade.moves
-    assert guessed.blueprint_history == plain.blueprint_history
+    plain, drafted = answer(False), answer(True)
+    assert drafted.speculation is not None
+    assert drafted.speculation.accepted > 20
+    assert drafted.output_ids == plain.output_ids
+    assert drafted.cascade.moves == plain.cascade.moves
+    assert drafted.blueprint_history == plain.blueprint_history
 
 
-def test_a_refresh_and_a_bound_keep_the_steering() -> None:
+def test_a_refresh_and_a_bound_keep_the_dynamic_precision() -> None:
     core = core_of()
     s = asked(core, "s", prompts(20)[0], kv=8)
     bits = tuple(4 + 4 * (i % 2) for i in range(len(core.table.nested)))
-    other = replace(at(core, 6, 8, steered=False), weight_bits=bits)
+    other = replace(at(core, 6, 8, cascaded=False), weight_bits=bits)
     s.blueprint = replace(s.blueprint, kv_error=0.05)
     core.add(s)
     while s.finish_reason is None:
@@ -185,7 +185,7 @@ def test_a_refresh_and_a_bound_keep_the_steering() -> None:
     assert s.cascade.excess == pytest.approx(sum(had) - sum(own))
 
 
-def test_a_refresh_beyond_what_routers_can_give_is_not_steered_until_the_next_one() -> None:
+def test_a_refresh_beyond_what_routers_can_give_is_not_moved_until_the_next_one() -> None:
     core = core_of()
     s = asked(core, "s", prompts(20)[0])
     core.add(s)
@@ -193,7 +193,7 @@ def test_a_refresh_beyond_what_routers_can_give_is_not_steered_until_the_next_on
         core.step()
         for tokens, bits in ((30, 16), (80, 6)):
             if len(s.output_ids) == tokens:
-                assert core.refresh(s, at(core, bits, steered=False))
+                assert core.refresh(s, at(core, bits, cascaded=False))
                 assert (s.blueprint.dynamic_precision is None) == (bits == 16)
     assert len(s.cascade.moves) == TOKENS - 1
     assert all(set(m.bits) == {16} and m.shift == 0 for m in s.cascade.moves[30:78])

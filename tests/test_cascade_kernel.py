@@ -29,7 +29,7 @@ def test_in_the_interpreter() -> None:
 
 
 def case(seed: int, n: int, sites: int, heads: int, points: int, with_rows: bool, hidden: int = 32) -> dict[str, Any]:
-    """Random arguments; a third of the rows is steered by others or nobody, and one row in ten has no number."""
+    """Random arguments; a third of the rows is moved by others or nobody, and one row in ten has no number."""
     g = torch.Generator().manual_seed(seed)
     max_rows = n + 5
     dynamic_precision = torch.tensor(

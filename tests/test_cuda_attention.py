@@ -290,7 +290,7 @@ def test_results_are_the_same_each_time() -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "pages", "parts"), [(8, 5, 1), (8, 128, 8), (8, 512, 16), (3, 512, 32), (200, 99, 1)]
 )
-def test_steady_parts_fill_a_device_and_are_not_short(kv_heads: int, pages: int, parts: int) -> None:
+def test_batch_invariant_parts_fill_a_device_and_are_not_short(kv_heads: int, pages: int, parts: int) -> None:
     assert decode_attention.batch_invariant_splits(kv_heads, pages, 132) == parts
 
 

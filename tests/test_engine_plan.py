@@ -86,7 +86,7 @@ def test_the_same_rows_again_are_not_written() -> None:
     assert plan.precision_words._version > before
 
 
-def test_steering_is_a_row_of_the_plan_and_what_it_moved_is_undone() -> None:
+def test_dynamic_precision_is_a_row_of_the_plan_and_what_it_moved_is_undone() -> None:
     plan = Plan(TABLE, 4, CPU)
     fixed, moved = blueprint(4, 6, 8), replace(blueprint(4, 6, 8), dynamic_precision=DynamicPrecision("routers", 7))
     assert len({fixed.key, moved.key}) == len({fixed.linear_key, moved.linear_key}) == 2
@@ -103,7 +103,7 @@ def test_steering_is_a_row_of_the_plan_and_what_it_moved_is_undone() -> None:
 
 
 @pytest.mark.parametrize("wrong", [("nobody", 0), ("cascade", 256), ("cascade", -1)])
-def test_unknown_steering_is_refused(wrong: tuple[str, int]) -> None:
+def test_an_unknown_controller_is_refused(wrong: tuple[str, int]) -> None:
     with pytest.raises(QBEError, match=f"{wrong[0]}.*{wrong[1]}.*one of cascade"):
         DynamicPrecision(*wrong)
 

@@ -133,7 +133,7 @@ def test_a_model_without_attention_needs_no_pages() -> None:
     assert shape(advance(s)) == [("a", 0, 1000)]
 
 
-def steered(name: str, routers: str, prompt: int = 1, tokens: int = 3) -> Sequence:
+def routed(name: str, routers: str, prompt: int = 1, tokens: int = 3) -> Sequence:
     dynamic_precision = DynamicPrecision("routers", 9, routers) if routers else None
     return request(
         name, [5] * prompt, Blueprint("", (4,), (16,), (16,), dynamic_precision=dynamic_precision), max_tokens=tokens
@@ -141,17 +141,17 @@ def steered(name: str, routers: str, prompt: int = 1, tokens: int = 3) -> Sequen
 
 
 def test_routers_are_exchanged_between_batches_of_those_that_were_there() -> None:
-    """Who waits for other routers is overtaken by those that nobody steers and those that were there: one exchange
+    """Who waits for other routers is overtaken by those without routers and those that were there: one exchange
     here, not four.
     """
     s = scheduler(sequences=3, tokens=64)
     kinds = {"a1": "a", "b1": "b", "a2": "a", "b2": "b", "plain": ""}
     for name, routers in kinds.items():
-        s.add(steered(name, routers))
+        s.add(routed(name, routers))
     advance(s)
     assert [r.request_id for r in s.running] == ["a1", "a2", "plain"]
-    s.add(steered("late", "a"))
-    s.add(steered("plain, late", ""))
+    s.add(routed("late", "a"))
+    s.add(routed("plain, late", ""))
     advance(s)
     advance(s)
     assert not s.running
@@ -167,14 +167,14 @@ def test_routers_are_exchanged_between_batches_of_those_that_were_there() -> Non
 def test_a_flood_does_not_keep_other_routers_out(flood: str) -> None:
     """Of a policy with routers, which alone would fill every place for ever, or of one without."""
     s = scheduler(sequences=3, tokens=64)
-    s.add(steered("first", "a", tokens=40))
+    s.add(routed("first", "a", tokens=40))
     for i in range(3):
-        s.add(steered(f"before {i}", flood, tokens=9))
-    waits, ended = [steered("waits", "b"), steered("waits, too", "b")], 0
+        s.add(routed(f"before {i}", flood, tokens=9))
+    waits, ended = [routed("waits", "b"), routed("waits, too", "b")], 0
     for now in range(400):
         if now in (2, 20):
             s.add(waits[now == 20])
-        s.add(steered(f"flood {now}", flood, tokens=4))
+        s.add(routed(f"flood {now}", flood, tokens=4))
         ended += sum(s.get(w.sequence.request_id) is None for w in advance(s))
         if all(r.finish_reason for r in waits):
             break

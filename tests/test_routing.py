@@ -23,7 +23,7 @@ from qbe.store.nested_linears import NestedWeightConfig
 from qbe.store.nesting import nest_model
 from qbe.store.placement import place
 from qbe.store.plan import Plan
-from routing_samples import Reference, random_routers, steered
+from routing_samples import Reference, random_routers, routed_blueprint
 
 LEVELS = (70, 128, 190)
 TOKENS = 12
@@ -61,7 +61,7 @@ def test_logits_and_bits_are_those_of_the_reference(device: torch.device, refere
     made = core(device, routers=reference.routers, max_batch_tokens=64)
     (ids,) = texts(90)  # in two steps
     for level in (*LEVELS, None):
-        blueprint, found = steered(made.table, level), torch.zeros(90, 320)
+        blueprint, found = routed_blueprint(made.table, level), torch.zeros(90, 320)
 
         def take(position: int, rows: torch.Tensor, found: torch.Tensor = found) -> None:
             found[position : position + len(rows)] = rows.cpu()
@@ -80,11 +80,11 @@ def test_logits_and_bits_are_those_of_the_reference(device: torch.device, refere
 def test_answers_of_a_mixed_batch_at_fixed_shapes(device: torch.device, reference: Reference) -> None:
     made = fixed(core(device, routers=reference.routers))
     asked = list(zip(texts(5, 40, 70, 20, 33), (*LEVELS, None, 128), strict=True))
-    requests = [request(str(i), ids, steered(made.table, level), max_tokens=TOKENS)
+    requests = [request(str(i), ids, routed_blueprint(made.table, level), max_tokens=TOKENS)
                 for i, (ids, level) in enumerate(asked)]  # fmt: skip
     found = run(made, *requests)
     for r, written, (ids, level) in zip(requests, found, asked, strict=True):
-        blueprint = steered(made.table, level)
+        blueprint = routed_blueprint(made.table, level)
         assert written == reference.greedy(ids, blueprint, TOKENS)
         if level is None:
             assert r.routed is None
@@ -95,7 +95,7 @@ def test_answers_of_a_mixed_batch_at_fixed_shapes(device: torch.device, referenc
         assert read is not None
         assert read.average(made.table) == pytest.approx(reference.average(len(ids) - 1))
         assert sum(read.weights.values()) == pytest.approx(made.table.nested_parameters)
-        lowest, highest = (steered(made.table, None, g).bytes_per_token(made.table) for g in (4, 8))
+        lowest, highest = (routed_blueprint(made.table, None, g).bytes_per_token(made.table) for g in (4, 8))
         assert lowest < read.bytes < highest
 
 
@@ -114,7 +114,7 @@ def test_a_compiled_step_routes_and_is_compiled_anew_for_other_routers(device: t
     made.runner.route(routers)  # the same ones
     assert decode.captures == captures
     level = 150
-    sequence = request("compiled", texts(20)[0], steered(made.table, level, seed=1), max_tokens=60)
+    sequence = request("compiled", texts(20)[0], routed_blueprint(made.table, level, seed=1), max_tokens=60)
     made.add(sequence)
     made.step()
     torch._dynamo.utils.counters.clear()
@@ -140,18 +140,18 @@ def test_a_compiled_step_routes_and_is_compiled_anew_for_other_routers(device: t
 def test_another_blueprint_brings_its_own_level(reference: Reference) -> None:
     """A refresh of a routed answer, whose bits are its level's."""
     made = core(torch.device("cpu"), routers=reference.routers)
-    sequence = request("r", texts(20)[0], steered(made.table, 40), max_tokens=4)
+    sequence = request("r", texts(20)[0], routed_blueprint(made.table, 40), max_tokens=4)
     made.add(sequence)
-    assert made.refresh(sequence, steered(made.table, 200))
+    assert made.refresh(sequence, routed_blueprint(made.table, 200))
     assert sequence.blueprint.dynamic_precision == DynamicPrecision("routers", 200, "random 0")
 
 
 def test_preempted_requests_resume_with_the_same_answer(reference: Reference) -> None:
     asked, cpu = texts(100, 90, 110), torch.device("cpu")
     roomy = core(cpu, routers=reference.routers)
-    alone = [run(roomy, request("a", ids, steered(roomy.table, 128), max_tokens=60))[0] for ids in asked]
+    alone = [run(roomy, request("a", ids, routed_blueprint(roomy.table, 128), max_tokens=60))[0] for ids in asked]
     tight = core(cpu, routers=reference.routers, kv_tokens=6 * PAGE_SIZE)
-    requests = [request(str(i), ids, steered(tight.table, 128), max_tokens=60) for i, ids in enumerate(asked)]
+    requests = [request(str(i), ids, routed_blueprint(tight.table, 128), max_tokens=60) for i, ids in enumerate(asked)]
     assert run(tight, *requests) == alone
     assert sum(r.preemptions for r in requests) > 0
 
@@ -160,29 +160,29 @@ def test_pages_are_shared_by_what_routers_go_by(reference: Reference) -> None:
     made, (ids,) = core(torch.device("cpu"), routers=reference.routers), texts(150)
     cached = []
     for name, level in enumerate((128, 128, 129, None)):
-        r = request(str(name), ids, steered(made.table, level), max_tokens=TOKENS)
+        r = request(str(name), ids, routed_blueprint(made.table, level), max_tokens=TOKENS)
         assert run(made, r) == [reference.greedy(ids, r.blueprint, TOKENS)]
         cached.append(r.paging.cached)
     assert cached == [0, 128, 0, 0]
 
 
-def test_guesses_are_checked_by_routed_rows(reference: Reference) -> None:
+def test_draft_tokens_are_checked_by_routed_rows(reference: Reference) -> None:
     """Drafts read fewer bits and are nobody's choice; what is written is what routers give."""
     made, (ids,) = core(torch.device("cpu"), routers=reference.routers, speculate=True), texts(30)
     assert made.speculator is not None
-    blueprint = steered(made.table, 150, gear=8)
+    blueprint = routed_blueprint(made.table, 150, gear=8)
     r = request("a", ids, blueprint, max_tokens=TOKENS, speculate=True)
     assert run(made, r) == [reference.greedy(ids, blueprint, TOKENS)]
     assert r.speculation is not None
 
 
 def test_two_policies_share_an_engine_and_its_routers_take_turns(device: torch.device, reference: Reference) -> None:
-    """In a memory too small for all, so that some wait again, with a request that nobody steers among them."""
+    """In a memory too small for all, so that some wait again, with a request that no router moves among them."""
     made, other = core(device, routers=reference.routers, kv_tokens=5 * PAGE_SIZE), random_routers(reference.table, 1)
     made.add_routers(other)
     references = [reference, Reference(other)]
     asked = [(ids, at % 2) for at, ids in enumerate(texts(40, 70, 30, 20, 60, 50))]
-    requests = [request(str(at), ids, steered(made.table, None if at == 4 else 128, seed=kind), max_tokens=40)
+    requests = [request(str(at), ids, routed_blueprint(made.table, None if at == 4 else 128, seed=kind), max_tokens=40)
                 for at, (ids, kind) in enumerate(asked)]  # fmt: skip
     exchanges, route = [], made.runner.route
     made.runner.route = lambda routers: exchanges.append(routers.digest) or route(routers)  # type: ignore[method-assign]
@@ -193,10 +193,10 @@ def test_two_policies_share_an_engine_and_its_routers_take_turns(device: torch.d
     assert sum(r.preemptions for r in requests) > 0
 
 
-def test_no_steering_without_routers() -> None:
+def test_no_routed_request_without_routers() -> None:
     made = core(torch.device("cpu"))
     with pytest.raises(QBEError, match="has no such routers: start it with the policy"):
-        made.add(request("a", [1], steered(made.table, 1)))
+        made.add(request("a", [1], routed_blueprint(made.table, 1)))
 
 
 def test_models_whose_tokens_share_a_column_are_refused() -> None:

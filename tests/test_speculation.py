@@ -97,7 +97,7 @@ def test_greedy_answers_are_those_without(costs: Fixed, kv: int, device: torch.d
     assert sum(told(s).accepted for s in made) > 60
 
 
-def test_keys_and_values_of_guesses_are_those_of_plain_steps() -> None:
+def test_keys_and_values_of_draft_tokens_are_those_of_plain_steps() -> None:
     """Bit for bit on a CPU: what draft rows wrote is overwritten, also where draft tokens were refused."""
     (prompt,) = prompts(30)
     kept: list[list[torch.Tensor]] = []
@@ -277,7 +277,7 @@ def test_a_drafter_that_loses_rests_and_is_tried_again(monkeypatch: pytest.Monke
     assert PRIOR_WEIGHT <= early == max(drafted[:120]) < max(drafted)  # both drafters, then none for a while
 
 
-def test_a_request_says_what_was_guessed_and_stops_where_it_would(tmp_path) -> None:
+def test_a_request_says_what_was_drafted_and_stops_where_it_would(tmp_path) -> None:
     with qbe.Engine(tiny_llama(), tokenizer=byte_tokenizer(), policy="uniform", device="cpu", max_sequences=1,
                     speculate=True, records=tmp_path / "r.sqlite") as engine:  # fmt: skip
         assert engine.core.speculator is not None

@@ -249,7 +249,7 @@ def test_a_comparison_counts_what_was_routed(folder: Path, trained: dict[str, Le
 
 
 def test_an_engine_runs_the_routers_of_one_policy_at_a_time(folder: Path, trained: dict[str, Learned]) -> None:
-    """Others wait until nobody is steered any more, and what the first ones left in the KV cache is not theirs."""
+    """Others wait until their requests have ended, and what these left in the KV cache is not shared."""
     params, budget = SamplingParams(max_tokens=6, ignore_eos=True), Budget(bits=5)
 
     def ask(policy: str) -> Request:

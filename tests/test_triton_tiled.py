@@ -117,7 +117,7 @@ def test_a_row_is_the_same_alone_and_in_a_mixed_batch(m: int) -> None:
 def test_a_row_is_the_same_however_many_there_are(
     n: int, k: int, group: int, slices: tuple[int, ...], asked: list[int]
 ) -> None:
-    """Bit for bit, with 16-bit activations and with 8-bit ones: a step that checks guesses relies on it."""
+    """Bit for bit, with 16-bit activations and with 8-bit ones: a step that checks draft tokens relies on it."""
     case = tiled(Case(16, n, k, slices, group))
     precision_words = [a | (8 if i // len(asked) % 2 else 0) << 8 for i, a in enumerate((asked * 16)[:16])]
     x, y = case.x, case.run(case.bits(precision_words))

@@ -52,7 +52,7 @@ def run(device: torch.device, limits: Roofline, sizes: BatchSizes, progress: boo
     """
     low, high = min(sizes.widths), max(sizes.widths)
     total = len(sizes.token.all_parts) + len(sizes.groups) * len(sizes.rows) * (sizes.rounds + 1)
-    found: list[Row] = []
+    rows: list[Row] = []
     with bar("batch", total, progress) as tick:
         weights = random_weights(sizes.token, device, sizes.groups, tick)
         for group in sizes.groups:
@@ -70,23 +70,27 @@ def run(device: torch.device, limits: Roofline, sizes: BatchSizes, progress: boo
                 mine, theirs = take_turns(passes, peers, sizes.rounds, tick)
                 for name, batch in batches.items():
                     label = "+".join(map(str, sizes.widths)) if name == MIXED else f"1x{high}, {m - 1}x{low}"
-                    found += pass_rows(
+                    rows += pass_rows(
                         weights, limits, mine[name], {highest: theirs[highest], SPLIT: theirs[f"{name}/{SPLIT}"]},
                         rows=m, group=group, widths=tuple(sorted(set(batch))), bits=label, notes={},
                     )  # fmt: skip
                 del passes, peers
-    return found
+    return rows
 
 
 def split(weights: Weights, x: Mapping[int, torch.Tensor], batch: list[int], group: int) -> Sample:
     """A pass that serves a mixed batch as a system would whose kernels know one precision a launch."""
-    at = {b: torch.tensor([r for r, c in enumerate(batch) if c == b], device=weights.device) for b in set(batch)}
-    inputs = {b: {k: v[rows] for k, v in x.items()} for b, rows in at.items()}
-    bits = {b: torch.full((len(rows),), b, dtype=torch.int32, device=weights.device) for b, rows in at.items()}
+    rows_by_bits = {
+        b: torch.tensor([r for r, c in enumerate(batch) if c == b], device=weights.device) for b in set(batch)
+    }
+    inputs = {b: {k: v[rows] for k, v in x.items()} for b, rows in rows_by_bits.items()}
+    bits = {
+        b: torch.full((len(rows),), b, dtype=torch.int32, device=weights.device) for b, rows in rows_by_bits.items()
+    }
     nested = weights.nested[group]
 
     def launches(part: LinearGroup, i: int) -> None:
-        for b in sorted(at):
+        for b in sorted(rows_by_bits):
             call(inputs[b][part.k], nested[part.name][i], bits[b])
 
     return one_pass(weights.token, launches, weights.device)

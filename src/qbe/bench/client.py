@@ -67,13 +67,13 @@ class Clients:
 
     async def metrics(self) -> dict[str, float]:
         """The server's, without their labels: those that differ in labels alone are added up."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for line in (await self._http.get("/metrics")).text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
+                values[name] = values.get(name, 0.0) + float(value)
+        return values
 
     async def ask(self, body: dict[str, Any], hang_up: int | None = None) -> Answered:
         """One completion, as a stream.

@@ -130,11 +130,11 @@ def ours(core: Core, averages: tuple[float, ...], work: DecodeRun) -> dict[float
     """Average bits -> a sample of QBE at a blueprint with that average."""
 
     def sample(model: QBE) -> Mapping[str, float]:
-        found = timed(model, work)
+        timing = timed(model, work)
         made = model.sequence
         if made is None or made.finish_reason != "length":  # then the steps after its end took no time
             raise RuntimeError(f"the core ended the sequence early: {made and (made.finish_reason, made.error)}")
-        return found
+        return timing
 
     models = {a: QBE(core, blueprint_at(core, a), work) for a in averages}
     return {a: (lambda m=m: sample(m)) for a, m in models.items()}  # type: ignore[misc]
@@ -197,7 +197,7 @@ def peers_of(name: str | Path, device: torch.device, work: DecodeRun, progress: 
             raise RuntimeError("llama.cpp needs the model as a GGUF file")
         return LlamaCpp(path, work.tokens)
 
-    found: dict[str, Sample | Failed] = {}
+    peers: dict[str, Sample | Failed] = {}
     builders: dict[str, Callable[[], Answers]] = {
         "transformers": lambda: Transformers(name, device, progress),
         "llama.cpp": llama_cpp,
@@ -206,10 +206,10 @@ def peers_of(name: str | Path, device: torch.device, work: DecodeRun, progress: 
         try:
             model = build()
         except Exception as error:
-            found[peer] = Failed.because(error)
+            peers[peer] = Failed.because(error)
         else:
-            found[peer] = lambda m=model: timed(m, work)  # type: ignore[misc]
-    return found
+            peers[peer] = lambda m=model: timed(m, work)  # type: ignore[misc]
+    return peers
 
 
 def peer_notes(name: str | Path) -> dict[str, str]:

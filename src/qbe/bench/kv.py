@@ -74,23 +74,23 @@ def run(device: torch.device, limits: Roofline, sizes: KVSizes, progress: bool =
     Raises:
         QBEError: not even pages for a short context fit into the memory, or whatever is wrong with the model.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     with bar("kv", len(sizes.batches) * (sizes.rounds + 2) + 2 * (sizes.rounds + 1), progress) as tick:
         for batch in sizes.batches:
             cases, note = fitting(sizes, batch, device)
             tick()
-            found += _decode(cases, sizes, limits, note, tick)
+            rows += _decode(cases, sizes, limits, note, tick)
             if batch == sizes.batches[0]:
-                found += _prefill(cases, sizes, limits, note, tick)
-                found += _seal(cases, sizes, limits, note, tick)
+                rows += _prefill(cases, sizes, limits, note, tick)
+                rows += _quantise(cases, sizes, limits, note, tick)
             del cases
     if sizes.model is None:
-        return found
+        return rows
     try:
-        return found + memory(sizes.model, sizes.context, progress)
+        return rows + memory(sizes.model, sizes.context, progress)
     except QBEError as error:  # a model that cannot be had must not cost what was measured
         peer = Failed.because(error)
-        return [*found, Row("KV memory", "", f"{sizes.context} tokens", FULL_BITS, None, SIXTEEN, peer, "bytes/token")]
+        return [*rows, Row("KV memory", "", f"{sizes.context} tokens", FULL_BITS, None, SIXTEEN, peer, "bytes/token")]
 
 
 def fitting(sizes: KVSizes, batch: int, device: torch.device) -> tuple[Cases, str]:
@@ -162,7 +162,7 @@ def _prefill(cases: Cases, sizes: KVSizes, limits: Roofline, note: str, tick: Ca
     ]  # fmt: skip
 
 
-def _seal(cases: Cases, sizes: KVSizes, limits: Roofline, note: str, tick: Callable[[], None]) -> list[Row]:
+def _quantise(cases: Cases, sizes: KVSizes, limits: Roofline, note: str, tick: Callable[[], None]) -> list[Row]:
     work = Quantise(cases)
     low = {n: c for n, c in cases.found.items() if len(c.bits) == 1 and n != FULL}
     mine, theirs = take_turns({n: work.ours(c) for n, c in low.items()}, work.peers(), sizes.rounds, tick)
@@ -209,7 +209,7 @@ def memory(model: str | Path, context: int, progress: bool) -> list[Row]:
 
 
 def _held(pool: PagePool, blueprint: Blueprint, tokens: int) -> float:
-    """Bytes per token: all pages of a sequence, the last one in its frame."""
+    """Bytes per token: all pages of a sequence, the last one in its staging page."""
     first, format = (pool.format(blueprint.kv_bits_of(page), Counter()) for page in (0, 1))
     quantised = first.nbytes + (pages_for(tokens) - 1) * format.nbytes
     return (quantised + (0 if format.full else pool.page_bytes)) / tokens

@@ -60,10 +60,10 @@ class Decode:
         """
         where = self.slots, case.block_tables, self.lengths
         if pages is not None:
-            rows, own = torch.arange(len(pages)), torch.tensor(pages)
+            rows, pages_now = torch.arange(len(pages)), torch.tensor(pages)
             block_tables = case.block_tables.clone()
-            block_tables[rows, own] = self.cases.full[:, -1]
-            where = self.cases.full[:, -1], block_tables, (own * PAGE_SIZE + 1).to(self.device)
+            block_tables[rows, pages_now] = self.cases.full[:, -1]
+            where = self.cases.full[:, -1], block_tables, (pages_now * PAGE_SIZE + 1).to(self.device)
         with torch.inference_mode():
             out = self._step(where)[0]
             read = self.cases.pool.read(0, where[1][0])
@@ -115,11 +115,13 @@ class Decode:
         return sdpa(packed, keys, values, scale=self.scaling).reshape(*query.shape[:2], -1)
 
     def _contiguous(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        found = []
+        layers = []
         for layer in range(self.cases.layers):
             pairs = [self.cases.pool.read(layer, row) for row in self.cases.full]
-            found.append(tuple(torch.cat(t)[:, :, : self.cases.context].contiguous() for t in zip(*pairs, strict=True)))
-        return found  # type: ignore[return-value]
+            layers.append(
+                tuple(torch.cat(t)[:, :, : self.cases.context].contiguous() for t in zip(*pairs, strict=True))
+            )
+        return layers  # type: ignore[return-value]
 
 
 class Prefill:

@@ -42,16 +42,16 @@ def mixture(average: int, places: int) -> list[int] | None:
 
 def choices(batch: int, kv_heads: int, pages: int, averages: Sequence[int]) -> dict[str, list[list[KVBits]]]:
     """Name of a case -> bits of each sequence's pages: the uniform ones, `16` first, and `pages, 8` and its like."""
-    found: dict[str, list[list[KVBits]]] = {str(b): [[b] * pages] * batch for b in sorted(KV_BITS, reverse=True)}
+    by_name: dict[str, list[list[KVBits]]] = {str(b): [[b] * pages] * batch for b in sorted(KV_BITS, reverse=True)}
     order = random.Random(0)
     for average in averages:
         if mixed := mixture(average, pages):
-            found[f"pages, {average}"] = [order.sample(mixed, pages) for _ in range(batch)]
-        if own := mixture(average, kv_heads):
-            found[f"heads, {average}"] = [[tuple(own)] * pages] * batch
+            by_name[f"pages, {average}"] = [order.sample(mixed, pages) for _ in range(batch)]
+        if head_bits := mixture(average, kv_heads):
+            by_name[f"heads, {average}"] = [[tuple(head_bits)] * pages] * batch
         if each := mixture(average, batch):
-            found[f"sequences, {average}"] = [[b] * pages for b in each]
-    return found
+            by_name[f"sequences, {average}"] = [[b] * pages for b in each]
+    return by_name
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,13 @@ class Cases:
         self._fill(rows)
         self.found: dict[str, KVCase] = {}
         for name, bits in wanted.items():
-            own = rows if name == FULL else [
-                in_runs([*self._sealed(b, r), r[-1]], pages - 1, False) for b, r in zip(bits, rows, strict=True)
+            page_rows = rows if name == FULL else [
+                in_runs([*self._quantised(b, r), r[-1]], pages - 1, False) for b, r in zip(bits, rows, strict=True)
             ]  # fmt: skip
-            block_tables = torch.tensor([[p.block_id for p in row] for row in own], device=device)
+            block_tables = torch.tensor([[p.block_id for p in row] for row in page_rows], device=device)
             used = {b for row in bits for page in row for b in ([page] if isinstance(page, int) else page)}
-            nbytes = sum(p.format.nbytes for row in own for p in row)
-            self.found[name] = KVCase(tuple(sorted(used)), block_tables, own[0][:-1], nbytes)
+            nbytes = sum(p.format.nbytes for row in page_rows for p in row)
+            self.found[name] = KVCase(tuple(sorted(used)), block_tables, page_rows[0][:-1], nbytes)
 
     def _fill(self, rows: list[list[Page]]) -> None:
         """Random numbers, standard normal, into pages of 16 bits."""
@@ -123,9 +123,9 @@ class Cases:
         for page in (p for row in rows for p in row):
             staging_pages[page.address // size : (page.address + page.format.nbytes) // size].normal_()
 
-    def _sealed(self, bits: list[KVBits], row: list[Page]) -> list[Page]:
+    def _quantised(self, bits: list[KVBits], row: list[Page]) -> list[Page]:
         """The full pages of a sequence at these bits."""
-        found: list[Page] = []
+        pages: list[Page] = []
         for i in range(0, len(bits), AT_ONCE):
             now: list[Page] = []
             for b in bits[i : i + AT_ONCE]:
@@ -136,8 +136,8 @@ class Cases:
             self.pool.quantise(torch.tensor([sources, [p.quantised_block_id for p in now]], device=self.pool.device))
             for page in now:
                 self._allocator.quantise(page)
-            found += now
-        return found
+            pages += now
+        return pages
 
 
 def _staging_pages(layers: int, shape: KVShape, dtype: torch.dtype, rows: list[list[KVBits]]) -> int:

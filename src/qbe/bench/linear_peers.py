@@ -132,8 +132,8 @@ class PreparedPeers:
         return prepared if isinstance(prepared, Failed) else attempt(lambda: self._pass(peer, prepared, x))
 
     def _pass(self, peer: LinearPeer, prepared: dict[str, Prepared], x: dict[int, torch.Tensor]) -> Sample:
-        token, mine = self.weights.token, {k: v.to(peer.dtype) for k, v in x.items()}
+        token, inputs = self.weights.token, {k: v.to(peer.dtype) for k, v in x.items()}
         with torch.inference_mode():
             for part in token.all_parts:
-                check(prepared[part.name](mine[part.k], 0), linear(x[part.k], self.weights.dense[part.name][0]))
-        return one_pass(token, lambda p, i: prepared[p.name](mine[p.k], i), self.weights.device)
+                check(prepared[part.name](inputs[part.k], 0), linear(x[part.k], self.weights.dense[part.name][0]))
+        return one_pass(token, lambda p, i: prepared[p.name](inputs[p.k], i), self.weights.device)

@@ -67,7 +67,7 @@ def run(device: torch.device, limits: Roofline, sizes: LinearSizes, progress: bo
         prepared = PreparedPeers(sizes.peers or peers_for(device), weights)
         tick()
         notes = {p.name: p.note for p in prepared.peers}
-        found: list[Row] = []
+        rows: list[Row] = []
         for m in sizes.rows:
             x = random_inputs(sizes.token, m, device)
             ours: dict[tuple[int, int, int | None], Sample] = {
@@ -78,12 +78,12 @@ def run(device: torch.device, limits: Roofline, sizes: LinearSizes, progress: bo
             mine, theirs = take_turns(ours, prepared.samples(x), sizes.rounds, tick)
             for (group, bits, activations), parts in mine.items():
                 beside = {p.name: theirs[p.name] for p in prepared.peers if bits in p.against}
-                found += pass_rows(
+                rows += pass_rows(
                     weights, limits, parts, beside, rows=m, group=group, widths=(bits,), bits=bits, notes=notes,
                     prompt_of=activations,
                 )  # fmt: skip
             del ours  # graphs keep their memory while they live
-    return found
+    return rows
 
 
 def random_inputs(token: Token, m: int, device: torch.device) -> dict[int, torch.Tensor]:

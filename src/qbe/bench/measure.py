@@ -119,6 +119,6 @@ def take_turns(
                 for part, value in sample.items():
                     values[name].setdefault(part, []).append(value)
         on_round()
-    found = {n: {p: Timing.of(v) for p, v in values[n].items()} for n in systems}
-    theirs: dict[str, Outcome] = {n: failed[n] if n in failed else found[n] for n in peers}
-    return {n: found[n] for n in ours}, theirs
+    timings = {n: {p: Timing.of(v) for p, v in values[n].items()} for n in systems}
+    theirs: dict[str, Outcome] = {n: failed[n] if n in failed else timings[n] for n in peers}
+    return {n: timings[n] for n in ours}, theirs

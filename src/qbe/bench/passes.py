@@ -53,11 +53,11 @@ def _replays(token: Token, call: Call) -> Sample:
     replays[WHOLE] = _captured(token.order(), call)
 
     def sample() -> dict[str, float]:
-        found = {}
+        times = {}
         for name, replay in replays.items():
             replay()  # clocks and caches as in a running model
-            found[name] = seconds(replay, torch.device("cuda")) * 1e6 / launches[name]
-        return found
+            times[name] = seconds(replay, torch.device("cuda")) * 1e6 / launches[name]
+        return times
 
     return sample
 
@@ -143,16 +143,16 @@ def pass_rows(
         for p in token.all_parts
     }
     total = sum(least[p.name] * token.copies(p) for p in token.all_parts)
-    found = rows_beside(
+    beside = rows_beside(
         peers, WHOLE, 1e-3, what=WHOLE, size=f"{len(token.order())} layers", case=case, bits=bits,
         ours=ours[WHOLE], unit="ms", limit=total * 1e3, notes=notes,
     )  # fmt: skip
     for p in token.all_parts:
-        found += rows_beside(
+        beside += rows_beside(
             peers, p.name, 1.0, what=p.name, size=f"{p.n}x{p.k}", case=case, bits=bits, ours=ours[p.name],
             unit="us", limit=least[p.name] * 1e6, notes=notes,
         )  # fmt: skip
-    return found
+    return beside
 
 
 def check(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.25) -> None:

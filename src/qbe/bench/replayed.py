@@ -44,7 +44,7 @@ class Replayed(Speculation):
         super().__init__()
         self._rates, self._draws, self._sequence = rates, draws, sequence
 
-    def right(self, at: int, token: int | None) -> bool:
+    def right(self, position: int, token: int | None) -> bool:
         if self.source == NGRAM_DRAFTER:
-            return super().right(at, self._sequence.token_ids[-1])
-        return at < len(self.draft_tokens) and self._draws.random() < self._rates[self.source]
+            return super().right(position, self._sequence.token_ids[-1])
+        return position < len(self.draft_tokens) and self._draws.random() < self._rates[self.source]

@@ -177,10 +177,10 @@ def rows_beside(
         factor: from what was measured to `unit`, for both.
         notes: peer -> note.
     """
-    found = []
+    rows = []
     mine = None if ours is None else ours.times(factor)
     for name, outcome in peers.items():
         theirs = outcome if isinstance(outcome, Failed) else outcome.get(part, Failed(f"it does not measure {part}"))
         scaled = theirs if isinstance(theirs, Failed) else theirs.times(factor)
-        found.append(Row(what, size, case, bits, mine, name, scaled, unit, limit, notes.get(name, "")))
-    return found
+        rows.append(Row(what, size, case, bits, mine, name, scaled, unit, limit, notes.get(name, "")))
+    return rows

@@ -76,7 +76,7 @@ def measure(
     from qbe.server.errors import APIError
     from qbe.server.grammar import Grammars, json_schema
 
-    found = SchemaResult({}, [], {}, [], [], ([], []))
+    measured = SchemaResult({}, [], {}, [], [], ([], []))
 
     async def compile_all() -> dict[str, Any]:
         grammars, made = Grammars(engine), {}
@@ -88,9 +88,9 @@ def measure(
                         json_schema(schema, "schema"), _COMPILE_S, _COMPILE_BYTES, "schema"
                     )
                     made[name] = grammars.constraint(matcher)
-                    found.compile_ms.append(1e3 * (time.perf_counter() - begun))
+                    measured.compile_ms.append(1e3 * (time.perf_counter() - begun))
                 except APIError as error:
-                    found.refused[name] = error.message
+                    measured.refused[name] = error.message
         finally:
             await grammars.close()
         return made
@@ -105,19 +105,19 @@ def measure(
         results, with_it = _run(engine, asked)
         free = [_same_length(a, r) for a, r in zip(asked, results, strict=True)]
         _, without = _run(engine, free)
-        found.seconds[0].append(with_it)
-        found.seconds[1].append(without)
+        measured.seconds[0].append(with_it)
+        measured.seconds[1].append(without)
         for name, result in zip(chosen, results, strict=True):
             tick()
             if result.finish_reason != "stop":
-                found.cut.append(name)
+                measured.cut.append(name)
                 continue
-            found.ended.append(name)
+            measured.ended.append(name)
             try:
                 jsonschema.validate(json.loads(result.text), schemas[name])
             except (ValueError, jsonschema.ValidationError, jsonschema.SchemaError) as error:
-                found.invalid[name] = " ".join(str(error).split())[:200]
-    return found
+                measured.invalid[name] = " ".join(str(error).split())[:200]
+    return measured
 
 
 def _prompt(schema: dict[str, Any]) -> list[dict[str, str]]:

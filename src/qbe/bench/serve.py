@@ -104,7 +104,7 @@ def within_bound(device: torch.device, sizes: ServeSizes, progress: bool) -> lis
                 best[number].append(search.best)
                 bits[number].append(np.mean([t.bits for t in search.trials]))
             tick()
-    ours, theirs = (Timing.of(found) for found in best)
+    ours, theirs = (Timing.of(rates) for rates in best)
     size = f"{sizes.model}, {sizes.trace} / {sizes.shrink:g}"
     case = (
         f"{PART:.0%} of answers: first token within {bound.first_s * 1e3:,.0f} ms, later ones within "
@@ -156,10 +156,10 @@ def overhead(device: torch.device, sizes: ServeSizes, progress: bool) -> list[Ro
     steps = sizes.tokens
     note = f"{sizes.tokens} tokens an answer at 6 bits, streamed; threads: {sizes.threads or before}"
     return [
-        Row("a step over HTTP", f"{sizes.model}, batch {sizes.batch}", what, 6,
+        Row("a step over HTTP", f"{sizes.model}, batch {sizes.batch}", clock, 6,
             Timing.of(values[0]).times(1e3 / steps), "the engine alone", Timing.of(values[1]).times(1e3 / steps),
             "ms", None, note)
-        for what, values in (("wall clock", wall), ("CPU time of the process", cpu))
+        for clock, values in (("wall clock", wall), ("CPU time of the process", cpu))
     ]  # fmt: skip
 
 
@@ -256,16 +256,16 @@ def structured(device: torch.device, sizes: ServeSizes, progress: bool) -> list[
         Engine(sizes.model, policy=sizes.policy, device=device.type, records=False) as engine,
         bar("schemas", len(chosen), progress) as tick,
     ):
-        found = schemas.measure(engine, chosen, sizes.schema_tokens, sizes.batch, tick)
-    size, ended = f"{sizes.model}, batch {sizes.batch}", len(found.ended)
-    with_it, without = found.each
-    said = "; ".join(f"{name}: {why}" for name, why in (found.refused | found.invalid).items())
+        result = schemas.measure(engine, chosen, sizes.schema_tokens, sizes.batch, tick)
+    size, ended = f"{sizes.model}, batch {sizes.batch}", len(result.ended)
+    with_it, without = result.each
+    said = "; ".join(f"{name}: {why}" for name, why in (result.refused | result.invalid).items())
     note = (
-        f"of {len(chosen)} schemas {len(found.refused)} are refused, {ended} answers ended, {len(found.cut)} reached "
-        f"{sizes.schema_tokens} tokens; a schema is compiled in {np.median(found.compile_ms):.0f} ms (median), "
-        f"{max(found.compile_ms):.0f} ms (most){'; ' if said else ''}{said}"
+        f"of {len(chosen)} schemas {len(result.refused)} are refused, {ended} answers ended, {len(result.cut)} reached "
+        f"{sizes.schema_tokens} tokens; a schema is compiled in {np.median(result.compile_ms):.0f} ms (median), "
+        f"{max(result.compile_ms):.0f} ms (most){'; ' if said else ''}{said}"
     )
-    valid = float(ended - len(found.invalid))
+    valid = float(ended - len(result.invalid))
     count = Timing(valid, valid, valid, 1)
     return [
         Row("valid answers", size, "JSON schemas", 6, count, "finished ones", Timing(ended, ended, ended, 1),
@@ -284,20 +284,20 @@ def soaked(device: torch.device, sizes: ServeSizes, progress: bool) -> list[Row]
         rate = sizes.connections / sizes.soak_s
         _asking(server, lambda c: c.replay(traffic.take(min(64, count), rate, 0)))
         parts = [traffic.take(count, rate, turn) for turn in range(SOAK_PARTS)]
-        found = _asking(server, lambda c: soak.soak(c, parts, sizes.hang_up, server.ledger, tick))
-    stayed, answered = found.stayed
-    memory = " ".join(f"{s.memory / 1e6:.0f}" for s in found.states)
+        soaking = _asking(server, lambda c: soak.soak(c, parts, sizes.hang_up, server.ledger, tick))
+    stayed, answered = soaking.stayed
+    memory = " ".join(f"{s.memory / 1e6:.0f}" for s in soaking.states)
     note = (
-        f"{found.hung_up} hung up; an hour of the trace in {found.seconds:.0f} s, at most {found.most} connections at "
-        f"once; resident MB before and after each part: {memory}; KV pages in use at the end: "
-        f"{found.states[-1].pages:.0%}; ledger rows left open: {found.open_rows}"
-    ) + "".join(f"; {e}" for e in found.errors)
+        f"{soaking.hung_up} hung up; an hour of the trace in {soaking.seconds:.0f} s, at most {soaking.most} "
+        f"connections at once; resident MB before and after each part: {memory}; KV pages in use at the end: "
+        f"{soaking.states[-1].pages:.0%}; ledger rows left open: {soaking.open_rows}"
+    ) + "".join(f"; {e}" for e in soaking.errors)
     size, case = f"{sizes.model}, {sizes.trace} / {sizes.soak_shrink:g}", f"{count * SOAK_PARTS} connections"
 
     def once(value: float) -> Timing:
         return Timing(value, value, value, 1)
 
-    first, half, last = found.states[0], found.states[SOAK_PARTS // 2], found.states[-1]
+    first, half, last = soaking.states[0], soaking.states[SOAK_PARTS // 2], soaking.states[-1]
     return [
         Row("answered", size, case, "any", once(answered), "of those that stayed", once(stayed), "answers", None, note),
         Row("open files", size, case, "any", once(last.files), "before", once(first.files), "files"),

@@ -110,10 +110,10 @@ async def _idle(clients: Clients) -> State:
     await clients.reconnect()
     ends, last = time.monotonic() + LIMIT_S, None
     while time.monotonic() < ends:
-        found = await clients.metrics()
-        inside = int(found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"])
-        state = State(int(found["process_open_fds"]), int(found["process_resident_memory_bytes"]),
-                      found["vllm:kv_cache_usage_perc"], inside)  # fmt: skip
+        metrics = await clients.metrics()
+        inside = int(metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"])
+        state = State(int(metrics["process_open_fds"]), int(metrics["process_resident_memory_bytes"]),
+                      metrics["vllm:kv_cache_usage_perc"], inside)  # fmt: skip
         if last is not None and inside == 0 and state.files == last.files:
             return state
         last = state

@@ -131,7 +131,7 @@ def run(device: torch.device, limits: Roofline, sizes: SpeculateSizes, progress:
     if core.speculator is None:
         raise RuntimeError("this engine has no steps of several rows")
     name = "Llama, random, replayed" if isinstance(sizes.model, dict) else str(sizes.model)
-    found: list[Row] = []
+    rows: list[Row] = []
     for batch in sizes.batches:
         for target in sizes.targets:
             case = SpeculateCase(core, prompts, sizes, batch, target, scripts.get(target, {}))
@@ -144,12 +144,12 @@ def run(device: torch.device, limits: Roofline, sizes: SpeculateSizes, progress:
             rates = {n: o if isinstance(o, Failed) else {TOKEN: o[TOKEN].rate(1)} for n, o in theirs.items()}
             for way, parts in mine.items():
                 note = told[way].note(plain, sizes.rates.get(target))
-                found += rows_beside(
+                rows += rows_beside(
                     rates, TOKEN, 1.0, what="speculate", size=name, case=f"batch {batch}, {way}", bits=target,
                     ours=parts[TOKEN].rate(1), unit="tokens/s", limit=None,
                     notes={WITHOUT: note},
                 )  # fmt: skip
-    return found
+    return rows
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ def answer(case: SpeculateCase, speculate: bool, told: Told, draws: random.Rando
     params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, speculate=speculate)
     told.answers, told.drafted, told.accepted = [], 0, 0
     seconds, written = 0.0, 0
-    for at in range(0, len(case.prompts), case.batch):
+    for offset in range(0, len(case.prompts), case.batch):
         asked = [
-            Recorded(str(i), p, params, blueprint, script=case.scripts.get(at + i, []))
-            for i, p in enumerate(case.prompts[at : at + case.batch])
+            Recorded(str(i), p, params, blueprint, script=case.scripts.get(offset + i, []))
+            for i, p in enumerate(case.prompts[offset : offset + case.batch])
         ]
         for s in asked:
             core.add(s)
@@ -268,9 +268,9 @@ def _recorded(
     prompts = _encoded(prepared, sizes)
     batch = min(16, len(prompts))
     core = Core(prepared.model, prepared.table, **_room(device, sizes, prompts, batch))
-    found = {}
+    scripts = {}
     for target in sizes.targets:
         told = Told()
         answer(SpeculateCase(core, prompts, replace(sizes, rates={}), batch, target, {}), False, told, random.Random(0))
-        found[target] = dict(enumerate(told.answers))
-    return prompts, found
+        scripts[target] = dict(enumerate(told.answers))
+    return prompts, scripts

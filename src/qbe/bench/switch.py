@@ -74,7 +74,7 @@ def run(device: torch.device, limits: Roofline, sizes: SwitchSizes, progress: bo
     length = 4 * sizes.steps * (sizes.rounds + 1) + 64
     core = core_of(random_llama(sizes.model, device), device, max(sizes.rows) * length, progress, max(sizes.rows))
     sites = f"{len(core.table.nested)} sites"
-    found: list[Row] = []
+    timed: list[Row] = []
     captured: list[int | None] = []
     with bar("switch", 2 * len(sizes.rows) * (sizes.rounds + 1), progress) as tick:
         for rows in sizes.rows:
@@ -83,18 +83,18 @@ def run(device: torch.device, limits: Roofline, sizes: SwitchSizes, progress: bo
             writes = Writes(Plan(core.table, rows, device), device).run
             steps = SwitchingSteps(core, blueprints.draw(), length).run
             before = captures(core)
-            for what, change, count in (("Plan.write", writes, sizes.writes), ("decode step", steps, sizes.steps)):
+            for work, change, count in (("Plan.write", writes, sizes.writes), ("decode step", steps, sizes.steps)):
                 mine, _ = take_turns(
                     {k: pairs(change, blueprints, count, k) for k in ("seen", "new")}, {}, sizes.rounds, tick
                 )
                 for kind, parts in mine.items():
                     us = {part: value.times(1e6) for part, value in parts.items()}
-                    found.append(Row(f"{what}, {kind}", sites, case, "any", us[CHANGED], UNCHANGED, us[UNCHANGED], "us",
+                    timed.append(Row(f"{work}, {kind}", sites, case, "any", us[CHANGED], UNCHANGED, us[UNCHANGED], "us",
                                      added=us[ADDED]))  # fmt: skip
             after = captures(core)
             captured.append(None if before is None or after is None else after - before)
     changes = 2 * len(sizes.rows) * (sizes.rounds + 1) * sizes.steps
-    return [*found, _recaptured(captured, changes, sites)]
+    return [*timed, _recaptured(captured, changes, sites)]
 
 
 class Random:

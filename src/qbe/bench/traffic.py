@@ -87,14 +87,14 @@ class Traffic:
         span = rows[-1][0] - rows[0][0]
         # Once around the trace's end time runs backwards: then they come evenly.
         pace = (count - 1) / rate / span if span > 0 else 0.0
-        found = []
-        for i, (at, read, written) in enumerate(rows):
+        arrivals = []
+        for i, (asked, read, written) in enumerate(rows):
             tokens = max(2, round(written / self._shrink))
             size = max(8, min(round(read / self._shrink), self._longest - tokens))
             chosen = tier or draw.choices(list(self._shares), list(self._shares.values()))[0]
-            when = (at - rows[0][0]) * pace if pace else i / rate
-            found.append(Arrival(when, self._prompt(size), tokens, chosen))
-        return found
+            when = (asked - rows[0][0]) * pace if pace else i / rate
+            arrivals.append(Arrival(when, self._prompt(size), tokens, chosen))
+        return arrivals
 
     def endless(self, seed: int, tier: str) -> Iterator[Arrival]:
         """Requests of one tier, one after the other."""

@@ -111,11 +111,11 @@ class Weights:
         The widest precision needs its own scales only, each lower one adds some of its own.
         """
         weight, wanted = self.nested[group][part.name][0], sorted(set(widths))
-        at = weight.bytes_at()
+        bytes_at = weight.bytes_at()
         codes = {b: part.n * part.k * b / 8 for b in wanted}
         top = wanted[-1]
-        scales = {b: at[b] - codes[b] for b in wanted if b < 16}
-        widest = at[weight.layout.total_bits] - part.n * part.k * weight.layout.total_bits / 8
+        scales = {b: bytes_at[b] - codes[b] for b in wanted if b < 16}
+        widest = bytes_at[weight.layout.total_bits] - part.n * part.k * weight.layout.total_bits / 8
         shared = widest if len(scales) > 1 else 0.0  # what every precision's scales refer to is read once
         total = codes[top] + sum(scales.values()) - shared * max(0, len(scales) - 1)
         return total + 2 * rows * (part.n + part.k)

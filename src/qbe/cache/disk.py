@@ -189,8 +189,8 @@ class Disk:
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         """Makes what is missing. Of a file that is there and good, a reader writes nothing."""
-        there = db.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
-        if there < len(_TABLES):
+        tables = db.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
+        if tables < len(_TABLES):
             db.execute("PRAGMA journal_mode = WAL")
             with db:
                 db.execute("BEGIN IMMEDIATE")
@@ -233,10 +233,10 @@ def _blueprint(hash_: bytes, body: object, table: SiteTable) -> Blueprint | None
             return None
         said = json.loads(body)
         kv_bits = [tuple(b) if isinstance(b, list) else b for b in said["kv_bits"]]
-        found = Blueprint.of(said["policy"], table, said["weight_bits"], said["activation_bits"], kv_bits)
+        blueprint = Blueprint.of(said["policy"], table, said["weight_bits"], said["activation_bits"], kv_bits)
         dynamic_precision, first = said.get("dynamic_precision", said.get("steering")), said.get("first_kv_bits")
         return replace(
-            found,
+            blueprint,
             kv_error=said["kv_error"],
             first_kv_bits=first,
             dynamic_precision=dynamic_precision and DynamicPrecision(**dynamic_precision),

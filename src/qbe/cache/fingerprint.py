@@ -85,8 +85,8 @@ def _planes(tier: int) -> _Planes:
 
 def constants() -> bytes:
     """Changes when fingerprints do, be it by other planes or by another classifier."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for tier in (1, 2):
         p = _planes(tier)
-        found.update(p.normals.tobytes() + p.offsets.tobytes())
-    return found.digest()
+        digest.update(p.normals.tobytes() + p.offsets.tobytes())
+    return digest.digest()

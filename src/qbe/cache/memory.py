@@ -61,29 +61,29 @@ class _Group:
             return 0
         n = len(self.blueprints)
         if n == GROUP_ENTRIES:
-            at, self.next = self.next, (self.next + 1) % GROUP_ENTRIES
-            del self.by_digest[self.digests[at]]
-            self.blueprints[at], self.digests[at] = entry.blueprint, entry.digest
+            slot, self.next = self.next, (self.next + 1) % GROUP_ENTRIES
+            del self.by_digest[self.digests[slot]]
+            self.blueprints[slot], self.digests[slot] = entry.blueprint, entry.digest
         else:
-            at = n
+            slot = n
             if n == len(self.bits):
                 self.bits = np.concatenate([self.bits, np.empty(n, np.uint64)])
             self.blueprints.append(entry.blueprint)
             self.digests.append(entry.digest)
-        self.bits[at] = entry.bits
-        self.by_digest[entry.digest] = at
+        self.bits[slot] = entry.bits
+        self.by_digest[entry.digest] = slot
         return int(n < GROUP_ENTRIES)
 
     def find(self, query: Fingerprint, near: bool) -> tuple[Blueprint, str] | None:
         """The blueprint of the same features (`exact`), or of the nearest ones within `NEAR_BITS` (`near`)."""
-        at = self.by_digest.get(query.digest)
-        if at is not None:
-            return self.blueprints[at], "exact"
+        slot = self.by_digest.get(query.digest)
+        if slot is not None:
+            return self.blueprints[slot], "exact"
         if not near:
             return None
         apart = np.bitwise_count(self.bits[: len(self.blueprints)] ^ np.uint64(query.bits))
-        at = int(apart.argmin())
-        return (self.blueprints[at], "near") if apart[at] <= NEAR_BITS else None
+        slot = int(apart.argmin())
+        return (self.blueprints[slot], "near") if apart[slot] <= NEAR_BITS else None
 
 
 class Memory:

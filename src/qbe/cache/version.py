@@ -31,14 +31,14 @@ def version_of(table: SiteTable, policy: Policy, policy_version: str) -> str:
 
 @cache
 def _code() -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for module in _SOURCES:
         path = Path(str(module.__file__))
         files = sorted(p for p in path.parent.rglob("*") if p.is_file()) if path.name == "__init__.py" else [path]
         for file in files:
             if file.suffix != ".pyc":
-                found.update(file.read_bytes())
-    return found.hexdigest()
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _source_of(policy: type) -> str:

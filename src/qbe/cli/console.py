@@ -23,13 +23,13 @@ def keep_stdout() -> None:
     if sys.stdout is None:
         return
     try:
-        own = os.dup(1)
+        stdout = os.dup(1)
         os.dup2(2, 1)
     except OSError:  # one of them is closed
         return
-    os.set_inheritable(own, False)
-    lines = 1 if os.isatty(own) else -1
-    sys.stdout = os.fdopen(own, "w", lines, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.set_inheritable(stdout, False)
+    lines = 1 if os.isatty(stdout) else -1
+    sys.stdout = os.fdopen(stdout, "w", lines, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def print_json(value: Any) -> None:
@@ -68,6 +68,6 @@ def with_options(message: str, root: Any) -> str:
     long, short = ("|".join(n for n in names if ("_" in n) is wide) for wide in (True, False))
     return re.sub(
         rf"(?<![\w/.'\"-])(?:{long})(?![\w/.'\"-])|^(?:{short})(?= is )",
-        lambda found: "--" + found[0].replace("_", "-"),
+        lambda match: "--" + match[0].replace("_", "-"),
         message,
     )

@@ -183,9 +183,9 @@ def _settings(text: str) -> tuple[Setting, ...]:
 
 def _numbers(option: str, text: str, low: int, high: int) -> tuple[float, ...]:
     try:
-        found = tuple(dict.fromkeys(float(p) for p in text.split(",")))
+        numbers = tuple(dict.fromkeys(float(p) for p in text.split(",")))
     except ValueError:
         raise QBEError(f"{option} '{text}' is not a list of numbers; give 0,50,100 for example") from None
-    if any(not low <= n <= high for n in found):
+    if any(not low <= n <= high for n in numbers):
         raise QBEError(f"{option} has a number out of range; give {low} to {high}")
-    return found
+    return numbers

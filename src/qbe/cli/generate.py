@@ -187,7 +187,7 @@ def explain(
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         params = make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None)
-        found = engine.explain(asked, params, budget=budget)
+        explanation = engine.explain(asked, params, budget=budget)
         if trace is not None:
             result, moved = watch(engine, asked, params, budget)
             if result.error is not None:
@@ -198,14 +198,14 @@ def explain(
         from qbe.explain.html import render as page
         from qbe.files import write_text
 
-        write_text(html, page(found, prompt=text))
+        write_text(html, page(explanation, prompt=text))
         err.print(f"wrote {str(html).encode('utf-8', 'replace').decode()}", markup=False, highlight=False)
     if as_json:
-        print_json(found.describe())
+        print_json(explanation.describe())
     elif html is None:
         from qbe.explain.terminal import render
 
-        out.print(render(found))
+        out.print(render(explanation))
 
 
 def _prompt(argument: str) -> str:
@@ -223,12 +223,12 @@ def _prompt(argument: str) -> str:
     return text
 
 
-def _utf8(text: str, what: str) -> str:
+def _utf8(text: str, source: str) -> str:
     """Bytes that were no UTF-8 arrive from the shell as lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise QBEError(f"{what} is not valid UTF-8 (character {error.start}); convert it first") from None
+        raise QBEError(f"{source} is not valid UTF-8 (character {error.start}); convert it first") from None
     return text
 
 

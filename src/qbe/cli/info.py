@@ -40,8 +40,8 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
     manifest = checkpoint.read_manifest(folder)
     weights = [weight for _, _, weight in nested_linears(prepared.model)]
     nested_bytes = sum(w.nested_bytes() for w in weights)
-    own = {p.data_ptr() for p in prepared.model.parameters() if not isinstance(p, NestedTensor)}
-    tied = sum(w.numel() for w in weights if w.original is not None and w.original.data_ptr() in own)
+    plain = {p.data_ptr() for p in prepared.model.parameters() if not isinstance(p, NestedTensor)}
+    tied = sum(w.numel() for w in weights if w.original is not None and w.original.data_ptr() in plain)
     return {
         "model": model,
         "type": prepared.model.config.model_type,
@@ -117,16 +117,16 @@ def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
 
 
 def _roles(table: SiteTable) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    roles: dict[str, dict[str, Any]] = {}
     for site in table:
-        row = found.setdefault(
+        row = roles.setdefault(
             str(site.role), {"role": str(site.role), "sites": 0, "parameters": 0, "nested": 0, "gears": []}
         )
         row["sites"] += 1
         row["parameters"] += site.parameters
         row["nested"] += site.nested
         row["gears"] = sorted({*row["gears"], *site.gears})
-    return list(found.values())
+    return list(roles.values())
 
 
 def render(described: dict[str, Any]) -> RenderableType:

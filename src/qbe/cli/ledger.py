@@ -53,7 +53,7 @@ def _moment(option: str, text: str | None) -> str | None:
     if text is None:
         return None
     try:
-        found = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except ValueError:
         raise QBEError(f"{option} '{text}' is no time: give 2026-11-01 or 2026-11-01T12:00") from None
-    return found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC).isoformat(timespec="milliseconds")
+    return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC).isoformat(timespec="milliseconds")

@@ -61,7 +61,7 @@ def _learn(store: RecordStore, as_json: bool) -> None:
         )
     path = thresholds.save(learned)
     if as_json:
-        print_json({model: asdict(found) for model, found in learned.items()})
+        print_json({model: asdict(values) for model, values in learned.items()})
         return
     for model, t in learned.items():
         out.print(

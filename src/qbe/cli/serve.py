@@ -103,10 +103,10 @@ def serve(
         ),
         services, drain_s,
     )  # fmt: skip
-    for what, each in zip(("listening", "metrics"), listening, strict=False):
+    for purpose, each in zip(("listening", "metrics"), listening, strict=False):
         address, bound = each.getsockname()[:2]
         scheme = "http" if ssl_certfile is None else "https"
-        print(f"{what} on {scheme}://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
+        print(f"{purpose} on {scheme}://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn listens to them, a moment later
         signal.signal(number, server.handle_exit)
     server.run(sockets=listening)

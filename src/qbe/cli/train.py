@@ -51,15 +51,15 @@ def paq(
         closing(Results(identity(model, engine))) as results,
     ):
         with bar("prompts", comparison(engine, items, results).steps, err.is_terminal) as tick:
-            found = train(engine, items, results, tick)
-        path = learned.write("paq", engine.table, found)
+            fitted = train(engine, items, results, tick)
+        path = learned.write("paq", engine.table, fitted)
     if as_json:
-        print_json({"file": str(path), **found.about})
+        print_json({"file": str(path), **fitted.about})
         return
     table = Table(box=None, padding=(0, 2, 0, 0), caption=f"wrote {path}", caption_justify="left")
     for column in ("threshold", "right", "constant", "share of each width", "as labelled", "bits"):
         table.add_column(column, no_wrap=True)
-    for router in found.about["routers"]:
+    for router in fitted.about["routers"]:
         seeds = router["seeds"]
         right = [s["accuracy"] for s in seeds]
         table.add_row(
@@ -68,7 +68,7 @@ def paq(
             _shares([s["share_of_labels"] for s in seeds]), f"{_mean([s['bits'] for s in seeds]):.2f}",
         )  # fmt: skip
     console = out if out.is_terminal else Console(width=max(out.width, 150))  # a file need not fold its lines
-    console.print(f"{found.about['prompts']} prompts, a quarter of them held out, three splits", highlight=False)
+    console.print(f"{fitted.about['prompts']} prompts, a quarter of them held out, three splits", highlight=False)
     console.print(table)
 
 
@@ -102,9 +102,9 @@ def predicted(
             closing(Results(identity_of(model, kind.dtype, kind.device))) as results,
             bar("queries", len(items), err.is_terminal) as tick,
         ):
-            found = train(prepared, items, results, tick)
-    path = learned.write("predicted", prepared.table, found)
-    about = found.about
+            fitted = train(prepared, items, results, tick)
+    path = learned.write("predicted", prepared.table, fitted)
+    about = fitted.about
     if as_json:
         print_json({"file": str(path), **about})
         return
@@ -136,12 +136,12 @@ def proxy(
     past: Sequence[Any] = list(RecordStore()) if records is None else read_records(records)
     with make_engine(model, policy, "auto", "cpu", "device", kv_tokens=1024) as engine:
         with bar("records", len(past), err.is_terminal) as tick:
-            found = train(past, policy, engine.table, tick)
-        path = learned.write("proxy", engine.table, found)
+            fitted = train(past, policy, engine.table, tick)
+        path = learned.write("proxy", engine.table, fitted)
     if as_json:
-        print_json({"file": str(path), **found.about})
+        print_json({"file": str(path), **fitted.about})
         return
-    about = found.about
+    about = fitted.about
     out.print(
         f"{about['records']} records of '{policy}', {about['distinct']} blueprints in {about['clusters']} clusters; "
         f"{about['parameters']} numbers. Of the newest quarter it answers {about['handled']:.1%}, of these "
@@ -225,18 +225,18 @@ def _routers(
     with quiet():
         prepared = prepare(model, dtype=dtype, device=pick_device(device), originals="device", progress=err.is_terminal)
         with bar("steps", steps, err.is_terminal) as tick:
-            found = train(prepared, items, steps, seed, tick)
-    path = learned.write(policy, prepared.table, found)
+            fitted = train(prepared, items, steps, seed, tick)
+    path = learned.write(policy, prepared.table, fitted)
     if as_json:
-        print_json({"file": str(path), **found.about})
+        print_json({"file": str(path), **fitted.about})
         return
-    for before, after in zip(found.about["before"], found.about["after"], strict=True):
+    for before, after in zip(fitted.about["before"], fitted.about["after"], strict=True):
         out.print(
             f"held-out texts at {after['asked']:g} bits over the blocks: got {after['bits']:.2f}, KL {after['kl']:.5f} "
             f"nats a token; untrained {before['bits']:.2f} and {before['kl']:.5f}",
             highlight=False,
         )
-    out.print(f"{found.about['parameters']} numbers, {steps} steps\nwrote {path}", highlight=False)
+    out.print(f"{fitted.about['parameters']} numbers, {steps} steps\nwrote {path}", highlight=False)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -81,10 +81,10 @@ def _fuse(graph: Graph, node: Node, arguments: Any, device: str) -> bool:
 
 def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Node] | None:
     """The normed x and its bytes, if x is a norm."""
-    found = _norm(x)
-    if found is None or not found[0].meta["val"].is_contiguous():
+    norm = _norm(x)
+    if norm is None or not norm[0].meta["val"].is_contiguous():
         return None
-    h, weight, eps = found
+    h, weight, eps = norm
     order = {node: i for i, node in enumerate(graph.nodes)}
     if _is(h, _aten.add.Tensor) and _alike(*h.args, h) and merge.hoist(weight, h, order):
         with graph.inserting_before(h):
@@ -103,11 +103,11 @@ def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Nod
 
 def _with_gate(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Node] | None:
     """The gated x and its bytes, if x is a SwiGLU."""
-    found = _gate(x)
-    if found is None:
+    gate = _gate(x)
+    if gate is None:
         return None
     with graph.inserting_before(x):
-        gated, quantised = _call(graph, torch.ops.qbe.gate.default, fused_ops.fake_gate, (*found, *sizes), 2)
+        gated, quantised = _call(graph, torch.ops.qbe.gate.default, fused_ops.fake_gate, (*gate, *sizes), 2)
     x.replace_all_uses_with(gated)
     return gated, quantised
 
@@ -176,8 +176,8 @@ def _orders(node: Any, target: object) -> list[tuple[Any, Any]]:
 
 def _widened(node: Any) -> Node | None:
     """What was converted to float32."""
-    found = _source(node, _convert)
-    return found if found is not None and node.args[1] is torch.float32 else None
+    source = _source(node, _convert)
+    return source if source is not None and node.args[1] is torch.float32 else None
 
 
 def _alike(*nodes: Any) -> bool:

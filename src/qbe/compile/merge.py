@@ -63,13 +63,13 @@ def _merge(graph: Graph, group: list[Node]) -> None:
         merged = graph.call_function(torch.ops.qbe.nested_linears.default, arguments)
         values: Any = torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
         merged.meta["val"] = merged_ops.fake(*values)
-        at = 0
+        start = 0
         for node in group:
             width = node.meta["val"].shape[-1]
-            part = graph.call_function(_aten.slice.Tensor, (merged, last, at, at + width))
-            part.meta["val"] = _aten.slice.Tensor(merged.meta["val"], last, at, at + width)
+            part = graph.call_function(_aten.slice.Tensor, (merged, last, start, start + width))
+            part.meta["val"] = _aten.slice.Tensor(merged.meta["val"], last, start, start + width)
             node.replace_all_uses_with(part)
-            at += width
+            start += width
     for node in group:
         graph.erase_node(node)
 

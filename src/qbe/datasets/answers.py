@@ -14,9 +14,9 @@ _CODE = re.compile(r"```(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 def last_number(text: str) -> float | None:
     """The last number after `####`, else the last one at all; None where there is none."""
     for part in (text.rpartition("####")[2] if "####" in text else "", text):
-        if found := _NUMBER.findall(part):
+        if numbers := _NUMBER.findall(part):
             # After `####` the number itself is the first one.
-            return float((found[0] if part is not text else found[-1]).replace(",", ""))
+            return float((numbers[0] if part is not text else numbers[-1]).replace(",", ""))
     return None
 
 
@@ -27,8 +27,8 @@ def same_number(target: str, text: str) -> bool:
 
 def first_choice(target: str, choices: Sequence[str], text: str) -> bool:
     """Whether, of all choices, the answer names the target first; letter case does not count."""
-    found = [(m.start(), -len(c), c) for c in choices if (m := re.search(_word(c), text, re.IGNORECASE))]
-    return bool(found) and min(found)[2] == target
+    mentions = [(m.start(), -len(c), c) for c in choices if (m := re.search(_word(c), text, re.IGNORECASE))]
+    return bool(mentions) and min(mentions)[2] == target
 
 
 def _word(choice: str) -> str:

@@ -61,9 +61,9 @@ class Haystack:
             depth: share of the text before the needle, 0 to 1.
         """
         count = bisect_left(self._ends, tokens)
-        at = bisect_left(self._ends, depth * self._ends[count - 1]) if count else 0
-        at = count if depth == 1 else min(at, count)
-        return " ".join([*self.sentences[:at], needle, *self.sentences[at:count]])
+        before = bisect_left(self._ends, depth * self._ends[count - 1]) if count else 0
+        before = count if depth == 1 else min(before, count)
+        return " ".join([*self.sentences[:before], needle, *self.sentences[before:count]])
 
     def fitting(self, needle: str, depth: float, tokens: int, count: Callable[[str], int]) -> str | None:
         """`hide` with as many sentences as let `count` of the text be at most `tokens`; None if not even one does."""

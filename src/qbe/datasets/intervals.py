@@ -39,11 +39,11 @@ def interval(over: Numbers, under: Numbers) -> tuple[float, float] | None:
     rng = np.random.default_rng(0)  # the same numbers give the same interval
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateDataWarning)  # it becomes None below
-        found = bootstrap(
+        bounds = bootstrap(
             (over, under), ratio, paired=True, vectorized=True, n_resamples=RESAMPLES, confidence_level=LEVEL,
             method="percentile", rng=rng, batch=max(1, 2_000_000 // len(over)),
         ).confidence_interval  # fmt: skip
-    low, high = float(found.low), float(found.high)
+    low, high = float(bounds.low), float(bounds.high)
     return (low, high) if np.isfinite([low, high]).all() else None
 
 
@@ -52,13 +52,13 @@ def difference(now: Numbers, before: Numbers) -> tuple[float, float] | None:
     return interval(now - before, np.ones(len(now)))
 
 
-def verdict(found: tuple[float, float] | None, equal: float, less_is_better: bool, queries: int) -> str:
+def verdict(bounds: tuple[float, float] | None, equal: float, less_is_better: bool, queries: int) -> str:
     """`better`, `worse`, or `tie` where the interval holds the number that says both are equal, or there is none.
 
     Of fewer than `FEWEST` queries an interval says little, however narrow: `TOO_FEW`.
     """
     if queries < FEWEST:
         return TOO_FEW
-    if found is None or found[0] <= equal <= found[1]:
+    if bounds is None or bounds[0] <= equal <= bounds[1]:
         return "tie"
-    return "better" if (found[1] < equal) is less_is_better else "worse"
+    return "better" if (bounds[1] < equal) is less_is_better else "worse"

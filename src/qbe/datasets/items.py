@@ -120,14 +120,14 @@ def _said(error: Exception) -> str:
 
 def _text(path: Path) -> list[Item]:
     """Passages, cut between words."""
-    text, at, items = path.read_text(encoding="utf-8").strip(), 0, list[Item]()
-    while len(text) - at >= PASSAGE:
-        end = text.rfind(" ", at + OPENING, at + PASSAGE)
-        middle = text.rfind(" ", at + 1, at + OPENING)
-        if not at < middle < end:
+    text, start, items = path.read_text(encoding="utf-8").strip(), 0, list[Item]()
+    while len(text) - start >= PASSAGE:
+        end = text.rfind(" ", start + OPENING, start + PASSAGE)
+        middle = text.rfind(" ", start + 1, start + OPENING)
+        if not start < middle < end:
             raise ValueError("there are no words in it")
-        items.append(Item("text", f"text/{len(items)}", Form(text[at:middle], text[middle:end])))
-        at = end + 1
+        items.append(Item("text", f"text/{len(items)}", Form(text[start:middle], text[middle:end])))
+        start = end + 1
     return items
 
 
@@ -202,8 +202,8 @@ def _library(folder: Path) -> list[Item]:
                 continue
             whole = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
             parts = whole.splitlines(keepends=True)
-            at = node.body[1].lineno - node.lineno
-            plain, chat = _function("".join(parts[:at]), "".join(parts[at:]))
+            body_line = node.body[1].lineno - node.lineno
+            plain, chat = _function("".join(parts[:body_line]), "".join(parts[body_line:]))
             items.append(Item(CODE, f"{path.stem}.{node.name}", plain, chat))
     return items
 

@@ -29,6 +29,6 @@ def questions(data: Path, each: int) -> list[str]:
 
     items = read(("gsm8k", "humaneval"), data, each, hint="")
     items += read_training(data, each, ("alpaca",))
-    found = [*PROMPTS, *(item.chat.prompt for item in items if item.chat is not None)]
-    random.Random(0).shuffle(found)
-    return found
+    asked = [*PROMPTS, *(item.chat.prompt for item in items if item.chat is not None)]
+    random.Random(0).shuffle(asked)
+    return asked

@@ -18,12 +18,12 @@ _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.sym
 
 
 def limit(seconds: int, memory: int) -> None:
-    for what, most in (
+    for resource_kind, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 1 << 20),
         (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
     ):  # fmt: skip
         with suppress(OSError, ValueError):  # the limit that it has is lower
-            resource.setrlimit(what, (most, most))
+            resource.setrlimit(resource_kind, (most, most))
 
 
 def leave_the_network() -> None:

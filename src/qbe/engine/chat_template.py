@@ -83,10 +83,10 @@ class ChatTemplate:
         self, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
     ) -> str:  # fmt: skip
         shaped = self._shaped(messages)
-        found = self._apply(shaped, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
-        if not isinstance(found, str):
+        prompt = self._apply(shaped, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
+        if not isinstance(prompt, str):
             raise TypeError("it gives no text")
-        return found
+        return prompt
 
     def _candidates(self, messages: list[Message]) -> Iterable[list[Message]]:
         """The conversation as it is, and then changed step by step into what stricter templates take."""
@@ -102,18 +102,18 @@ class ChatTemplate:
         return [self._message(m) for m in messages]
 
     def _message(self, message: Message) -> Message:
-        found, content = dict(message), message.get("content")
+        shaped, content = dict(message), message.get("content")
         if content is None:
             if message.get("tool_calls"):
-                found.pop("content", None)  # as transformers has it
+                shaped.pop("content", None)  # as transformers has it
             else:
                 content = ""
         if content is not None:
             parts = self.forms.get(message["role"]) == "parts"
-            found["content"] = [{"type": "text", "text": text_of(content)}] if parts else text_of(content)
+            shaped["content"] = [{"type": "text", "text": text_of(content)}] if parts else text_of(content)
         if calls := message.get("tool_calls"):
-            found["tool_calls"] = [self._call(c) for c in calls]
-        return found
+            shaped["tool_calls"] = [self._call(c) for c in calls]
+        return shaped
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -136,12 +136,12 @@ class ChatTemplate:
         """The form in which a message's content comes out; None where the template works but leaves it out, or takes
         no such message; text where it fails whatever the conversation.
         """
-        word, found = "qbeword", list[str | None]()
+        word, prompts = "qbeword", list[str | None]()
         for form, content in (("text", word), ("parts", [{"type": "text", "text": word}])):
-            found.append(self._tried(conversation(content)))
-            if word in (found[-1] or ""):
+            prompts.append(self._tried(conversation(content)))
+            if word in (prompts[-1] or ""):
                 return "text" if form == "text" else "parts"
-        works = any(f is not None for f in found) or self._tried(self._shaped([_FIRST])) is not None
+        works = any(f is not None for f in prompts) or self._tried(self._shaped([_FIRST])) is not None
         return None if works else "text"
 
     def _called(self, content: Any, arguments: Any) -> list[Message]:
@@ -194,10 +194,10 @@ def text_of(content: Any) -> str:
 
 def _as_object(said: str) -> Any:
     try:
-        found = json.loads(said or "{}")
+        arguments = json.loads(said or "{}")
     except (ValueError, RecursionError):
         return said
-    return found if isinstance(found, dict) else said
+    return arguments if isinstance(arguments, dict) else said
 
 
 def short_ids(messages: list[Message]) -> list[Message]:
@@ -208,7 +208,7 @@ def short_ids(messages: list[Message]) -> list[Message]:
             return given
         return sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
 
-    found = []
+    shortened = []
     for n, message in enumerate(messages):
         new = dict(message)
         if "tool_call_id" in new:
@@ -216,35 +216,35 @@ def short_ids(messages: list[Message]) -> list[Message]:
         if new.get("tool_calls"):
             new["tool_calls"] = [{**c, "id": short(c.get("id") or f"{n}-{i}")} for i, c in enumerate(new["tool_calls"])]
             new["content"] = new.get("content") or ""
-        found.append(new)
-    return found
+        shortened.append(new)
+    return shortened
 
 
 def merged(messages: list[Message]) -> list[Message]:
     """With messages of one role in a row as one."""
-    found: list[Message] = []
+    kept: list[Message] = []
     for message in messages:
-        last = found[-1] if found else {}
+        last = kept[-1] if kept else {}
         plain = not message.get("tool_calls") and not last.get("tool_calls") and message["role"] != "tool"
         if plain and last.get("role") == message["role"]:
-            found[-1] = {**last, "content": f"{text_of(last.get('content'))}\n{text_of(message.get('content'))}"}
+            kept[-1] = {**last, "content": f"{text_of(last.get('content'))}\n{text_of(message.get('content'))}"}
         else:
-            found.append(message)
-    return found
+            kept.append(message)
+    return kept
 
 
 def folded(messages: list[Message]) -> list[Message]:
     """With what system messages say at the beginning of the user's message that follows."""
-    found: list[Message] = []
+    kept: list[Message] = []
     said: list[str] = []
     for message in messages:
         if message["role"] == "system":
             said.append(text_of(message.get("content")))
         elif said and message["role"] == "user":
-            found.append({**message, "content": "\n\n".join([*said, text_of(message.get("content"))])})
+            kept.append({**message, "content": "\n\n".join([*said, text_of(message.get("content"))])})
             said = []
         else:
-            found.append(message)
+            kept.append(message)
     if said:
-        found.append({"role": "user", "content": "\n\n".join(said)})
-    return found
+        kept.append({"role": "user", "content": "\n\n".join(said)})
+    return kept

@@ -85,8 +85,8 @@ class Core:
             request waits for it.
         speculate: make ready the steps of a few rows that requests with `SamplingParams.speculate` need. Without it
             they may speculate where `max_sequences` gives such steps room and nothing was compiled.
-        cascade: what `qbe train cascade` found, for requests whose blueprint the cascade steers; without it
-            they run at their blueprint as it is.
+        cascade: what `qbe train cascade` found, for requests whose bits the cascade moves; without it they
+            run at their blueprint as it is.
         routers: to run in the forward pass from the start (`add_routers` takes others later).
 
     Attributes:
@@ -223,8 +223,8 @@ class Core:
         return self._refresh.exchange(sequence, blueprint)
 
     def add_routers(self, routers: TokenRouters) -> None:
-        """Take requests that these routers steer. They run in the forward pass from the step on in which the first of
-        them begins, which is when no request is running that others steer (`Scheduler`).
+        """Take requests whose bits these routers choose. They run in the forward pass from the step on in
+        which the first of them begins, which is when no request of other routers is running (`Scheduler`).
 
         Raises:
             QBEError: a model whose tokens cannot have bits of their own.

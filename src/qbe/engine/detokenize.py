@@ -96,11 +96,11 @@ class Detokenizer:
     def _release(self, piece: str, last: bool) -> str:
         """Add a piece to what is held, cut at a stop string, hand out all that cannot begin one."""
         held = self._held + piece
-        found = [(held.find(s), s) for s in self._stop if s in held]
-        if found:
-            at, stop = min(found)
+        stops = [(held.find(s), s) for s in self._stop if s in held]
+        if stops:
+            end, stop = min(stops)
             self.stopped = self._stop[stop]
-            out, self._held = held[:at], ""
+            out, self._held = held[:end], ""
         else:
             keep = 0 if last else max((overlap(held, s) for s in self._stop), default=0)
             out, self._held = held[: len(held) - keep], held[len(held) - keep :]

@@ -68,8 +68,8 @@ def _of_model(model: nn.Module) -> tuple[int, int]:
     plain = {p.data_ptr(): p.nbytes for p in model.parameters() if not isinstance(p, NestedTensor)}
     others = {w.original.data_ptr(): w.original.nbytes for w in nested if w.original is not None}
     buffers = sum(b.nbytes for b in model.buffers())
-    own = {at: size for at, size in others.items() if at not in plain}
-    return sum(w.nested_bytes() for w in nested) + sum(plain.values()) + buffers, sum(own.values())
+    originals = {address: size for address, size in others.items() if address not in plain}
+    return sum(w.nested_bytes() for w in nested) + sum(plain.values()) + buffers, sum(originals.values())
 
 
 def predicted(

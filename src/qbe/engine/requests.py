@@ -83,7 +83,7 @@ class Requests:
 
     @locked
     def make_ready(self, policy: str | None) -> None:
-        """Take blueprints of this policy, whose routers may steer within the forward pass; `submit` does so by itself.
+        """Take blueprints of this policy, whose routers may choose bits within the forward pass; `submit` does so, too.
 
         Raises:
             QBEError: an unknown policy, or one that cannot serve this model.

@@ -126,11 +126,11 @@ class Result:
         """Gear -> tokens computed at it. Sites differ within a token: it counts by its share of weights."""
         if self.routed:
             return {g: round(self.computed_tokens * n / self.table.nested_parameters) for g, n in self.routed.items()}
-        found: dict[int, float] = {}
+        by_bits: dict[int, float] = {}
         for blueprint, tokens in self.parts or ((self.blueprint, self.computed_tokens),):
             for bits, weights in weights_by_bits(blueprint, self.table).items():
-                found[bits] = found.get(bits, 0) + tokens * weights / self.table.nested_parameters
-        return {bits: round(count) for bits, count in found.items()}
+                by_bits[bits] = by_bits.get(bits, 0) + tokens * weights / self.table.nested_parameters
+        return {bits: round(count) for bits, count in by_bits.items()}
 
     @property
     def decode_tokens_per_s(self) -> float:

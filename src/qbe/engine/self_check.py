@@ -86,7 +86,7 @@ def expect(model: nn.Module, plan: Plan, vocabulary: int, context: int | None, a
 
 def _forward(model: nn.Module, plan: Plan, tokens: torch.Tensor) -> torch.Tensor:
     if 1 < plan.max_rows < tokens.numel():
-        return torch.cat([_forward(model, plan, one[None]) for one in tokens])
+        return torch.cat([_forward(model, plan, row[None]) for row in tokens])
     lowest = blueprint(plan.table)
     plan.write([(lowest, tokens.numel())], [lowest] * tokens.numel())
     arguments: dict[str, Any] = {"input_ids": tokens.to(plan.device)}
@@ -190,11 +190,11 @@ def _compare(runner: Runner, allocator: PageAllocator, expected: Expected) -> fl
     return worst
 
 
-def _distance(got: torch.Tensor, expected: Expected, which: int, at: int) -> float:
+def _distance(actual: torch.Tensor, expected: Expected, which: int, at: int) -> float:
     """How far these logits are off, over what rounding explains."""
     want, rounding = expected.logits[which, at].cpu(), expected.rounding[which, at].cpu()
     if not want.isfinite().all():  # a model whose logits are no numbers is told in a request
         return 0.0
     floor = torch.finfo(torch.float32).eps * want.norm()  # of a model that rounding does not reach
-    off = (got - want).norm() / (_SAFETY * rounding.norm() + floor).clamp_min(torch.finfo(torch.float32).tiny)
+    off = (actual - want).norm() / (_SAFETY * rounding.norm() + floor).clamp_min(torch.finfo(torch.float32).tiny)
     return float(off) if off.isfinite() else float("inf")

@@ -20,14 +20,14 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens that end an answer: those of the generation config, the config and the tokenizer, and those with a name
     that says so.
     """
-    found: set[int] = set()
+    stops: set[int] = set()
     configs = getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer
     for ids in (getattr(config, "eos_token_id", None) for config in configs):
-        found |= {ids} if isinstance(ids, int) else set(ids or ())
-    found |= set(_named(tokenizer))
+        stops |= {ids} if isinstance(ids, int) else set(ids or ())
+    stops |= set(_named(tokenizer))
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(embedding, "num_embeddings", None)
-    return frozenset(i for i in found if isinstance(i, int) and i >= 0 and (rows is None or i < rows))
+    return frozenset(i for i in stops if isinstance(i, int) and i >= 0 and (rows is None or i < rows))
 
 
 def _named(tokenizer: Any) -> Iterator[int]:
@@ -44,6 +44,6 @@ def _named(tokenizer: Any) -> Iterator[int]:
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Tokens that `decode` leaves out, and their names."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    found = {int(i): str(token) for i, token in added if getattr(token, "special", False)}
+    special = {int(i): str(token) for i, token in added if getattr(token, "special", False)}
     names = getattr(tokenizer, "all_special_tokens", ())
-    return found | dict(zip(getattr(tokenizer, "all_special_ids", ()), map(str, names), strict=False))
+    return special | dict(zip(getattr(tokenizer, "all_special_ids", ()), map(str, names), strict=False))

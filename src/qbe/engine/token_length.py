@@ -76,11 +76,11 @@ _LETTERS = _letters()
 
 def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
     """What a normalizer or pre-tokenizer consists of."""
-    found = [] if component is None else [json.loads(component.__getstate__())]
-    while found:
-        part = found.pop()
+    queue = [] if component is None else [json.loads(component.__getstate__())]
+    while queue:
+        part = queue.pop()
         if part["type"] == "Sequence":
-            found += part[name]
+            queue += part[name]
         else:
             yield part
 

@@ -79,10 +79,10 @@ def _conversation(
 
 def check_chat(tokenizer: Any, model: str) -> ChatTemplate:
     """Its chat template. Raises QBEError where there is none, so that conversations cannot be made a prompt."""
-    found = chat_template(tokenizer)
-    if found is None:
+    template = chat_template(tokenizer)
+    if template is None:
         raise QBEError(f"{model} has no chat template; give the prompt as plain text")
-    return found
+    return template
 
 
 def _is_message(value: Any) -> bool:

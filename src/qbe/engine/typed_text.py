@@ -65,7 +65,7 @@ class TypedText:
     def _marked(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
             assert self._names is not None
-            return self._names.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value)
+            return self._names.sub(lambda name: f"{name[0][0]}{mark}{name[0][1:]}", value)
         if isinstance(value, CallArguments):
             return CallArguments(self._marked(dict(value), mark), self._marked(value.said, mark))
         if isinstance(value, dict):
@@ -78,17 +78,17 @@ class TypedText:
             ids: list[int] = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
             return ids
         prompt = prompt.replace(f"\\u{ord(mark):04x}", mark)  # as JSON in ASCII has it
-        own = re.compile("|".join(f"{re.escape(n[0])}(?!{mark}){re.escape(n[1:])}"
+        marked = re.compile("|".join(f"{re.escape(n[0])}(?!{mark}){re.escape(n[1:])}"
                                   for n in sorted(self._ids, key=len, reverse=True)))  # fmt: skip
-        found: list[int] = []
-        at, strip = 0, False
-        for match in own.finditer(prompt):
+        encoded: list[int] = []
+        begin, strip = 0, False
+        for match in marked.finditer(prompt):
             before, after = self._sides[match[0]]
-            piece = prompt[at : match.start()]
-            found += self._plain(self._stripped(piece, strip, before), mark, first=at == 0)
-            found.append(self._ids[match[0]])
-            at, strip = match.end(), after
-        return found + self._plain(self._stripped(prompt[at:], strip, False), mark, first=at == 0)
+            piece = prompt[begin : match.start()]
+            encoded += self._plain(self._stripped(piece, strip, before), mark, first=begin == 0)
+            encoded.append(self._ids[match[0]])
+            begin, strip = match.end(), after
+        return encoded + self._plain(self._stripped(prompt[begin:], strip, False), mark, first=begin == 0)
 
     @staticmethod
     def _stripped(piece: str, left: bool, right: bool) -> str:
@@ -146,9 +146,9 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict):
         if isinstance(value, CallArguments):
             yield value.said
-        for key, one in value.items():
+        for key, item in value.items():
             yield from _texts(key)
-            yield from _texts(one)
+            yield from _texts(item)
     elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
+        for item in value:
+            yield from _texts(item)

@@ -57,13 +57,13 @@ def settings_of(names: Sequence[str], bits: Sequence[float], seeds: int) -> list
     Raises:
         QBEError: an unknown policy.
     """
-    found = []
+    settings = []
     for b in bits:
         for name in names:
             drawing, (plain, _, given) = hasattr(policies.load(name), "seed"), name.partition(":")
             drawn = [int(given)] if given else range(seeds)
-            found += [Setting(plain, b, seed) for seed in drawn] if drawing else [Setting(name, b)]
-    return list(dict.fromkeys(found))
+            settings += [Setting(plain, b, seed) for seed in drawn] if drawing else [Setting(name, b)]
+    return list(dict.fromkeys(settings))
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,11 @@ class Comparison:
             teacher = Teacher(self.engine.core, full, e.prompt_ids, e.reference_ids, self._table)
             for setting in (FULL, *self.settings):
                 blueprint = query.blueprints[setting]
-                found, table = self._fidelity(query, teacher, setting), self._table
+                fidelity, table = self._fidelity(query, teacher, setting), self._table
                 query.measured[setting] = QueryResult(
-                    blueprint.average_weight_bits(table) if found.bits is None else found.bits,
-                    blueprint.bytes_per_token(table) if found.bytes_per_token is None else found.bytes_per_token,
-                    found,
+                    blueprint.average_weight_bits(table) if fidelity.bits is None else fidelity.bits,
+                    blueprint.bytes_per_token(table) if fidelity.bytes_per_token is None else fidelity.bytes_per_token,
+                    fidelity,
                 )
                 on_step()
         asked = [q for q in self.queries if q.item.right is not None]
@@ -198,20 +198,20 @@ class Comparison:
     def _answer(self, queries: Sequence[Query], setting: Setting, on_step: Callable[[], None]) -> None:
         """Answers that are not known yet, greedily and in shared steps."""
         keys = [digest([q.encoded.prompt_ids, q.encoded.stop, q.item.max_tokens]) for q in queries]
-        at = [q.blueprints[setting].key for q in queries]
-        known = [self.results.get("answer", k, key) for k, key in zip(keys, at, strict=True)]
-        missing = [i for i, found in enumerate(known) if found is None]
+        blueprint_keys = [q.blueprints[setting].key for q in queries]
+        known = [self.results.get("answer", k, key) for k, key in zip(keys, blueprint_keys, strict=True)]
+        missing = [i for i, known_answer in enumerate(known) if known_answer is None]
         asked = [queries[i] for i in missing]
         requests = [Request(q.encoded.prompt, _params(q), setting.budget, setting.name) for q in asked]
         for i, result in zip(missing, self.engine.generate_batch(requests) if requests else [], strict=True):
             if result.error is not None:
                 raise QBEError(f"{queries[i].item.name} with {setting.name} at {setting.bits:g} bits: {result.error}")
             known[i] = {"text": result.text, "tokens": len(result.token_ids)}
-            self.results.put("answer", keys[i], at[i], known[i] or {})
-        for query, found in zip(queries, known, strict=True):
-            assert found is not None
+            self.results.put("answer", keys[i], blueprint_keys[i], known[i] or {})
+        for query, known_answer in zip(queries, known, strict=True):
+            assert known_answer is not None
             assert query.item.right is not None
-            answer = GradedAnswer(found["text"], found["tokens"], query.item.right(found["text"]))
+            answer = GradedAnswer(known_answer["text"], known_answer["tokens"], query.item.right(known_answer["text"]))
             query.measured[setting] = replace(query.measured[setting], answer=answer)
             on_step()
 

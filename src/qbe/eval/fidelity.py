@@ -62,14 +62,14 @@ class Teacher:
 
     @cached_property
     def logits(self) -> torch.Tensor:
-        found = torch.empty(len(self.targets), self.core.vocabulary, device=self.core.device)
+        logits = torch.empty(len(self.targets), self.core.vocabulary, device=self.core.device)
 
         def keep(position: int, rows: torch.Tensor) -> None:
-            at = position - self.start
-            found[at : at + len(rows)] = rows
+            begin = position - self.start
+            logits[begin : begin + len(rows)] = rows
 
         self._run(self.full, keep)
-        return found
+        return logits
 
     def compare(self, blueprint: Blueprint) -> Fidelity:
         """The same text under this blueprint."""
@@ -79,11 +79,11 @@ class Teacher:
         def add(position: int, rows: torch.Tensor) -> None:
             for i in range(0, len(rows), ROWS):
                 now = rows[i : i + ROWS]
-                at = slice(position - self.start + i, position - self.start + i + len(now))
-                before = logits[at]
-                measured[0, at] = divergence_of_rows(before, before.softmax(-1), now)
-                measured[1, at] = (before.argmax(-1) == now.argmax(-1)).float()
-                measured[2, at] = cross_entropy(now, self.targets[at], reduction="none")
+                positions = slice(position - self.start + i, position - self.start + i + len(now))
+                before = logits[positions]
+                measured[0, positions] = divergence_of_rows(before, before.softmax(-1), now)
+                measured[1, positions] = (before.argmax(-1) == now.argmax(-1)).float()
+                measured[2, positions] = cross_entropy(now, self.targets[positions], reduction="none")
 
         read = self._run(blueprint, add)
         kl, agreed, loss = measured.double().sum(-1).tolist()

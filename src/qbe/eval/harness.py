@@ -98,14 +98,14 @@ class QBEModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        found: list[tuple[float, bool]] = []
+        scores: list[tuple[float, bool]] = []
         for i in range(0, len(requests), TOGETHER):
             part = [
                 Continuation(before or [self.prefix_token_id], ids, self._chosen(texts[0] or texts[1]))
                 for texts, before, ids in requests[i : i + TOGETHER]
             ]
-            found += likelihoods(self.engine.core, part)
-        return found
+            scores += likelihoods(self.engine.core, part)
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         return [self._rolling(request.args[0]) for request in requests]
@@ -119,15 +119,15 @@ class QBEModel(TemplateLM):
         return sum(value for value, _ in likelihoods(self.engine.core, parts))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        found: list[str] = []
+        texts: list[str] = []
         for i in range(0, len(requests), TOGETHER):
             part = [self._request(*request.args) for request in requests[i : i + TOGETHER]]
             results = self.engine.generate_batch(part)
             for result in results:
                 if result.error is not None:
                     raise QBEError(result.error)
-            found += [result.text for result in results]
-        return found
+            texts += [result.text for result in results]
+        return texts
 
     def _request(self, context: str, asked: dict[str, Any]) -> Request:
         stop = asked.get("until") or []

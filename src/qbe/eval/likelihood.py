@@ -32,22 +32,22 @@ def likelihoods(core: Core, items: Sequence[Continuation]) -> list[tuple[float, 
     Raises:
         QBEError: a continuation that alone exceeds the context.
     """
-    found = [torch.zeros(2, len(item.ids), dtype=torch.float64) for item in items]
-    score(core, [_scored(core, item, rows) for item, rows in zip(items, found, strict=True)])
-    return [(float(rows[0].sum()), bool(rows[1].all())) for rows in found]
+    scores = [torch.zeros(2, len(item.ids), dtype=torch.float64) for item in items]
+    score(core, [_scored(core, item, rows) for item, rows in zip(items, scores, strict=True)])
+    return [(float(rows[0].sum()), bool(rows[1].all())) for rows in scores]
 
 
-def _scored(core: Core, item: Continuation, found: torch.Tensor) -> Scored:
-    """Runs the item; `found` float64 [2, tokens] gets log likelihood and greediness of each token."""
+def _scored(core: Core, item: Continuation, scores: torch.Tensor) -> Scored:
+    """Runs the item; `scores` float64 [2, tokens] gets log likelihood and greediness of each token."""
     # The last token itself need not run; the engine keeps a place for the one after a prompt.
     context_limit = len(item.before) if core.context is None else max(1, core.context - len(item.ids))
     before = list(item.before)[-context_limit:]
     labels, start = torch.tensor(list(item.ids), device=core.device), len(before) - 1
 
     def take(position: int, logits: torch.Tensor) -> None:
-        at = slice(position - start, position - start + len(logits))
-        own = labels[at]
-        found[0, at] = logits.log_softmax(-1).gather(1, own[:, None])[:, 0].double().cpu()
-        found[1, at] = (logits.argmax(-1) == own).double().cpu()
+        positions = slice(position - start, position - start + len(logits))
+        targets = labels[positions]
+        scores[0, positions] = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].double().cpu()
+        scores[1, positions] = (logits.argmax(-1) == targets).double().cpu()
 
     return Scored([*before, *item.ids][:-1], item.blueprint, start, take)

@@ -48,15 +48,15 @@ class Grid:
 
     def cells(self) -> list[Needle]:
         """Longest and deepest first: those after them then find most of their pages known."""
-        found = [
+        cells = [
             Needle(length, depth, i)
             for length in sorted(self.lengths, reverse=True)
             for depth in sorted(self.depths, reverse=True)
             for i in range(self.needles)
         ]
-        if self.limit is None or self.limit >= len(found):
-            return found
-        return [found[i * len(found) // self.limit] for i in range(self.limit)]
+        if self.limit is None or self.limit >= len(cells):
+            return cells
+        return [cells[i * len(cells) // self.limit] for i in range(self.limit)]
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class NeedleResults:
 
     def lost(self, setting: Setting) -> list[Needle]:
         """Needles that 16 bits find and this setting does not."""
-        full, own = self.of(FULL_BITS), self.of(setting)
-        return [c for c, row in full.items() if row.found and not own[c].found]
+        full, lowered = self.of(FULL_BITS), self.of(setting)
+        return [c for c, row in full.items() if row.found and not lowered[c].found]
 
     def verdict(self, setting: Setting) -> bool | None:
         """Whether every needle that 16 bits find is found; None when they find none."""

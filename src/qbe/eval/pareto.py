@@ -42,8 +42,10 @@ def draw(described: dict[str, Any], model: str, path: Path) -> None:
         for axes, (cost, (label, unit)) in zip(line, _COSTS.items(), strict=True):
             for i, policy in enumerate(policies):
                 for seed in dict.fromkeys(r["seed"] for r in rows if r["policy"] == policy):
-                    own = sorted((r for r in rows if (r["policy"], r["seed"]) == (policy, seed)), key=lambda r: r[cost])
-                    _line(axes, own, cost, unit, measure, colors[policy], len(policies) - i)
+                    points = sorted(
+                        (r for r in rows if (r["policy"], r["seed"]) == (policy, seed)), key=lambda r: r[cost]
+                    )
+                    _line(axes, points, cost, unit, measure, colors[policy], len(policies) - i)
             if measure == "kl":
                 if all(r["kl"] > 0 for r in rows):
                     axes.set_yscale("log")
@@ -69,8 +71,8 @@ def draw(described: dict[str, Any], model: str, path: Path) -> None:
 
 
 def _line(axes: Any, rows: list[dict[str, Any]], cost: str, unit: float, measure: str, color: str, rank: int) -> None:
-    at, values = np.asarray([r[cost] * unit for r in rows]), np.asarray([r[measure] for r in rows])
+    costs, values = np.asarray([r[cost] * unit for r in rows]), np.asarray([r[measure] for r in rows])
     spans = [r[f"{measure}_interval"] or (r[measure], r[measure]) for r in rows]
     bars = np.abs(np.asarray(spans).T - values)
-    axes.errorbar(at, values, bars, color=color, marker="o", markersize=2.5 + rank, linewidth=0.4 + 0.8 * rank,
+    axes.errorbar(costs, values, bars, color=color, marker="o", markersize=2.5 + rank, linewidth=0.4 + 0.8 * rank,
                   elinewidth=0.8, capsize=2, alpha=0.8, zorder=2)  # fmt: skip

@@ -55,7 +55,7 @@ def row(dataset: str, queries: Sequence[Query], setting: Setting) -> dict[str, A
     tokens, kl, loss = _tokens(of), _kl(of), _numbers([m.fidelity.loss for m in of])
     agreed = _numbers([m.fidelity.agreed for m in of])
     per_token = interval(loss, tokens)
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "policy": setting.policy, "seed": setting.seed, "dataset": dataset, "bits": setting.bits, "n": len(of),
         "tokens": int(tokens.sum()), "average_bits": _mean_bits(queries, [setting]),
         "bytes_per_token": round(float(np.average([m.bytes_per_token for m in of], weights=tokens))),
@@ -68,9 +68,9 @@ def row(dataset: str, queries: Sequence[Query], setting: Setting) -> dict[str, A
     answers = [m.answer for m in of if m.answer is not None]
     if answers:
         right = _numbers([a.right for a in answers])
-        found["accuracy"], found["accuracy_interval"] = float(right.mean()), interval(right, np.ones(len(right)))
-        found["answer_tokens"] = float(np.mean([a.tokens for a in answers]))
-    return found
+        summary["accuracy"], summary["accuracy_interval"] = float(right.mean()), interval(right, np.ones(len(right)))
+        summary["answer_tokens"] = float(np.mean([a.tokens for a in answers]))
+    return summary
 
 
 def comparisons(dataset: str, queries: Sequence[Query], settings: Sequence[Setting]) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def comparisons(dataset: str, queries: Sequence[Query], settings: Sequence[Setti
     groups: dict[tuple[float, str], list[Setting]] = {}
     for s in settings:
         groups.setdefault((s.bits, s.policy), []).append(s)
-    found = []
+    compared = []
     for (bits, policy), ours in groups.items():
         for baseline in BASELINES:
             theirs = groups.get((bits, baseline), [])
@@ -100,8 +100,8 @@ def comparisons(dataset: str, queries: Sequence[Query], settings: Sequence[Setti
                 entry["accuracy_difference"] = float((a_right - b_right).mean())
                 entry["accuracy_difference_interval"] = wider
                 entry["accuracy_verdict"] = _fair(verdict(wider, 0.0, False, len(queries)), bits_of)
-            found.append(entry)
-    return found
+            compared.append(entry)
+    return compared
 
 
 def _fair(said: str, average_bits: Sequence[float]) -> str:
@@ -112,15 +112,15 @@ def _fair(said: str, average_bits: Sequence[float]) -> str:
 
 def flips(queries: Sequence[Query], setting: Setting) -> list[dict[str, Any]]:
     """The answers that are right at 16 bits and wrong here, or the other way round."""
-    found = []
+    flipped = []
     for query in queries:
         before, now = query.measured[FULL].answer, query.measured[setting].answer
         if before is not None and now is not None and before.right != now.right:
-            found.append({
+            flipped.append({
                 "policy": setting.policy, "seed": setting.seed, "bits": setting.bits, "item": query.item.name,
                 "now": "right" if now.right else "wrong", "answer": now.text, "answer_at_16_bits": before.text,
             })  # fmt: skip
-    return found
+    return flipped
 
 
 def render(described: dict[str, Any], model: str) -> RenderableType:
@@ -169,12 +169,12 @@ def _says(c: dict[str, Any]) -> str:
     return line
 
 
-def _span(found: Sequence[float] | None, form: str) -> str:
-    return "" if found is None else f"{found[0]:{form}} to {found[1]:{form}}"
+def _span(bounds: Sequence[float] | None, form: str) -> str:
+    return "" if bounds is None else f"{bounds[0]:{form}} to {bounds[1]:{form}}"
 
 
-def _brackets(found: Sequence[float] | None, form: str) -> str:
-    return "" if found is None else f" ({_span(found, form)})"
+def _brackets(bounds: Sequence[float] | None, form: str) -> str:
+    return "" if bounds is None else f" ({_span(bounds, form)})"
 
 
 def _numbers(values: Sequence[float]) -> Numbers:

@@ -129,8 +129,8 @@ def by_layer(blueprint: Blueprint, table: SiteTable) -> tuple[float | None, ...]
 def grouped(bits: collections.abc.Sequence[float | None], rows: int) -> list[float | None]:
     """Layers taken together so that there are at most so many rows, first layers first."""
     each = -(-len(bits) // max(1, rows))
-    found: list[float | None] = []
+    means: list[float | None] = []
     for i in range(0, len(bits), each):
         known = [b for b in bits[i : i + each] if b is not None]
-        found.append(sum(known) / len(known) if known else None)
-    return found
+        means.append(sum(known) / len(known) if known else None)
+    return means

@@ -67,9 +67,9 @@ def draw(trace: Trace) -> bytes:
     bar = figure.colorbar(shown, ax=axes[0], ticks=[2, 4, 6, 8, 16], pad=0.01, aspect=30)
     bar.ax.tick_params(labelsize=8)
     _marks(axes[1], trace, tokens)
-    for at in sorted(trace.refreshed):
-        axes[0].axvline(at, color="white", linewidth=2.5)
-        axes[0].axvline(at, color=_INK, linewidth=1, linestyle=(0, (3, 2)))
+    for token in sorted(trace.refreshed):
+        axes[0].axvline(token, color="white", linewidth=2.5)
+        axes[0].axvline(token, color=_INK, linewidth=1, linestyle=(0, (3, 2)))
     lines = ((trace.entropy, "entropy\n(nats)", _ENTROPY), (trace.margin, "margin\n(logits)", _MARGIN))
     for axis, (values, label, color) in zip(axes[2:], lines, strict=False):
         axis.fill_between([i + 0.5 for i in range(len(values))], values, color=color, alpha=0.25, linewidth=0)

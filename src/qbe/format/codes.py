@@ -57,9 +57,9 @@ def quantise(weight: torch.Tensor, layout: SliceLayout, group_size: int) -> tupl
     codes = torch.empty(n, kp, dtype=torch.uint8, device=weight.device)
     meta = torch.empty(2 * len(layout.precisions), n, groups, dtype=torch.uint8, device=weight.device)
     for i, part in enumerate(weight.split(rows)):
-        at = slice(i * rows, i * rows + part.shape[0])
+        part_rows = slice(i * rows, i * rows + part.shape[0])
         c, m = _quantise_rows(_grouped(part, kp, groups), layout, exponent, levels, count)
-        codes[at], meta[:, at] = c.view(part.shape[0], kp), m
+        codes[part_rows], meta[:, part_rows] = c.view(part.shape[0], kp), m
     return codes, meta, exponent
 
 

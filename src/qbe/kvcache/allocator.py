@@ -2,9 +2,9 @@
 
 A page that is being filled lies in a staging page, which has room for 16 bits everywhere. Some time after it is full it
 is quantised: its numbers go to bytes of their own, as many as its precision needs, and the staging page is free again
-once none of its owners reads it any more. Both are taken when the page is begun, so that quantising never fails. Frames
-are taken from the top of the memory and quantised pages from the bottom, each as far out as possible, which keeps what
-is free in one piece most of the time.
+once none of its owners reads it any more. Both are taken when the page is begun, so that quantising never fails.
+Staging pages are taken from the top of the memory and quantised pages from the bottom, each as far out as possible,
+which keeps what is free in one piece most of the time.
 
 Quantised pages whose contents are known by a key stay after their last owner has gone, until their bytes are needed:
 the least recently used go first.
@@ -263,16 +263,16 @@ class PageAllocator:
             if not self.evict():
                 return None
 
-    def _cut(self, begin: int, end: int, at: int, size: int) -> None:
+    def _cut(self, begin: int, end: int, address: int, size: int) -> None:
         self._holes.remove((begin, end))
-        for hole in ((begin, at), (at + size, end)):
+        for hole in ((begin, address), (address + size, end)):
             if hole[0] < hole[1]:
                 insort(self._holes, hole)
 
-    def _give(self, at: int, size: int) -> None:
+    def _give(self, address: int, size: int) -> None:
         """Make bytes free, joined with the holes beside them."""
-        i = bisect(self._holes, (at, at))
-        begin, end = at, at + size
+        i = bisect(self._holes, (address, address))
+        begin, end = address, address + size
         if i < len(self._holes) and self._holes[i][0] == end:
             end = self._holes.pop(i)[1]
         if i and self._holes[i - 1][1] == begin:

@@ -134,7 +134,7 @@ class StepLayout:
     def __post_init__(self) -> None:
         pool, device = self.cache.pool, self.slots.device
         several = [s for s in self.spans if s.count > 1 and s.pages]
-        self.filled = pool.to_quantise([p for s in several for p in newly_sealed(s.pages, s.start, s.end)])
+        self.filled = pool.to_quantise([p for s in several for p in newly_quantised(s.pages, s.start, s.end)])
         self.prompts = [PromptSpan.of(s.row, s.count, s.start, s.pages, device) for s in several if s.limit == math.inf]
         alone = [s for s in self.spans if s.count == 1 and s.pages] + [s for s in several if s.limit < math.inf]
         if alone:
@@ -147,11 +147,11 @@ class StepLayout:
                 limits = torch.tensor([s.limit for s in alone for _ in range(s.count)]).to(device)
                 bounds = Bounds(originals, limits, torch.zeros(len(rows), 3, dtype=torch.long, device=device))
             slots, lengths = self.slots[rows[:, 0]], lengths[:, 0].contiguous()
-            at = rows[:, 0].contiguous()
+            sequences = rows[:, 0].contiguous()
             decode = DecodeLayout(
-                self.cache, slots, block_tables, lengths, entropy, bounds, observe=self.observe, rows=at
+                self.cache, slots, block_tables, lengths, entropy, bounds, observe=self.observe, rows=sequences
             )
-            self.single = at, decode
+            self.single = sequences, decode
 
     @property
     def bounded(self) -> bool:
@@ -169,7 +169,7 @@ class StepLayout:
         return [counts[s.row : s.row + s.count].sum(0).tolist() for s in self.spans]
 
 
-def newly_sealed(pages: collections.abc.Sequence[Page], start: int, end: int) -> collections.abc.Sequence[Page]:
+def newly_quantised(pages: collections.abc.Sequence[Page], start: int, end: int) -> collections.abc.Sequence[Page]:
     """Of a sequence's pages those that are to be quantised when its tokens `[start, end)` have been written."""
     return pages[quantised_pages(start // PAGE_SIZE) : quantised_pages(end // PAGE_SIZE)]
 
@@ -199,13 +199,13 @@ def _rows(span: Span, width: int, slides: bool) -> torch.Tensor:
     ]
     quantised, exact, originals = torch.tensor([block_ids_of(pages, len(pages)) + rest, block_ids_of(pages, 0) + rest,
                                              kept + rest])  # fmt: skip
-    at = torch.arange(span.start, span.end)
+    positions = torch.arange(span.start, span.end)
     page = torch.arange(width)
-    first_exact = torch.tensor([quantised_pages(p) for p in (at // PAGE_SIZE).tolist()])[:, None]
+    first_exact = torch.tensor([quantised_pages(p) for p in (positions // PAGE_SIZE).tolist()])[:, None]
     block_tables = torch.where(page < first_exact, quantised, exact)
     originals = torch.where(page < first_exact, originals, NO_ORIGINAL)
     rows = torch.arange(span.row, span.row + span.count)
-    return torch.cat([block_tables, originals, at[:, None] + 1, rows[:, None]], 1)
+    return torch.cat([block_tables, originals, positions[:, None] + 1, rows[:, None]], 1)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class Originals:
         base = slab.data_ptr() - self.pool.memory.data_ptr()
         begin = -base % ALIGN
         for i in reversed(range(pages)):
-            at = begin + i * self.pool.page_bytes
-            self._at[base + at] = slab[at : at + self.pool.page_bytes]
-            self._free.append(base + at)
+            offset = begin + i * self.pool.page_bytes
+            self._at[base + offset] = slab[offset : offset + self.pool.page_bytes]
+            self._free.append(base + offset)
         return True

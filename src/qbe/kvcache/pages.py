@@ -75,7 +75,7 @@ class PagePool:
         self.page_bytes = page_bytes(shapes, dtype)
         self.spare = num_pages * self.page_bytes
         self.memory = torch.zeros((num_pages + 1) * self.page_bytes, dtype=torch.uint8, device=device)
-        # Layers of one shape are quantised in one launch; their words lie in one tensor.
+        # Layers of one shape are quantised in one launch; their head offsets lie in one tensor.
         self._alike: dict[KVShape, list[int]] = {}
         for layer, shape in enumerate(self.shapes):
             if shape is not None:
@@ -92,7 +92,7 @@ class PagePool:
         self.full = self.format((), Counter())
 
     def alike(self) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Layers of one shape, and their words int32 `[layers, FORMATS, kv_heads]`."""
+        """Layers of one shape, and their head offsets int32 `[layers, FORMATS, kv_heads]`."""
         for shape, layers in self._alike.items():
             yield layers, self._head_offsets[shape]
 
@@ -125,17 +125,17 @@ class PagePool:
                 raise QBEError(f"more than {FORMATS} KV precisions are in use at once: choose fewer different ones")
             number = self._numbers.pop(unused).number
             self._asked.clear()
-        at = 0
+        offset = 0
         for layer, (shape, heads) in enumerate(zip(self.shapes, bits, strict=True)):
             row = []
             for b in heads:
                 assert shape is not None
-                row.append(at | b)
-                at += head_layout(b, shape.key_dim, shape.value_dim, self.dtype.itemsize).nbytes
+                row.append(offset | b)
+                offset += head_layout(b, shape.key_dim, shape.value_dim, self.dtype.itemsize).nbytes
             head_offsets = self.head_offsets[layer]
             if head_offsets is not None:
                 head_offsets[number].copy_(torch.tensor(row, dtype=torch.int32), non_blocking=True)
-        self._numbers[bits] = self._asked[asked] = PageFormat(number, at, bits, self._average(bits))
+        self._numbers[bits] = self._asked[asked] = PageFormat(number, offset, bits, self._average(bits))
         return self._numbers[bits]
 
     def to_quantise(self, pages: Sequence[Page]) -> torch.Tensor | None:

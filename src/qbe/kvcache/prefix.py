@@ -21,5 +21,5 @@ def page_key(before: bytes, computed: str, kv_bits: Sequence[KVBits], tokens: Se
         kv_bits: of the page, as in `Blueprint.kv_bits`.
         tokens: of the page.
     """
-    what = before + computed.encode() + repr(tuple(kv_bits)).encode() + array("q", tokens).tobytes()
-    return hashlib.blake2b(what, digest_size=16).digest()
+    contents = before + computed.encode() + repr(tuple(kv_bits)).encode() + array("q", tokens).tobytes()
+    return hashlib.blake2b(contents, digest_size=16).digest()

@@ -127,11 +127,11 @@ def attend_by_page(
         start, end = max(prompt.start, page * PAGE_SIZE), min(prompt.end, (page + 1) * PAGE_SIZE)
         first = _first_key(start, window)
         for p in range(max(begin, quantised_pages(page)), page + 1):
-            at, staging_page = (
+            page_columns, staging_page = (
                 slice((p - n) * PAGE_SIZE, (p - n + 1) * PAGE_SIZE) for n in (begin, prompt.first_staging_page)
             )
             for t, e in zip(seen, exact, strict=True):
-                t[:, :, at] = e[:, :, staging_page]
+                t[:, :, page_columns] = e[:, :, staging_page]
         keys, values = (t[:, :, first - begin * PAGE_SIZE : end - begin * PAGE_SIZE] for t in seen)
         rows = query[:, :, start - prompt.start : end - prompt.start]
         parts.append(attend(rows, keys, values, window, scaling, softcap))
@@ -145,10 +145,10 @@ def _first_key(start: int, window: int | None) -> int:
 
 def _causal_mask(rows: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """bool `[rows, keys]`, True where a query sees a key; the queries are those of the last keys."""
-    at = torch.arange(keys, device=device)
-    query_at = at[keys - rows :, None]
-    mask = at <= query_at
-    return mask if window is None else mask & (at > query_at - window)
+    positions = torch.arange(keys, device=device)
+    query_positions = positions[keys - rows :, None]
+    mask = positions <= query_positions
+    return mask if window is None else mask & (positions > query_positions - window)
 
 
 def attend(

@@ -30,9 +30,9 @@ class Shares:
         self._processors = processors(pool.device)
         self._alike: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for layers, head_offsets in pool.alike():
-            own = torch.tensor([self.windows[i] for i in layers], dtype=torch.int32, device=pool.device)
+            layer_windows = torch.tensor([self.windows[i] for i in layers], dtype=torch.int32, device=pool.device)
             cuts = torch.zeros(len(layers), self._processors + 1, 2, dtype=torch.int32, device=pool.device)
-            self._alike.append((head_offsets, own, cuts))
+            self._alike.append((head_offsets, layer_windows, cuts))
             for i, layer in enumerate(layers):
                 self.cuts[layer] = cuts[i]
 

@@ -58,8 +58,8 @@ def train(
         def read(point: int, _: torch.Tensor) -> torch.Tensor:
             return (torch.cat(seen[: point + 1], -1) - mean[: point + 1].flatten()) / deviation[: point + 1].flatten()
 
-        found = train_routers(fit, blocks_of, HIDDEN, prepared, items, steps, seed, tick, read, texts)
-    return _with_usual(found, mean.cpu().numpy(), deviation.cpu().numpy())
+        fitted = train_routers(fit, blocks_of, HIDDEN, prepared, items, steps, seed, tick, read, texts)
+    return _with_usual(fitted, mean.cpu().numpy(), deviation.cpu().numpy())
 
 
 @torch.no_grad()
@@ -78,8 +78,8 @@ def drawn(prepared: PreparedModel, seed: int, items: Sequence[Item]) -> list[Bat
     ):  # fmt: skip
         student.full = True
         torch.manual_seed(seed)
-        for at in range(0, len(prompts), TOGETHER):
-            part = prompts[at : at + TOGETHER]
+        for begin in range(0, len(prompts), TOGETHER):
+            part = prompts[begin : begin + TOGETHER]
             width = len(part[-1])
             ids = torch.tensor([[0] * (width - len(p)) + p for p in part], device=device)
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=device)
@@ -106,7 +106,7 @@ def entropies(model: Any, modules: Sequence[str]) -> Iterator[list[torch.Tensor]
     Raises:
         QBEError: attention that does not give its weights, in the first forward.
     """
-    before, found = model.config._attn_implementation, [torch.empty(0)] * len(modules)
+    before, entropy = model.config._attn_implementation, [torch.empty(0)] * len(modules)
 
     def watch(number: int) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, out: Any) -> None:
@@ -115,14 +115,14 @@ def entropies(model: Any, modules: Sequence[str]) -> Iterator[list[torch.Tensor]
                 raise QBEError(
                     f"{type(model).__name__} does not show its attention's weights: no cascade can be learned"
                 )
-            found[number] = entropy_of(weights.detach()).transpose(1, 2)
+            entropy[number] = entropy_of(weights.detach()).transpose(1, 2)
 
         return hook
 
     hooks = [m.register_forward_hook(watch(i)) for i, m in enumerate(map(model.get_submodule, modules))]
     model.set_attn_implementation("eager")
     try:
-        yield found
+        yield entropy
     finally:
         model.set_attn_implementation(before)
         for h in hooks:
@@ -155,11 +155,11 @@ def _usual(model: Any, texts: Sequence[Batch], seen: list[torch.Tensor]) -> tupl
     return every.mean(0), every.std(0).clamp(min=LEAST)
 
 
-def _with_usual(found: Learned, mean: Any, deviation: Any) -> Learned:
+def _with_usual(fitted: Learned, mean: Any, deviation: Any) -> Learned:
     """Networks that read entropies as they are."""
     read = []
-    for at, network in enumerate(networks(found.tensors, len(mean))):
-        inner = network.inner / deviation[: at + 1].reshape(-1, 1)
-        bias = network.inner_bias - mean[: at + 1].reshape(-1) @ inner
+    for index, network in enumerate(networks(fitted.tensors, len(mean))):
+        inner = network.inner / deviation[: index + 1].reshape(-1, 1)
+        bias = network.inner_bias - mean[: index + 1].reshape(-1) @ inner
         read.append(replace(network, inner=inner.astype(np.float32), inner_bias=bias.astype(np.float32)))
-    return replace(found, tensors={**found.tensors, **named(read)})
+    return replace(fitted, tensors={**fitted.tensors, **named(read)})

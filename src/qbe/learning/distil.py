@@ -150,18 +150,18 @@ def sliced(prepared: PreparedModel, blocks: Sequence[RoutedBlock] | None = None)
     student = Student(model, table, blocks, [None] * len(table.nested))
     changed: list[nn.Module] = []
 
-    def replace(at: int, module: Any) -> None:
+    def replace(index: int, module: Any) -> None:
         weight, bias = module.weight, module.bias
         if weight.original is None:
-            raise QBEError(f"{table.nested[at].name} was stored without its 16-bit weight: nothing can be learned")
-        read = [weight.dequantise(g) for g in (widths if at in routed else (base[at],))]
+            raise QBEError(f"{table.nested[index].name} was stored without its 16-bit weight: nothing can be learned")
+        read = [weight.dequantise(g) for g in (widths if index in routed else (base[index],))]
         parts = [read[0], *(high - low for low, high in pairwise(read))]
         original = weight.original
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if student.full:
                 return linear(x, original, bias)
-            y, gates = linear(x, parts[0], bias), student.gates[at]
+            y, gates = linear(x, parts[0], bias), student.gates[index]
             if gates is not None:
                 for e, part in enumerate(parts[1:]):
                     y = y + gates[..., e, None] * linear(x, part)
@@ -176,8 +176,8 @@ def sliced(prepared: PreparedModel, blocks: Sequence[RoutedBlock] | None = None)
 
     try:
         with torch.no_grad():
-            for at, site in enumerate(table.nested):
-                replace(at, model.get_submodule(site.name))
+            for i, site in enumerate(table.nested):
+                replace(i, model.get_submodule(site.name))
         with torch.enable_grad(), watched(model, blocks, on_block):
             yield student
     finally:

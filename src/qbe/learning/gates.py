@@ -1,5 +1,5 @@
-"""Per-token gates of slices while routers are trained, and the frame of that training: `mobi`, `tokenwise` and the
-cascade share it.
+"""Per-token gates of slices while routers are trained, and what the trainings of `mobi`, `tokenwise` and the cascade
+share.
 
 A gate is a sigmoid of what a slice is worth to the token, over the threshold, divided by a temperature; hard ones are 0
 or 1, as they are served.
@@ -71,7 +71,7 @@ def train_routers(
         routers = RouterNetworks(inputs, [begin(table, b.sites) for b in blocks], hidden, seed).to(device)
         gates = Gates(table, student, routers, read)
         before = _held_out(gates, held, kept)
-    found = fit(prepared, gates, kept, steps, seed, tick)
+    fitted = fit(prepared, gates, kept, steps, seed, tick)
     with sliced(prepared, blocks) as gates.student:
         thresholds = gates.thresholds(kept)
         after = _held_out(gates, held, kept)
@@ -81,7 +81,7 @@ def train_routers(
     count = sum(p.numel() for p in routers.parameters())
     about = {
         "texts": len(items), "steps": steps, "seed": seed, "parameters": count, "before": before, "after": after,
-        **found,
+        **fitted,
     }  # fmt: skip
     return Learned(tensors, about)
 
@@ -94,14 +94,14 @@ def begin(table: SiteTable, sites: Sequence[int]) -> Numbers:
 
 def _inputs(student: Student, batch: Batch, count: int, read: Read) -> list[int]:
     """Of each block's router."""
-    found = [0] * count
+    widths = [0] * count
 
     def note(block: int, x: torch.Tensor) -> None:
-        found[block] = read(block, x).shape[-1]
+        widths[block] = read(block, x).shape[-1]
 
     student.on_block = note
     student.teacher(batch.tokens, batch.predicted)
-    return found
+    return widths
 
 
 class Gates:
@@ -162,8 +162,8 @@ class Gates:
     def price(self, worths: torch.Tensor, bits: float) -> float:
         """The threshold at which gates of these [tokens, slices] give that average."""
 
-        def average(at: float) -> float:
-            return self.widths[0] + float((((worths - at) / self.temperature).sigmoid() @ self.share).mean())
+        def average(price: float) -> float:
+            return self.widths[0] + float((((worths - price) / self.temperature).sigmoid() @ self.share).mean())
 
         return solve(average, bits)
 
@@ -180,9 +180,9 @@ class Gates:
         """For averages that rise evenly from lowest to highest width, float32 [LEVELS], by training's tokens."""
         self.hard = True
         # What tokens look like depends on their bits a little: these are of the threshold that was last in use.
-        found = torch.cat([self.worths(batch) for batch in kept[:: -(-len(kept) // CALIBRATED)]])
+        worths = torch.cat([self.worths(batch) for batch in kept[:: -(-len(kept) // CALIBRATED)]])
         self.hard = False
-        return _levels(found, self.share, self.widths)
+        return _levels(worths, self.share, self.widths)
 
 
 def _levels(worths: torch.Tensor, share: torch.Tensor, widths: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -195,26 +195,26 @@ def _levels(worths: torch.Tensor, share: torch.Tensor, widths: Sequence[int]) ->
     starts = np.searchsorted(bits, wanted - wanted[1] / 2).clip(1, ends)
     ranked = values.double().cpu().numpy()
     gaps = ranked[:-1] - ranked[1:]
-    at = [start + gaps[start - 1 : end].argmax() for start, end in zip(starts, ends, strict=True)]
-    found = ((ranked[np.subtract(at, 1)] + ranked[at]) / 2).astype(np.float32)
-    found[0], found[-1] = np.inf, -np.inf
-    return found
+    cuts = [start + gaps[start - 1 : end].argmax() for start, end in zip(starts, ends, strict=True)]
+    levels = ((ranked[np.subtract(cuts, 1)] + ranked[cuts]) / 2).astype(np.float32)
+    levels[0], levels[-1] = np.inf, -np.inf
+    return levels
 
 
 @torch.no_grad()
 def _held_out(gates: Gates, held: Sequence[Batch], kept: Sequence[Batch]) -> list[dict[str, float]]:
     """Bits that held-out texts get at thresholds for `distil.HELD_AT`, and their divergence, nats per token."""
     thresholds, widths = gates.thresholds(kept), gates.widths
-    found = [{"asked": asked, "bits": 0.0, "kl": 0.0} for asked in distil.HELD_AT]
+    entries = [{"asked": asked, "bits": 0.0, "kl": 0.0} for asked in distil.HELD_AT]
     counted = rows = 0
     gates.hard = True
     for batch in held[:: -(-len(held) // distil.HELD)]:
         teacher, n = gates.student.teacher(batch.tokens, batch.predicted), int(batch.predicted.sum())
-        for entry in found:
+        for entry in entries:
             level = round((entry["asked"] - widths[0]) / (widths[-1] - widths[0]) * (LEVELS - 1))
             gates.threshold = torch.tensor(thresholds[level])
             entry["kl"] += float(gates.divergence(batch, teacher)) * n
             entry["bits"] += float(((gates.seen() > gates.threshold).float() @ gates.share).sum())
         counted, rows = counted + n, rows + int(batch.routed.sum())
     gates.hard = False
-    return [{"asked": e["asked"], "bits": widths[0] + e["bits"] / rows, "kl": e["kl"] / counted} for e in found]
+    return [{"asked": e["asked"], "bits": widths[0] + e["bits"] / rows, "kl": e["kl"] / counted} for e in entries]

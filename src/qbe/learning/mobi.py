@@ -57,8 +57,8 @@ def _descended(
         bits = widths[0] + (widths[-1] - widths[0]) * float(rng.uniform(*distil.RANGE))
         done = step / max(1, steps - 1)
         gates.temperature = TEMPERATURES[0] * (TEMPERATURES[1] / TEMPERATURES[0]) ** done
-        at = gates.price(torch.cat(tuple(seen)), bits)
-        gates.threshold = torch.tensor(at, device=device, requires_grad=True)
+        price = gates.price(torch.cat(tuple(seen)), bits)
+        gates.threshold = torch.tensor(price, device=device, requires_grad=True)
         teacher = gates.student.teacher(batch.tokens, batch.predicted)
         divergence = gates.divergence(batch, teacher)
         prices.append(descend(gates.routers, optimiser, divergence, gates.bits(), gates.threshold))

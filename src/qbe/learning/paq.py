@@ -39,12 +39,12 @@ def labels(outcome: ComparisonResult, threshold: float) -> Classes:
     """For each query the place, among the settings and then 16 bits, of the first one whose perplexity is within the
     threshold of 16 bits', int64 [queries].
     """
-    found = []
+    levels = []
     for query in outcome.queries:
         full = query.measured[FULL].fidelity
         over = [(query.measured[s].fidelity.loss - full.loss) / full.tokens for s in outcome.settings]
-        found.append(next((i for i, x in enumerate(over) if x <= math.log(threshold)), len(over)))
-    return np.array(found)
+        levels.append(next((i for i, x in enumerate(over) if x <= math.log(threshold)), len(over)))
+    return np.array(levels)
 
 
 def vectors(outcome: ComparisonResult) -> Numbers:
@@ -61,15 +61,15 @@ def fit(x: Numbers, y: Classes, classes: int) -> tuple[Numbers, Numbers]:
     from qbe.learning.fitting import logistic_regression
 
     weight, bias = np.zeros((x.shape[1], classes)), np.full(classes, NEVER)
-    there = np.unique(y)
-    if len(there) == 1:
-        bias[there] = 0.0
+    present = np.unique(y)
+    if len(present) == 1:
+        bias[present] = 0.0
         return weight, bias
     model = logistic_regression(x, y, STRENGTH)
     rows, offsets = model.coef_, model.intercept_
-    if len(there) == 2:  # scikit-learn gives the second class's
+    if len(present) == 2:  # scikit-learn gives the second class's
         rows, offsets = np.concatenate([-rows, rows]) / 2, np.concatenate([-offsets, offsets]) / 2
-    weight[:, there], bias[there] = rows.T, offsets
+    weight[:, present], bias[present] = rows.T, offsets
     return weight, bias
 
 

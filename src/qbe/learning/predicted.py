@@ -61,15 +61,15 @@ def train(
     per_token = np.maximum(kl, 1e-30) / tokens[:, None]
     order = np.random.default_rng(0).permutation(len(rows))
     held, kept = order[: round(len(rows) * HELD_OUT)], order[round(len(rows) * HELD_OUT) :]
-    found, strength = _fit(x[kept], v[kept], _pattern(per_token[kept], per_token[kept]))
-    report = _report(found, x[held], v[held], _pattern(per_token[held], per_token[kept]))
+    model, strength = _fit(x[kept], v[kept], _pattern(per_token[kept], per_token[kept]))
+    report = _report(model, x[held], v[held], _pattern(per_token[held], per_token[kept]))
     lowest = kl[kept].sum(0) / tokens[kept].sum()
     base = [
         [value * site.sensitivity[g] / max(site.sensitivity[site.gears[0]], 1e-30) for g in site.gears]
         for site, value in zip(table.nested, lowest, strict=True)
     ]
     tensors: dict[str, npt.NDArray[Any]] = {
-        **found, "base": np.array(base), "errors": np.concatenate(errors), "inputs": np.array([len(e) for e in errors]),
+        **model, "base": np.array(base), "errors": np.concatenate(errors), "inputs": np.array([len(e) for e in errors]),
     }  # fmt: skip
     about = {"queries": len(rows), "draws": DRAWS, "held_out": len(held), "strength": strength, **report}
     return Learned(tensors, about)
@@ -97,17 +97,17 @@ def _measured(
         texts.append(e.prompt if isinstance(e.prompt, str) else e.prompt[-1]["content"])
         prompt, answer = e.prompt_ids[-PROMPT:], e.reference_ids[:ANSWER]
         key = digest([prompt, answer])
-        found = results.get("sensitivity", key, f"gear {table.gears()[0]}, {DRAWS} draws")
-        if found is not None:
-            known[i] = found
+        sensitivity = results.get("sensitivity", key, f"gear {table.gears()[0]}, {DRAWS} draws")
+        if sensitivity is not None:
+            known[i] = sensitivity
             tick()
         elif prompt and answer:
             missing.append((i, prompt, answer, key))
         else:
             tick()
     missing.sort(key=lambda m: len(m[1]) + len(m[2]))  # those of about the same length share a pass
-    for at in range(0, len(missing), TOGETHER):
-        some = missing[at : at + TOGETHER]
+    for begin in range(0, len(missing), TOGETHER):
+        some = missing[begin : begin + TOGETHER]
         tokens = torch.zeros(len(some), max(len(p) + len(a) for _, p, a, _ in some), dtype=torch.int64)
         counted = torch.zeros(tokens.shape, dtype=torch.bool)
         for row, (_, prompt, answer, _) in enumerate(some):
@@ -115,7 +115,7 @@ def _measured(
             tokens[row, : len(ids)] = torch.tensor(ids)
             counted[row, len(prompt) - 1 : len(ids) - 1] = True
         kl, activation_stats, entropy = estimate(
-            prepared.model, table, tokens, counted, table.gears()[0], DRAWS, seed=at
+            prepared.model, table, tokens, counted, table.gears()[0], DRAWS, seed=begin
         )
         for row, (i, _, answer, key) in enumerate(some):
             inputs = tuple(
@@ -167,10 +167,10 @@ def _ridge(inputs: Numbers, outputs: Numbers, strength: float) -> Numbers:
     return np.asarray(np.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ outputs), np.float64)
 
 
-def _report(found: dict[str, npt.NDArray[Any]], x: Numbers, v: Numbers, y: Numbers) -> dict[str, float]:
+def _report(fitted: dict[str, npt.NDArray[Any]], x: Numbers, v: Numbers, y: Numbers) -> dict[str, float]:
     """How much of held-out queries' patterns the predictor explains, and how much of them is the estimate's noise."""
-    shown = ((x - found["mean"]) / found["scale"]) @ found["directions"]
-    said = np.concatenate([shown, VECTOR * (v - found["centre"])], 1) @ found["weights"]
+    shown = ((x - fitted["mean"]) / fitted["scale"]) @ fitted["directions"]
+    said = np.concatenate([shown, VECTOR * (v - fitted["centre"])], 1) @ fitted["weights"]
     noise = float(polygamma(1, DRAWS / 2))  # variance of the logarithm of a mean of so many squares
     explained, pattern = float((y**2).mean() - ((y - said) ** 2).mean()), max(1e-9, float((y**2).mean()) - noise)
     return {

@@ -52,16 +52,16 @@ def read_records(path: Path) -> list[Record]:
         raise QBEError(f"'{path}' cannot be read: {reason(error)}") from None
     except ValueError:
         raise QBEError(f"'{path}' is not valid UTF-8; convert it first") from None
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                found.append(Record.of(json.loads(line)))
+                records.append(Record.of(json.loads(line)))
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise QBEError(
                 f"'{path}', line {number}: this is no record; export some with 'qbe records --export'"
             ) from None
-    return found
+    return records
 
 
 def pairs_of(
@@ -104,9 +104,9 @@ def clusters(averages: Numbers, counts: Widths) -> Widths:
     Near is half of `AGREEMENT`. The commonest ones come first; each has one before it near enough, or becomes a centre.
     """
     centres: list[int] = []
-    for at in np.argsort(-counts, kind="stable"):
-        if not centres or np.abs(averages[centres] - averages[at]).min() > AGREEMENT / 2:
-            centres.append(int(at))
+    for candidate in np.argsort(-counts, kind="stable"):
+        if not centres or np.abs(averages[centres] - averages[candidate]).min() > AGREEMENT / 2:
+            centres.append(int(candidate))
     return np.array(sorted(centres, key=lambda i: averages[i]), np.int64)
 
 
@@ -130,8 +130,8 @@ def train(
     for tier in NAMES:
         of = [p for p in pairs if min(p.profile.tier, 2) == tier]
         if len(of) >= FEWEST:
-            found, report = _fit(tier, of, averages, averages[centres])
-            tensors |= {f"{tier}.{k}": v for k, v in found.items()}
+            tensors_of_tier, report = _fit(tier, of, averages, averages[centres])
+            tensors |= {f"{tier}.{k}": v for k, v in tensors_of_tier.items()}
             tiers.append({"analysis_tier": tier, **report})
     if not tiers:
         why = ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in left.items())

@@ -111,15 +111,15 @@ class _Queries:
 
     @torch.no_grad()
     def _means(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        found: list[torch.Tensor] = [torch.empty(0)] * len(self.blocks)
+        means: list[torch.Tensor] = [torch.empty(0)] * len(self.blocks)
         weight = (batch.prompt / batch.prompt.sum(1, keepdim=True))[..., None]
 
         def note(block: int, x: torch.Tensor) -> None:
             if self.student.full:
-                found[block] = (x.float() * weight).sum(1)
+                means[block] = (x.float() * weight).sum(1)
 
         self.student.on_block = note
-        return self.student.teacher(batch.tokens, batch.answer), found
+        return self.student.teacher(batch.tokens, batch.answer), means
 
     def read(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The teacher's log probabilities and, for each block, means of its inputs over the prompts [texts, inputs]."""
@@ -163,16 +163,16 @@ class _Queries:
         """Bits that held-out texts get at prices for `distil.HELD_AT`, and their divergence, nats per token."""
         before, self.sharpness = self.sharpness, None
         known = self.sample(kept).to(self._widths.device)
-        found = [{"asked": asked, "bits": 0.0, "kl": 0.0} for asked in distil.HELD_AT]
+        entries = [{"asked": asked, "bits": 0.0, "kl": 0.0} for asked in distil.HELD_AT]
         counted = texts = 0
         for batch in held[:: -(-len(held) // distil.HELD)]:
             (teacher, means), n = self.read(batch), int(batch.answer.sum())
             scores = self.scores(means)
-            for entry in found:
+            for entry in entries:
                 price = self.price(known, entry["asked"])
                 self.gate(self.shares(scores, price))
                 entry["kl"] += float(self.student.divergence(batch.tokens, batch.answer, teacher)) * n
                 entry["bits"] += float(self.bits(scores, price)) * len(scores)
             counted, texts = counted + n, texts + len(scores)
         self.sharpness = before
-        return [{"asked": e["asked"], "bits": e["bits"] / texts, "kl": e["kl"] / counted} for e in found]
+        return [{"asked": e["asked"], "bits": e["bits"] / texts, "kl": e["kl"] / counted} for e in entries]

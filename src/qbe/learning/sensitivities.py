@@ -68,12 +68,12 @@ def lowered(model: nn.Module, table: SiteTable, gears: Sequence[int], sites: Col
                 rows.backward(r, retain_graph=draw + 1 < draws)
         return logits.detach()
 
-    def replace(at: int, module: Any) -> None:
+    def replace(index: int, module: Any) -> None:
         weight, bias = module.weight, module.bias
         original = weight.original
         if original is None:
-            raise QBEError(f"{table.nested[at].name} was stored without its 16-bit weight: nothing can be learned")
-        wrong = [weight.dequantise(g) - original for g in gears] if at in sites else []
+            raise QBEError(f"{table.nested[index].name} was stored without its 16-bit weight: nothing can be learned")
+        wrong = [weight.dequantise(g) - original for g in gears] if index in sites else []
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             y = linear(x, original, bias)
@@ -82,7 +82,7 @@ def lowered(model: nn.Module, table: SiteTable, gears: Sequence[int], sites: Col
                     errors = [linear(x, w) for w in wrong]
 
                 def add(gradient: torch.Tensor) -> None:
-                    noted[0](at, x.detach(), torch.stack([(gradient.float() * e).sum(-1) for e in errors], -1))
+                    noted[0](index, x.detach(), torch.stack([(gradient.float() * e).sum(-1) for e in errors], -1))
 
                 y.register_hook(add)
             return y
@@ -92,8 +92,8 @@ def lowered(model: nn.Module, table: SiteTable, gears: Sequence[int], sites: Col
 
     try:
         with torch.no_grad():
-            for at, site in enumerate(table.nested):
-                replace(at, modules[site.name])
+            for i, site in enumerate(table.nested):
+                replace(i, modules[site.name])
         yield run
     finally:
         for module in changed:
@@ -123,18 +123,18 @@ def estimate(
     device = next(model.parameters()).device
     tokens, counted = tokens.to(device), counted.to(device)
     read = counted.int().argmax(-1)[:, None] >= torch.arange(tokens.shape[1], device=device)
-    found = torch.zeros(len(table.nested), len(tokens), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(table.nested), len(tokens), dtype=torch.float64, device=device)
     activation_stats: list[torch.Tensor] = [torch.empty(0)] * len(table.nested)
 
-    def note(at: int, x: torch.Tensor, product: torch.Tensor) -> None:
-        found[at] += product.sum((1, 2)).double().square()
-        if not len(activation_stats[at]):
+    def note(index: int, x: torch.Tensor, product: torch.Tensor) -> None:
+        sums[index] += product.sum((1, 2)).double().square()
+        if not len(activation_stats[index]):
             mean = torch.where(read[..., None], x.float().square(), 0.0).sum(1) / read.sum(1, keepdim=True)
-            activation_stats[at] = mean.cpu()
+            activation_stats[index] = mean.cpu()
 
     generator = torch.Generator(device).manual_seed(seed)
     with lowered(model, table, (gear,), range(len(table.nested))) as run:
         logits = run(tokens, counted, draws, generator, note)
     first = logits[torch.arange(len(tokens), device=device), read.sum(-1) - 1].float()
     entropy = Categorical(logits=first, validate_args=False).entropy()
-    return (found / draws / 2).T.cpu().numpy(), activation_stats, entropy.cpu()
+    return (sums / draws / 2).T.cpu().numpy(), activation_stats, entropy.cpu()

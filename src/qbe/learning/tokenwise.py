@@ -67,7 +67,7 @@ def _regress(
     ):
         for _ in range(steps):
             batch = kept[int(rng.integers(len(kept)))]
-            run(batch.tokens, batch.predicted, 1, generator, lambda at, _, product: damage.update({at: product}))
+            run(batch.tokens, batch.predicted, 1, generator, lambda index, _, product: damage.update({index: product}))
             of_blocks = [
                 _loss(
                     torch.stack([damage[s][batch.predicted].square() / 2 for s in block.sites], 1),

@@ -17,7 +17,7 @@ from qbe.policies.per_token import LEVELS, TokenRouters
 from qbe.policies.routers import RoutedBlock, bits_left, gear_bits, networks
 from qbe.sites import ATTENTION_ROLES, SiteTable
 
-NAME = "cascade"  # among what is learned, and among steerers
+NAME = "cascade"  # of the learned file, and in `DynamicPrecision.by`
 POINTS = 10  # at most: each costs a launch, and the network that it reads
 
 
@@ -34,11 +34,11 @@ def blocks_of(table: SiteTable) -> tuple[RoutedBlock, ...]:
     """For each point the sites of the layers behind it, up to the layer of the next one; its name is of their first
     module. Those of layers up to the first point, and the output head, are in none.
     """
-    points, found = points_of(table), []
+    points, blocks = points_of(table), []
     for point, end in zip(points, (*points[1:], table.layers), strict=False):
         sites = tuple(i for i, s in enumerate(table.nested) if s.layer is not None and point < s.layer <= end)
-        found.append(RoutedBlock(table.nested[sites[0]].name.rpartition(".")[0], sites))
-    return tuple(found)
+        blocks.append(RoutedBlock(table.nested[sites[0]].name.rpartition(".")[0], sites))
+    return tuple(blocks)
 
 
 def check(table: SiteTable, packs: bool) -> None:
@@ -66,10 +66,10 @@ def load(table: SiteTable, packs: bool = True) -> TokenRouters:
             f"the cascade has not been trained for {table.model_name}: run 'qbe train cascade --model "
             f"{table.model_name}', or leave it out"
         )
-    found, blocks = learned.read(NAME, table), blocks_of(table)
+    fitted, blocks = learned.read(NAME, table), blocks_of(table)
     return TokenRouters(
-        blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),
-        found.tensors["thresholds"], found.checksum,
+        blocks, networks(fitted.tensors, len(blocks)), tuple(map(int, fitted.tensors["widths"])),
+        fitted.tensors["thresholds"], fitted.checksum,
     )  # fmt: skip
 
 
@@ -90,8 +90,8 @@ def dynamic_precision(
         excess: bits of the average that the tokens so far had more than their blueprints say, summed.
         tokens: in which that shall be made up for.
     """
-    own = sum(b * s.parameters for b, s in zip(weight_bits, table.nested, strict=True)) / table.nested_parameters
-    if not routers.blocks or not 0 < level_of(routers, table, weight_bits, own) < LEVELS - 1:
+    average = sum(b * s.parameters for b, s in zip(weight_bits, table.nested, strict=True)) / table.nested_parameters
+    if not routers.blocks or not 0 < level_of(routers, table, weight_bits, average) < LEVELS - 1:
         return None
-    level = level_of(routers, table, weight_bits, own - excess / tokens)
+    level = level_of(routers, table, weight_bits, average - excess / tokens)
     return DynamicPrecision(NAME, round(min(LEVELS - 1.0, max(0.0, level))), routers.digest)

@@ -151,11 +151,11 @@ def allocate_kv(table: SiteTable, average: float) -> tuple[KVBits, ...]:
         return (FULL_BITS,) * table.layers
     costs, sizes = [_costs(s, table) for s in table.kv], [s.numbers for s in table.kv]
     # A model of few heads may have no assignment that close.
-    found = solve(costs, sizes, average, average - TOLERANCE) or solve(costs, sizes, average)
-    if found is None:
+    head_bits = solve(costs, sizes, average, average - TOLERANCE) or solve(costs, sizes, average)
+    if head_bits is None:
         raise QBEError(f"no KV bits were found for an average of {average:g}; try a higher one", field="kv_bits")
     bits: list[KVBits] = [FULL_BITS] * table.layers
-    for layer, heads in groupby(zip(table.kv, found, strict=True), key=lambda pair: pair[0].layer):
+    for layer, heads in groupby(zip(table.kv, head_bits, strict=True), key=lambda pair: pair[0].layer):
         bits[layer] = shortest(tuple(b for _, b in heads))
     return tuple(bits)
 

@@ -82,14 +82,14 @@ def ready() -> None:
     make_folder(cache_dir() / "learned")
 
 
-def write(policy: str, table: SiteTable, found: Learned) -> Path:
+def write(policy: str, table: SiteTable, fitted: Learned) -> Path:
     """Keeps what was learned; returns where. Raises QBEError when the disk refuses."""
     from safetensors.numpy import save
 
     path = path_of(policy, table)
     make_folder(path.parent)
-    tensors = {name: np.ascontiguousarray(t) for name, t in found.tensors.items()}
-    about = json.dumps(dict(found.about), sort_keys=True, allow_nan=False)
+    tensors = {name: np.ascontiguousarray(t) for name, t in fitted.tensors.items()}
+    about = json.dumps(dict(fitted.about), sort_keys=True, allow_nan=False)
     metadata = {"version": version_of(policy, table), "about": about, "checksum": _checksum(tensors, about)}
     write_bytes(path, save(tensors, metadata))
     return path
@@ -105,7 +105,7 @@ def read(policy: str, table: SiteTable) -> Learned:
     from safetensors import SafetensorError, safe_open
 
     path, again = path_of(policy, table), f"run 'qbe train {policy} --model {table.model_name}'"
-    what = f"what '{policy}' has learned ({path.name})"  # a server's clients read this: not where it lies
+    subject = f"what '{policy}' has learned ({path.name})"  # a server's clients read this: not where it lies
     if not path.is_file():
         raise QBEError(f"the policy '{policy}' has not been trained for {table.model_name}: {again}")
     try:
@@ -114,31 +114,31 @@ def read(policy: str, table: SiteTable) -> Learned:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
         version, about, checksum = (metadata[k] for k in ("version", "about", "checksum"))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise QBEError(f"{what} is damaged ({type(error).__name__}): {again} again") from None
+        raise QBEError(f"{subject} is damaged ({type(error).__name__}): {again} again") from None
     if version != version_of(policy, table):
         raise QBEError(
-            f"{what} was trained for another store or version of qbe than {table.model_name} has now: {again} again"
+            f"{subject} was trained for another store or version of qbe than {table.model_name} has now: {again} again"
         )
     if checksum != _checksum(tensors, about):
-        raise QBEError(f"{what} is damaged (its checksum does not fit): {again} again")
+        raise QBEError(f"{subject} is damaged (its checksum does not fit): {again} again")
     return Learned(tensors, json.loads(about), checksum)
 
 
 def _checksum(tensors: Mapping[str, Array], about: str) -> str:
-    found = hashlib.blake2b(about.encode(), digest_size=16)
+    digest = hashlib.blake2b(about.encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
-        found.update(repr((name, str(tensor.dtype), tensor.shape)).encode() + tensor.tobytes())
-    return found.hexdigest()
+        digest.update(repr((name, str(tensor.dtype), tensor.shape)).encode() + tensor.tobytes())
+    return digest.hexdigest()
 
 
 @cache
 def _analysis() -> str:
     """Digest of the analysis; as version 0.1 wrote it down, where it is still the same."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name in _ANALYSIS:
         read = (files("qbe.analysis") / name).read_bytes()
-        found.update(_without_comments(read.decode()).encode() if name.endswith(".py") else read)
-    return _AS_IN_0_1.get(found.hexdigest(), found.hexdigest())
+        digest.update(_without_comments(read.decode()).encode() if name.endswith(".py") else read)
+    return _AS_IN_0_1.get(digest.hexdigest(), digest.hexdigest())
 
 
 def _without_comments(source: str) -> str:

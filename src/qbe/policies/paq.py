@@ -45,14 +45,14 @@ class PAQPolicy(Policy):
             raise QBEError(said, field="policy")
         if budget.bits is None:
             weight, bias = heads[budget.plain_tier]
-            at = int((profile.vector @ weight + bias).argmax())
+            choice = int((profile.vector @ weight + bias).argmax())
         else:
             weight, bias = heads["default"]
             chances = logarithms(profile.vector @ weight + bias)
-            at = int((chances - price(sample, widths, float(budget.bits)) * np.array(widths)).argmax())
+            choice = int((chances - price(sample, widths, float(budget.bits)) * np.array(widths)).argmax())
         kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
         return Blueprint.of(
-            self.name, table, (widths[at],) * len(table.nested), table.activations(budget.activation_bits),
+            self.name, table, (widths[choice],) * len(table.nested), table.activations(budget.activation_bits),
             allocate_kv(table, kv_bits),
         )  # fmt: skip
 
@@ -69,9 +69,9 @@ Router = tuple[tuple[int, ...], dict[str, tuple[learned.Array, learned.Array]], 
 
 @lru_cache(maxsize=8)
 def _router(table: SiteTable) -> Router:
-    found = learned.read("paq", table).tensors
-    widths = tuple(map(int, found["widths"]))
-    return widths, {t: (found[f"{t}.weight"], found[f"{t}.bias"]) for t in THRESHOLDS}, _Sample(found["sample"])
+    tensors = learned.read("paq", table).tensors
+    widths = tuple(map(int, tensors["widths"]))
+    return widths, {t: (tensors[f"{t}.weight"], tensors[f"{t}.bias"]) for t in THRESHOLDS}, _Sample(tensors["sample"])
 
 
 def logarithms(logits: learned.Array) -> learned.Array:

@@ -71,10 +71,10 @@ class PerTokenPolicy(Policy):
             )
         level = round(min(1.0, max(0.0, share)) * (LEVELS - 1))
         kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
-        found = Blueprint.of(
+        blueprint = Blueprint.of(
             self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
         )
-        return replace(found, dynamic_precision=DynamicPrecision("routers", level, routers.digest))
+        return replace(blueprint, dynamic_precision=DynamicPrecision("routers", level, routers.digest))
 
     def routers(self, table: SiteTable) -> TokenRouters:
         """What the engine runs. Raises QBEError where none were trained for this model."""
@@ -97,8 +97,8 @@ class TokenwisePolicy(PerTokenPolicy):
 
 @lru_cache(maxsize=8)
 def _routers(name: str, table: SiteTable, head: bool) -> TokenRouters:
-    found, blocks = learned.read(name, table), blocks_of(table, head)
+    fitted, blocks = learned.read(name, table), blocks_of(table, head)
     return TokenRouters(
-        blocks, networks(found.tensors, len(blocks)), tuple(map(int, found.tensors["widths"])),
-        found.tensors["thresholds"], found.checksum,
+        blocks, networks(fitted.tensors, len(blocks)), tuple(map(int, fitted.tensors["widths"])),
+        fitted.tensors["thresholds"], fitted.checksum,
     )  # fmt: skip

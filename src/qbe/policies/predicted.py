@@ -98,11 +98,14 @@ def features(signals: PromptSignals, errors: list[learned.Array]) -> Numbers:
     A site whose inputs were not seen, like an output head, has zeros.
     """
     size, share = np.zeros(len(errors)), np.zeros(len(errors))
-    for at, (squares, error) in enumerate(zip(signals.inputs, errors, strict=True)):
+    for site, (squares, error) in enumerate(zip(signals.inputs, errors, strict=True)):
         if squares is not None:
             by_channel = squares.astype(np.float64) * error
             total = max(float(by_channel.sum()), 1e-30)
-            size[at], share[at] = np.log(total), np.log(max(float(by_channel @ by_channel), 1e-60)) - 2 * np.log(total)
+            size[site], share[site] = (
+                np.log(total),
+                np.log(max(float(by_channel @ by_channel), 1e-60)) - 2 * np.log(total),
+            )
     return np.concatenate([size, share, [signals.entropy]])
 
 
@@ -125,7 +128,7 @@ def _allocation(table: SiteTable, costs: Numbers, bits: float) -> tuple[int, ...
     """The exact allocation of costs [sites, gears] at an average of `bits`."""
     rows = [dict(zip(s.gears, row, strict=True)) for s, row in zip(table.nested, costs, strict=True)]
     sizes = [s.parameters for s in table.nested]
-    found = solve(rows, sizes, bits, bits - TOLERANCE) or solve(rows, sizes, bits)
-    if found is None:
+    gears = solve(rows, sizes, bits, bits - TOLERANCE) or solve(rows, sizes, bits)
+    if gears is None:
         raise QBEError(f"no assignment was found for a budget of {bits:g} bits; try a higher one")
-    return found
+    return gears

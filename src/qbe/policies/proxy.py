@@ -34,10 +34,10 @@ COUNTS = {1: 0, 2: len(LOGARITHMIC)}  # how many of these, from the first on, co
 
 def nearest(averages: list[float], wanted: float) -> int:
     """The place of the number nearest to `wanted` in an ascending list."""
-    at = bisect_left(averages, wanted)
-    if at == len(averages) or (at and wanted - averages[at - 1] <= averages[at] - wanted):
-        at -= 1
-    return at
+    index = bisect_left(averages, wanted)
+    if index == len(averages) or (index and wanted - averages[index - 1] <= averages[index] - wanted):
+        index -= 1
+    return index
 
 
 class ProxyPolicy(Policy):
@@ -60,12 +60,12 @@ class ProxyPolicy(Policy):
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without a trained network, and what the policy raises that it was learned from."""
         scorer = _scorer(table)
-        at = scorer.choose(profile, budget) if plain(budget) else None
-        if at is None:
+        choice = scorer.choose(profile, budget) if plain(budget) else None
+        if choice is None:
             self.passed += 1
             return scorer.policy.blueprint(profile, budget, table)
         self.handled += 1
-        return scorer.blueprint(at, profile, budget)
+        return scorer.blueprint(choice, profile, budget)
 
 
 def plain(budget: Budget) -> bool:
@@ -108,9 +108,9 @@ class Net:
 class Scorer:
     """The networks and blueprints of one model. See `ProxyPolicy`."""
 
-    def __init__(self, found: learned.Learned, table: SiteTable) -> None:
-        self.policy = policies.load(str(found.about["policy"]))
-        self.table, tensors = table, found.tensors
+    def __init__(self, fitted: learned.Learned, table: SiteTable) -> None:
+        self.policy = policies.load(str(fitted.about["policy"]))
+        self.table, tensors = table, fitted.tensors
         self.nets = {
             tier: Net(tier, {k.partition(".")[2]: v for k, v in tensors.items() if k.startswith(f"{tier}.")})
             for tier in NAMES
@@ -134,15 +134,15 @@ class Scorer:
         low, high = min(said), max(said)
         return None if high - low > net.most else nearest(self._averages, sum(said) / len(said))
 
-    def blueprint(self, at: int, profile: QueryProfile, budget: Budget) -> Blueprint:
+    def blueprint(self, choice: int, profile: QueryProfile, budget: Budget) -> Blueprint:
         """The blueprint of that number, with the budget's activations and the KV bits for the context."""
-        known = self._known.get((at, budget.activation_bits))
+        known = self._known.get((choice, budget.activation_bits))
         if known is None:
             activations = self.table.activations(budget.activation_bits)
-            found = Blueprint.of("proxy", self.table, self._gears[at], activations)
-            known = self._known[at, budget.activation_bits] = found, found.bytes_per_token(self.table)
+            blueprint = Blueprint.of("proxy", self.table, self._gears[choice], activations)
+            known = self._known[choice, budget.activation_bits] = blueprint, blueprint.bytes_per_token(self.table)
         average = kv.average_bits(profile, budget, self.table, known[1])
-        key = at, budget.activation_bits, average
+        key = choice, budget.activation_bits, average
         if key not in self._with_kv:  # of budgets that leave the KV cache to the policy
             self._with_kv[key] = kv.with_cache(known[0], budget, self.table, average)
         return self._with_kv[key]
@@ -150,11 +150,11 @@ class Scorer:
 
 @lru_cache(maxsize=8)
 def _scorer(table: SiteTable) -> Scorer:
-    found = learned.read("proxy", table)
-    policy = policies.load(str(found.about["policy"]))
-    if found.about["policy_version"] != policy.cache_version:
+    fitted = learned.read("proxy", table)
+    policy = policies.load(str(fitted.about["policy"]))
+    if fitted.about["policy_version"] != policy.cache_version:
         raise QBEError(
             f"the proxy of {table.model_name} was trained on another version of the policy '{policy.name}': "
             f"run 'qbe train proxy --model {table.model_name}' again"
         )
-    return Scorer(found, table)
+    return Scorer(fitted, table)

@@ -82,11 +82,11 @@ class Router:
         scores = np.stack([n.scores((m - centre) / scale) for n, m, centre, scale in parts])
         price = self._prices(bits_left(self.table, self.blocks, base, bits))
         chosen = self._chosen(scores, price)
-        found = list(base)
-        for block, at in zip(self.blocks, chosen, strict=True):
+        gears = list(base)
+        for block, choice in zip(self.blocks, chosen, strict=True):
             for site in block.sites:
-                found[site] = self.widths[at]
-        return tuple(found)
+                gears[site] = self.widths[choice]
+        return tuple(gears)
 
     def _chosen(self, scores: Numbers, price: float) -> Numbers:
         return np.asarray((scores - price * np.array(self.widths)).argmax(-1))

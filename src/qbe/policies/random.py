@@ -64,30 +64,30 @@ def _draw(table: SiteTable, wanted: float, draw: np.random.Generator) -> tuple[i
     p = _most_entropy(gears, wanted)
     best, closest = np.zeros(len(sizes), dtype=int), -1.0
     for _ in range(TRIES):
-        at = _fitted(draw.choice(len(gears), len(sizes), p=p), gears, sizes, wanted, draw)
-        average = float(sizes @ gears[at])
+        drawn = _fitted(draw.choice(len(gears), len(sizes), p=p), gears, sizes, wanted, draw)
+        average = float(sizes @ gears[drawn])
         if average > closest:
-            best, closest = at, average
+            best, closest = drawn, average
         if average >= wanted - TOLERANCE:
             break
     return tuple(int(g) for g in gears[best])
 
 
-def _fitted(at: Widths, gears: Widths, sizes: Numbers, wanted: float, draw: np.random.Generator) -> Widths:
+def _fitted(chosen: Widths, gears: Widths, sizes: Numbers, wanted: float, draw: np.random.Generator) -> Widths:
     """The draw with random sites lowered until the average is not above `wanted`, then raised as long as one fits."""
     for step in (-1, 1):
         moved = True
         while moved:
             moved = False
             for site in draw.permutation(len(sizes)):
-                average, to = float(sizes @ gears[at]), at[site] + step
+                average, to = float(sizes @ gears[chosen]), chosen[site] + step
                 if step < 0 and average <= wanted + 1e-9:
                     break
                 if not 0 <= to < len(gears):
                     continue
-                if step < 0 or average + sizes[site] * (gears[to] - gears[at[site]]) <= wanted + 1e-9:
-                    at[site], moved = to, True
-    return at
+                if step < 0 or average + sizes[site] * (gears[to] - gears[chosen[site]]) <= wanted + 1e-9:
+                    chosen[site], moved = to, True
+    return chosen
 
 
 def _most_entropy(gears: Widths, mean: float) -> Numbers:

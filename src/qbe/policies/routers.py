@@ -55,20 +55,20 @@ def blocks_of(table: SiteTable, head: bool = False) -> tuple[RoutedBlock, ...]:
     Raises:
         QBEError: a model that has none.
     """
-    found: list[tuple[str, list[int]]] = []
-    for at, site in enumerate(table.nested):
+    blocks: list[tuple[str, list[int]]] = []
+    for index, site in enumerate(table.nested):
         name = site.name.rpartition(".")[0]
         if site.layer is None:
             continue
-        if not found or found[-1][0] != name:
-            found.append((name, []))
-        found[-1][1].append(at)
-    if not found:
+        if not blocks or blocks[-1][0] != name:
+            blocks.append((name, []))
+        blocks[-1][1].append(index)
+    if not blocks:
         raise QBEError(f"{table.model_name or 'this model'} has no nested layers that a router could choose bits for")
-    heads = [(s.name, at) for at, s in enumerate(table.nested) if head and s.role is Role.OUTPUT_HEAD]
+    heads = [(s.name, index) for index, s in enumerate(table.nested) if head and s.role is Role.OUTPUT_HEAD]
     return (
-        *(RoutedBlock(name, tuple(sites)) for name, sites in found),
-        *(RoutedBlock(name, (at,), head=True) for name, at in heads),
+        *(RoutedBlock(name, tuple(sites)) for name, sites in blocks),
+        *(RoutedBlock(name, (index,), head=True) for name, index in heads),
     )
 
 

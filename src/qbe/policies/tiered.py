@@ -43,10 +43,10 @@ class TieredPolicy(Policy):
             bits = max(table.gears()[0], round(round(bits / STEP) * STEP, 2))
 
         def weights() -> tuple[Blueprint, int]:
-            found = Blueprint.of(
+            blueprint = Blueprint.of(
                 self.name, table, allocate(table, bits, ROLE_FLOORS), table.activations(budget.activation_bits)
             )
-            return found, found.bytes_per_token(table)
+            return blueprint, blueprint.bytes_per_token(table)
 
         full_kv, weight_bytes = self._once((table, bits, budget.activation_bits), weights)
         average = kv.average_bits(profile, budget, table, weight_bytes)
@@ -61,9 +61,9 @@ class TieredPolicy(Policy):
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        found = make()
+        made = make()
         with self._lock:
-            self._known[key] = found
+            self._known[key] = made
             while len(self._known) > CACHE_SIZE:
                 self._known.popitem(last=False)
-        return found
+        return made

@@ -73,11 +73,11 @@ class Database:
             QBEError: it is not; what is written to it would be lost. The next use opens what is there then.
         """
         try:
-            found = os.stat(self.path)
+            file = os.stat(self.path)
         except FileNotFoundError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != self._opened:
-            if found is not None and self._db is not None:
+            file = None
+        if file is None or (file.st_dev, file.st_ino) != self._opened:
+            if file is not None and self._db is not None:
                 self._db.close()
                 self._db = None
             raise QBEError(
@@ -120,8 +120,8 @@ class Database:
                     raise
                 time.sleep(0.01)
             else:
-                found = os.stat(self.path)
-                self._db, self._opened = db, (found.st_dev, found.st_ino)
+                file = os.stat(self.path)
+                self._db, self._opened = db, (file.st_dev, file.st_ino)
                 return db
 
     def _prepare(self, db: sqlite3.Connection) -> None:
@@ -129,24 +129,24 @@ class Database:
         schema = self._schema
         db.execute("BEGIN")  # one view of the file, which another process may be making just now
         tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        found = db.execute("PRAGMA user_version").fetchone()[0]
+        version = db.execute("PRAGMA user_version").fetchone()[0]
         owner = db.execute("PRAGMA application_id").fetchone()[0]
         db.execute("COMMIT")
-        if (tables or found) and owner != schema.application_id:
+        if (tables or version) and owner != schema.application_id:
             raise QBEError(f"{self.path} is another program's database: {schema.elsewhere}")
-        if found > schema.version:
+        if version > schema.version:
             raise QBEError(
-                f"{self.path} has {schema.name} of format {found}, this QBE reads up to format {schema.version}: "
+                f"{self.path} has {schema.name} of format {version}, this QBE reads up to format {schema.version}: "
                 f"update QBE, or {schema.elsewhere}"
             )
-        if found < schema.version:
+        if version < schema.version:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("BEGIN IMMEDIATE")
             for statement in schema.make:
                 db.execute(statement)
-            there = {row[1] for row in db.execute(f"PRAGMA table_info({schema.table})")}
+            columns = {row[1] for row in db.execute(f"PRAGMA table_info({schema.table})")}
             for name in schema.columns:  # an earlier version, or another process just now, made a table without these
-                if name not in there:
+                if name not in columns:
                     db.execute(f"ALTER TABLE {schema.table} ADD COLUMN {name}")
             db.execute(f"PRAGMA application_id = {schema.application_id}")
             db.execute(f"PRAGMA user_version = {schema.version}")

@@ -176,15 +176,15 @@ class Ledger:
         by_bits: dict[tuple[str, str, str], dict[int, int]] = {}
         for *group, bits, tokens in self._file.read(_BY_BITS, period):
             by_bits.setdefault((group[0], group[1], group[2]), {})[bits] = tokens
-        found = []
+        totals = []
         for *named, whole, part, joules, energy in self._file.read(_TOTALS, period):
             spread = by_bits.get((named[0], named[1], named[2]), {})
             tokens = max(1, sum(spread.values()))
             bits = sum(b * n for b, n in spread.items()) / tokens
             cost = (whole * UNIT + part) / UNIT
             more: Any = (round(bits, 4), spread, cost, joules, joules / tokens, energy)
-            found.append(Total(*named, *more))
-        return found
+            totals.append(Total(*named, *more))
+        return totals
 
     def used(self, since: str) -> list[tuple[str, int, int]]:
         """Key, tokens of prompts and answers, and cost in trillionths, of requests that came from then on.
@@ -192,8 +192,8 @@ class Ledger:
         Raises:
             QBEError: the file cannot be read, or is no ledger.
         """
-        found = self._file.read(_USED, {"since": since})
-        return [(key, tokens, whole * UNIT + part) for key, tokens, whole, part in found]
+        rows = self._file.read(_USED, {"since": since})
+        return [(key, tokens, whole * UNIT + part) for key, tokens, whole, part in rows]
 
     def probe(self) -> None:
         """Write nothing, but really to the file. Raises QBEError where rows could not be written."""

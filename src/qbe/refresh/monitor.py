@@ -87,7 +87,7 @@ class Monitor:
         Args:
             entropies, margins: of all tokens of the answer so far.
         """
-        found = None
+        cause = None
         while self._thresholds is not None and self._looked + WINDOW <= len(entropies):
             self._looked += WINDOW
             means = (_mean(x[self._looked - WINDOW : self._looked]) for x in (entropies, margins))
@@ -97,8 +97,8 @@ class Monitor:
             if kind != USUAL and self._run == RUN:
                 first = self._looked - RUN * WINDOW
                 means = (_mean(x[first : self._looked]) for x in (entropies, margins))
-                found, self._run = Cause(kind, self._looked, *means), 0
-        return found
+                cause, self._run = Cause(kind, self._looked, *means), 0
+        return cause
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -66,14 +66,14 @@ def learn(records: Iterable[Record]) -> dict[str, Thresholds]:
     for r in records:
         if r.entropies and r.margins:
             seen.setdefault(r.model, []).extend(windows(r.entropies, r.margins))
-    return {model: _of(found) for model, found in seen.items() if len(found) >= LEAST}
+    return {model: _of(measured) for model, measured in seen.items() if len(measured) >= LEAST}
 
 
-def _of(found: list[tuple[float, float]]) -> Thresholds:
-    entropies, margins = np.asarray(found).T
+def _of(windows: list[tuple[float, float]]) -> Thresholds:
+    entropies, margins = np.asarray(windows).T
     easy_entropy, hard_entropy = np.quantile(entropies, (0.25, 0.75))
     hard_margin, easy_margin = np.quantile(margins, (0.25, 0.75))
-    return Thresholds(float(hard_entropy), float(easy_entropy), float(hard_margin), float(easy_margin), len(found))
+    return Thresholds(float(hard_entropy), float(easy_entropy), float(hard_margin), float(easy_margin), len(windows))
 
 
 def default_path() -> Path:
@@ -89,23 +89,23 @@ def load(model: str, path: Path | None = None) -> Thresholds | None:
     Raises:
         QBEError: the file is not one that `save` wrote.
     """
-    found = _read(default_path() if path is None else path).get(model)
-    return None if found is None else Thresholds(**found)
+    values = _read(default_path() if path is None else path).get(model)
+    return None if values is None else Thresholds(**values)
 
 
 def save(learned: dict[str, Thresholds], path: Path | None = None) -> Path:
     """Write them beside those of other models; returns where. Raises QBEError when the disk refuses."""
     path = default_path() if path is None else path
     path.parent.mkdir(parents=True, exist_ok=True)
-    every = _read(path) | {model: asdict(found) for model, found in learned.items()}
+    every = _read(path) | {model: asdict(thresholds) for model, thresholds in learned.items()}
     write_text(path, json.dumps(every, indent=1, sort_keys=True) + "\n")
     return path
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        for values in found.values():
+        by_model: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        for values in by_model.values():
             Thresholds(**values)
     except FileNotFoundError:
         return {}
@@ -113,4 +113,4 @@ def _read(path: Path) -> dict[str, Any]:
         raise QBEError(
             f"{path} holds no thresholds: delete it and run 'qbe records --learn-refresh' again ({error})"
         ) from error
-    return found
+    return by_model

@@ -50,8 +50,8 @@ class Admission:
     def queued(self, tier: TierName, key: str | None = None) -> int:
         """Answers of a tier, or of a key in it, that wait, at most: the others may have taken every place that they
         can fill."""
-        own = sum(n for (t, k), n in self._inside.items() if t == tier and key in (None, k))
-        return max(0, own - max(0, self.running - (self.inside - own)))
+        inside = sum(n for (t, k), n in self._inside.items() if t == tier and key in (None, k))
+        return max(0, inside - max(0, self.running - (self.inside - inside)))
 
     def enter(self, count: int, limits: Limits, tier: TierName = "default", client: Client = ANYONE) -> None:
         """Let `count` answers in, which `leave` one by one. Each key has a queue of its own in each tier, so that
@@ -64,13 +64,13 @@ class Admission:
         if count > most:
             raise APIError(400, f"n is {count} in all, but this server holds {most} answers: ask for fewer", param="n")
         at_once = None if client.key is None else client.key.concurrent
-        own = sum(n for (_, key), n in self._inside.items() if key == client.name)
-        if at_once is not None and own + count > at_once:
+        inside = sum(n for (_, key), n in self._inside.items() if key == client.name)
+        if at_once is not None and inside + count > at_once:
             if count > at_once:
                 raise APIError(400, f"n is {count} in all, but this key may have {at_once} answers at once", param="n")
             raise APIError(
-                429, f"this key has {own} answers that run or wait and may have {at_once}: try again later",
-                code="rate_limit_exceeded", retry_after=self._retry_after(own + count - at_once),
+                429, f"this key has {inside} answers that run or wait and may have {at_once}: try again later",
+                code="rate_limit_exceeded", retry_after=self._retry_after(inside + count - at_once),
             )  # fmt: skip
         queued = self.queued(tier, client.name)
         self._inside[tier, client.name] += count

@@ -248,7 +248,7 @@ class Billing(threading.Thread):
         except Exception:  # a thread that ended here would leave every client waiting
             log.exception("a defect of the ledger")
             self._failed_at, good = time.monotonic(), False
-            for job, _ in (one for parcel in parcels for one in parcel.news):
+            for job, _ in (event for parcel in parcels for event in parcel.news):
                 if job.account is not None and not job.account.stream:
                     job.account.lost = True  # some of it may not have been counted
         for parcel in parcels:

@@ -79,13 +79,13 @@ def parse(kind: type[BaseModel], raw: bytes) -> BaseModel:
     """A checked body. Raises APIError."""
     check_size(raw)
     try:
-        found = json.loads(raw, object_pairs_hook=_object)
+        body = json.loads(raw, object_pairs_hook=_object)
     except RecursionError:
         raise APIError(400, "the body is nested too deeply", code="invalid_json") from None
     except ValueError as error:  # also UnicodeDecodeError, and a number with thousands of digits
         raise APIError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
     try:
-        return kind.model_validate(found)
+        return kind.model_validate(body)
     except ValidationError as error:
         raise wrong_body(error) from None
 

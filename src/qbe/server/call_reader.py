@@ -80,8 +80,8 @@ class Reader:
                     return
                 yield from begun
             tag = {"text": OPEN, "raw": RAW_CLOSE}.get(self._within, CLOSE)
-            piece, found, rest = self._held.partition(tag)
-            if not found:
+            piece, opened, rest = self._held.partition(tag)
+            if not opened:
                 break
             yield from self._piece(piece)
             yield from self._end()
@@ -96,13 +96,13 @@ class Reader:
 
     def _begin(self) -> list[Begun] | None:
         """The call whose name is complete; of a custom one nothing is told before its end. None: it is not."""
-        ends = [(at, tag, within) for tag, within in ((ARGUMENTS, "arguments"), (RAW, "raw"))
-                if (at := self._held.find(tag)) >= 0]  # fmt: skip
+        ends = [(begin, tag, within) for tag, within in ((ARGUMENTS, "arguments"), (RAW, "raw"))
+                if (begin := self._held.find(tag)) >= 0]  # fmt: skip
         if not ends:
             return None
-        at, tag, self._within = min(ends)
-        begun = Begun(self.calls, f"call_{uuid.uuid4().hex[:24]}", json.loads(self._held[:at]))
-        self._held = self._held[at + len(tag) :]
+        begin, tag, self._within = min(ends)
+        begun = Begun(self.calls, f"call_{uuid.uuid4().hex[:24]}", json.loads(self._held[:begin]))
+        self._held = self._held[begin + len(tag) :]
         self.calls += 1
         self._call, self._input = (begun, "") if begun.name in self._custom else (None, "")
         return [] if self._call else [begun]

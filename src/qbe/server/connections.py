@@ -190,15 +190,15 @@ class Limited(H11Protocol):
         state = self.conn.their_state
         if state is h11.IDLE:
             before = self.conn.trailing_data[0]
-            found = (before + self._held).find(_END)
-            if found < 0 and len(before) + len(self._held) > HEADER_BYTES:
+            end = (before + self._held).find(_END)
+            if end < 0 and len(before) + len(self._held) > HEADER_BYTES:
                 self._cut, self._held = True, b""
                 self.transport.write(_TOO_LARGE)
                 self.transport.close()
                 return 0
-            if found < 0:
+            if end < 0:
                 return len(self._held)
-            return max(1, found + len(_END) - len(before)) if self._begins() else 0
+            return max(1, end + len(_END) - len(before)) if self._begins() else 0
         # What has come of a body lies with the application until that asks for more.
         return _PIECE_BYTES if state is h11.SEND_BODY and self._wanted and not self.flow.read_paused else 0
 

@@ -134,5 +134,5 @@ def check(settings: Settings, lowest: float) -> None:
             )
 
 
-def _contradiction(name: str, what: str) -> APIError:
-    return APIError(400, f"qbe.{name} {what}", param=f"qbe.{name}", code="contradictory_budget")
+def _contradiction(name: str, problem: str) -> APIError:
+    return APIError(400, f"qbe.{name} {problem}", param=f"qbe.{name}", code="contradictory_budget")

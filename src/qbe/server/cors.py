@@ -11,7 +11,7 @@ from qbe.server.settings import Settings
 
 _SHOWN = [
     "Retry-After", "X-Request-Id",
-    *(f"X-RateLimit-{what}-{kind}" for kind in ("Requests", "Tokens") for what in ("Limit", "Remaining", "Reset")),
+    *(f"X-RateLimit-{number}-{kind}" for kind in ("Requests", "Tokens") for number in ("Limit", "Remaining", "Reset")),
 ]  # fmt: skip
 
 

@@ -66,14 +66,16 @@ class EngineRequest:
 
     def requests(self, first: Request, grammars: Grammars | None) -> list[Request]:
         """The answers to a prompt: the first as it is given, the others with seeds of their own."""
-        found = []
+        requests = []
         for i in range(self.n):
             seed = None if first.params.seed is None else (first.params.seed + i) % 2**63
             params = replace(first.params, seed=seed, prompt_logprobs=first.params.prompt_logprobs if i == 0 else None)
             wanted = self.structure
-            one = None if wanted is None or grammars is None else grammars.constraint(wanted.matcher, wanted.limits)
-            found.append(replace(first, params=params, constraint=one))
-        return found
+            constraint = (
+                None if wanted is None or grammars is None else grammars.constraint(wanted.matcher, wanted.limits)
+            )
+            requests.append(replace(first, params=params, constraint=constraint))
+        return requests
 
     def refused(self, error: QBEError) -> APIError:
         """The engine's refusal, with the field of the body."""
@@ -186,10 +188,10 @@ class Exchange:
         """Until the engine has taken all jobs. Raises APIError when it refuses one."""
         early: list[tuple[Job, Event]] = []
         for _ in self.jobs:
-            while (found := await self._next())[1] is not None:  # the first of them may be written already
-                if isinstance(found[1], Exception):
-                    raise self._failed(found[1])
-                early.append(found)
+            while (event := await self._next())[1] is not None:  # the first of them may be written already
+                if isinstance(event[1], Exception):
+                    raise self._failed(event[1])
+                early.append(event)
         self._early.extend(early)
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -244,8 +246,8 @@ async def while_connected(disconnected: Callable[[], Any], work: Any) -> Any:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        for one in (task, gone):
-            if not one.done():
-                one.cancel()
+        for future in (task, gone):
+            if not future.done():
+                future.cancel()
                 with suppress(asyncio.CancelledError, Exception):
-                    await one
+                    await future

@@ -35,11 +35,11 @@ class Shares:
         for sequence in running:
             self._open.setdefault(sequence, 0.0)
         present = {flow_of(s) for s in (*waiting, *self._open)}
-        there = [self.served[f] for f in present & self._present]
+        served = [self.served[f] for f in present & self._present]
         for flow in present - self._present:  # who was away gets nothing for it
             beside = [self.served[f] for f in present & self._present if f[0] == flow[0]]
             self.served[flow] = max(self.served.get(flow, 0.0), min(beside, default=0.0))
-        if not there:  # all are new: what was counted before is of no use
+        if not served:  # all are new: what was counted before is of no use
             self.served = dict.fromkeys(present, 0.0)
         self._present = present
         for sequence in list(self._open):
@@ -48,9 +48,9 @@ class Shares:
     def first(self, waiting: Collection[Sequence]) -> Sequence:
         """Whose turn it is, of these: of the tier whose answer has the lowest rank, of its key with the least."""
         tier = min(waiting, key=_rank).priority.tier
-        own = [s for s in waiting if s.priority.tier == tier]
-        least = min({flow_of(s) for s in own}, key=lambda flow: (self.served.get(flow, 0.0), flow[1]))
-        self._chosen = min((s for s in own if flow_of(s) == least), key=_rank)
+        of_tier = [s for s in waiting if s.priority.tier == tier]
+        least = min({flow_of(s) for s in of_tier}, key=lambda flow: (self.served.get(flow, 0.0), flow[1]))
+        self._chosen = min((s for s in of_tier if flow_of(s) == least), key=_rank)
         return self._chosen
 
     def _count(self, sequence: Sequence) -> None:

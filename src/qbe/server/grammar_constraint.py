@@ -48,8 +48,8 @@ class Alphabet:
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self.tokenizer = tokenizer
         self.eos: int = tokenizer.eos_token
-        found = {c: tokenizer.tokenize_str(c) for c in {*_IN_STRING, *_OUTSIDE}}
-        self._ids = {c: t[0] for c, t in found.items() if len(t) == 1 and tokenizer.decode_bytes(t) == c.encode()}
+        tokens = {c: tokenizer.tokenize_str(c) for c in {*_IN_STRING, *_OUTSIDE}}
+        self._ids = {c: t[0] for c, t in tokens.items() if len(t) == 1 and tokenizer.decode_bytes(t) == c.encode()}
         self.in_string = [self._ids[c] for c in _IN_STRING if c in self._ids]
         self.outside = [self._ids[c] for c in _OUTSIDE if c in self._ids]
 
@@ -168,32 +168,32 @@ class GrammarConstraint:
         """Tokens that end the answer, if need be; not the fewest, but few. None where none were found."""
         if self._way is not None and self._leads_to_end(matcher, self._way):
             return self._way
-        at, scan, found = matcher.deep_copy(), scan.copy(), list[int]()
-        while not at.is_stopped() and len(found) < _MOST_STEPS:
-            if at.is_accepting():
+        state, scan, way = matcher.deep_copy(), scan.copy(), list[int]()
+        while not state.is_stopped() and len(way) < _MOST_STEPS:
+            if state.is_accepting():
                 break
-            forced = at.compute_ff_tokens()
-            step = forced or [self._nearest(at, scan)]
-            if step[0] < 0 or not at.consume_tokens(step):
+            forced = state.compute_ff_tokens()
+            step = forced or [self._nearest(state, scan)]
+            if step[0] < 0 or not state.consume_tokens(step):
                 return None
-            found += step
+            way += step
             scan.feed(self._alphabet.tokenizer.decode_bytes(step))
-        self._longest = max(self._longest, len(found))
-        return found if at.is_accepting() and not at.is_error() else None
+        self._longest = max(self._longest, len(way))
+        return way if state.is_accepting() and not state.is_error() else None
 
     def _nearest(self, matcher: llguidance.LLMatcher, scan: AnswerScan) -> int:
         """The allowed token that is nearest to an end, by its looks; -1 where there is none."""
         mask = self._mask(matcher)
         wanted = self._alphabet.in_string if scan.in_string else self._alphabet.outside
-        found = next((t for t in wanted if mask[t]), None)
-        if found is None:
+        nearest = next((t for t in wanted if mask[t]), None)
+        if nearest is None:
             allowed = np.flatnonzero(mask)
-            found = int(allowed[0]) if len(allowed) else -1
-        return found
+            nearest = int(allowed[0]) if len(allowed) else -1
+        return nearest
 
     def _leads_to_end(self, matcher: llguidance.LLMatcher, way: list[int]) -> bool:
-        at = matcher.deep_copy()
-        return all(at.consume_token(t) for t in way) and at.is_accepting()
+        state = matcher.deep_copy()
+        return all(state.consume_token(t) for t in way) and state.is_accepting()
 
 
 def line(text: str) -> str:

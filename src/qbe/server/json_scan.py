@@ -93,18 +93,18 @@ class AnswerScan:
                 if self.json.ended:
                     self.json = JSONScan() if self._where == "all" else None
                 continue
-            _, found, after = (self._tail + text).partition(_CALL)
-            self._tail = b"" if found else (self._tail + text)[-len(_CALL) :]
-            if not found:
+            _, opened, after = (self._tail + text).partition(_CALL)
+            self._tail = b"" if opened else (self._tail + text)[-len(_CALL) :]
+            if not opened:
                 return
             self.json, text = JSONScan(), after
 
     def copy(self) -> AnswerScan:
         """The same place."""
-        found = AnswerScan(None)
-        found._where, found._tail = self._where, self._tail
-        found.json = None if self.json is None else self.json.copy()
-        return found
+        copied = AnswerScan(None)
+        copied._where, copied._tail = self._where, self._tail
+        copied.json = None if self.json is None else self.json.copy()
+        return copied
 
     @property
     def in_string(self) -> bool:

@@ -29,14 +29,14 @@ class Client:
         allowed: tuple[TierName, ...] = ("flex", "default", "priority") if self.key is None else self.key.tiers
         if wanted == "auto":
             return "default" if "default" in allowed else allowed[0]
-        found = next((t for t in allowed if t == ("priority" if wanted == "fast" else wanted)), None)
-        if found is None:
+        given = next((t for t in allowed if t == ("priority" if wanted == "fast" else wanted)), None)
+        if given is None:
             may = ", ".join(allowed)
             raise APIError(
                 403, f"service_tier: this key may not use '{wanted}', only {may}", param="service_tier",
                 code="tier_not_allowed",
             )  # fmt: skip
-        return found
+        return given
 
 
 ANYONE = Client("anonymous", None)
@@ -59,12 +59,12 @@ def client_of(headers: Mapping[bytes, bytes], settings: Settings) -> Client:
         return ANYONE
     scheme, _, given = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     hashed = digest(given.strip() if scheme.lower() == "bearer" else "")
-    found = None
+    client = None
     for name, key in settings.keys.items():  # all of them, so that the time says nothing
         if hmac.compare_digest(hashed, key.sha256):
-            found = Client(name, key)
-    if found is None:
+            client = Client(name, key)
+    if client is None:
         raise APIError(
             401, "the key is missing or unknown: send 'Authorization: Bearer KEY'", code="invalid_api_key"
         )  # fmt: skip
-    return found
+    return client

@@ -86,12 +86,12 @@ class TierQueues:
         return lambda s: s not in self._kept and s.speculation is None  # whose draft tokens are checked in their turn
 
     def _first_kept(self, running: Collection[Sequence], waiting: Collection[Sequence]) -> list[Sequence]:
-        found: list[Sequence] = []
+        kept: list[Sequence] = []
         for tier in TIER_NAMES[1:]:
             if self._settings().tiers.reserved(tier):
                 line = sorted((s for s in waiting if s.priority.tier == tier), key=_rank)
-                found += [*(s for s in running if s.priority.tier == tier), *line][: max(1, self._places_of(tier))]
-        return found
+                kept += [*(s for s in running if s.priority.tier == tier), *line][: max(1, self._places_of(tier))]
+        return kept
 
     def stepped(self, seconds: float) -> None:
         """A step has taken so long."""
@@ -194,9 +194,9 @@ def in_order(asked: EngineRequest, admission: Admission, count: int) -> EngineRe
     terms = asked.terms
     if terms.bounded:
         return asked
-    found = admission.order.within(terms.tier, terms.tier_range, terms.tier_settings.bits[1])
-    admission.order.enter(terms.tier, found, count)
-    return replace(asked, terms=replace(terms, within=found))
+    range_ = admission.order.within(terms.tier, terms.tier_range, terms.tier_settings.bits[1])
+    admission.order.enter(terms.tier, range_, count)
+    return replace(asked, terms=replace(terms, within=range_))
 
 
 def _rank(sequence: Sequence) -> float:

@@ -39,12 +39,12 @@ class Quotas:
 
     def load(self, ledger: Ledger) -> None:
         """Begin with what is booked. Raises QBEError where the ledger cannot be read."""
-        found: Counter[tuple[str, str, str]] = Counter()
+        used: Counter[tuple[str, str, str]] = Counter()
         for period, since in self._periods().items():
             for key, tokens, cost in ledger.used(since.isoformat(timespec="milliseconds")):
-                found[period, key, "tokens"], found[period, key, "cost"] = tokens, cost
+                used[period, key, "tokens"], used[period, key, "cost"] = tokens, cost
         with self._lock:
-            self._used = found
+            self._used = used
 
     def add(self, key: str, use: Use) -> None:
         """So much more was booked."""
@@ -84,11 +84,11 @@ class Quotas:
         self._reserved[client.name, "cost"] += sign * use.cost
 
     def _over(self, name: str, since: datetime, unit: str, most: float, left: float, more: float) -> APIError:
-        what = f"{most:g} tokens" if unit == "tokens" else f"{most:g} in cost"
+        allowed = f"{most:g} tokens" if unit == "tokens" else f"{most:g} in cost"
         next_one = (since + timedelta(days=1 if name == "day" else 32)).replace(hour=0, minute=0, second=0)
         next_one = next_one if name == "day" else next_one.replace(day=1)
         return APIError(
-            429, f"this key may use {what} a {name} (UTC): {max(0.0, left):.6g} are left, and this request may take "
+            429, f"this key may use {allowed} a {name} (UTC): {max(0.0, left):.6g} are left, and this request may take "
             f"{more:.6g}: lower max_tokens, or wait", code="insufficient_quota",
             retry_after=(next_one - self._clock()).total_seconds(),
         )  # fmt: skip

@@ -88,14 +88,14 @@ class Rates:
 
     def headers(self, client: Client) -> list[tuple[bytes, bytes]]:
         """OpenAI's `x-ratelimit-…` of the limits that the key has."""
-        found = []
+        headers = []
         for kind in ("requests", "tokens"):
             if (bucket := self._bucket(client, kind)) is not None:
                 left = bucket.level
-                for what, value in (("limit", str(bucket.size)), ("remaining", str(max(0, math.floor(left)))),
+                for quantity, value in (("limit", str(bucket.size)), ("remaining", str(max(0, math.floor(left)))),
                                     ("reset", _span((bucket.size - left) * MINUTE_S / bucket.size))):  # fmt: skip
-                    found.append((f"x-ratelimit-{what}-{kind}".encode(), value.encode()))
-        return found
+                    headers.append((f"x-ratelimit-{quantity}-{kind}".encode(), value.encode()))
+        return headers
 
     @staticmethod
     def _over(bucket: Bucket, kind: str, wait: float, count: int = 1) -> APIError:

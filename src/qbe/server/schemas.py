@@ -44,91 +44,89 @@ def normal(schema: Any, param: str) -> Schema:
     return found
 
 
-def _ends(one: Schema, root: Schema, param: str) -> Schema:
+def _ends(schema: Schema, root: Schema, param: str) -> Schema:
     """The schema, of which no reference leads back to itself."""
-    at, seen = one, set[str]()
-    while isinstance(reference := at.get("$ref"), str):
+    end, seen = schema, set[str]()
+    while isinstance(reference := end.get("$ref"), str):
         if reference in seen:
             raise APIError(400, f"{param}: '{reference[:200]}' refers to itself: there is no text that it allows",
                            param=param, code="invalid_grammar")  # fmt: skip
         seen.add(reference)
-        found = _target(reference, root)
-        if not isinstance(found, dict):
+        target = _target(reference, root)
+        if not isinstance(target, dict):
             break
-        at = found
-    return dict(one)
+        end = target
+    return dict(schema)
 
 
-def _normal(schema: Any, param: str, at: str) -> Any:
+def _normal(schema: Any, param: str, path: str) -> Any:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
-        raise _no_schema(param, at, "must be an object")
-    found: Schema = {k: v for k, v in schema.items() if v is not None or k in ("const", "default")}
-    found.pop("x-guidance", None)  # the grammar library's own options
+        raise _no_schema(param, path, "must be an object")
+    new: Schema = {k: v for k, v in schema.items() if v is not None or k in ("const", "default")}
+    new.pop("x-guidance", None)  # the grammar library's own options
     for key in _ONE:
-        if key in found and not (key == "items" and isinstance(found[key], list)):
-            found[key] = _normal(found[key], param, f"{at}/{key}")
-    if isinstance(found.get("items"), list):  # a tuple of older drafts
-        found["prefixItems"] = found.pop("items")
-        if "additionalItems" in found:
-            found["items"] = found.pop("additionalItems")
+        if key in new and not (key == "items" and isinstance(new[key], list)):
+            new[key] = _normal(new[key], param, f"{path}/{key}")
+    if isinstance(new.get("items"), list):  # a tuple of older drafts
+        new["prefixItems"] = new.pop("items")
+        if "additionalItems" in new:
+            new["items"] = new.pop("additionalItems")
     for key in _MANY:
-        if key in found:
-            if not isinstance(found[key], list):
-                raise _no_schema(param, f"{at}/{key}", "must be a list")
-            found[key] = [_normal(one, param, f"{at}/{key}/{i}") for i, one in enumerate(found[key])]
-            if not found[key]:
-                del found[key]
+        if key in new:
+            if not isinstance(new[key], list):
+                raise _no_schema(param, f"{path}/{key}", "must be a list")
+            new[key] = [_normal(part, param, f"{path}/{key}/{i}") for i, part in enumerate(new[key])]
+            if not new[key]:
+                del new[key]
     for key in _BY_NAME:
-        if key in found:
-            if not isinstance(found[key], dict):
-                raise _no_schema(param, f"{at}/{key}", "must be an object")
-            found[key] = {name: _normal(one, param, f"{at}/{key}/{name}") for name, one in found[key].items()}
-    if isinstance(found.get("required"), bool):  # of draft 3
-        del found["required"]
-    elif not isinstance(found.get("required", []), list) or not all(
-        isinstance(r, str) for r in found.get("required", [])
-    ):
-        raise _no_schema(param, f"{at}/required", "must be a list of names")
-    _bounds(found)
-    return _types(found, param, at)
+        if key in new:
+            if not isinstance(new[key], dict):
+                raise _no_schema(param, f"{path}/{key}", "must be an object")
+            new[key] = {name: _normal(part, param, f"{path}/{key}/{name}") for name, part in new[key].items()}
+    if isinstance(new.get("required"), bool):  # of draft 3
+        del new["required"]
+    elif not isinstance(new.get("required", []), list) or not all(isinstance(r, str) for r in new.get("required", [])):
+        raise _no_schema(param, f"{path}/required", "must be a list of names")
+    _bounds(new)
+    return _types(new, param, path)
 
 
-def _bounds(found: Schema) -> None:
+def _bounds(schema: Schema) -> None:
     """Bounds that were flags in draft 4."""
     for limit, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if isinstance(found.get(flag), bool) and found.pop(flag) and limit in found:
-            found[flag] = found.pop(limit)
+        if isinstance(schema.get(flag), bool) and schema.pop(flag) and limit in schema:
+            schema[flag] = schema.pop(limit)
 
 
-def _types(found: Schema, param: str, at: str) -> Schema:
-    given = found.get("type")
+def _types(schema: Schema, param: str, path: str) -> Schema:
+    given = schema.get("type")
     if given is None:
         types: list[str] = []
     else:
         names = given if isinstance(given, list) else [given]
         schemas = [n for n in names if isinstance(n, dict)]
         if not all(isinstance(n, str | dict) for n in names):
-            raise _no_schema(param, f"{at}/type", "must be the name of a type")
+            raise _no_schema(param, f"{path}/type", "must be the name of a type")
         lower = [_OTHER_TYPES.get(n.lower(), n.lower()) for n in names if isinstance(n, str)]
         types = [] if schemas or not all(n in _TYPES for n in lower) else lower
-        del found["type"]
+        del schema["type"]
         if types:
-            found["type"] = types if isinstance(given, list) else types[0]
-        elif schemas and "anyOf" not in found:
-            found["anyOf"] = [_normal(s, param, f"{at}/type") for s in schemas] + [
+            schema["type"] = types if isinstance(given, list) else types[0]
+        elif schemas and "anyOf" not in schema:
+            schema["anyOf"] = [_normal(s, param, f"{path}/type") for s in schemas] + [
                 {"type": n} for n in lower if n in _TYPES
             ]
-    if found.pop("nullable", False) is True and types and "null" not in types:  # of OpenAPI 3.0
-        found["type"] = [*types, "null"]
-        if isinstance(found.get("enum"), list) and None not in found["enum"]:
-            found["enum"] = [*found["enum"], None]
-    return found
+    if schema.pop("nullable", False) is True and types and "null" not in types:  # of OpenAPI 3.0
+        schema["type"] = [*types, "null"]
+        if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
+            schema["enum"] = [*schema["enum"], None]
+    return schema
 
 
-def _no_schema(param: str, at: str, what: str) -> APIError:
-    return APIError(400, f"{param}: {at[:200] or 'the schema'} {what}", param=param, code="invalid_grammar")
+def _no_schema(param: str, path: str, problem: str) -> APIError:
+    return APIError(400, f"{param}: {path[:200] or 'the schema'} {problem}", param=param, code="invalid_grammar")
 
 
 def relaxed(schema: Schema) -> Iterator[Schema]:
@@ -142,33 +140,33 @@ def relaxed(schema: Schema) -> Iterator[Schema]:
         }
 
 
-def _without_hard(one: Schema, root: Schema) -> Schema:
-    found = dict(one)
-    if isinstance(found.get("pattern"), str) and _HARD_PATTERN.search(found["pattern"]):
-        del found["pattern"]
-    if any(_HARD_PATTERN.search(p) for p in found.get("patternProperties", ())):
-        del found["patternProperties"]
-        found.pop("additionalProperties", None)
+def _without_hard(schema: Schema, root: Schema) -> Schema:
+    kept = dict(schema)
+    if isinstance(kept.get("pattern"), str) and _HARD_PATTERN.search(kept["pattern"]):
+        del kept["pattern"]
+    if any(_HARD_PATTERN.search(p) for p in kept.get("patternProperties", ())):
+        del kept["patternProperties"]
+        kept.pop("additionalProperties", None)
     for key in ("$ref", "$dynamicRef"):
-        if key in found and not _resolves(found[key], root):
-            del found[key]
+        if key in kept and not _resolves(kept[key], root):
+            del kept[key]
     for key in _ABOUT_NUMBERS:
-        number = found.get(key)
+        number = kept.get(key)
         if number is not None and (not isinstance(number, int | float) or not abs(number) <= _MOST_NUMBER):
-            del found[key]
-    if found.get("enum") == []:
-        del found["enum"]
-    named = found.get("properties", {}).keys()
-    if found.get("additionalProperties") is False and not set(found.get("required", ())) <= named:
-        del found["additionalProperties"]
-    return found
+            del kept[key]
+    if kept.get("enum") == []:
+        del kept["enum"]
+    named = kept.get("properties", {}).keys()
+    if kept.get("additionalProperties") is False and not set(kept.get("required", ())) <= named:
+        del kept["additionalProperties"]
+    return kept
 
 
-def _without_all(one: Schema, root: Schema) -> Schema:
-    found = _without_hard(one, root)
+def _without_all(schema: Schema, root: Schema) -> Schema:
+    kept = _without_hard(schema, root)
     for key in (*_ABOUT_PATTERNS, *_ABOUT_NUMBERS, "minLength", "minProperties", "maxProperties"):
-        found.pop(key, None)
-    return found
+        kept.pop(key, None)
+    return kept
 
 
 def _resolves(reference: Any, root: Schema) -> bool:
@@ -179,35 +177,35 @@ def _target(reference: str, root: Schema) -> Any:
     """What a reference within a schema is to; None for one that is not."""
     if not reference.startswith("#"):
         return None
-    at: Any = root
+    node: Any = root
     for part in reference[1:].split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(at, list) and name.isdigit() and int(name) < len(at):
-            at = at[int(name)]
-        elif isinstance(at, dict) and name in at:
-            at = at[name]
+        if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        elif isinstance(node, dict) and name in node:
+            node = node[name]
         else:
             return None
-    return at if reference in ("#", "#/") or "/" in reference else None
+    return node if reference in ("#", "#/") or "/" in reference else None
 
 
 def _mapped(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
     """The schema with every schema within it changed, from the outside in."""
 
-    def each(one: Any) -> Any:
-        if not isinstance(one, dict):
-            return one
-        found = change(one)
+    def each(schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        new = change(schema)
         for key in _ONE:
-            if key in found:
-                found[key] = each(found[key])
+            if key in new:
+                new[key] = each(new[key])
         for key in _MANY:
-            if key in found:
-                found[key] = [each(s) for s in found[key]]
+            if key in new:
+                new[key] = [each(s) for s in new[key]]
         for key in _BY_NAME:
-            if key in found:
-                found[key] = {name: each(s) for name, s in found[key].items()}
-        return found
+            if key in new:
+                new[key] = {name: each(s) for name, s in new[key].items()}
+        return new
 
     changed: Schema = each(schema)
     return changed
@@ -222,17 +220,17 @@ def limits(schemas: list[Schema], json_in: Where) -> Limits:
     most = {"maxLength": 0, "minLength": 0, "maxItems": 0, "minItems": 0}
     seen = list[Any](schemas)
     while seen:
-        one = seen.pop()
-        if isinstance(one, dict):
-            for key, value in one.items():
+        part = seen.pop()
+        if isinstance(part, dict):
+            for key, value in part.items():
                 if key in most and isinstance(value, int | float) and not isinstance(value, bool):
                     most[key] = max(most[key], min(int(value), 2**31))
                 elif key in ("enum", "const"):
                     most["maxLength"] = max(most["maxLength"], len(json.dumps(value)))
                 elif isinstance(value, dict | list):
                     seen.append(value)
-        elif isinstance(one, list):
-            seen += one
+        elif isinstance(part, list):
+            seen += part
     string, items = max(most["maxLength"], most["minLength"]), max(most["maxItems"], most["minItems"])
     # A character may take six bytes, as an escape.
     return Limits(max(MOST_STRING, 6 * string + 1), max(MOST_ITEMS, items + 1), MOST_DIGITS, json_in)

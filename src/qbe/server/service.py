@@ -224,8 +224,8 @@ class Service:
 
     def terms(self, client: Client, tier: str | None, wanted: contract.Contract | None) -> Terms:
         """Raises APIError."""
-        found = client.tier(tier or "auto")
-        return contract.terms(found, wanted, self.settings, self.brownout(found), self._observer.governor.shift)
+        given = client.tier(tier or "auto")
+        return contract.terms(given, wanted, self.settings, self.brownout(given), self._observer.governor.shift)
 
     async def scrape(self) -> bytes:
         """What `/metrics` shows."""

@@ -88,10 +88,12 @@ class Tiers(_SettingsTable):
         """A table without bits has its tier's own, and their floor."""
         if not isinstance(given, dict):
             return given
-        own: dict[str, dict[str, Any]] = {name: {"bits": TIER_BITS[name]} for name in TIER_NAMES}
-        own["flex"]["floor"] = own["default"]["floor"] = TIER_BITS["flex"][0]
+        defaults: dict[str, dict[str, Any]] = {name: {"bits": TIER_BITS[name]} for name in TIER_NAMES}
+        defaults["flex"]["floor"] = defaults["default"]["floor"] = TIER_BITS["flex"][0]
         return {
-            name: {**own[name], **table} if name in own and isinstance(table, dict) and "bits" not in table else table
+            name: {**defaults[name], **table}
+            if name in defaults and isinstance(table, dict) and "bits" not in table
+            else table
             for name, table in given.items()
         }
 

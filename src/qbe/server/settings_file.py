@@ -30,12 +30,12 @@ def _read(path: Path) -> bytes:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe that nobody writes to, too
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise QBEError(f"{path} cannot be read: it is no regular file")
-            found = file.read(_BYTES + 1)
+            content = file.read(_BYTES + 1)
     except OSError as error:
         raise QBEError(f"{path} cannot be read: {reason(error)}") from None
-    if len(found) > _BYTES:
+    if len(content) > _BYTES:
         raise QBEError(f"{path} cannot be read: a settings file has no more than {_BYTES} bytes")
-    return found
+    return content
 
 
 def _parsed(path: Path, text: bytes) -> Settings:
@@ -90,7 +90,7 @@ class Watched:
 
     def _state(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._path) if self._path is not None else None
+            file = os.stat(self._path) if self._path is not None else None
         except OSError:
             return None
-        return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+        return None if file is None else (file.st_ino, file.st_size, file.st_mtime_ns)

@@ -44,8 +44,8 @@ class Structure:
             calls: names and arguments.
         """
         said = [("", text)] if not calls else list(calls)
-        found = [await service.matches(self.checks[name], value) for name, value in said if name in self.checks]
-        return False if False in found else None if None in found else True
+        results = [await service.matches(self.checks[name], value) for name, value in said if name in self.checks]
+        return False if False in results else None if None in results else True
 
 
 async def of_format(wanted: ResponseFormat | None, service: Service) -> Structure | None:
@@ -99,8 +99,8 @@ async def _arguments(tool: Tool, schema: Schema, service: Service, ends: float) 
     """What a grammar keeps to of a tool's schema."""
     strict = tool.function is None or bool(tool.function.strict)
     try:
-        if (own := tools.own_grammar(tool)) is not None:
-            await service.compile(lark(own), "tools")
+        if (grammar := tools.own_grammar(tool)) is not None:
+            await service.compile(lark(grammar), "tools")
             return schema
         return await _kept(schema, strict, "tools", service, ends)
     except APIError as error:
@@ -115,18 +115,18 @@ async def _arguments(tool: Tool, schema: Schema, service: Service, ends: float) 
 async def _kept(schema: Schema, strict: bool, param: str, service: Service, ends: float) -> Schema:
     """The schema, or as much of it as a grammar can be made of. Raises APIError."""
 
-    async def works(one: Schema) -> Schema:
-        await service.compile(json_schema(one, param), param)
-        return one
+    async def works(schema: Schema) -> Schema:
+        await service.compile(json_schema(schema, param), param)
+        return schema
 
     return await _first(works, [schema] if strict else [schema, *relaxed(schema)], ends)
 
 
 async def _first(works: Callable[[Schema], Awaitable[Schema]], schemas: Sequence[Schema], ends: float) -> Schema:
     first: APIError | None = None
-    for one in schemas:
+    for schema in schemas:
         try:
-            return await works(one)
+            return await works(schema)
         except APIError as error:
             if error.code != _INVALID:
                 raise

@@ -35,12 +35,12 @@ class TierOrder:
         low, high = (min(bits, *(r[end] for r in above)) if above else bits for end, bits in ((0, low), (1, high)))
         return low, high
 
-    def enter(self, tier: TierName, found: Range, count: int) -> None:
+    def enter(self, tier: TierName, range_: Range, count: int) -> None:
         """So many answers of this range come in."""
-        self._inside[tier][found] += count
+        self._inside[tier][range_] += count
 
-    def leave(self, tier: TierName, found: Range, count: int) -> None:
+    def leave(self, tier: TierName, range_: Range, count: int) -> None:
         """They are gone."""
-        self._inside[tier][found] -= count
-        if self._inside[tier][found] <= 0:
-            del self._inside[tier][found]
+        self._inside[tier][range_] -= count
+        if self._inside[tier][range_] <= 0:
+            del self._inside[tier][range_]

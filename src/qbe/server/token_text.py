@@ -33,15 +33,15 @@ class TextOffset:
             special: whether the text may be without it.
             stripped: whether the text is without its first space.
         """
-        at = self._at
+        begin = self._at
         if special:
             name = token.decode("utf-8", "replace")
-            self._at += len(name) if name and self._prompt.startswith(name, at) else 0
-            return at
+            self._at += len(name) if name and self._prompt.startswith(name, begin) else 0
+            return begin
         piece = self._characters.decode(token)
-        self._at += len(piece) - (stripped and piece.startswith(" ") and not self._prompt.startswith(piece, at))
+        self._at += len(piece) - (stripped and piece.startswith(" ") and not self._prompt.startswith(piece, begin))
         self.fresh = False
-        return at
+        return begin
 
     def begin_answer(self) -> None:
         """The next token is the answer's first."""
@@ -86,13 +86,13 @@ class TokenText:
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return text
 
-    def within(self, found: list[Logprob]) -> list[Logprob]:
+    def within(self, tokens: list[Logprob]) -> list[Logprob]:
         """Without a token that ended the answer."""
-        return [f for f in found if f.token not in self._eos]
+        return [f for f in tokens if f.token not in self._eos]
 
-    def for_chat(self, found: list[Logprob]) -> list[dict[str, Any]]:
+    def for_chat(self, tokens: list[Logprob]) -> list[dict[str, Any]]:
         """As a chat answer has it: `choices[].logprobs.content`."""
-        return [{**self._one(f.token, f.logprob), "top_logprobs": [self._one(t, p) for t, p in f.top]} for f in found]
+        return [{**self._one(f.token, f.logprob), "top_logprobs": [self._one(t, p) for t, p in f.top]} for f in tokens]
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": max(logprob, _LEAST), "bytes": list(self.bytes(token))}
@@ -119,8 +119,8 @@ class TokenText:
             likely: dict[str, float] | None = None
             if isinstance(f, Logprob):
                 likely = {}
-                for one, logprob in (*f.top, (f.token, f.logprob)):
-                    likely.setdefault(self.text(one), max(logprob, _LEAST))
+                for token_id, logprob in (*f.top, (f.token, f.logprob)):
+                    likely.setdefault(self.text(token_id), max(logprob, _LEAST))
             values = text, max(f.logprob, _LEAST) if isinstance(f, Logprob) else None, likely, offset
             for name, value in zip(lists, values, strict=True):
                 lists[name].append(value)

@@ -72,7 +72,7 @@ class KVEstimate:
         from qbe.store.estimate import gradient_of_drawn
 
         self._walk, self._probe, self._found = walk, _Estimating(), {}  # type: ignore[var-annotated]
-        self._rows = tokens.shape[1] - 2 * PAGE_SIZE  # that see a sealed page
+        self._rows = tokens.shape[1] - 2 * PAGE_SIZE  # that see a quantised page
         self._usable = self._rows > 0
         if not self._usable:
             return

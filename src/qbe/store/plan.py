@@ -28,7 +28,7 @@ class Plan:
         precision_words: int32 `[nested sites, max_rows]`: the weight's bits in the lowest byte, the activations' in the
             next one (`qbe.kernels.reference.activations`).
         dynamic_precision: int32 `[max_rows]`: who may move a row's words while a step runs
-            (`Blueprint.Steering.precision_word`); 0: nobody. An op that does so writes to `precision_words`, whose next
+            (`DynamicPrecision.code`); 0: nobody. An op that does so writes to `precision_words`, whose next
             step begins with the blueprint's bits again.
         head_dynamic_precision: likewise, of the rows that the output head sees.
 

@@ -94,18 +94,18 @@ class ModelFacts:
     @cached_property
     def towers(self) -> dict[type, Region]:
         """Configuration class of each part beside the language model -> its region."""
-        found: dict[type, Region] = {}
+        towers: dict[type, Region] = {}
         for key in getattr(self.config, "sub_configs", None) or {}:
             part = getattr(self.config, key, None)
             if part is None or type(part) is type(self.text):
                 continue
             if any(word in key for word in ("qformer", "perceiver", "projector")):
-                found[type(part)] = Region.PROJECTOR
+                towers[type(part)] = Region.PROJECTOR
             elif any(word in key for word in ("vision", "image", "vit", "vq")):
-                found[type(part)] = Region.VISION
+                towers[type(part)] = Region.VISION
             elif any(word in key for word in ("audio", "speech")):
-                found[type(part)] = Region.AUDIO
-        return found
+                towers[type(part)] = Region.AUDIO
+        return towers
 
 
 def is_layer_list(name: str, module: nn.Module, place: Scope) -> bool:
@@ -146,10 +146,10 @@ def enter(facts: ModelFacts, place: Scope, name: str, module: nn.Module) -> Scop
 
 
 def _encoder_side(facts: ModelFacts, name: str, module: nn.Module) -> Region | None:
-    own = getattr(module, "config", None)
+    config = getattr(module, "config", None)
     # Only a model with its own configuration counts: single attention modules hold one too.
-    if own is not None and hasattr(module, "get_input_embeddings") and type(own) in facts.towers:
-        return facts.towers[type(own)]
+    if config is not None and hasattr(module, "get_input_embeddings") and type(config) in facts.towers:
+        return facts.towers[type(config)]
     if name in _VISION_NAMES:
         return Region.VISION
     if name in _AUDIO_NAMES:
@@ -235,19 +235,19 @@ def state_shape(mixer: nn.Module | None, owner: nn.Module) -> tuple[int, ...]:
         sizes = [getattr(mixer, key, None) for key in keys]
         if all(isinstance(size, int) for size in sizes):
             return tuple(size for size in sizes if isinstance(size, int))
-    own = [p for name, p in owner._parameters.items() if p is not None and name in STATE_PARAMETERS]
-    return tuple(own[0].shape)
+    state = [p for name, p in owner._parameters.items() if p is not None and name in STATE_PARAMETERS]
+    return tuple(state[0].shape)
 
 
-def is_learned_input(own: dict[str, nn.Parameter]) -> bool:
+def is_learned_input(parameters: dict[str, nn.Parameter]) -> bool:
     """Whether these are vectors that the encoder side learned, owned by the whole model (LLaVA-NeXT, BLIP-2)."""
-    return all(_PROJECTOR.search(key) for key in own)
+    return all(_PROJECTOR.search(key) for key in parameters)
 
 
 def _ask(model: nn.Module, method: str) -> nn.Module | None:
     """`model.method()` where the model has it; some raise because they have no such module."""
     try:
-        found = getattr(model, method)()
+        part = getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(found, nn.Module) else None
+    return part if isinstance(part, nn.Module) else None

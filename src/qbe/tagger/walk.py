@@ -92,26 +92,26 @@ class _Walker:
 
     def _own_sites(self, path: str, name: str, module: nn.Module, place: Scope) -> Iterator[Site]:
         """Sites for the parameters that `module` owns itself."""
-        own = {n: p for n, p in module._parameters.items() if p is not None}
-        if not own:
+        parameters = {n: p for n, p in module._parameters.items() if p is not None}
+        if not parameters:
             return
-        if place.region is Region.EXPERTS and not own.keys() <= {"weight", "bias"}:
-            yield from _one_each(path, own, Role.MOE_EXPERT, place)
-        elif place.region is Region.MIXER and own.keys() & STATE_PARAMETERS:
-            yield from _recurrence(path, own, module, place)
+        if place.region is Region.EXPERTS and not parameters.keys() <= {"weight", "bias"}:
+            yield from _one_each(path, parameters, Role.MOE_EXPERT, place)
+        elif place.region is Region.MIXER and parameters.keys() & STATE_PARAMETERS:
+            yield from _recurrence(path, parameters, module, place)
         else:
-            if place.region is Region.PLAIN and place.layer is None and is_learned_input(own):
+            if place.region is Region.PLAIN and place.layer is None and is_learned_input(parameters):
                 place = replace(place, region=Region.PROJECTOR)
             role = self._role(name, module, place)
-            main = own["weight"] if "weight" in own else max(own.values(), key=torch.Tensor.numel)
+            main = parameters["weight"] if "weight" in parameters else max(parameters.values(), key=torch.Tensor.numel)
             linear = type(module) is nn.Linear and type(main) is nn.Parameter and main.ndim == 2
             yield Site(
-                name=path or next(iter(own)),
+                name=path or next(iter(parameters)),
                 role=role,
                 layer=place.layer,
                 shape=tuple(main.shape),
                 is_linear=linear,
-                bytes_at={FULL_BITS: _bytes_per_token(list(own.values()), role, place)},
+                bytes_at={FULL_BITS: _bytes_per_token(list(parameters.values()), role, place)},
             )
 
     def _role(self, name: str, module: nn.Module, place: Scope) -> Role:
@@ -148,9 +148,9 @@ def _is_expert_bias(module: nn.Module, place: Scope) -> bool:
     return all(p is None or p.numel() == place.experts.count for p in module._parameters.values())
 
 
-def _recurrence(path: str, own: dict[str, nn.Parameter], module: nn.Module, place: Scope) -> Iterator[Site]:
+def _recurrence(path: str, parameters: dict[str, nn.Parameter], module: nn.Module, place: Scope) -> Iterator[Site]:
     """The site `<mixer>.state`, and one SSM gate site for each projection stored as a bare parameter (Zamba)."""
-    state = [p for key, p in own.items() if key in STATE_PARAMETERS]
+    state = [p for key, p in parameters.items() if key in STATE_PARAMETERS]
     yield Site(
         name=f"{path}.state",
         role=Role.SSM_STATE,
@@ -158,19 +158,19 @@ def _recurrence(path: str, own: dict[str, nn.Parameter], module: nn.Module, plac
         shape=state_shape(place.block, module),
         bytes_at={FULL_BITS: _bytes_per_token(state, Role.SSM_STATE, place)},
     )
-    yield from _one_each(path, {k: p for k, p in own.items() if k not in STATE_PARAMETERS}, Role.SSM_GATE, place)
+    yield from _one_each(path, {k: p for k, p in parameters.items() if k not in STATE_PARAMETERS}, Role.SSM_GATE, place)
 
 
-def _one_each(path: str, own: dict[str, nn.Parameter], role: Role, place: Scope) -> Iterator[Site]:
+def _one_each(path: str, parameters: dict[str, nn.Parameter], role: Role, place: Scope) -> Iterator[Site]:
     """One site per parameter tensor; a bias `x_bias` belongs to the site of `x` or `x_weight`."""
     groups: dict[str, list[nn.Parameter]] = {}
-    for key, tensor in own.items():
+    for key, tensor in parameters.items():
         stem = key.removesuffix("_bias")
-        owner = next((k for k in (stem, f"{stem}_weight") if k != key and k in own), key)
+        owner = next((k for k in (stem, f"{stem}_weight") if k != key and k in parameters), key)
         groups.setdefault(owner, []).append(tensor)
     for key, tensors in groups.items():
         size = _bytes_per_token(tensors, role, place)
-        yield Site(f"{path}.{key}", role, place.layer, tuple(own[key].shape), bytes_at={FULL_BITS: size})
+        yield Site(f"{path}.{key}", role, place.layer, tuple(parameters[key].shape), bytes_at={FULL_BITS: size})
 
 
 def _bytes_per_token(tensors: list[nn.Parameter], role: Role, place: Scope) -> int:

@@ -1,4 +1,4 @@
-"""The ticket: a request's blueprint on its way from the front end to the scheduler and the workers.
+"""A request's blueprint on its way from the front end to the scheduler and the workers.
 
 It is an entry of `SamplingParams.extra_args`, which vLLM sends to all of them with the request, so it holds plain data.
 """
@@ -57,7 +57,7 @@ class BlueprintPayload:
         return None if packed is None else cls(**packed)
 
     def blueprint(self, table: SiteTable) -> Blueprint:
-        """Raises QBEError for a ticket of another model."""
+        """Raises QBEError for a payload of another model."""
         if self.digest != table.digest:
             raise QBEError("this request's blueprint is for another model: one process can serve one model with QBE")
         return blueprint_of(self.policy, self.weight_bits, self.activation_bits, table)

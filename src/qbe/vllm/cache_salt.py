@@ -11,14 +11,14 @@ from typing import Any
 MARK = "|qbe:"  # parts the caller's own cache salt from ours
 
 
-def cache_salt(own: str | None, key: str) -> str:
+def cache_salt(callers: str | None, key: str) -> str:
     """The cache salt of a request.
 
     Args:
         own: what the caller gave, or a salt that this function made.
         key: digest of the model's table, and `Blueprint.computed_key`.
     """
-    return f"{(own or '').partition(MARK)[0]}{MARK}{key}"
+    return f"{(callers or '').partition(MARK)[0]}{MARK}{key}"
 
 
 def resalt_blocks(request: Any, start: int, key: str, block: int) -> None:

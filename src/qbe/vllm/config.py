@@ -107,9 +107,9 @@ class QBEConfig(QuantizationConfig):
             last: whether it has what comes after them, too.
         """
         table = self.served.table
-        at = [layers.stop if s.layer is None else s.layer for s in table.nested]
-        own = {i for i, layer in enumerate(at) if layers.start <= layer and (last or layer < layers.stop)}
-        missing = sorted(own - self._found)
+        layer_of = [layers.stop if s.layer is None else s.layer for s in table.nested]
+        here = {i for i, layer in enumerate(layer_of) if layers.start <= layer and (last or layer < layers.stop)}
+        missing = sorted(here - self._found)
         if missing:
             raise ValueError(
                 f"vLLM builds {self.served.name} otherwise than transformers: {len(missing)} sites are missing, the "

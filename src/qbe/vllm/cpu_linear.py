@@ -87,14 +87,14 @@ class CPUNestedLinearMethod(NestedLinearMethod):
             lowest = self.model.nesting.slices[0]
             low = [torch.where(m, lowest, w)[some] for m, w in zip(masks, precision_words, strict=True)]
             y[some] = self.narrow(rows[some], bias, low)
-        at = 0
-        for mask, own, size in zip(masks, precision_words, self.sizes, strict=True):
-            at += size
+        end = 0
+        for mask, words, size in zip(masks, precision_words, self.sizes, strict=True):
+            end += size
             if not mask.any():
                 continue
             x_full = rows[mask]
             if eight:
                 low_x = eight_bits(x_full, self.model.nesting.group_size).to(rows.dtype)
-                x_full = torch.where(has_eight(own[mask])[:, None], low_x, x_full)
-            y[mask, at - size : at] = layer.cpu_linear(x_full, layer.weight, bias)[:, at - size : at]
+                x_full = torch.where(has_eight(words[mask])[:, None], low_x, x_full)
+            y[mask, end - size : end] = layer.cpu_linear(x_full, layer.weight, bias)[:, end - size : end]
         return y

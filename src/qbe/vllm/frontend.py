@@ -77,7 +77,8 @@ class FrontEnd:
 
 
 def admit(config: QBEConfig, prompt: Any, params: Any) -> None:
-    """Gives a request its ticket and a cache salt, so that prefixes are shared only where they were computed alike.
+    """Gives a request its blueprint payload and a cache salt, so that prefixes are shared only where they were
+    computed alike.
 
     Args:
         prompt: vLLM's processed input; its `cache_salt` is set.

@@ -56,19 +56,19 @@ def read_scales(folder: Any) -> dict[str, Scales]:
         ValueError: the file is damaged.
     """
     manifest = read_manifest(folder)
-    found: dict[str, Scales] = {}
+    scales: dict[str, Scales] = {}
     if not manifest.folds:
-        return found
+        return scales
     try:
         with safe_open(folder / SMOOTHING, framework="pt") as stored:
             for source, consumers in manifest.folds.items():
                 exponents = stored.get_tensor(source)
-                found[source] = (exponents, found.get(source, (None, None))[1])
+                scales[source] = (exponents, scales.get(source, (None, None))[1])
                 for name in consumers:
-                    found[name] = (found.get(name, (None, None))[0], exponents)
+                    scales[name] = (scales.get(name, (None, None))[0], exponents)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{folder / SMOOTHING} is damaged ({error}); {AGAIN}") from error
-    return found
+    return scales
 
 
 def scaled(

@@ -1,4 +1,4 @@
-"""vLLM's model runner, writing the rows' words into the plan before each forward."""
+"""vLLM's model runner, writing the rows' precision words into the plan before each forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlannedRunner(GPUModelRunner):
         self.plan, self._full_rows, self.courses = config.plan, config.full_rows, {}
         self.watched: set[str] = set()
         table = config.served.table
-        # For requests that came without a ticket, and for steps without requests.
+        # For requests that came without a payload, and for steps without requests.
         self._widest = Blueprint.of("widest", table, tuple(s.gears[-1] for s in table.nested))
         self._lowest = Blueprint.of("lowest", table, tuple(s.gears[0] for s in table.nested))
 

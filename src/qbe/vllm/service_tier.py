@@ -68,15 +68,15 @@ def with_args(body: bytes) -> bytes:
         return body
     if not isinstance(request, dict) or not isinstance(request.get("vllm_xargs") or {}, dict):
         return body
-    found = {}
+    fields = {}
     if (tier := request.get("service_tier")) is not None:
-        found["service_tier"] = tier if isinstance(tier, str) else json.dumps(tier)  # what cannot be is refused by QBE
+        fields["service_tier"] = tier if isinstance(tier, str) else json.dumps(tier)  # what cannot be is refused by QBE
     if text := _last_text(request.get("messages")):
-        found["qbe_text"] = text
-    args = {**found, **(request.get("vllm_xargs") or {})}
+        fields["qbe_text"] = text
+    args = {**fields, **(request.get("vllm_xargs") or {})}
     if request.get("use_beam_search") and _precise(args):
         raise BeamsError("beam search has no precision of its own: leave out QBE's arguments and service_tier")
-    return json.dumps({**request, "vllm_xargs": args}).encode() if found else body
+    return json.dumps({**request, "vllm_xargs": args}).encode() if fields else body
 
 
 def _precise(args: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ def take_over(vllm_config: Any) -> None:
     Raises:
         ValueError: something that QBE cannot serve, in one line.
     """
-    for unsupported, what in (
+    for unsupported, option in (
         (vllm_config.speculative_config is not None, "speculative decoding"),
         (vllm_config.parallel_config.enable_dbo, "dual-batch overlap"),
         (vllm_config.parallel_config.prefill_context_parallel_size > 1, "prefill context parallelism"),
@@ -27,7 +27,7 @@ def take_over(vllm_config: Any) -> None:
         (vllm_config.use_v2_model_runner, "vLLM's second model runner (VLLM_USE_V2_MODEL_RUNNER=1)"),
     ):
         if unsupported:
-            raise ValueError(f"--quantization {QUANTIZATION} does not go with {what}; leave one of them out")
+            raise ValueError(f"--quantization {QUANTIZATION} does not go with {option}; leave one of them out")
     vllm_config.quant_config.fetches = transfer.check(vllm_config)
     parallel, scheduler, load = vllm_config.parallel_config, vllm_config.scheduler_config, vllm_config.load_config
     if parallel.worker_cls not in WORKERS.values():

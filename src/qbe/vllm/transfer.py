@@ -47,8 +47,8 @@ def _connectors(config: Any) -> Iterator[str]:
     outer = {"kv_connector": given.kv_connector, "kv_connector_module_path": given.kv_connector_module_path}
     several = given.kv_connector == "MultiConnector" and not given.kv_connector_module_path
     for each in given.kv_connector_extra_config.get("connectors", []) if several else [outer]:
-        own = each.get("kv_connector_module_path")  # vLLM takes it from there, whatever its name is
-        yield f"{own}.{each.get('kv_connector')}" if own else str(each.get("kv_connector"))
+        module = each.get("kv_connector_module_path")  # vLLM takes it from there, whatever its name is
+        yield f"{module}.{each.get('kv_connector')}" if module else str(each.get("kv_connector"))
 
 
 def told(payload: BlueprintPayload) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def told(payload: BlueprintPayload) -> dict[str, Any]:
 
 
 def taken(payload: BlueprintPayload, params: Mapping[str, Any] | None, table: SiteTable) -> BlueprintPayload:
-    """The ticket of a request whose prompt another server computed: with the blueprint that was chosen there.
+    """The payload of a request whose prompt another server computed: with the blueprint that was chosen there.
 
     Args:
         payload: that this server would serve it with.
@@ -71,17 +71,17 @@ def taken(payload: BlueprintPayload, params: Mapping[str, Any] | None, table: Si
     """
     if not isinstance(params, Mapping) or not (params.get("do_remote_prefill") or params.get("remote_block_ids")):
         return payload
-    found = params.get(KEY)
-    if not isinstance(found, Mapping):
+    sent = params.get(KEY)
+    if not isinstance(sent, Mapping):
         raise QBEError(
             f"the prompt was computed by a server without QBE, or has parts of an answer that was refreshed: {AGAIN}"
         )
-    if found.get("digest") != payload.digest:
+    if sent.get("digest") != payload.digest:
         raise QBEError(f"the prompt was computed by a server with another model or another store: {AGAIN}")
-    if found.get("asked") != _asked(payload):
+    if sent.get("asked") != _asked(payload):
         raise QBEError(f"the prompt was computed for other wishes than {_asked(payload)}: {AGAIN}")
     try:
-        weights, activations = bytes.fromhex(found["weight_bits"]), bytes.fromhex(found["activation_bits"])
+        weights, activations = bytes.fromhex(sent["weight_bits"]), bytes.fromhex(sent["activation_bits"])
         fits = all(b in s.gears for b, s in zip(weights, table.nested, strict=True))
         fits = fits and all(a in s.activation_gears for a, s in zip(activations, table.nested, strict=True))
     except (KeyError, TypeError, ValueError):

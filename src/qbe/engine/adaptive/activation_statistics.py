@@ -59,20 +59,20 @@ class ActivationStats:
 def collecting(
     model: nn.Module, table: SiteTable, parts: Sequence[tuple[slice, ActivationStats]], tokens: int
 ) -> Iterator[None]:
-    """Inside, a forward of so many tokens adds its rows to the moments that they belong to."""
+    """Inside, a forward of so many tokens adds its rows to the statistics that they belong to."""
     last: list[Any] = [None, []]  # sites that read the same input read it one after the other
 
-    def hook(at: int) -> Callable[..., None]:
+    def hook(number: int) -> Callable[..., None]:
         def add(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0]
             if last[0] is not x:
                 rows = x.reshape(tokens, -1)
-                own = [rows[rows_of].float() for rows_of, _ in parts]
-                last[:] = x, [(o.square().sum(0), o.sum(0)) for o in own]
-            for (_, activation_stats), found in zip(parts, last[1], strict=True):
-                for kind, new in zip((activation_stats.squares, activation_stats.sums), found, strict=True):
-                    before = kind[at]
-                    kind[at] = new if before is None else before + new
+                inputs = [rows[rows_of].float() for rows_of, _ in parts]
+                last[:] = x, [(o.square().sum(0), o.sum(0)) for o in inputs]
+            for (_, activation_stats), sums in zip(parts, last[1], strict=True):
+                for kind, new in zip((activation_stats.squares, activation_stats.sums), sums, strict=True):
+                    before = kind[number]
+                    kind[number] = new if before is None else before + new
 
         return add
 

@@ -73,13 +73,13 @@ class Cascade:
         )  # fmt: skip
 
     def begin(self, sequence: Sequence) -> None:
-        """Let the answer of a request that asks for it be steered, at the level that keeps its average."""
+        """Give an answer that asks for it dynamic precision, at the level that keeps its average."""
         plain = replace(sequence.blueprint, dynamic_precision=None)
         sequence.blueprint = plain
-        sequence.blueprint_history.change(len(sequence.prompt_ids), self.steered(plain, sequence))
+        sequence.blueprint_history.change(len(sequence.prompt_ids), self.compensated(plain, sequence))
         sequence.cascade.moved = self._moved
 
-    def steered(self, blueprint: Blueprint, sequence: Sequence) -> Blueprint:
+    def compensated(self, blueprint: Blueprint, sequence: Sequence) -> Blueprint:
         """The blueprint whose dynamic precision makes up for the bits that a sequence had too many of, or too few.
 
         None where a refresh has brought it beyond what the routers can give: its tokens then have what it says.
@@ -127,16 +127,16 @@ class Cascade:
         sequence.cascade.moves.append(Move(bits.tobytes(), shift))
         sequence.cascade.excess += shift
         if position % PAGE_SIZE == PAGE_SIZE - 1:
-            now = self.steered(blueprint, sequence)
+            now = self.compensated(blueprint, sequence)
             if now != blueprint:
                 sequence.blueprint_history.change(position + 1, now)
 
 
 def _moved(blueprint: Blueprint, bits: bytes) -> Blueprint:
-    """What a token of this blueprint with these weight bits really had; nobody steers that."""
+    """What a token of this blueprint with these weight bits really had: nothing moves it any more."""
     return replace(blueprint, weight_bits=tuple(bits), dynamic_precision=None)
 
 
-def steers(blueprint: Blueprint) -> bool:
+def is_cascaded(blueprint: Blueprint) -> bool:
     """Whether the cascade may move rows of this blueprint."""
     return blueprint.dynamic_precision is not None and blueprint.dynamic_precision.by == NAME

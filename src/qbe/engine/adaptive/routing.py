@@ -1,4 +1,4 @@
-"""Routers inside the forward pass: they move the plan's words of rows that a per-token policy steers.
+"""Routers inside the forward pass: they move the precision words of rows whose blueprint is a per-token policy's.
 
 A hook before each block's module runs the block's router on what the module reads. It writes to the plan on the device
 (`qbe.kernels.ops.routing`), at fixed shapes and without a host wait, so it lies inside CUDA graphs and compiled steps.
@@ -113,7 +113,7 @@ def check_columns(plan: Plan) -> None:
 
 
 def is_routed(blueprint: Blueprint) -> bool:
-    """Whether routers move its words."""
+    """Whether routers move its precision words."""
     return blueprint.dynamic_precision is not None and blueprint.dynamic_precision.by == "routers"
 
 

@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     size: int
     bounded: bool = False
     several: bool = False
-    steered: bool = False
+    cascaded: bool = False
 
 
 Forward = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # size of a step -> logits and likeliest tokens

@@ -30,8 +30,8 @@ def compile_step(run: Step) -> Step:
         logits, tokens = call(list(inputs))
         return logits, tokens
 
-    found = step()
-    if any(f.shape != o.shape or f.dtype is not o.dtype for f, o in zip(found, outputs, strict=True)):
+    results = step()
+    if any(f.shape != o.shape or f.dtype is not o.dtype for f, o in zip(results, outputs, strict=True)):
         raise RuntimeError("the decode step's results are not what its graph returns")
     return step
 
@@ -50,9 +50,11 @@ def compile_prompts(run: Prompts, arguments: Sequence[torch.Tensor]) -> Prompts:
     for argument in arguments:
         torch._dynamo.mark_dynamic(argument, 0)
     call, inputs, (expected,) = _record(lambda *given: (run(*given),), arguments, {})
-    at = {argument.data_ptr(): i for i, argument in enumerate(arguments)}
+    index_of = {argument.data_ptr(): i for i, argument in enumerate(arguments)}
     tensors = [
-        (i, at[x.data_ptr()]) for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.data_ptr() in at
+        (i, index_of[x.data_ptr()])
+        for i, x in enumerate(inputs)
+        if isinstance(x, torch.Tensor) and x.data_ptr() in index_of
     ]
     sizes = [(i, x == kept) for i, x in enumerate(inputs) if isinstance(x, int)]
     unknown = {x for x in inputs if isinstance(x, int)} - {tokens, kept}
@@ -68,8 +70,8 @@ def compile_prompts(run: Prompts, arguments: Sequence[torch.Tensor]) -> Prompts:
         (logits,) = call(now)
         return logits
 
-    found = step(*arguments)
-    if found.shape != expected.shape or found.dtype is not expected.dtype:
+    result = step(*arguments)
+    if result.shape != expected.shape or result.dtype is not expected.dtype:
         raise RuntimeError("the step's result is not what its graph returns")
     return step
 

@@ -5,9 +5,9 @@ of a size is in tensors that the graph reads: tokens, positions, pages, lengths 
 blueprint's column. The graph's first kernel spreads those columns over the plan. So one graph serves every blueprint,
 and a change of precision costs nothing but another number in a copy that is made anyway.
 
-A sequence that speculates has several rows in a step. Such steps, and those with a bounded sequence or with a steered
-row among them, have graphs of their own, so that others do not pay for what they need more. They are captured when the
-first such step of a size runs, unless `capture` or `compile` has.
+A sequence that speculates has several rows in a step. Such steps, and those with a bounded sequence or with a row
+that the cascade moves, have graphs of their own, so that others do not pay for what they need more. They are captured
+when the first such step of a size runs, unless `capture` or `compile` has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from qbe.compile.backend import register
-from qbe.engine.adaptive.cascade import steers
+from qbe.engine.adaptive.cascade import is_cascaded
 from qbe.engine.execution import patch_modules
 from qbe.engine.execution.captured import Captured, Forward, Kind, capture
 from qbe.engine.execution.compiled import Step, compile_step
@@ -73,7 +73,7 @@ class DecodeStep:
         captures: how often a graph was captured; once the engine serves, by bounded steps only.
         renewals: how often one was captured again in an idle moment, because a kernel had been tuned.
         entropy: per layer float32 `[largest, heads]` or None: of attention weights, in nats, row i its i-th sequence's.
-        observe: called after the attention of each layer in steps with steered rows, and in compiled ones; None: never.
+        observe: called after the attention of each layer in steps with cascaded rows and in compiled ones; None: never.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class DecodeStep:
         n = len(work)
         size = self.size_of(n)
         several = len({w.sequence.request_id for w in work}) < n
-        steered = self.observe is not None and any(steers(w.blueprint) for w in work)
-        kind = Kind(size, any(w.sequence.kv_limit < math.inf for w in work), several, steered)
+        cascaded = self.observe is not None and any(is_cascaded(w.blueprint) for w in work)
+        kind = Kind(size, any(w.sequence.kv_limit < math.inf for w in work), several, cascaded)
         captured = self._graph(kind)
         self._stage(work, size)
         self.plan.forget()
@@ -220,14 +220,14 @@ class DecodeStep:
     def compile(self, size: int) -> bool:
         """Compile the step of this size; whether that worked. It takes tens of seconds unless a cache has it.
 
-        Of graphs those of its steered steps, too, where there is somebody to steer, and of several rows where they have
+        Of graphs those with cascaded rows, too, where this engine has a cascade, and of several rows where they have
         been captured: each is another computation.
         """
         register()
         self._stage([], size)
         try:
             if self._graphs:
-                kinds = [Kind(size)] + [Kind(size, steered=True)] * (self.observe is not None)
+                kinds = [Kind(size)] + [Kind(size, cascaded=True)] * (self.observe is not None)
                 kinds += [k for k in self._graphs if k == Kind(size, several=True)]
                 for kind in kinds:
                     self._graphs[kind] = self._capture(kind, self._compiled_forward())
@@ -236,7 +236,7 @@ class DecodeStep:
             else:
                 with (
                     patch_modules.unpatched(self.model),
-                    step(self._layout(Kind(size, steered=self.observe is not None))),
+                    step(self._layout(Kind(size, cascaded=self.observe is not None))),
                 ):
                     self._compiled[size] = compile_step(functools.partial(self._run_planned, size))
         except RuntimeError as error:  # what dynamo and Inductor raise
@@ -273,15 +273,15 @@ class DecodeStep:
 
     def _layout(self, kind: Kind) -> DecodeLayout:
         if kind not in self._layouts:
-            size, bounded, several, steered = kind
+            size, bounded, several, cascaded = kind
             _, _, slots, lengths, _ = self._rows(size)
             entropy = [None if e is None else e[:size] for e in self.entropy]
             bounds = Bounds(self._originals[:size], self._limits[:size], self._counts[:size]) if bounded else None
             batch_invariant = size <= self._several and bounds is None
             self._layouts[kind] = DecodeLayout(
                 self.cache, slots, self._block_tables[:size], lengths, entropy, bounds, several,
-                self.observe if steered else None, shares=None if batch_invariant or bounds else self._shares_for(size),
-                batch_invariant=batch_invariant,
+                self.observe if cascaded else None, batch_invariant=batch_invariant,
+                shares=None if batch_invariant or bounds else self._shares_for(size),
             )  # fmt: skip
         return self._layouts[kind]
 

@@ -118,8 +118,8 @@ def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         served = all(t.dtype is SERVED for t in (q, k, cos, sin))  # OLMo's cosines are float32
         if rest or named or torch.is_grad_enabled() or not served or cos.shape[-1] != q.shape[-1]:
-            found: tuple[torch.Tensor, torch.Tensor] = plain(q, k, cos, sin, *rest, **named)
-            return found
+            rotated: tuple[torch.Tensor, torch.Tensor] = plain(q, k, cos, sin, *rest, **named)
+            return rotated
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     generator = torch.Generator().manual_seed(0)

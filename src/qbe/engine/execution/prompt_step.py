@@ -11,7 +11,7 @@ import collections.abc
 import torch
 from torch import nn
 
-from qbe.engine.adaptive.cascade import steers
+from qbe.engine.adaptive.cascade import is_cascaded
 from qbe.engine.execution import patch_modules
 from qbe.engine.execution.compiled import compile_prompts
 from qbe.engine.scheduling.scheduler import ScheduledTokens
@@ -59,8 +59,8 @@ class PromptStep:
 
     @staticmethod
     def serves(work: collections.abc.Sequence[ScheduledTokens]) -> bool:
-        """Whether it runs this step: several tokens, none of them steered."""
-        return sum(w.count for w in work) >= _FEWEST and not any(steers(w.blueprint) for w in work)
+        """Whether it runs this step: several tokens, none of them moved by the cascade."""
+        return sum(w.count for w in work) >= _FEWEST and not any(is_cascaded(w.blueprint) for w in work)
 
     def run(
         self, layout: StepLayout, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor

@@ -20,7 +20,7 @@ from qbe.engine.execution.prompt_step import PromptStep
 from qbe.engine.sampling.sampler import Scores, likeliest
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.errors import QBEError
-from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_sealed, step
+from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_quantised, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
 from qbe.policies.per_token import TokenRouters
 from qbe.progress import bar
@@ -144,7 +144,7 @@ class Runner:
                 w.sequence.computed = w.start + w.count
         # Prompts quantise their pages layer by layer (`PagedCache.update`).
         alone = [w for w in work if w.count == 1]
-        full = [p for w in alone for p in newly_sealed(w.sequence.pages, w.start, w.start + 1)]
+        full = [p for w in alone for p in newly_quantised(w.sequence.pages, w.start, w.start + 1)]
         self.cache.pool.quantise(self.cache.pool.to_quantise(full))
         return scores
 

@@ -41,13 +41,13 @@ def compile_kernels(launches: Iterable[Launch], device: torch.device, progress: 
 
     launches = list(launches)
     with recording():  # none of them is a step's
-        with collecting() as found:
+        with collecting() as kernels:
             for launch in launches:
                 launch()
         pool = CompilePool(workers=max(1, min(16, len(os.sched_getaffinity(0)))))  # nothing else is running yet
         try:
-            with bar("compiling kernels", len(found), progress and bool(found)) as advance:
-                pool.compile(found, advance)
+            with bar("compiling kernels", len(kernels), progress and bool(kernels)) as advance:
+                pool.compile(kernels, advance)
         finally:
             pool.close()
         for launch in launches:  # one that did not compile raises here what Triton says
@@ -99,7 +99,7 @@ def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: in
 
 
 def _multiply(layer: nn.Module, rows: int, uniform: int | None = None) -> torch.Tensor:
-    """A call with that many rows, and the word that all of them read if it is known."""
+    """A call with that many rows, and the precision word that all of them read if it is known."""
     weight: NestedTensor = layer.weight  # type: ignore[assignment]
     x = torch.zeros(rows, weight.in_features, dtype=weight.logical_dtype, device=weight.packed.device)
     weight.uniform = uniform

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from qbe.engine.adaptive.cascade import Cascade, steers
+from qbe.engine.adaptive.cascade import Cascade, is_cascaded
 from qbe.engine.extensions.extension import Extension
 from qbe.engine.sampling.sampler import Scores
 from qbe.engine.scheduling.scheduler import ScheduledTokens
@@ -13,7 +13,7 @@ from qbe.engine.scheduling.sequence import Sequence
 
 
 class CascadeExtension(Extension):
-    """Steers the answers that ask for it, and keeps what each of their tokens got.
+    """Begins the cascade for answers that ask for it, and keeps what each of their tokens got.
 
     Args:
         cascade: None: such requests run at their blueprint as it is.
@@ -24,7 +24,7 @@ class CascadeExtension(Extension):
         self._keep: Callable[[Sequence], None] | None = None  # of the step that has just run
 
     def admit(self, sequence: Sequence) -> None:
-        if not steers(sequence.blueprint):
+        if not is_cascaded(sequence.blueprint):
             return
         if self._cascade is None:
             sequence.blueprint = replace(sequence.blueprint, dynamic_precision=None)

@@ -1,4 +1,4 @@
-"""The five moments of a request's life at which something special may act; `qbe.engine.core.Core.step` calls them."""
+"""The five points of a request's life at which something special may act; `qbe.engine.core.Core.step` calls them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qbe.engine.scheduling.sequence import Sequence
 
 
 class Extension:
-    """Something that only some requests need. By default it does nothing at any moment."""
+    """Something that only some requests need. By default it does nothing."""
 
     def admit(self, sequence: Sequence) -> None:
         """A request comes: give it what it needs, or take from it what this engine cannot do.

@@ -55,7 +55,7 @@ class BlueprintRefresh(Extension):
         if blueprint.key == before.key:
             return False
         if cascade is not None:
-            blueprint = cascade.steered(blueprint, sequence)
+            blueprint = cascade.compensated(blueprint, sequence)
         sequence.exchange(blueprint.with_kv_bits(before.kv_bits))
         self.raise_kv(sequence, blueprint.kv_bits)
         return True

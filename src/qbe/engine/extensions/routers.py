@@ -25,7 +25,7 @@ class Routers(Extension):
         self._by_digest: dict[str, TokenRouters] = {}
 
     def add(self, routers: TokenRouters) -> None:
-        """Take requests that these routers steer. They run from the step on in which the first of them begins.
+        """Take requests whose bits these routers choose. They run from the step on in which the first of them begins.
 
         Raises:
             QBEError: a model whose tokens cannot have bits of their own.

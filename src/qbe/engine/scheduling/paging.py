@@ -64,8 +64,9 @@ class Paging:
         """Give it the pages that are known already; its last token is always computed.
 
         Its first token of its own must not look back on a page at 16 bits, which nobody keeps: it goes on after a whole
-        stretch of pages, or where the pages known have 16 bits for good. Where its twin still writes the page in which
-        the prompt ends, it begins with all of its pages. The first of the two that writes to that one takes a copy.
+        stretch of pages, or where the pages known have 16 bits for good. Where its fork parent still writes the page in
+        which the prompt ends, it begins with all of its pages. The first of the two that writes to that page
+        copies it.
         """
         sequence.paging.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
         # Whoever wants logits of its tokens computes them.

@@ -70,8 +70,8 @@ class Scheduler:
     left, the youngest sequence of the highest rank is preempted: it gives its pages up and later computes them again.
     The oldest one of the lowest rank always goes on, because no request is taken that would not fit alone.
 
-    The routers of one policy steer at a time. A sequence that needs others than those of the running ones waits until
-    these have ended. Only sequences that no routers steer overtake it, and those of the running ones' routers that had
+    The routers of one policy run at a time. A sequence that needs others than those of the running ones waits until
+    these have ended. Only sequences without routers overtake it, and those of the running ones' routers that had
     come before its turn did: routers are seldom exchanged where both kinds wait, and nobody is overtaken for ever.
 
     Args:
@@ -301,7 +301,7 @@ class Scheduler:
         self.paging.begin(sequence)
 
     def _next(self, waiting: Collection[Sequence]) -> Sequence | None:
-        """Whose turn it is; while other routers steer than it needs, who may go before it."""
+        """Whose turn it is; while other routers run than it needs, who may go before it."""
         first, dynamic_precision = self.choose(waiting, self.running), {_routers(s) for s in self.running} - {""}
         if first is None or not dynamic_precision or _routers(first) in {"", *dynamic_precision}:
             return first
@@ -325,7 +325,7 @@ def _rank(sequence: Sequence) -> float:
 
 
 def _routers(sequence: Sequence) -> str:
-    """The digest of those that steer it; empty where none do."""
+    """The digest of those that choose its bits; empty where none do."""
     dynamic_precision = sequence.blueprint.dynamic_precision
     return "" if dynamic_precision is None else dynamic_precision.routers
 

@@ -77,7 +77,7 @@ class Sequence:
         error: one line that says what went wrong, when the reason is "error".
         priority: where it stands in line.
         preemptions: how often it gave its pages up and waited again.
-        before: requests that were in the engine when its turn came and other routers than its own steered; else None.
+        before: requests that were in the engine when its turn came and other routers than its own ran; else None.
         paging, attention, bounded, cascade, difficulty, sampling: see `sequence_state`.
         routed: int64 [2, widths] on the device: weights that its tokens have read at each width where routers chose it
             (`qbe.engine.adaptive.routing`), of the layers and of the output head, those of tokens computed again

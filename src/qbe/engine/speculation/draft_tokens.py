@@ -92,9 +92,9 @@ class Speculation:
         self.draft_tokens.clear()
         self.proposals.clear()
 
-    def right(self, at: int, token: int | None) -> bool:
+    def right(self, position: int, token: int | None) -> bool:
         """Whether this token is what was drafted, by the draft token of this number."""
-        return token in self.draft_tokens[at : at + 1]
+        return token in self.draft_tokens[position : position + 1]
 
     def checked(self, accepted: int, refused: bool) -> None:
         """The first `accepted` draft tokens were right; `refused`: the next one was not."""
@@ -118,5 +118,5 @@ class Costs:
 
     def of(self, rows: int, bits: float) -> float | None:
         """Seconds, None when there was no such step yet."""
-        found = self._seconds.get((rows, round(bits)))
-        return min(found) if found else None
+        seconds = self._seconds.get((rows, round(bits)))
+        return min(seconds) if seconds else None

@@ -37,10 +37,10 @@ class NgramTable:
 
     def read(self, tokens: collections.abc.Sequence[int], start: int) -> None:
         """Learn what the tokens from number `start` on followed."""
-        for at in range(max(start, 1), len(tokens)):
+        for position in range(max(start, 1), len(tokens)):
             for n in NGRAM_SIZES:
-                if at >= n:
-                    self._new[tuple(tokens[at - n : at])] = tokens[at]
+                if position >= n:
+                    self._new[tuple(tokens[position - n : position])] = tokens[position]
         if self._most is not None and len(self._new) > self._most // 2:
             self._old, self._new = self._new, {}
 
@@ -87,13 +87,13 @@ class NgramProposer:
         self.memory.read(tokens, text.read_on(tokens))
         last, draft_tokens, likely = list(tokens[-max(NGRAM_SIZES) :]), list[tuple[int, Kind]](), list[float]()
         probability = 1.0
-        while len(draft_tokens) < most and (found := self._next(text, last)) is not None:
-            probability *= self.rates.get(found[1], PRIOR_RATE)
+        while len(draft_tokens) < most and (draft := self._next(text, last)) is not None:
+            probability *= self.rates.get(draft[1], PRIOR_RATE)
             if probability < MIN_PROBABILITY:
                 break
-            draft_tokens.append(found)
+            draft_tokens.append(draft)
             likely.append(probability)
-            last = [*last[1 - max(NGRAM_SIZES) :], found[0]]
+            last = [*last[1 - max(NGRAM_SIZES) :], draft[0]]
         return NgramProposal(len(tokens), draft_tokens), likely
 
     def learn(self, proposed: NgramProposal, tokens: collections.abc.Sequence[int]) -> None:

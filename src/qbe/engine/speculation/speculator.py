@@ -198,8 +198,8 @@ def draft_token_of(sequence: Sequence, number: int) -> DraftToken | None:
     return speculation.draft_tokens[number], speculation.proposals[number]
 
 
-def _of(what: ScheduledTokens | Sequence) -> Speculation:
-    speculation = (what.sequence if isinstance(what, ScheduledTokens) else what).speculation
+def _of(owner: ScheduledTokens | Sequence) -> Speculation:
+    speculation = (owner.sequence if isinstance(owner, ScheduledTokens) else owner).speculation
     assert speculation is not None
     return speculation
 

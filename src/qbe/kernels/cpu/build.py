@@ -139,8 +139,8 @@ def compiled(name: str, compilers: Sequence[str], arguments: Sequence[str], othe
     if path.is_file():
         return path
     variable, first, *others = compilers
-    found = (shutil.which(c) for c in (os.environ.get(variable) or first, *others))
-    compiler = next((c for c in found if c is not None), None)
+    installed = (shutil.which(c) for c in (os.environ.get(variable) or first, *others))
+    compiler = next((c for c in installed if c is not None), None)
     if compiler is None:
         log.warning("no compiler for the CPU kernels found (%s); %s", ", ".join(compilers[1:]), otherwise)
         return None

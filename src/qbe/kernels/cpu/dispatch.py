@@ -55,7 +55,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def few_enough(bits: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the compiled kernel takes a call with these words: fewer rows, and fewer of them at 16 bits."""
+    """Whether the compiled kernel takes a call with these precision words: fewer rows, and fewer of them at 16 bits."""
     count, full = bits.shape[0], many_full(dtype)
     return count < many_rows(dtype) and (count < full or int((weight_bits(bits) >= FULL_BITS).sum()) < full)
 

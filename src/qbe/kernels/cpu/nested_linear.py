@@ -112,20 +112,20 @@ def _few(
     """The compiled kernel; rows at 16 bits go to torch where the original has another dtype than x."""
     rows, bits = rows.contiguous(), bits.contiguous()
     y = torch.empty(rows.shape[0], form.n, dtype=torch.float32 if float32_output else rows.dtype)
-    own = None if bias is None else readable_bias(bias, rows)
+    kernel_bias = None if bias is None else readable_bias(bias, rows)
     failed = build.loaded().qbe_multiply(
         rows.data_ptr(),
         packed.data_ptr(),
         meta.data_ptr(),
         bits.data_ptr(),
         original.data_ptr() if original is not None and readable(original, rows) else None,
-        None if own is None else own.data_ptr(),
+        None if kernel_bias is None else kernel_bias.data_ptr(),
         y.data_ptr(),
         form.address,
         rows.shape[0],
         ROW_DTYPES[rows.dtype],
         ROW_DTYPES[y.dtype],
-        0 if own is None else ROW_DTYPES[own.dtype],
+        0 if kernel_bias is None else ROW_DTYPES[kernel_bias.dtype],
         _threads(),
         build.number(),
     )
@@ -159,17 +159,17 @@ def rounded(rows: torch.Tensor, bits: torch.Tensor, form: Geometry) -> torch.Ten
     if not eight.any():
         return rows
     if build.backend() == "torch":
-        found = eight_bits(rows, form.group).to(rows.dtype)
+        rounded_rows = eight_bits(rows, form.group).to(rows.dtype)
     else:
         rows = rows.contiguous()
-        found = torch.empty_like(rows)
+        rounded_rows = torch.empty_like(rows)
         dtype = ROW_DTYPES[rows.dtype]
         failed = build.loaded().qbe_round_rows(
-            rows.data_ptr(), found.data_ptr(), form.address, len(rows), dtype, _threads(), build.number()
+            rows.data_ptr(), rounded_rows.data_ptr(), form.address, len(rows), dtype, _threads(), build.number()
         )
         if failed:
             raise MemoryError("the CPU kernel found no memory for its working buffers")
-    return found if eight.all() else torch.where(eight[:, None], found, rows)
+    return rounded_rows if eight.all() else torch.where(eight[:, None], rounded_rows, rows)
 
 
 def _many(
@@ -204,23 +204,25 @@ def _many(
     y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
     for group in [{b} for b in sorted(count) if b not in few] + ([few] if few else []):
         if len(group) == len(count):
-            at, mine, own = None, rows, bits
+            indices, group_rows, group_bits = None, rows, bits
         else:
-            at = torch.isin(precision_words, torch.tensor([v for b in group for v in asked[b]])).nonzero().squeeze(-1)
-            mine, own = rows[at], bits[at]
+            indices = (
+                torch.isin(precision_words, torch.tensor([v for b in group for v in asked[b]])).nonzero().squeeze(-1)
+            )
+            group_rows, group_bits = rows[indices], bits[indices]
         if group is few:
-            part = _few(mine, packed, meta, own, None, bias, form)
+            part = _few(group_rows, packed, meta, group_bits, None, bias, form)
         elif FULL_BITS in group:
             assert original is not None
-            exact = rounded(mine, own, form)
+            exact = rounded(group_rows, group_bits, form)
             if exact.dtype is torch.float16:
                 exact = exact.float()  # sums are float32
             part = full_rows(exact, original, bias).to(rows.dtype)
         else:
-            part = _dequantised(rounded(mine, own, form), packed, meta, min(group), bias, form)
-        if at is None:
+            part = _dequantised(rounded(group_rows, group_bits, form), packed, meta, min(group), bias, form)
+        if indices is None:
             return part
-        y[at] = part
+        y[indices] = part
     return y
 
 

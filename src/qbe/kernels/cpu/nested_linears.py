@@ -58,21 +58,21 @@ def nested_linears(
     y = torch.empty(count, sum(f.n for f in forms), dtype=dtype)
     matrices = (_Matrix * len(forms))()
     kept = []  # C reads from these
-    at = 0
+    column = 0
     for i, form in enumerate(forms):
         bias, original = biases[i] if biases else None, originals[i] if originals else None
         check(rows, packed[i], meta[i], bits[i], original, bias, form)
-        own = bits[i].contiguous()
+        matrix_bits = bits[i].contiguous()
         if bias is not None:
             bias = readable_bias(bias, rows)
-        kept.append((own, bias))
+        kept.append((matrix_bits, bias))
         matrices[i] = _Matrix(
-            packed[i].data_ptr(), meta[i].data_ptr(), own.data_ptr(),
+            packed[i].data_ptr(), meta[i].data_ptr(), matrix_bits.data_ptr(),
             original.data_ptr() if original is not None and readable(original, rows) else None,
-            None if bias is None else bias.data_ptr(), y.data_ptr() + at * y.element_size(), form.address, y.shape[1],
-            0 if bias is None else ROW_DTYPES[bias.dtype], ROW_DTYPES[dtype],
+            None if bias is None else bias.data_ptr(), y.data_ptr() + column * y.element_size(), form.address,
+            y.shape[1], 0 if bias is None else ROW_DTYPES[bias.dtype], ROW_DTYPES[dtype],
         )  # fmt: skip
-        at += form.n
+        column += form.n
     failed = build.loaded().qbe_multiply_many(
         rows.data_ptr(), ctypes.addressof(matrices), len(forms), count, ROW_DTYPES[dtype], _threads(), build.number()
     )

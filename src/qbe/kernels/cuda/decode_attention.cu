@@ -97,14 +97,14 @@ decode_attention(const u16 *queries, const u8 *memory, const int *head_offsets, 
                 sync_block();
             }
 #pragma unroll 1
-            for (int is_sealed = 0; is_sealed < 2; is_sealed++) {
-                if (!(is_sealed ? pages - full_pages : full_pages)) continue;
-                if (turned != is_sealed) {
+            for (int is_quantised = 0; is_quantised < 2; is_quantised++) {
+                if (!(is_quantised ? pages - full_pages : full_pages)) continue;
+                if (turned != is_quantised) {
                     fence_copies();  // rows were copied by threads where the copy engine's come next
                     if (some) sums.rotate(group);
-                    turned = is_sealed;
+                    turned = is_quantised;
                 }
-                if (!is_sealed) {
+                if (!is_quantised) {
                     if (warp >= full_pages) continue;
                     const int head = Full16::head_of(group);
                     const bool queried = head < repeat;

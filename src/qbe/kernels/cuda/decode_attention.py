@@ -26,7 +26,7 @@ LEAST = 80  # pages that cost no more than this are not cut: a page for each war
 MOST_PAIRS = 16384  # whose costs have room in shared memory
 FEW = 32  # pages of a block, so few that finding out what pages cost is hardly worth its time
 MOST_PARTS = 64  # of a key head, where all key heads have as many
-STEADY_PAGES = 16  # of a part, at least, where parts do not depend on the rows of a step and a table is full
+BATCH_INVARIANT_PAGES = 16  # of a part, at least, where parts do not depend on the rows of a step and a table is full
 CAPABILITY = (9, 0)
 FOLDER = Path(__file__).parent
 SOURCES = (  # compiled as one
@@ -89,7 +89,7 @@ def batch_invariant_splits(kv_heads: int, pages: int, processors: int) -> int:
     A sequence that is alone has a block for each processor, unless parts would become so short that many rows wait for
     their beginnings and ends.
     """
-    return max(1, min(MOST_PARTS, processors // kv_heads, -(-pages // STEADY_PAGES)))
+    return max(1, min(MOST_PARTS, processors // kv_heads, -(-pages // BATCH_INVARIANT_PAGES)))
 
 
 def shared_bytes(dim: int) -> int:

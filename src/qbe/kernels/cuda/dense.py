@@ -38,11 +38,11 @@ def arguments_of(
 ) -> Arguments:
     """Of a weight [n, k] at the precision of that index, from output `first` on; the tensors are for the caller."""
     group = group_size_of(fragments, n, k, precisions)
-    at = regions(n, k, group, precisions)
-    planes = (*at.planes[1:], 0, 0)
+    layout = regions(n, k, group, precisions)
+    planes = (*layout.planes[1:], 0, 0)
     return Arguments(
-        codes=fragments.data_ptr(), plane2=planes[0], plane1=planes[1], pairs=at.scales, inputs=at.inputs, group=group,
-        count=at.pairs, precision=precision, exponent=exponent, first=first // TILE,
+        codes=fragments.data_ptr(), plane2=planes[0], plane1=planes[1], pairs=layout.scales, inputs=layout.inputs,
+        group=group, count=layout.pairs, precision=precision, exponent=exponent, first=first // TILE,
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Everything that is decided by these is decided here, without Triton: the store and compiled graphs ask, too. How a
 kernel is then launched (tiles, splits, warps) is its own: `qbe.kernels.triton.tiled_configs` and what was tuned.
 
-nested_linear(s)     uniform     the host knows that all rows read one word: the weight once, then a library's product
+nested_linear(s)     uniform     the host knows that all rows read one precision word: the weight once, then a
+                                 library's product
                      canonical   packed has two dimensions: what was not brought into the tiled layout, small matrices
   tiled layout:      decode      up to 16 rows: integer products, every row at its own precision; up to three weights
                                  that read the same x in one launch
@@ -32,7 +33,7 @@ LinearKernel = Literal["canonical", "decode", "batch", "prefill", "float32"]
 
 
 def linear_kernel(rows: int, dtype: torch.dtype, tiled: bool, original: torch.dtype | None = None) -> LinearKernel:
-    """Which kernel multiplies so many rows of that dtype, at least one, whatever their words.
+    """Which kernel multiplies so many rows of that dtype, at least one, whatever their precision words.
 
     Args:
         tiled: whether the weight is in the tiled layout (`qbe.kernels.triton.layout`).

@@ -61,12 +61,12 @@ def regions(n: int, k: int, group_size: int, precisions: Sequence[int] = (4, 6, 
         raise QBEError(f"no layout of fragments has the precisions {tuple(precisions)}: give (4,), (4, 6) or (4, 6, 8)")
     rows, inputs = padded_shape(n, k, group_size)
     pairs = 1 + sum(bits < 8 for bits in precisions)
-    starts, at = [], 0
+    starts, end = [], 0
     for width in SLICES[: len(precisions)]:
-        starts.append(at)
-        at += rows * inputs * width // 8
-    counts = at + rows * inputs // group_size * 2 * pairs
-    return Regions(tuple(starts), at, counts, counts + rows // TILE * 4, rows, inputs, pairs)
+        starts.append(end)
+        end += rows * inputs * width // 8
+    counts = end + rows * inputs // group_size * 2 * pairs
+    return Regions(tuple(starts), end, counts, counts + rows // TILE * 4, rows, inputs, pairs)
 
 
 def is_fragments(packed: torch.Tensor) -> bool:
@@ -96,14 +96,15 @@ def to_fragments(
     group_size = kp // groups
     if group_size not in GROUPS:
         return None
-    at = regions(n, in_features, group_size, precisions)
-    out = torch.zeros(at.end, dtype=torch.uint8, device=packed.device)
-    codes = torch.zeros(at.rows, at.inputs, dtype=torch.uint8, device=packed.device)
+    places = regions(n, in_features, group_size, precisions)
+    out = torch.zeros(places.end, dtype=torch.uint8, device=packed.device)
+    codes = torch.zeros(places.rows, places.inputs, dtype=torch.uint8, device=packed.device)
     codes[:n, :kp] = unpack(packed, layout, n, 8)
-    blocks = codes.view(at.rows // TILE, 4, 2, 8, at.inputs // BLOCK, 4, 2, 4, 2)  # tile, w, h, g, block, s, kk, t, e
+    # tile, w, h, g, block, s, kk, t, e
+    blocks = codes.view(places.rows // TILE, 4, 2, 8, places.inputs // BLOCK, 4, 2, 4, 2)
     high = (blocks >> 4).permute(0, 4, 1, 3, 7, 5, 8, 6, 2)  # tile, block, w, g, t, s, e, kk, h
-    _put(out, at.planes[0], high[..., 0] | high[..., 1] << 4)
-    for start, shift in zip(at.planes[1:], (2, 0), strict=False):
+    _put(out, places.planes[0], high[..., 0] | high[..., 1] << 4)
+    for start, shift in zip(places.planes[1:], (2, 0), strict=False):
         pairs = ((blocks >> shift) & 3).unflatten(5, (2, 2))  # tile, w, h, g, block, s // 2, s % 2, kk, t, e
         low = pairs.permute(0, 4, 1, 3, 8, 5, 9, 6, 7, 2)  # tile, block, w, g, t, s // 2, e, s % 2, kk, h
         byte = torch.zeros_like(low[..., 0, 0])
@@ -111,10 +112,10 @@ def to_fragments(
             for h in range(2):
                 byte |= low[..., kk, h] << (2 * h + 4 * kk)
         _put(out, start, byte)
-    scales = torch.zeros(at.pairs, 2, at.rows, groups, dtype=torch.uint8, device=packed.device)
-    scales[:, :, :n] = meta.view(-1, 2, n, groups)[: at.pairs]
-    scales = scales.view(at.pairs, 2, at.rows // TILE, 4, 2, 8, groups).permute(2, 6, 0, 5, 3, 4, 1)
-    _put(out, at.scales, scales)
+    scales = torch.zeros(places.pairs, 2, places.rows, groups, dtype=torch.uint8, device=packed.device)
+    scales[:, :, :n] = meta.view(-1, 2, n, groups)[: places.pairs]
+    scales = scales.view(places.pairs, 2, places.rows // TILE, 4, 2, 8, groups).permute(2, 6, 0, 5, 3, 4, 1)
+    _put(out, places.scales, scales)
     return out.view(1, 1, -1)
 
 
@@ -136,28 +137,30 @@ def group_size_of(fragments: torch.Tensor, n: int, k: int, precisions: Sequence[
 
 def codes_of(fragments: torch.Tensor, n: int, k: int, precisions: Sequence[int] = (4, 6, 8)) -> torch.Tensor:
     """The 8-bit codes [n, K padded to groups], uint8; bits of planes that are not present are 0."""
-    at = regions(n, k, group_size_of(fragments, n, k, precisions), precisions)
+    layout = regions(n, k, group_size_of(fragments, n, k, precisions), precisions)
     flat = fragments.reshape(-1)
-    tiles, blocks = at.rows // TILE, at.inputs // BLOCK
+    tiles, blocks = layout.rows // TILE, layout.inputs // BLOCK
     codes = torch.zeros(tiles, blocks, 4, 8, 4, 4, 2, 2, 2, dtype=torch.uint8, device=flat.device)
     # tile, block, w, g, t, s, e, kk, h
-    plane = flat[: at.rows * at.inputs // 2].view(tiles, blocks, 4, 8, 4, 4, 2, 2)
+    plane = flat[: layout.rows * layout.inputs // 2].view(tiles, blocks, 4, 8, 4, 4, 2, 2)
     codes[..., 0], codes[..., 1] = (plane & 15) << 4, plane & 240
-    for start, shift in zip(at.planes[1:], (2, 0), strict=False):
-        plane = flat[start : start + at.rows * at.inputs // 4].view(tiles, blocks, 4, 8, 4, 2, 2, 2)
+    for start, shift in zip(layout.planes[1:], (2, 0), strict=False):
+        plane = flat[start : start + layout.rows * layout.inputs // 4].view(tiles, blocks, 4, 8, 4, 2, 2, 2)
         plane = plane.transpose(-1, -2).flatten(5, 6)  # tile, block, w, g, t, s, e
         for kk in range(2):
             for h in range(2):
                 codes[..., kk, h] |= ((plane >> (2 * h + 4 * kk)) & 3) << shift
-    return codes.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(at.rows, at.inputs)[:n]
+    return codes.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(layout.rows, layout.inputs)[:n]
 
 
 def meta_of(fragments: torch.Tensor, n: int, k: int, precisions: Sequence[int] = (4, 6, 8)) -> torch.Tensor:
     """The pairs of scales in the canonical order, uint8 [2 * pairs, n, G]."""
-    at = regions(n, k, group_size_of(fragments, n, k, precisions), precisions)
-    groups = (at.counts - at.scales) // (2 * at.pairs * at.rows)
-    scales = fragments.reshape(-1)[at.scales : at.counts].view(at.rows // TILE, groups, at.pairs, 8, 4, 2, 2)
-    return scales.permute(2, 6, 0, 4, 5, 3, 1).reshape(2 * at.pairs, at.rows, groups)[:, :n]
+    layout = regions(n, k, group_size_of(fragments, n, k, precisions), precisions)
+    groups = (layout.counts - layout.scales) // (2 * layout.pairs * layout.rows)
+    scales = fragments.reshape(-1)[layout.scales : layout.counts].view(
+        layout.rows // TILE, groups, layout.pairs, 8, 4, 2, 2
+    )
+    return scales.permute(2, 6, 0, 4, 5, 3, 1).reshape(2 * layout.pairs, layout.rows, groups)[:, :n]
 
 
 def from_fragments(fragments: torch.Tensor, n: int, k: int) -> torch.Tensor:

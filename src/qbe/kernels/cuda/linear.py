@@ -107,11 +107,11 @@ def arguments_of(
     given = Arguments()
     tile = column = 0
     for i, n in enumerate(outputs):
-        at = regions(n, inputs, group_size, precisions)
-        planes = (*at.planes[1:], 0, 0)
+        layout = regions(n, inputs, group_size, precisions)
+        planes = (*layout.planes[1:], 0, 0)
         given.weights[i] = _Weight(
             packed[i].data_ptr(), words[i].data_ptr(), _address(originals[i]), _address(biases[i]), planes[0],
-            planes[1], at.scales, at.counts, n, exponents[i], tile, column,
+            planes[1], layout.scales, layout.counts, n, exponents[i], tile, column,
         )  # fmt: skip
         tile, column = tile + -(-n // OUTPUTS), column + n
     given.x, given.y, given.sums = x.data_ptr(), y.data_ptr(), sums.data_ptr()

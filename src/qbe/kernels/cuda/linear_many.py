@@ -25,7 +25,7 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 def linear_many(
     x: torch.Tensor,
     packed: torch.Tensor,
-    words: torch.Tensor,
+    precision_words: torch.Tensor,
     original: torch.Tensor | None,
     bias: torch.Tensor | None,
     n: int,
@@ -35,12 +35,12 @@ def linear_many(
     eight: bool = False,
     precisions: tuple[int, ...] = many_rows.PRECISIONS,
 ) -> torch.Tensor:
-    """y = x @ W(words).T + bias; the launches do not depend on the words.
+    """y = x @ W(precision_words).T + bias; the launches do not depend on the precision_words.
 
     Args:
         x: float16 or bfloat16 [M, K], M at least 1; rows of 8-bit activations are rounded already, unless `eight`.
         packed: uint8 [1, 1, bytes] (`qbe.kernels.cuda.fragments`).
-        words: int32 [M], words of precision.
+        precision_words: int32 [M], precision words.
         original: [n, K] in x's dtype for rows at 16 bits; None serves them by the widest precision.
         bias: [n] in x's dtype or None.
         dtype: of y, x's or float32.
@@ -59,12 +59,12 @@ def linear_many(
         rows = torch.nn.functional.pad(rows, (0, -k % 8)) if k % 8 else rows.clone()
     # A weight's padding is a whole group, so that x with a few more zeros has the same fragments.
     if shared:
-        many_rows.multiply(rows, packed, words, bias, exponent, y, eight=eight, precisions=precisions)
+        many_rows.multiply(rows, packed, precision_words, bias, exponent, y, eight=eight, precisions=precisions)
     else:
         tile = 128 if m <= many_rows.SPLIT_ROWS else many_rows.DENSE_ROWS
-        order, place = row_order(words, tile, precisions)
+        order, place = row_order(precision_words, tile, precisions)
         placed = rows.new_zeros(len(order), rows.shape[1]).index_copy_(0, place, rows)
-        many_rows.multiply(placed, packed, words, bias, exponent, y, order, precisions=precisions)
+        many_rows.multiply(placed, packed, precision_words, bias, exponent, y, order, precisions=precisions)
     if original is not None:
         from qbe.kernels.triton.tiled_dense_kernel import dense_kernel
 
@@ -72,5 +72,5 @@ def linear_many(
             "BM": 128, "BN": 256, "BK": 64, "STAGES": 3, "EVEN": k % 64 == 0, "KSTEPS": -(-k // 64), "num_warps": 8,
         }  # fmt: skip
         grid = (-(-n // 256) * -(-m // 128),)
-        dense_kernel[grid](x.contiguous(), original, words, bias, y, m, n, k, k, FULL_BITS, _ANY, **tile_of)
+        dense_kernel[grid](x.contiguous(), original, precision_words, bias, y, m, n, k, k, FULL_BITS, _ANY, **tile_of)
     return y

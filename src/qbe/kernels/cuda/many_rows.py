@@ -79,10 +79,10 @@ def _loaded(device: torch.device, text: str, name: str, shared: int) -> Any:
 
     with torch.cuda.device(device):
         binary, symbol = compiled_kernel(text, name, "90a")  # wgmma is Hopper's own
-        found = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
+        kernel = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
         if shared:
-            found.set_shared_memory_config(shared)
-    return found
+            kernel.set_shared_memory_config(shared)
+    return kernel
 
 
 @cache
@@ -106,7 +106,7 @@ def multiply(
     Args:
         x: float16 or bfloat16 [M, K], contiguous, at a multiple of 16 bytes, K a multiple of 8.
         packed: uint8 [1, 1, bytes], fragments of a weight [N, K].
-        bits: int32 [R], words of precision, on the device and read by the kernel only. 16 is the widest precision. No
+        bits: int32 [R], precision words, on the device and read by the kernel only. 16 is the widest precision. No
             kernel that writes them may let the next one begin before its own end.
         bias: [N] in x's dtype, or None.
         y: [R, N] in x's dtype or float32, contiguous; written.
@@ -117,14 +117,14 @@ def multiply(
     """
     (m, k), (rows, n) = x.shape, y.shape
     group = fragments.group_size_of(packed, n, k, precisions)
-    at = fragments.regions(n, k, group, precisions)
-    planes = (*at.planes, 0, 0)
+    layout = fragments.regions(n, k, group, precisions)
+    planes = (*layout.planes, 0, 0)
     float16, float32_output, processors = x.dtype == torch.float16, y.dtype != x.dtype, _processors(x.device)
-    given, x_scales, bounds = _eight_bit_sides(x, packed, bits, at, group, precisions) if eight else (x, None, None)
+    given, x_scales, bounds = _eight_bit_sides(x, packed, bits, layout, group, precisions) if eight else (x, None, None)
     before = [packed, bits, order, y, bias, x_scales, bounds]
     after = [
-        planes[1] // 16, planes[2] // 16, at.scales // 16, bits.numel(), rows, m, n, at.inputs // 64, len(precisions),
-        at.pairs,
+        planes[1] // 16, planes[2] // 16, layout.scales // 16, bits.numel(), rows, m, n, layout.inputs // 64,
+        len(precisions), layout.pairs,
     ]  # fmt: skip
     factor = 2.0 ** (exponent - SCALE_EXPONENT)
     columns = 128 if eight else 64
@@ -135,10 +135,11 @@ def multiply(
     with torch.cuda.device(x.device):
         if split:
             outputs = OUTPUTS[tile]
-            pairs = pairs_for(at.rows, at.inputs, processors, outputs)
+            pairs = pairs_for(layout.rows, layout.inputs, processors, outputs)
             parts = torch.empty(2 * pairs * -(-m // tile) * tile * outputs, dtype=torch.int32, device=x.device)
             arguments = [
-                tensor_map(given, columns, tile), *before, parts, packed.view(-1)[at.counts :], *after, ROOM, factor,
+                tensor_map(given, columns, tile), *before, parts, packed.view(-1)[layout.counts :], *after,
+                ROOM, factor,
             ]  # fmt: skip
             launch(_loaded(x.device, text, "many_rows", SHARED), 2 * pairs, 2 * outputs + 128, arguments, SHARED, 2)
         else:
@@ -152,27 +153,27 @@ def _eight_bit_sides(
     x: torch.Tensor,
     packed: torch.Tensor,
     bits: torch.Tensor,
-    at: fragments.Regions,
+    layout: fragments.Regions,
     group: int,
     precisions: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x in int8 and its scales, [M, K padded] and float32 [M]; bounds of the weight's rows, float32 [N padded]."""
     m, k = x.shape
-    given = torch.empty(m, at.inputs, dtype=torch.int8, device=x.device)
+    given = torch.empty(m, layout.inputs, dtype=torch.int8, device=x.device)
     x_scales = torch.empty(m, dtype=torch.float32, device=x.device)
-    bounds = torch.empty(at.rows, dtype=torch.float32, device=x.device)
+    bounds = torch.empty(layout.rows, dtype=torch.float32, device=x.device)
     text = source("eight_bit_rows", 64, group, x.dtype == torch.float16)
     with torch.cuda.device(x.device):
         arguments: list[Argument] = [
             packed,
             bits,
             bounds,
-            at.scales // 16,
+            layout.scales // 16,
             bits.numel(),
-            at.inputs // group,
-            at.pairs,
+            layout.inputs // group,
+            layout.pairs,
             len(precisions),
         ]
-        launch(_loaded(x.device, text, "row_bounds", 0), at.rows // 64, 256, arguments)
-        launch(_loaded(x.device, text, "eight_bit_rows", 0), m, 256, [x, given, x_scales, k, at.inputs])
+        launch(_loaded(x.device, text, "row_bounds", 0), layout.rows // 64, 256, arguments)
+        launch(_loaded(x.device, text, "eight_bit_rows", 0), m, 256, [x, given, x_scales, k, layout.inputs])
     return given, x_scales, bounds

@@ -62,23 +62,25 @@ def nested_linears(
     rows = x.reshape(-1, k).contiguous()
     m = rows.shape[0]
     y = torch.empty(m, sum(outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
-    words = [b.contiguous() for b in bits]
+    precision_words = [b.contiguous() for b in bits]
     whole: Sequence[torch.Tensor | None] = originals or [None] * count
     added: Sequence[torch.Tensor | None] = biases or [None] * count
     same = all(t is None or t.dtype == x.dtype for t in (*whole, *added))
     if y.numel() and m <= FEW_ROWS and x.dtype != torch.float32 and same:
-        for at in range(0, m, linear.MOST_ROWS):
-            part = slice(at, at + linear.MOST_ROWS)
+        for begin in range(0, m, linear.MOST_ROWS):
+            part = slice(begin, begin + linear.MOST_ROWS)
             for first in range(0, count, linear.MOST_WEIGHTS):
                 some = slice(first, first + linear.MOST_WEIGHTS)
                 linear.linears(
-                    rows[part], packed[some], [w[part] for w in words[some]], whole[some], added[some], outputs[some],
-                    exponents[some], y[part, sum(outputs[:first]) :],
+                    rows[part], packed[some], [w[part] for w in precision_words[some]], whole[some], added[some],
+                    outputs[some], exponents[some], y[part, sum(outputs[:first]) :],
                 )  # fmt: skip
     elif y.numel():
         column = 0
         for i, n in enumerate(outputs):
-            y[:, column : column + n] = _many(rows, packed[i], words[i], whole[i], added[i], n, exponents[i], y.dtype)
+            y[:, column : column + n] = _many(
+                rows, packed[i], precision_words[i], whole[i], added[i], n, exponents[i], y.dtype
+            )
             column += n
     return y.view(*x.shape[:-1], y.shape[1])
 
@@ -86,35 +88,35 @@ def nested_linears(
 def _many(
     x: torch.Tensor,
     packed: torch.Tensor,
-    words: torch.Tensor,
+    precision_words: torch.Tensor,
     original: torch.Tensor | None,
     bias: torch.Tensor | None,
     n: int,
     exponent: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Of many rows, or in float32; the launches do not depend on the words."""
+    """Of many rows, or in float32; the launches do not depend on the precision_words."""
     from qbe.kernels.triton.round_rows import round_rows
 
     k = x.shape[1]
-    rounded = round_rows(x, words, group_size_of(packed, n, k))
+    rounded = round_rows(x, precision_words, group_size_of(packed, n, k))
     if x.dtype != torch.float32 and all(t is None or t.dtype == x.dtype for t in (original, bias)):
-        return _dense(rounded, packed, words, original, bias, n, exponent, dtype)
+        return _dense(rounded, packed, precision_words, original, bias, n, exponent, dtype)
     y = torch.zeros(x.shape[0], n, dtype=torch.float32, device=x.device)
-    low = words & 255
+    low = precision_words & 255
     top = FULL_BITS if original is not None else _ANY
     bounds = (-_ANY, *PRECISIONS[1:], top)
     for p in range(len(PRECISIONS)):
         weight = dequantise(packed, n, k, exponent, p, torch.float32)[0][:n, :k]
-        mine = (low >= bounds[p]) & (low < bounds[p + 1])
-        y = torch.where(mine[:, None], rounded.float() @ weight.t(), y)
+        in_range = (low >= bounds[p]) & (low < bounds[p + 1])
+        y = torch.where(in_range[:, None], rounded.float() @ weight.t(), y)
     if original is not None:
         y = torch.where((low >= top)[:, None], rounded.float() @ original.to(x.device).float().t(), y)
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def _dense(
-    x: torch.Tensor, packed: torch.Tensor, words: torch.Tensor, original: torch.Tensor | None,
+    x: torch.Tensor, packed: torch.Tensor, precision_words: torch.Tensor, original: torch.Tensor | None,
     bias: torch.Tensor | None, n: int, exponent: int, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """In x's dtype: each precision in use is dequantised once and multiplied for its rows."""
@@ -126,8 +128,8 @@ def _dense(
     tile = {"BM": 128, "BN": 256, "BK": 64, "STAGES": 3, "EVEN": k % 64 == 0, "KSTEPS": -(-k // 64), "num_warps": 8}
     top = FULL_BITS if original is not None else _ANY
     bounds = (-_ANY, *PRECISIONS[1:], top)
-    for at in range(0, x.shape[0], CHUNK_ROWS):
-        x_part, y_part, some = (t[at : at + CHUNK_ROWS] for t in (x, y, words))
+    for first in range(0, x.shape[0], CHUNK_ROWS):
+        x_part, y_part, some = (t[first : first + CHUNK_ROWS] for t in (x, y, precision_words))
         m = x_part.shape[0]
         grid = (-(-n // 256) * -(-m // 128),)
         for p in range(len(PRECISIONS)):

@@ -124,10 +124,10 @@ def loaded_kernel(device: torch.device, source: str, name: str, shared: int) -> 
         arch = "".join(map(str, torch.cuda.get_device_capability(device)))
         with torch.cuda.device(device):
             binary, symbol = compiled_kernel(source, name, arch)
-            found = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
+            kernel = _cuda_load_module(binary, [symbol])[symbol]  # type: ignore[index]
             if shared:
-                found.set_shared_memory_config(shared)
-        return found
+                kernel.set_shared_memory_config(shared)
+        return kernel
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
         line = next((x for x in str(error).splitlines() if "error" in x), str(error).strip())
         log.warning("decoding is slower than it could be: no kernel %s (%s)", name, line[:200])

@@ -11,26 +11,30 @@ def places_for(rows: int, tile: int, precisions: int) -> int:
     return ((rows - kinds) // tile + kinds) * tile
 
 
-def row_order(words: torch.Tensor, tile: int, precisions: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def row_order(
+    precision_words: torch.Tensor, tile: int, precisions: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each row goes. Nothing waits for the device, so that a CUDA graph serves every mix.
 
     Args:
-        words: int32 [R], words of precision; what a weight lacks is served by the highest below it, or by the lowest.
+        precision_words: int32 [R]; what a weight lacks is served by the highest below it, or by the lowest.
         tile: rows of a tile.
         precisions: ascending.
 
     Returns:
         int32 [places]: the row at each place, -1 where there is none; and int64 [R]: the place of each row.
     """
-    bits = words & 255
+    bits = precision_words & 255
     kind = torch.zeros_like(bits)
     for p in precisions[1:]:
         kind += bits >= p
-    is_kind = (kind[:, None] == torch.arange(len(precisions), device=words.device)).int()
+    is_kind = (kind[:, None] == torch.arange(len(precisions), device=precision_words.device)).int()
     before = is_kind.cumsum(0, dtype=torch.int32)  # of the same kind, this one counted
     tiles = (before[-1] + (tile - 1)) // tile
     first = (tiles.cumsum(0, dtype=torch.int32) - tiles) * tile
     place = ((first + before - 1) * is_kind).sum(1)
-    order = torch.full((places_for(len(words), tile, len(precisions)),), -1, dtype=torch.int32, device=words.device)
-    order.scatter_(0, place, torch.arange(len(words), dtype=torch.int32, device=words.device))
+    order = torch.full(
+        (places_for(len(precision_words), tile, len(precisions)),), -1, dtype=torch.int32, device=precision_words.device
+    )
+    order.scatter_(0, place, torch.arange(len(precision_words), dtype=torch.int32, device=precision_words.device))
     return order, place

@@ -1,11 +1,11 @@
 """The custom op of the cascade: what the attention of layers shows gives a row the weights' bits of the layers after.
 
 It runs between the attention of a layer and the linear layers that read it, and writes to the plan that these read
-while they run: within one forward pass, inside a CUDA graph, without a word from the host.
+while they run: within one forward pass, inside a CUDA graph, without asking the host.
 
 Its schema says nothing of that writing. torch.compile would turn a declared write into a new tensor, which the weights,
-whose words are views of the plan, know nothing of. What orders the op is its result, attention's own: whoever reads
-that comes after it, and all later layers do.
+whose precision words are views of the plan, know nothing of. What orders the op is its result, attention's own:
+whoever reads that comes after it, and all later layers do.
 """
 
 from __future__ import annotations

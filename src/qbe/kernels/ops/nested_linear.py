@@ -32,7 +32,7 @@ def nested_linear(
         x: float16, bfloat16 or float32 [..., K]; R rows.
         packed: uint8 [total_bits, N*Kp/8], the slices, most significant first (`qbe.format.layout`).
         meta: uint8 [2P, N, G], scales and offsets of every precision (`qbe.format.scales`).
-        bits: int32 [R], a word of precision for each row: the weight's bits in the lowest byte, 16 (and what is above)
+        bits: int32 [R], a precision word for each row: the weight's bits in the lowest byte, 16 (and what is above)
             reads `original`; a width the store lacks is served by the highest precision below it, or by the lowest.
             Kernels read it while they run, so nothing is refused. The activations' bits in the next byte, 8 or (as 0)
             16 (`qbe.kernels.reference.activations`).

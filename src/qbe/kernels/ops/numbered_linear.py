@@ -1,9 +1,9 @@
 """`qbe::numbered_linear`: a layer of nested weights called by its number.
 
-A compiled graph that passes a hundred layers' weights, words and shapes at every step spends more on handing them over
-than a small product takes. Here they are told once (`number`), and a call names the layer. On a CPU torch_ops.cpp
-multiplies without Python in between, as long as no row reads the 16-bit weights; every other call goes to the
-layer's own function.
+A compiled graph that passes a hundred layers' weights, precision words and shapes at every step spends more on handing
+them over than a small product takes. Here they are told once (`number`), and a call names the layer. On a CPU
+torch_ops.cpp multiplies without Python in between, as long as no row reads the 16-bit weights; every other call goes to
+the layer's own function.
 """
 
 from __future__ import annotations

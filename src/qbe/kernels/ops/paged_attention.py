@@ -63,7 +63,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Writes each sequence's new key and value to its page, then lets its query attend to its own pages.
 
-    Every page is read at its own precision; see `qbe.format.kv_blocks` for its layout, entries and words.
+    Every page is read at its own precision; see `qbe.format.kv_blocks` for its layout, block ids and head offsets.
 
     Args:
         query: `[B, heads, key_dim]`; any strides, as for key and value.
@@ -101,7 +101,7 @@ def share_pages(
     and pages. Without this every block of every layer finds it out for itself, before it has anything to read.
 
     Args:
-        head_offsets: int32 `[layers, FORMATS, kv_heads]`, their words.
+        head_offsets: int32 `[layers, FORMATS, kv_heads]`, theirs.
         windows: int32 `[layers]`; 0 means all keys are seen.
         block_tables, lengths: as in `paged_attention`; of all layers.
         cuts: int32 `[layers, processors + 1, 2]`, written: where each block's pages begin.

@@ -1,7 +1,7 @@
-"""Reference of 8-bit activations, and how a row's word of precision is read.
+"""Reference of 8-bit activations, and how a row's precision word is read.
 
 A row's precision is one int32: the weight's bits in the lowest byte, the activations' bits in the next one. 0 there
-means 16 bits, so that a plain number of bits is a valid word.
+means 16 bits, so that a plain number of bits is a valid one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def precision_word(weight_bits: int, activation_bits: int = FULL_BITS) -> int:
 
 
 def weight_bits(precision_words: torch.Tensor) -> torch.Tensor:
-    """int32 words -> int32 bits of the weight."""
+    """int32 precision words -> int32 bits of the weight."""
     return precision_words & 255
 
 
 def has_eight(precision_words: torch.Tensor) -> torch.Tensor:
-    """int32 words -> bool: whether the row's activations have 8 bits."""
+    """int32 precision words -> bool: whether the row's activations have 8 bits."""
     return precision_words >> 8 == EIGHT
 
 

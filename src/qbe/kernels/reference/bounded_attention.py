@@ -140,12 +140,12 @@ def bounded_attention(
                 ])  # fmt: skip
                 raised = torch.zeros_like(lowered)
                 for query_head in range(head * repeat, (head + 1) * repeat):
-                    own = torch.where(lowered, bounds[query_head].cpu(), 0.0)
-                    raised |= lowered & pages_to_raise(own, limit * float(y[query_head].norm()))
+                    head_bounds = torch.where(lowered, bounds[query_head].cpu(), 0.0)
+                    raised |= lowered & pages_to_raise(head_bounds, limit * float(y[query_head].norm()))
                 for page in raised.nonzero().flatten().tolist():
-                    at = torch.tensor([kept[page]], device=memory.device)
+                    original_at = torch.tensor([kept[page]], device=memory.device)
                     rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
-                    again = read_pages(memory, head_offsets, at, shape, dtype, wide)
+                    again = read_pages(memory, head_offsets, original_at, shape, dtype, wide)
                     keys[head, rows], values[head, rows] = again[0][head], again[1][head]
                 number = int(raised.sum())
                 counts[row] += torch.tensor([int(lowered.sum()), number, number * full.nbytes], device=counts.device)
@@ -163,14 +163,14 @@ def _errors(
     keys = torch.zeros(kv_heads, key_dim, dtype=torch.float64, device=memory.device)
     values = torch.zeros(kv_heads, PAGE_SIZE, dtype=torch.float64, device=memory.device)
     for head in range(kv_heads):
-        kind, at = find(head_offsets, block_id, head)
+        kind, address = find(head_offsets, block_id, head)
         if kind != FULL_BITS:
             layout, bits = head_layout(kind, key_dim, value_dim, dtype.itemsize), kv_number_bits(kind)
-            scale, low = memory[at + layout.value_scales :][: 4 * PAGE_SIZE].view(torch.float16).view(2, PAGE_SIZE)
+            scale, low = memory[address + layout.value_scales :][: 4 * PAGE_SIZE].view(torch.float16).view(2, PAGE_SIZE)
             values[head] = number_error(scale, low, bits)
             if kind > TURBO:
                 keys[head] = torch.inf
                 continue
-            scale, low = memory[at + layout.key_scales :][: 4 * key_dim].view(torch.float16).view(2, key_dim)
+            scale, low = memory[address + layout.key_scales :][: 4 * key_dim].view(torch.float16).view(2, key_dim)
             keys[head] = number_error(scale, low, bits)
     return keys, values

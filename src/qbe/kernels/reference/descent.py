@@ -132,12 +132,12 @@ class _State:
         """Codes for all columns, one after the other (`succession`)."""
         pairs = [self.scales(b) for b in self.widths]
         wanted = [self.weight[:, order] for _ in self.widths]
-        for at, j in enumerate(order.tolist()):
-            cost = self.cost(j, pairs, [w[:, at] for w in wanted], importance)
+        for position, j in enumerate(order.tolist()):
+            cost = self.cost(j, pairs, [w[:, position] for w in wanted], importance)
             self.codes[:, j] = cost.argmin(1).to(torch.uint8)
             for target, bits, (scale, offset) in zip(wanted, self.widths, pairs, strict=True):
                 read = scale[:, j] * ((self.codes[:, j] >> (self.layout.total_bits - bits)) - offset[:, j])
-                target[:, at + 1 :] -= (read - self.weight[:, j])[:, None] * factor[at, at + 1 :]
+                target[:, position + 1 :] -= (read - self.weight[:, j])[:, None] * factor[position, position + 1 :]
 
     def choose_codes(self, importance: Sequence[float]) -> None:
         pairs = [self.scales(b) for b in self.widths]
@@ -174,11 +174,11 @@ class _State:
             plain = scales.decode_scale(self.meta[0], self.exponent).double() * 2**shift
             middle = scales.nominal_offset(self.meta[1], shift).double()
             for g in range(self.meta.shape[2]):
-                at = slice(g * self.group, min(k, (g + 1) * self.group))
+                columns = slice(g * self.group, min(k, (g + 1) * self.group))
                 q, (scale, offset) = self.read(bits), self.scales(bits)
-                pull = ((self.weight - q) @ self.hessian)[:, at]
-                h, s, o = self.hessian[at, at], scale[:, at.start], offset[:, at.start]
-                c = self.prefix(bits)[:, at] - o[:, None]
+                pull = ((self.weight - q) @ self.hessian)[:, columns]
+                h, s, o = self.hessian[columns, columns], scale[:, columns.start], offset[:, columns.start]
+                c = self.prefix(bits)[:, columns] - o[:, None]
                 cc, c1, ones = ((c @ h) * c).sum(-1), (c @ h).sum(-1), h.sum()
                 bc, b1 = (pull * c).sum(-1), pull.sum(-1)
                 determinant = cc * ones - c1 * c1
@@ -186,8 +186,10 @@ class _State:
                 wider = plain[:, g] * (1 + ratio / scales.RATIO_STEP)
                 up = (b1 - (wider - s) * c1) / ones  # added to the whole group, beside the new scale
                 moved = _byte((o - up / wider - middle[:, g]) * scales.OFFSET_STEP)
-                new = wider[:, None] * (self.prefix(bits)[:, at] - (middle[:, g] + moved / scales.OFFSET_STEP)[:, None])
-                change = new - q[:, at]
+                new = wider[:, None] * (
+                    self.prefix(bits)[:, columns] - (middle[:, g] + moved / scales.OFFSET_STEP)[:, None]
+                )
+                change = new - q[:, columns]
                 better = (change * (2 * pull - change @ h)).sum(-1) > 0
                 better &= (ones > 0) & (determinant > FLAT * cc * ones)
                 for plane, value in ((2 + 2 * i, ratio), (3 + 2 * i, moved)):

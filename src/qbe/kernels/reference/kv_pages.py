@@ -91,8 +91,8 @@ def write_rows(
     layer_offsets, offsets = head_offsets[0].long(), slots % ALIGN
     begins = (slots - offsets)[:, None] + layer_offsets - layer_offsets % ALIGN  # of blocks, [T, kv_heads]
     for x, begin, size in ((key + key * 0, 0, full.key_row), (value, full.values, full.value_row)):
-        at = (begins + begin + offsets[:, None] * size) // key.element_size()
-        memory.view(key.dtype)[at[..., None] + torch.arange(x.shape[2], device=x.device)] = x
+        indices = (begins + begin + offsets[:, None] * size) // key.element_size()
+        memory.view(key.dtype)[indices[..., None] + torch.arange(x.shape[2], device=x.device)] = x
 
 
 def quantise_pages(
@@ -109,12 +109,12 @@ def quantise_pages(
     for layer_offsets in head_offsets:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for head in range(kv_heads):
-                _, at = find(layer_offsets, source, head)
-                keys = memory[at : at + full.values].view(dtype).view(PAGE_SIZE, key_dim)
-                values = memory[at + full.values : at + full.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
+                _, begin = find(layer_offsets, source, head)
+                keys = memory[begin : begin + full.values].view(dtype).view(PAGE_SIZE, key_dim)
+                values = memory[begin + full.values : begin + full.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
                 kind, to = find(layer_offsets, target, head)
                 if kind == FULL_BITS:
-                    memory[to : to + full.nbytes] = memory[at : at + full.nbytes]
+                    memory[to : to + full.nbytes] = memory[begin : begin + full.nbytes]
                     continue
                 layout, bits = head_layout(kind, key_dim, value_dim, dtype.itemsize), kv_number_bits(kind)
                 keys, values = rotate(keys.to(torch.float32)), rotate(values.to(torch.float32))
@@ -130,10 +130,10 @@ def quantise_pages(
                 _write(memory, to + layout.value_scales, *scales)
 
 
-def _write(memory: torch.Tensor, at: int, *parts: torch.Tensor) -> None:
+def _write(memory: torch.Tensor, address: int, *parts: torch.Tensor) -> None:
     """These tensors one after the other."""
     raw = torch.cat([p.contiguous().view(torch.uint8).flatten() for p in parts])
-    memory[at : at + len(raw)] = raw
+    memory[address : address + len(raw)] = raw
 
 
 def read_pages(
@@ -154,8 +154,8 @@ def read_pages(
     for i, block_id in enumerate(block_ids.tolist()):
         rows = slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE)
         for head in range(kv_heads):
-            kind, at = find(head_offsets, block_id, head)
-            keys[head, rows], values[head, rows] = _read(memory, at, kind, key_dim, value_dim, dtype)
+            kind, address = find(head_offsets, block_id, head)
+            keys[head, rows], values[head, rows] = _read(memory, address, kind, key_dim, value_dim, dtype)
     return keys, values
 
 
@@ -165,19 +165,19 @@ def find(head_offsets: torch.Tensor, block_id: int, head: int) -> tuple[int, int
     return head_offset % ALIGN, block_id - block_id % ALIGN + head_offset - head_offset % ALIGN
 
 
-def _bytes_at(memory: torch.Tensor, at: int, count: int) -> torch.Tensor:
+def _bytes_at(memory: torch.Tensor, address: int, count: int) -> torch.Tensor:
     """uint8 `[count]` on the memory's device; addresses outside of it are those of host memory, counted from it."""
-    if 0 <= at < len(memory):
-        return memory[at : at + count]
-    raw = (ctypes.c_uint8 * count).from_address(memory.data_ptr() + at)
+    if 0 <= address < len(memory):
+        return memory[address : address + count]
+    raw = (ctypes.c_uint8 * count).from_address(memory.data_ptr() + address)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(memory.device)
 
 
 def _read(
-    memory: torch.Tensor, at: int, kind: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    memory: torch.Tensor, address: int, kind: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layout, bits = head_layout(kind, key_dim, value_dim, dtype.itemsize), kv_number_bits(kind)
-    raw = _bytes_at(memory, at, layout.nbytes)
+    raw = _bytes_at(memory, address, layout.nbytes)
     if kind == FULL_BITS:
         keys = raw[: layout.values].view(dtype).view(PAGE_SIZE, key_dim)
         return keys, raw[layout.values : layout.key_scales].view(dtype).view(PAGE_SIZE, value_dim)
@@ -210,11 +210,11 @@ def rearrange(
     out = memory.clone()
     for block_id in set(block_ids.flatten().tolist()):
         for head in range(kv_heads):
-            kind, at = find(head_offsets, block_id, head)
+            kind, address = find(head_offsets, block_id, head)
             if kind == FULL_BITS:
                 continue
             layout, bits = head_layout(kind, key_dim, value_dim, itemsize), kv_number_bits(kind)
-            for begin, n, m in ((at, key_dim, PAGE_SIZE), (at + layout.values, PAGE_SIZE, value_dim)):
+            for begin, n, m in ((address, key_dim, PAGE_SIZE), (address + layout.values, PAGE_SIZE, value_dim)):
                 on_cpu, on_gpu = (n, -(-m * bits // 8)), (m, -(-n * bits // 8))
                 rows, row = on_gpu if back else on_cpu
                 raw = memory[begin : begin + rows * row].view(rows, row)
@@ -223,7 +223,7 @@ def rearrange(
                 )
                 out[begin : begin + packed.numel()] = packed.flatten()
             key_pairs = PAGE_SIZE if kind > TURBO else key_dim
-            for begin, n in ((at + layout.key_scales, key_pairs), (at + layout.value_scales, PAGE_SIZE)):
+            for begin, n in ((address + layout.key_scales, key_pairs), (address + layout.value_scales, PAGE_SIZE)):
                 pairs = memory[begin : begin + 4 * n].view(torch.int16)
                 out[begin : begin + 4 * n] = (
                     pairs.view(*((n, 2) if back else (2, n))).T.contiguous().view(torch.uint8).flatten()

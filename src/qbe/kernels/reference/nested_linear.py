@@ -54,7 +54,7 @@ def nested_linear(
         rows = torch.where(eight[:, None], eight_bits(rows, group_size), rows.float())
     y = torch.empty(rows.shape[0], meta.shape[1], dtype=torch.float32, device=x.device)
     for b in bits.unique().tolist():
-        at = (bits == b).nonzero().flatten()
+        indices = (bits == b).nonzero().flatten()
         if b >= FULL_BITS:
             if original is None:
                 raise RuntimeError("a row asks for 16 bits, but this weight was stored without its 16-bit original")
@@ -62,7 +62,7 @@ def nested_linear(
         else:
             p = layout.precisions[layout.index(b)]
             weight = dequantise(packed, meta, exponent, slices, x.shape[-1], p)
-        y[at] = rows[at].float() @ weight.T
+        y[indices] = rows[indices].float() @ weight.T
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype).view(*x.shape[:-1], -1)

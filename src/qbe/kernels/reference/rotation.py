@@ -21,8 +21,8 @@ def rotation(dim: int, signs: bool = True) -> torch.Tensor:
     """
     n = dim & -dim
     i = torch.arange(n)
-    own = i & i >> 1 if signs else torch.zeros_like(i)
-    parity = (i[:, None] & i) ^ own[:, None] ^ own
+    flips = i & i >> 1 if signs else torch.zeros_like(i)
+    parity = (i[:, None] & i) ^ flips[:, None] ^ flips
     for shift in (32, 16, 8, 4, 2, 1):
         parity = parity ^ parity >> shift
     block = (1.0 - 2 * (parity & 1).double()) / n**0.5

@@ -37,8 +37,8 @@ def bounded_attention(
     """See `qbe.kernels.ops.bounded_attention.bounded_attention`. Long batches (prompts) go in parts: the notes need
     room."""
     parts = []
-    for at in range(0, query.shape[0], MOST_ROWS):
-        rows = slice(at, at + MOST_ROWS)
+    for first in range(0, query.shape[0], MOST_ROWS):
+        rows = slice(first, first + MOST_ROWS)
         parts.append(_attend(
             query[rows], key[rows], value[rows], memory, head_offsets, slots[rows], block_tables[rows], lengths[rows],
             entropy[rows], originals[rows], limits[rows], counts[rows], scaling, window, softcap,

@@ -23,42 +23,42 @@ def decode(problem: Problem, generic: Config, device: torch.device) -> list[Conf
     """Of `tiled_decode_kernel`: tile and warps, then the pipeline. How the sum is split is the generic one's to say, so
     that a row comes out the same whatever rows are beside it."""
     wide = ((128, 4),) if problem.rows <= 8 and even_tiles(problem.outputs) else ()
-    found: list[Config] = [
+    configs: list[Config] = [
         {**generic, "BN": block_n, "num_warps": warps} for block_n, warps in (*wide, (64, 2), (64, 4), (32, 2))
     ]
-    found += [{**generic, "STAGES": stages} for stages in (2, 3, 4) if abs(stages - generic["STAGES"]) == 1]
+    configs += [{**generic, "STAGES": stages} for stages in (2, 3, 4) if abs(stages - generic["STAGES"]) == 1]
     if generic["SPLIT_UNITS"] >= 2:
-        found.append({**generic, "AHEAD": 3 - generic["AHEAD"]})  # 1 or 2
-    return _others(problem, generic, found)
+        configs.append({**generic, "AHEAD": 3 - generic["AHEAD"]})  # 1 or 2
+    return _others(problem, generic, configs)
 
 
 def batch(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
     """Of `tiled_batch_kernel`: tile and warps with the two likeliest splits each, then the pipeline."""
     units = generic["SPLITS"] * generic["SPLIT_UNITS"]
-    found: list[Config] = []
+    configs: list[Config] = []
     for block_n, warps in ((64, 4), (128, 4), (128, 8)):
         tiles = sum(-(-n // block_n) for n in problem.outputs) * -(-problem.rows // generic["BM"])
         for splits in _likeliest(units, tiles, processors(device)):
-            found.append(
+            configs.append(
                 {**generic, "BN": block_n, "num_warps": warps, "SPLITS": splits, "SPLIT_UNITS": units // splits}
             )
     if generic["STAGES"] > 1:
-        found.append({**generic, "STAGES": generic["STAGES"] - 1})
-    return _others(problem, generic, found)
+        configs.append({**generic, "STAGES": generic["STAGES"] - 1})
+    return _others(problem, generic, configs)
 
 
 def plain(problem: Problem, generic: Config, device: torch.device) -> list[Config]:
     """Of `nested_linear_kernel` on the canonical layout, for few rows: it serves small matrices only."""
     if generic["DEQUANTISE"] or problem.dtype == torch.float32:
         return []
-    found: list[Config] = [
+    configs: list[Config] = [
         {**generic, "BLOCK_N": 96 - generic["BLOCK_N"]},  # 32 or 64
         {**generic, "STAGES": 5 - generic["STAGES"]},
         {**generic, "num_warps": 2},
     ]
     if generic["SPLITS"] > 1:
-        found.append({**generic, "SPLITS": 1, "SPLIT_BLOCKS": generic["SPLITS"] * generic["SPLIT_BLOCKS"]})
-    return _others(problem, generic, found)
+        configs.append({**generic, "SPLITS": 1, "SPLIT_BLOCKS": generic["SPLITS"] * generic["SPLIT_BLOCKS"]})
+    return _others(problem, generic, configs)
 
 
 def valid_decode(problem: Problem, config: Config) -> bool:
@@ -109,10 +109,10 @@ def _likeliest(units: int, tiles: int, processors: int) -> list[int]:
     return sorted(divisors, key=lambda s: abs(math.log(tiles * s / (PROGRAMS * processors))))[:2]
 
 
-def _others(problem: Problem, generic: Config, found: list[Config]) -> list[Config]:
+def _others(problem: Problem, generic: Config, configs: list[Config]) -> list[Config]:
     """Each once, without the generic one and those whose parts could not be counted."""
     out: list[Config] = []
-    for config in found:
+    for config in configs:
         tiles_of_rows = -(-problem.rows // config["BM"]) if "BM" in config else 1
         if config != generic and config not in out and ("BN" not in config or _counted(problem, config, tiles_of_rows)):
             out.append(config)

@@ -61,7 +61,7 @@ def cascade_kernel(
     """A program serves one row. inputs: entropies, of which the last `HEADS` are this point's.
 
     Its time is that of loads that wait for one another. So the network is on its way before the kernel ahead has ended,
-    and a row that is not steered runs through all of it, too, though nothing is written for it.
+    and a row that the cascade does not move runs through all of it, too, though nothing is written for it.
     """
     i = tl.program_id(0).to(tl.int64)
     unit, slot = tl.arange(0, BU), tl.arange(0, BE)
@@ -77,38 +77,42 @@ def cascade_kernel(
     )
     site = tl.arange(0, BS)
     score_at = site[:, None] * SLICES + slot[None, :]
-    there = (site < sites)[:, None] & (slot < SLICES)[None, :]
+    real = (site < sites)[:, None] & (slot < SLICES)[None, :]
     outer_at = outer_ptr + unit[:, None, None] * (sites * SLICES) + score_at[None, :, :]
-    outer = tl.load(outer_at, mask=used[:, None, None] & there[None, :, :], other=0.0)
-    bias = tl.load(outer_bias_ptr + score_at, mask=there, other=0.0)
+    outer = tl.load(outer_at, mask=used[:, None, None] & real[None, :, :], other=0.0)
+    bias = tl.load(outer_bias_ptr + score_at, mask=real, other=0.0)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     row = i
     if rows_ptr is not None:
         row = tl.load(rows_ptr + i)
-    steer = tl.load(dynamic_precision_ptr + row)
+    dynamic_precision = tl.load(dynamic_precision_ptr + row)
     length = tl.maximum(tl.load(lengths_ptr + i), 2).to(tl.float32)
     seen = seen_ptr + row * seen_row
-    ours, wrong = (steer >> 8) == WHO, 0
-    threshold = tl.load(thresholds_ptr + (steer & 255))
+    ours, wrong = (dynamic_precision >> 8) == WHO, 0
+    threshold = tl.load(thresholds_ptr + (dynamic_precision & 255))
     precision_word = tl.load(
         precision_words_ptr + site.to(tl.int64) * precision_words_row + row, mask=site < sites, other=0
     )
     for part in tl.static_range(WIDTHS):
-        at = part * BW + tl.arange(0, BW)
-        tl.store(out_ptr + i * width + at, tl.load(attended_ptr + i * width + at, mask=at < width), mask=at < width)
+        channel = part * BW + tl.arange(0, BW)
+        tl.store(
+            out_ptr + i * width + channel,
+            tl.load(attended_ptr + i * width + channel, mask=channel < width),
+            mask=channel < width,
+        )
     for part in tl.static_range(CHUNKS):
         if part > 0:
             k = part * BK + tl.arange(0, BK)
             weights = tl.load(
                 inner_ptr + k[:, None] * HIDDEN + unit[None, :], mask=(k < inputs)[:, None] & used[None, :], other=0.0
             )
-        own = (k >= inputs - HEADS) & (k < inputs)
+        newest = (k >= inputs - HEADS) & (k < inputs)
         x = tl.load(seen + k, mask=k < inputs - HEADS, other=0.0)
-        now = tl.load(entropy_ptr + i * entropy_row + k - (inputs - HEADS), mask=own, other=0.0) / tl.log(length)
-        tl.store(seen + k, now, mask=own & ours)
-        x = tl.where(own, now, x)
+        now = tl.load(entropy_ptr + i * entropy_row + k - (inputs - HEADS), mask=newest, other=0.0) / tl.log(length)
+        tl.store(seen + k, now, mask=newest & ours)
+        x = tl.where(newest, now, x)
         units += tl.sum(x[:, None] * weights, 0)
         wrong += tl.sum((x * 0 != 0).to(tl.int32))  # heads without numbers
     units = tl.maximum(units, 0.0)
@@ -116,10 +120,10 @@ def cascade_kernel(
         if part > 0:
             site = part * BS + tl.arange(0, BS)
             score_at = site[:, None] * SLICES + slot[None, :]
-            there = (site < sites)[:, None] & (slot < SLICES)[None, :]
+            real = (site < sites)[:, None] & (slot < SLICES)[None, :]
             outer_at = outer_ptr + unit[:, None, None] * (sites * SLICES) + score_at[None, :, :]
-            outer = tl.load(outer_at, mask=used[:, None, None] & there[None, :, :], other=0.0)
-            bias = tl.load(outer_bias_ptr + score_at, mask=there, other=0.0)
+            outer = tl.load(outer_at, mask=used[:, None, None] & real[None, :, :], other=0.0)
+            bias = tl.load(outer_bias_ptr + score_at, mask=real, other=0.0)
             precision_word = tl.load(
                 precision_words_ptr + site.to(tl.int64) * precision_words_row + row, mask=site < sites, other=0
             )

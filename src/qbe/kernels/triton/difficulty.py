@@ -40,15 +40,15 @@ def parts_kernel(
     i = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first = tl.maximum(tl.load(best_ptr + i), 0)
-    at = part * PART + tl.arange(0, PART)
-    logits = tl.load(logits_ptr + i * row + at.to(tl.int64) * column, mask=at < vocabulary, other=float("-inf"))
+    token = part * PART + tl.arange(0, PART)
+    logits = tl.load(logits_ptr + i * row + token.to(tl.int64) * column, mask=token < vocabulary, other=float("-inf"))
     below = logits - tl.load(logits_ptr + i * row + first * column)
     below = tl.where(below < LOWEST, LOWEST, below)  # a NaN stays one
     weights = tl.exp(below)  # 0 behind the vocabulary's end
     to = parts_ptr + i * 3 * COUNT + part
     tl.store(to, tl.sum(weights))
     tl.store(to + COUNT, tl.sum(weights * below))
-    tl.store(to + 2 * COUNT, tl.max(tl.where((at < vocabulary) & (at != first), below, float("-inf"))))
+    tl.store(to + 2 * COUNT, tl.max(tl.where((token < vocabulary) & (token != first), below, float("-inf"))))
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -32,17 +32,17 @@ def eight_bit_rows_kernel(x_ptr, out_ptr, scales_ptr, K, kp, LARGEST: tl.constex
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     magnitude = tl.zeros((BLOCK,), tl.int32)  # integers order floats by magnitude, NaN above infinity
-    for at in range(0, K, BLOCK):
-        x = tl.load(x_ptr + m * K + at + k, mask=at + k < K, other=0.0).to(tl.float32)
+    for begin in range(0, K, BLOCK):
+        x = tl.load(x_ptr + m * K + begin + k, mask=begin + k < K, other=0.0).to(tl.float32)
         magnitude = tl.maximum(magnitude, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     most = tl.max(magnitude, 0)
     largest = tl.maximum(most, 0x0DA24260).to(tl.float32, bitcast=True)  # at least 1e-30: no division by zero
     tl.store(scales_ptr + m, largest * (1.0 / LARGEST))
     factor = tl.div_rn(tl.full((), LARGEST, tl.float32), largest)
-    for at in range(0, kp, BLOCK):
-        x = tl.load(x_ptr + m * K + at + k, mask=at + k < K, other=0.0).to(tl.float32)
+    for begin in range(0, kp, BLOCK):
+        x = tl.load(x_ptr + m * K + begin + k, mask=begin + k < K, other=0.0).to(tl.float32)
         x = tl.where(most < 0x7F800000, x * factor, 0.0)
-        tl.store(out_ptr + m * kp + at + k, to_eight(x, out_ptr.dtype.element_ty), mask=at + k < kp)
+        tl.store(out_ptr + m * kp + begin + k, to_eight(x, out_ptr.dtype.element_ty), mask=begin + k < kp)
 
 
 def eight_bit_rows(x: torch.Tensor, kp: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

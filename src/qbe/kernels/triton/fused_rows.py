@@ -70,20 +70,20 @@ def norm_kernel(
     g = tl.arange(0, GROUPS)
     k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = k < K
-    at = m.to(tl.int64) * K + k
+    offsets = m.to(tl.int64) * K + k
     weight = tl.load(weight_ptr + k, mask=inside, other=0.0).to(tl.float32)
     if EARLY:  # the weight above is nobody's to write
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
-        x = (x + tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
-        tl.store(total_ptr + at, x, mask=inside)
+        x = (x + tl.load(added_ptr + offsets, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
+        tl.store(total_ptr + offsets, x, mask=inside)
         x = x.to(tl.float32)
     mean = tl.sum(tl.sum(x * x, 1), 0) / K
     x = (x * tl.rsqrt(mean + eps)).to(DTYPE).to(tl.float32)
     x = (weight * x).to(DTYPE)
-    tl.store(out_ptr + at, x, mask=inside)
+    tl.store(out_ptr + offsets, x, mask=inside)
     store_quantised(x.to(tl.float32), quantised_ptr, m, g, k, M, kp, GROUP)
 
 

@@ -73,18 +73,18 @@ def _numbers_asm(float16, bits, field):
     shift = f"shr.b32 t,$2,{bits * field};" if field else "mov.b32 t,$2;"
     mask = f"0x{(2 ** min(bits, 7 if not float16 else 8) - 1) * 0x01010101:08X}"
     code = "{.reg .b32 t,u,a,c,o; " + shift + (f" and.b32 u,t,{mask};" if mask != "0xFFFFFFFF" else " mov.b32 u,t;")
-    one = "0x64646464" if float16 else "0x43434343"
+    base = "0x64646464" if float16 else "0x43434343"
     if float16 or bits < 8:
         off = (0xE400 if float16 else 0xC300) + 2 ** (bits - 1)  # -1024 - centre, -128 - centre
         kind = "f16x2" if float16 else "bf16x2"
         code += f" mov.b32 o,0x{off:04X}{off:04X}; mov.b32 c,{'0x3C003C00' if float16 else '0x3F803F80'};"
         for i, select in ((0, "0x4140"), (1, "0x4342")):
-            code += f" prmt.b32 a,u,{one},{select}; fma.rn.{kind} ${i},a,c,o;"
+            code += f" prmt.b32 a,u,{base},{select}; fma.rn.{kind} ${i},a,c,o;"
         return code + "}"
     # ~t & 0x80: 256 (0x4380) is taken off where the bit is clear, else 128
     code += " mov.b32 o,0x3F803F80; lop3.b32 t,t,0x80808080,0,0x0C;"
     for i, select in ((0, "0x4140"), (1, "0x4342")):
-        code += f" prmt.b32 a,u,{one},{select}; prmt.b32 c,t,0xC3C3C3C3,{select};"
+        code += f" prmt.b32 a,u,{base},{select}; prmt.b32 c,t,0xC3C3C3C3,{select};"
         code += f" fma.rn.bf16x2 ${i},a,o,c;"
     return code + "}"
 
@@ -118,33 +118,33 @@ def turbo_signs(codes, BITS: tl.constexpr):
 
 
 @triton.jit
-def full_keys(numbers_ptr, at, ok, KEY_DIM: tl.constexpr, BK: tl.constexpr, ITEM: tl.constexpr):
+def full_keys(numbers_ptr, page_head, ok, KEY_DIM: tl.constexpr, BK: tl.constexpr, ITEM: tl.constexpr):
     """Keys [PAGE, BK] of the block of 16 bits at this address; 0 for tokens that are not `ok`."""
     d = tl.arange(0, BK)
     t = tl.arange(0, PAGE)
     mask = ok[:, None] & (d < KEY_DIM)[None, :]
-    return tl.load(numbers_ptr + at // ITEM + t[:, None] * KEY_DIM + d[None, :], mask=mask, other=0.0)
+    return tl.load(numbers_ptr + page_head // ITEM + t[:, None] * KEY_DIM + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def full_values(
-    numbers_ptr, at, ok, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr
+    numbers_ptr, page_head, ok, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, ITEM: tl.constexpr
 ):  # fmt: skip
     """Values [PAGE, BV] of the block of 16 bits at this address; 0 for tokens that are not `ok`."""
     d = tl.arange(0, BV)
     t = tl.arange(0, PAGE)
     mask = ok[:, None] & (d < VALUE_DIM)[None, :]
     return tl.load(
-        numbers_ptr + at // ITEM + PAGE * KEY_DIM + t[:, None] * VALUE_DIM + d[None, :], mask=mask, other=0.0
+        numbers_ptr + page_head // ITEM + PAGE * KEY_DIM + t[:, None] * VALUE_DIM + d[None, :], mask=mask, other=0.0
     )
 
 
 @triton.jit
-def quantised_keys(memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
+def quantised_keys(memory_ptr, page_head, BITS: tl.constexpr, KEY_DIM: tl.constexpr):
     """Bytes uint8 [PAGE, block_of(R)] of the keys of the block at this address."""
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     u = tl.arange(0, block_of(ROW))
-    address = memory_ptr + at + tl.arange(0, PAGE)[:, None] * ROW + u[None, :]
+    address = memory_ptr + page_head + tl.arange(0, PAGE)[:, None] * ROW + u[None, :]
     if block_of(ROW) == ROW:
         return tl.load(address)
     else:
@@ -159,39 +159,41 @@ def _scale_low(pairs):
 
 
 @triton.jit
-def key_scales(memory_ptr, at, FIELD: tl.constexpr, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+def key_scales(
+    memory_ptr, page_head, FIELD: tl.constexpr, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
+):
     """Scale and low float32 [block_of(R)] of the channels of a field; 0 past the end."""
     ROW: tl.constexpr = row_bytes(KEY_DIM, BITS)
     u = tl.arange(0, block_of(ROW))
     d = FIELD * ROW + u
     # Words of 32 bits, because shorter loads cannot be made ahead of time.
-    pairs = (memory_ptr + at + part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    pairs = (memory_ptr + page_head + part("key_scales", BITS, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
     return _scale_low(tl.load(pairs + d, mask=(u < ROW) & (d < KEY_DIM), other=0))
 
 
 @triton.jit
-def turbo_mean(memory_ptr, at, d, ok, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+def turbo_mean(memory_ptr, page_head, d, ok, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
     """Mean float32 of these channels of turbo keys; 0 where not `ok`."""
-    begin = memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2) + 4 * PAGE
+    begin = memory_ptr + page_head + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2) + 4 * PAGE
     return tl.load(begin.to(tl.pointer_type(tl.float16)) + d, mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def turbo_scales(memory_ptr, at, token, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+def turbo_scales(memory_ptr, page_head, token, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
     """Scale and sketch scale float32 of these tokens' turbo keys."""
-    pairs = (memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    pairs = (memory_ptr + page_head + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
     return _scale_low(tl.load(pairs + token))
 
 
 @triton.jit
 def quantised_values(
-    memory_ptr, at, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr
+    memory_ptr, page_head, BITS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr
 ):  # fmt: skip
     """Bytes uint8 [BV, R] of the values of the block at this address."""
     ROW: tl.constexpr = PAGE * BITS // 8
     VALUES: tl.constexpr = part("values", BITS, KEY_DIM, VALUE_DIM, 2)
     d = tl.arange(0, BV)
-    address = memory_ptr + at + VALUES + d[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    address = memory_ptr + page_head + VALUES + d[:, None] * ROW + tl.arange(0, ROW)[None, :]
     if BV == VALUE_DIM:
         return tl.load(address)
     else:
@@ -199,9 +201,9 @@ def quantised_values(
 
 
 @triton.jit
-def value_scales(memory_ptr, at, token, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+def value_scales(memory_ptr, page_head, token, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
     """Scale and low float32 of these tokens' values."""
-    pairs = (memory_ptr + at + part("value_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
+    pairs = (memory_ptr + page_head + part("value_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.uint32))
     return _scale_low(tl.load(pairs + token))
 
 

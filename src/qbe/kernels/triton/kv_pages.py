@@ -105,8 +105,8 @@ def _quantise(
     packed = tl.zeros((PAGE, block_of(ROW)), tl.int32)
     for i in tl.static_range(FIELDS):
         ok = (u < ROW) & (i * ROW + u < KEY_DIM)
-        at = tl.where(ok, i * ROW + u, 0)[None, :] + tl.zeros((PAGE, block_of(ROW)), tl.int32)
-        packed |= tl.where(ok[None, :], tl.gather(codes, at, 1) << (i * BITS), 0)
+        index = tl.where(ok, i * ROW + u, 0)[None, :] + tl.zeros((PAGE, block_of(ROW)), tl.int32)
+        packed |= tl.where(ok[None, :], tl.gather(codes, index, 1) << (i * BITS), 0)
     tl.store(memory_ptr + to + t[:, None] * ROW + u[None, :], packed.to(tl.uint8), mask=(u < ROW)[None, :])
 
     VALUES: tl.constexpr = part("values", KIND, KEY_DIM, VALUE_DIM, 2)
@@ -139,12 +139,12 @@ def quantise_kernel(
     target = tl.load(targets_ptr + tl.program_id(0))
     from_word = tl.load(head_offsets_ptr + source % 256 * KV_HEADS + head)
     to_word = tl.load(head_offsets_ptr + target % 256 * KV_HEADS + head)
-    at = tl.multiple_of(source - source % 256 + from_word - from_word % 256, 256)
+    begin = tl.multiple_of(source - source % 256 + from_word - from_word % 256, 256)
     to = tl.multiple_of(target - target % 256 + to_word - to_word % 256, 256)
     kind = to_word % 256
     t = tl.arange(0, PAGE)
-    k = full_keys(numbers_ptr, at, t < PAGE, KEY_DIM, BK, ITEM)
-    v = full_values(numbers_ptr, at, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
+    k = full_keys(numbers_ptr, begin, t < PAGE, KEY_DIM, BK, ITEM)
+    v = full_values(numbers_ptr, begin, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
     if kind == 16:
         d = tl.arange(0, BK)
         dv = tl.arange(0, BV)
@@ -161,7 +161,7 @@ def quantise_kernel(
 
 @triton.jit
 def _read(
-    memory_ptr, at, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr,
+    memory_ptr, begin, KIND: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
     """Keys [PAGE, BK] and values [PAGE, BV] of the quantised block at this address, rotated, in float32."""
@@ -171,23 +171,23 @@ def _read(
     t = tl.arange(0, PAGE)
     d = tl.arange(0, BK)
     ok = d < KEY_DIM
-    packed = tl.load(memory_ptr + at + t[:, None] * ROW + (d % ROW)[None, :], mask=ok[None, :], other=0).to(tl.int32)
+    packed = tl.load(memory_ptr + begin + t[:, None] * ROW + (d % ROW)[None, :], mask=ok[None, :], other=0).to(tl.int32)
     codes = (packed >> (d // ROW * BITS)[None, :]) & (2**BITS - 1)
     if is_turbo(KIND):
-        scale, sketch_scale = turbo_scales(memory_ptr, at, t, KIND, KEY_DIM, VALUE_DIM)
-        mean = turbo_mean(memory_ptr, at, d, ok, KIND, KEY_DIM, VALUE_DIM)
+        scale, sketch_scale = turbo_scales(memory_ptr, begin, t, KIND, KEY_DIM, VALUE_DIM)
+        mean = turbo_mean(memory_ptr, begin, d, ok, KIND, KEY_DIM, VALUE_DIM)
         signs = rotate(turbo_signs(codes, BITS), KEY_DIM, SIGNS=False)
         k = turbo_levels(codes, BITS).to(tl.float32) * scale[:, None] + mean[None, :] + signs * sketch_scale[:, None]
     else:
-        pairs = (memory_ptr + at + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.float16))
+        pairs = (memory_ptr + begin + part("key_scales", KIND, KEY_DIM, VALUE_DIM, 2)).to(tl.pointer_type(tl.float16))
         scale = tl.load(pairs + 2 * d, mask=ok, other=0.0).to(tl.float32)
         low = tl.load(pairs + 2 * d + 1, mask=ok, other=0.0).to(tl.float32)
         k = codes.to(tl.float32) * scale[None, :] + low[None, :]
     dv = tl.arange(0, BV)
-    values = memory_ptr + at + part("values", KIND, KEY_DIM, VALUE_DIM, 2)
+    values = memory_ptr + begin + part("values", KIND, KEY_DIM, VALUE_DIM, 2)
     packed_v = tl.load(values + dv[None, :] * TOKENS + (t % TOKENS)[:, None], mask=(dv < VALUE_DIM)[None, :], other=0)
     codes_v = (packed_v.to(tl.int32) >> (t // TOKENS * BITS)[:, None]) & (2**BITS - 1)
-    scale_v, low_v = value_scales(memory_ptr, at, t, KIND, KEY_DIM, VALUE_DIM)
+    scale_v, low_v = value_scales(memory_ptr, begin, t, KIND, KEY_DIM, VALUE_DIM)
     return k, codes_v.to(tl.float32) * scale_v[:, None] + low_v[:, None]
 
 
@@ -201,7 +201,7 @@ def read_kernel(
     head = tl.program_id(1)
     block_id = tl.load(block_ids_ptr + page)
     head_offset = tl.load(head_offsets_ptr + block_id % 256 * KV_HEADS + head)
-    at = tl.multiple_of(block_id - block_id % 256 + head_offset - head_offset % 256, 256)
+    begin = tl.multiple_of(block_id - block_id % 256 + head_offset - head_offset % 256, 256)
     kind = head_offset % 256
     row = (head.to(tl.int64) * pages + page) * PAGE
     keys_ptr += row * KEY_DIM
@@ -212,21 +212,21 @@ def read_kernel(
     at_keys = keys_ptr + t[:, None] * KEY_DIM + d[None, :]
     at_values = values_ptr + t[:, None] * VALUE_DIM + dv[None, :]
     if kind == 16:
-        k = full_keys(numbers_ptr, at, t < PAGE, KEY_DIM, BK, ITEM)
-        v = full_values(numbers_ptr, at, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
+        k = full_keys(numbers_ptr, begin, t < PAGE, KEY_DIM, BK, ITEM)
+        v = full_values(numbers_ptr, begin, t < PAGE, KEY_DIM, VALUE_DIM, BV, ITEM)
         tl.store(at_keys, k, mask=(d < KEY_DIM)[None, :])
         tl.store(at_values, v, mask=(dv < VALUE_DIM)[None, :])
     else:
         if kind == 8:
-            rotated_k, rotated_v = _read(memory_ptr, at, 8, KEY_DIM, VALUE_DIM, BK, BV)
+            rotated_k, rotated_v = _read(memory_ptr, begin, 8, KEY_DIM, VALUE_DIM, BK, BV)
         elif kind == 4:
-            rotated_k, rotated_v = _read(memory_ptr, at, 4, KEY_DIM, VALUE_DIM, BK, BV)
+            rotated_k, rotated_v = _read(memory_ptr, begin, 4, KEY_DIM, VALUE_DIM, BK, BV)
         elif kind == 2:
-            rotated_k, rotated_v = _read(memory_ptr, at, 2, KEY_DIM, VALUE_DIM, BK, BV)
+            rotated_k, rotated_v = _read(memory_ptr, begin, 2, KEY_DIM, VALUE_DIM, BK, BV)
         elif kind == TURBO4:
-            rotated_k, rotated_v = _read(memory_ptr, at, TURBO4, KEY_DIM, VALUE_DIM, BK, BV)
+            rotated_k, rotated_v = _read(memory_ptr, begin, TURBO4, KEY_DIM, VALUE_DIM, BK, BV)
         else:
-            rotated_k, rotated_v = _read(memory_ptr, at, TURBO2, KEY_DIM, VALUE_DIM, BK, BV)
+            rotated_k, rotated_v = _read(memory_ptr, begin, TURBO2, KEY_DIM, VALUE_DIM, BK, BV)
         back_k = rotate(rotated_k, KEY_DIM).to(keys_ptr.dtype.element_ty)
         back_v = rotate(rotated_v, VALUE_DIM).to(values_ptr.dtype.element_ty)
         tl.store(at_keys, back_k, mask=(d < KEY_DIM)[None, :])

@@ -95,8 +95,8 @@ def to_device_layout(
         part = torch.zeros_like(fields[:, :, :, 0])
         for j in range(8 // width):
             part |= fields[:, :, :, j] << (j * width)
-        at = first * rows * inputs // 8
-        out[at : at + width * rows * inputs // 8] = part.transpose(1, 2).reshape(-1)
+        begin = first * rows * inputs // 8
+        out[begin : begin + width * rows * inputs // 8] = part.transpose(1, 2).reshape(-1)
     p = len(layout.precisions)
     wide = torch.zeros(p, 2, rows, inputs // group_size, dtype=torch.uint8, device=packed.device)
     wide[:, :, :n, :groups] = meta.view(p, 2, n, groups)
@@ -117,8 +117,8 @@ def from_device_layout(tiled: torch.Tensor, meta: torch.Tensor, layout: SliceLay
     rows, inputs = padded_shape(n, in_features, layout)
     codes = torch.zeros(rows, inputs, dtype=torch.uint8, device=tiled.device)
     for first, width in layout.parts:
-        at = first * rows * inputs // 8
-        part = tiled[at : at + width * rows * inputs // 8].view(rows // TILE, -1, TILE, RUN).transpose(1, 2)
+        begin = first * rows * inputs // 8
+        part = tiled[begin : begin + width * rows * inputs // 8].view(rows // TILE, -1, TILE, RUN).transpose(1, 2)
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=tiled.device).view(-1, 1)
         fields = (part[:, :, :, None] >> shifts) & ((1 << width) - 1)
         codes |= fields.reshape(rows, inputs) << (layout.total_bits - first - width)

@@ -31,9 +31,9 @@ def _load_code_words(packed_ptr, n_long, N, blocks, block, col, wanted, FIRST: t
     system serves as one access.
     """
     row = packed_ptr + FIRST * (N.to(tl.int64) * blocks * 2) + n_long * (blocks * 2 * WIDTH)
-    at = (block + col // 8) * (2 * WIDTH) + col % 8 % (2 * WIDTH)
+    offset = (block + col // 8) * (2 * WIDTH) + col % 8 % (2 * WIDTH)
     mask = wanted[:, None] & (block + col // 8 < blocks)[None, :]
-    return tl.load(row[:, None] + at[None, :], mask=mask, other=0)
+    return tl.load(row[:, None] + offset[None, :], mask=mask, other=0)
 
 
 @triton.jit

@@ -30,11 +30,11 @@ def number_errors(scale, low, BITS: tl.constexpr):
 def store_notes(notes_ptr, row, page, REPEAT: tl.constexpr, log, e, h, a):
     """Notes [BM] of a page; those past REPEAT belong to nobody. `row` numbers lie between two notes of a query head."""
     m = tl.arange(0, log.shape[0])
-    at = notes_ptr + m * NOTES * row + page
-    tl.store(at, log, mask=m < REPEAT)
-    tl.store(at + row, e, mask=m < REPEAT)
-    tl.store(at + 2 * row, h, mask=m < REPEAT)
-    tl.store(at + 3 * row, a, mask=m < REPEAT)
+    to = notes_ptr + m * NOTES * row + page
+    tl.store(to, log, mask=m < REPEAT)
+    tl.store(to + row, e, mask=m < REPEAT)
+    tl.store(to + 2 * row, h, mask=m < REPEAT)
+    tl.store(to + 3 * row, a, mask=m < REPEAT)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def note_full(notes_ptr, row, page, REPEAT: tl.constexpr, weights, top, v):
 
 
 @triton.jit
-def note_sealed(
+def note_quantised(
     notes_ptr, row, page, REPEAT: tl.constexpr, weights, top, e, packed, memory_ptr, block, KIND: tl.constexpr,
     DTYPE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip

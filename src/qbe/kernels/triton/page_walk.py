@@ -34,7 +34,7 @@ from qbe.kernels.triton.kv_blocks import (
     turbo_signs,
     value_scales,
 )
-from qbe.kernels.triton.page_notes import note_full, note_sealed, number_errors
+from qbe.kernels.triton.page_notes import note_full, note_quantised, number_errors
 from qbe.kernels.triton.rotation import rotate_columns
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -65,8 +65,8 @@ def _scaled(scores, scaling, softcap, SOFTCAP: tl.constexpr):
 def query_columns(q_ptr, q_head, q_one, d, d_ok, BM: tl.constexpr, REPEAT: tl.constexpr):
     """Channels d of REPEAT queries, which lie q_head apart and their numbers q_one, as columns [BD, BM]; else 0."""
     m = tl.arange(0, BM)
-    at = m[None, :] * q_head + d[:, None] * q_one
-    return tl.load(q_ptr + at, mask=(m < REPEAT)[None, :] & d_ok[:, None], other=0.0)
+    offsets = m[None, :] * q_head + d[:, None] * q_one
+    return tl.load(q_ptr + offsets, mask=(m < REPEAT)[None, :] & d_ok[:, None], other=0.0)
 
 
 @triton.jit
@@ -163,8 +163,8 @@ def _values_by_channel(
     Transposed by their addresses: values that are transposed later would be kept in registers ahead of time.
     """
     d = tl.arange(0, BV)
-    at = block // ITEM + PAGE * KEY_DIM + tl.arange(0, PAGE)[None, :] * VALUE_DIM + d[:, None]
-    return tl.load(numbers_ptr + at, mask=ok[None, :] & (d < VALUE_DIM)[:, None], other=0.0)
+    offsets = block // ITEM + PAGE * KEY_DIM + tl.arange(0, PAGE)[None, :] * VALUE_DIM + d[:, None]
+    return tl.load(numbers_ptr + offsets, mask=ok[None, :] & (d < VALUE_DIM)[:, None], other=0.0)
 
 
 @triton.jit
@@ -184,12 +184,12 @@ def _full_run(
     for page in tl.range(begin, end, num_stages=2):  # 3 would leave room for few programs on a processor
         block = tl.multiple_of(block_id - block_id % 256 + offset, 256)
         block_id = tl.load(table_ptr + tl.minimum(page + 1, end - 1))  # a page ahead: addresses come from it
-        at = page * PAGE + t
-        k = full_keys(numbers_ptr, block, at < past, KEY_DIM, BK, ITEM)
+        position = page * PAGE + t
+        k = full_keys(numbers_ptr, block, position < past, KEY_DIM, BK, ITEM)
         scores = _scaled(tl.dot(k, q, input_precision="ieee"), scaling, softcap, SOFTCAP)
-        scores = tl.where(((at >= first) & (at < past))[:, None], scores, float("-inf"))
+        scores = tl.where(((position >= first) & (position < past))[:, None], scores, float("-inf"))
         weights, factor, top, totals, products = _softmax_step(scores, top, totals, products, True)
-        v = _values_by_channel(numbers_ptr, block, at < past, KEY_DIM, VALUE_DIM, BV, ITEM)
+        v = _values_by_channel(numbers_ptr, block, position < past, KEY_DIM, VALUE_DIM, BV, ITEM)
         acc = tl.dot(v, weights.to(v.dtype), acc * factor[None, :], input_precision="ieee")
         if NOTED:
             note_full(notes_ptr, note_row, page, REPEAT, weights, top, v)
@@ -230,8 +230,8 @@ def _quantised_run(
             scores, errors = _quantised_scores(q, memory_ptr, block, BITS, DTYPE, KEY_DIM, VALUE_DIM, ASM, NOTED)
         scores = _scaled(scores, scaling, softcap, SOFTCAP)
         if WINDOW > 0:  # else all tokens of quantised pages are seen
-            at = page * PAGE + t
-            scores = tl.where(at[:, None] >= first, scores, float("-inf"))
+            position = page * PAGE + t
+            scores = tl.where(position[:, None] >= first, scores, float("-inf"))
         weights, factor, top, totals, products = _softmax_step(scores, top, totals, products, WINDOW > 0)
         packed = quantised_values(memory_ptr, block, BITS, KEY_DIM, VALUE_DIM, BV)
         scale, low = value_scales(memory_ptr, block, t, KIND, KEY_DIM, VALUE_DIM)
@@ -243,7 +243,7 @@ def _quantised_run(
             acc = tl.dot(numbers_of(packed, i, BITS, DTYPE, ASM), parts[i], acc, input_precision="ieee")
         if NOTED:
             e = tl.sum(errors, 0) * tl.abs(scaling)
-            note_sealed(
+            note_quantised(
                 notes_ptr, note_row, page, REPEAT, weights, top, e, packed, memory_ptr, block, KIND, DTYPE, KEY_DIM,
                 VALUE_DIM, ASM,
             )  # fmt: skip

@@ -165,16 +165,16 @@ def combine_kernel(
     head = tl.program_id(0) % heads
     s = tl.arange(0, BS)
     dv = tl.arange(0, BV)
-    at = (sequence * parts + s) * heads
-    own = parts_ptr + 3 * at + head
-    sums = tl.load(own, mask=s < parts, other=float("-inf"))
-    scores = tl.load(own + heads, mask=s < parts, other=0.0)
-    rotated = tl.load(own + 2 * heads, mask=s < parts, other=0.0)
+    first = (sequence * parts + s) * heads
+    notes = parts_ptr + 3 * first + head
+    sums = tl.load(notes, mask=s < parts, other=float("-inf"))
+    scores = tl.load(notes + heads, mask=s < parts, other=0.0)
+    rotated = tl.load(notes + 2 * heads, mask=s < parts, other=0.0)
     top = tl.max(sums, 0)
     weights = tl.exp2(sums - top)
     total = tl.sum(weights, 0)
     means = tl.load(
-        means_ptr + (at + head)[:, None] * VALUE_DIM + dv[None, :],
+        means_ptr + (first + head)[:, None] * VALUE_DIM + dv[None, :],
         mask=(s < parts)[:, None] & (dv < VALUE_DIM)[None, :],
         other=0.0,
     )

@@ -45,18 +45,18 @@ def _attend(
 
 @triton.jit
 def _attend_before(
-    q, at, keys_ptr, values_ptr, begin, top, total, acc, lows, scaling, softcap, N: tl.constexpr,
+    q, position, keys_ptr, values_ptr, begin, top, total, acc, lows, scaling, softcap, N: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """`_attend` for the N tokens from position `at` on, at 16 bits in buffers that begin with position `begin`."""
+    """`_attend` for the N tokens from `position` on, at 16 bits in buffers that begin with position `begin`."""
     n = tl.arange(0, N)
     d = tl.arange(0, BK)
     dv = tl.arange(0, BV)
-    row = (at - begin + n).to(tl.int64)
+    row = (position - begin + n).to(tl.int64)
     k = tl.load(keys_ptr + row[:, None] * KEY_DIM + d[None, :], mask=(d < KEY_DIM)[None, :], other=0.0)
     v = tl.load(values_ptr + row[:, None] * VALUE_DIM + dv[None, :], mask=(dv < VALUE_DIM)[None, :], other=0.0)
-    seen = (at + n)[None, :] >= lows[:, None]
+    seen = (position + n)[None, :] >= lows[:, None]
     return _attend(q, k, v, top, total, acc, seen, scaling, softcap, WINDOW > 0, SOFTCAP)
 
 
@@ -71,7 +71,7 @@ def prompt_attention_kernel(
     STRETCH: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = TOGETHER * PAGE
-    own = tl.cdiv(end, PAGE) - 1 - tl.program_id(0)  # the page of these tokens; those that see most come first
+    query_page = tl.cdiv(end, PAGE) - 1 - tl.program_id(0)  # the page of these tokens; those that see most come first
     first_head = tl.program_id(1) * TOGETHER
     kv_head = first_head // (HEADS // KV_HEADS)
     keys_ptr += kv_head.to(tl.int64) * rows * KEY_DIM
@@ -80,20 +80,20 @@ def prompt_attention_kernel(
     d = tl.arange(0, BK)
     dv = tl.arange(0, BV)
     head = first_head + m // PAGE
-    at = own * PAGE + m % PAGE
-    ok = (at >= start) & (at < end)
-    row = (at - start).to(tl.int64)
+    position = query_page * PAGE + m % PAGE
+    ok = (position >= start) & (position < end)
+    row = (position - start).to(tl.int64)
     q_rows = q_ptr + head * q_head + row * q_row
     q = tl.load(q_rows[:, None] + d[None, :] * q_one, mask=ok[:, None] & (d < KEY_DIM)[None, :], other=0.0)
     lows = tl.zeros((M,), tl.int32)
     first = 0
     if WINDOW > 0:
-        lows = tl.maximum(at - WINDOW + 1, 0)
-        first = tl.maximum(tl.maximum(start, own * PAGE) - WINDOW + 1, 0) // PAGE * PAGE
+        lows = tl.maximum(position - WINDOW + 1, 0)
+        first = tl.maximum(tl.maximum(start, query_page * PAGE) - WINDOW + 1, 0) // PAGE * PAGE
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, BV), tl.float32)
-    exact = own - (own % STRETCH != 0).to(tl.int32)  # the first page that these tokens see at 16 bits
+    exact = query_page - (query_page % STRETCH != 0).to(tl.int32)  # the first page that these tokens see at 16 bits
     last = tl.maximum(exact * PAGE, first)
     if (last - first) % STEP != 0:  # STEP is one page or two
         top, total, acc = _attend_before(
@@ -107,13 +107,13 @@ def prompt_attention_kernel(
             BK, BV, WINDOW, SOFTCAP,
         )  # fmt: skip
     head_offset = tl.load(head_offsets_ptr + kv_head)  # of format 0
-    for page in tl.range(last // PAGE, own + 1):
+    for page in tl.range(last // PAGE, query_page + 1):
         staging_page = tl.load(staging_pages_ptr + page - first_staging_page)
         block = tl.multiple_of(staging_page - staging_page % 256 + head_offset - head_offset % 256, 256)
         page_at = page * PAGE + tl.arange(0, PAGE)
         k = full_keys(numbers_ptr, block, page_at < end, KEY_DIM, BK, ITEM)
         v = full_values(numbers_ptr, block, page_at < end, KEY_DIM, VALUE_DIM, BV, ITEM)
-        seen = (page_at[None, :] <= at[:, None]) & (page_at[None, :] >= lows[:, None])
+        seen = (page_at[None, :] <= position[:, None]) & (page_at[None, :] >= lows[:, None])
         top, total, acc = _attend(q, k, v, top, total, acc, seen, scaling, softcap, True, SOFTCAP)
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     to = out_ptr + (row * HEADS + head)[:, None] * VALUE_DIM + dv[None, :]

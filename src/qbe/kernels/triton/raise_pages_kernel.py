@@ -48,13 +48,13 @@ def raise_pages_kernel(
         dv = tl.arange(0, BV)
         for m in range(REPEAT):
             row = sequence * KV_HEADS * REPEAT + head * REPEAT + m
-            own = notes_ptr + row * NOTES * note_row
-            log = tl.load(own + p, mask=seen, other=float("-inf"))
-            e = tl.load(own + note_row + p, mask=seen, other=0.0)
-            h = tl.load(own + 2 * note_row + p, mask=seen, other=0.0)
-            a = tl.load(own + 3 * note_row + p, mask=seen, other=0.0)
-            log_new = tl.load(own + note_row - 1)  # of the step's own token, which is at 16 bits
-            a_new = tl.load(own + 4 * note_row - 1)
+            notes = notes_ptr + row * NOTES * note_row
+            log = tl.load(notes + p, mask=seen, other=float("-inf"))
+            e = tl.load(notes + note_row + p, mask=seen, other=0.0)
+            h = tl.load(notes + 2 * note_row + p, mask=seen, other=0.0)
+            a = tl.load(notes + 3 * note_row + p, mask=seen, other=0.0)
+            log_new = tl.load(notes + note_row - 1)  # of the step's own token, which is at 16 bits
+            a_new = tl.load(notes + 4 * note_row - 1)
             top = tl.maximum(tl.max(log, 0), log_new)
             share = tl.exp2(log - top)
             new = tl.exp2(log_new - top)

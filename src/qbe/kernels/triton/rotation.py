@@ -22,8 +22,8 @@ def rotation_factor(dim):
 @triton.jit
 def signs_of(N: tl.constexpr, DIM: tl.constexpr):
     """float32 [N] of 1 and -1, the signs of Rudin and Shapiro"""
-    at = tl.arange(0, N) % (DIM & -DIM)
-    parity = at & (at >> 1)
+    index = tl.arange(0, N) % (DIM & -DIM)
+    parity = index & (index >> 1)
     parity = parity ^ (parity >> 8)
     parity = parity ^ (parity >> 4)
     return (1 - 2 * ((0x6996 >> (parity & 15)) & 1)).to(tl.float32)  # the parity of four bits, looked up

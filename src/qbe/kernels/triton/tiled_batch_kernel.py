@@ -186,10 +186,10 @@ def _batch_loop(
                     + (n % 64 * 16)[:, None]
                     + rw[None, :]
                 )
-                got = ()
+                codes = ()
                 for t in tl.static_range(UNIT * PARTS[i][1] // 512):
-                    got += (tl.load(run + (u * (UNIT * PARTS[i][1] // 512) + t) * 1024),)
-                tiles += (got,)
+                    codes += (tl.load(run + (u * (UNIT * PARTS[i][1] // 512) + t) * 1024),)
+                tiles += (codes,)
         bases = ()
         lows = ()
         for q in tl.static_range(METAS):
@@ -272,10 +272,10 @@ def batch_kernel(
                 )  # fmt: skip
                 exact = tl.where(eight[None, :], rounded, exact)
             acc = tl.where((serves == P)[None, :], exact, acc)
-    at = m.to(tl.int64)[None, :] * N + n[:, None]
+    offsets = m.to(tl.int64)[None, :] * N + n[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]
     count_ptr = counter(packed_ptr, np_, kp, tl.program_id(0), P, TOTAL, GROUP)
-    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], M.to(tl.int64) * N, SPLIT)
+    finish(acc, bias, y_ptr, parts_ptr, count_ptr, offsets, n_ok[:, None] & m_ok[None, :], M.to(tl.int64) * N, SPLIT)
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["bits_ptr"])
@@ -286,24 +286,24 @@ def half_rows_kernel(x_ptr, bits_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, BL
         gdc_launch_dependents()
         gdc_wait()
     px = x_ptr + m.to(tl.int64) * K
-    at = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
     eight = has_eight(tl.load(bits_ptr + m, cache_modifier=".cg"))
     top = tl.zeros((BLOCK,), tl.int32)
     for k in range(0, K, BLOCK):
-        x = tl.load(px + k + at, mask=k + at < K, other=0.0).to(tl.float32)
+        x = tl.load(px + k + column, mask=k + column < K, other=0.0).to(tl.float32)
         top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # integers order floats, NaN above infinity
     largest = tl.maximum(tl.max(top, 0), 0x08800000)  # at least 2**-110: no scale overflows
     finite = largest < 0x7F800000
     scale = tl.where(finite, (largest & 0x7F800000) - (ROW_MAX << 23), 0x3F800000)
     inverse = ((254 << 23) - scale).to(tl.float32, bitcast=True)
     out = out_ptr.to(tl.pointer_type(tl.float16)) + m.to(tl.int64) * kp
-    place = _place(at)
+    place = _place(column)
     for k in range(0, kp, BLOCK):
-        x = tl.load(px + k + at, mask=k + at < K, other=0.0).to(tl.float32)
+        x = tl.load(px + k + column, mask=k + column < K, other=0.0).to(tl.float32)
         x = tl.where(finite, x * inverse, 0.0)
         if eight:
             step, q = fixed_point(x.reshape(BLOCK // GROUP, GROUP), 1)
             x = (high_byte(q).to(tl.float32) * (step * 256)).reshape(BLOCK)
-        tl.store(out + k + place, x.to(tl.float16), mask=k + at < kp)
+        tl.store(out + k + place, x.to(tl.float16), mask=k + column < kp)
     scales = (out_ptr.to(tl.pointer_type(tl.float16)) + M.to(tl.int64) * kp).to(tl.pointer_type(tl.float32))
     tl.store(scales + m, tl.where(finite, scale.to(tl.float32, bitcast=True), float("nan")))

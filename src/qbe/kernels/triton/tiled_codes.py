@@ -77,13 +77,13 @@ def load_parts(packed_ptr, plane, tile, row, kp, u, PARTS: tl.constexpr, UNIT: t
     for i in tl.static_range(len(PARTS)):
         if PARTS[i][2] <= TOP:
             run = packed_ptr + plane * PARTS[i][0] + (tile * (kp * PARTS[i][1] // 512)).to(tl.int64) * 4096
-            got = ()
+            codes = ()
             for t in tl.static_range(UNIT * PARTS[i][1] // 512):
-                at = run + (u * (UNIT * PARTS[i][1] // 512) + t) * 4096
+                begin = run + (u * (UNIT * PARTS[i][1] // 512) + t) * 4096
                 if len(tile.shape) == 1:
-                    at = at[:, None]
-                got += (tl.load(at + ((row * 64)[:, None] + tl.arange(0, 64)[None, :])),)
-            tiles += (got,)
+                    begin = begin[:, None]
+                codes += (tl.load(begin + ((row * 64)[:, None] + tl.arange(0, 64)[None, :])),)
+            tiles += (codes,)
     return tiles
 
 

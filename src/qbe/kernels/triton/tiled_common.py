@@ -77,24 +77,24 @@ def exact_eight(
 
 
 @triton.jit
-def finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, ok, size, SPLIT: tl.constexpr):
+def finish(acc, bias, y_ptr, parts_ptr, count_ptr, offsets, ok, size, SPLIT: tl.constexpr):
     """Writes a tile, with the bias (broadcast to it) if there is one.
 
     The last program of a tile to arrive adds the parts of a split sum in fixed order: deterministic, and no second
     launch.
     """
     if SPLIT:
-        tl.store(parts_ptr + tl.program_id(1) * size + at, acc, mask=ok)
+        tl.store(parts_ptr + tl.program_id(1) * size + offsets, acc, mask=ok)
         tl.debug_barrier()
         if tl.atomic_add(count_ptr, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             tl.debug_barrier()
             acc = tl.zeros(acc.shape, tl.float32)
             for i in range(tl.num_programs(1)):
-                acc += tl.load(parts_ptr + i * size + at, mask=ok, other=0.0, cache_modifier=".cg")
-            tl.store(y_ptr + at, (acc + bias).to(y_ptr.dtype.element_ty), mask=ok)
+                acc += tl.load(parts_ptr + i * size + offsets, mask=ok, other=0.0, cache_modifier=".cg")
+            tl.store(y_ptr + offsets, (acc + bias).to(y_ptr.dtype.element_ty), mask=ok)
             tl.store(count_ptr, 0)
     else:
-        tl.store(y_ptr + at, (acc + bias).to(y_ptr.dtype.element_ty), mask=ok)
+        tl.store(y_ptr + offsets, (acc + bias).to(y_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -108,5 +108,5 @@ def load_bias(bias_ptr, n, n_ok):
 @triton.jit
 def counter(packed_ptr, np_, kp, tile, P: tl.constexpr, TOTAL: tl.constexpr, GROUP: tl.constexpr):
     """where the weight keeps how many parts of a tile have arrived"""
-    at = np_.to(tl.int64) * kp // 8 * TOTAL + np_.to(tl.int64) * kp // GROUP * 2 * P + np_ * (4 * P)
-    return (packed_ptr + at).to(tl.pointer_type(tl.int32)) + tile
+    begin = np_.to(tl.int64) * kp // 8 * TOTAL + np_.to(tl.int64) * kp // GROUP * 2 * P + np_ * (4 * P)
+    return (packed_ptr + begin).to(tl.pointer_type(tl.int32)) + tile

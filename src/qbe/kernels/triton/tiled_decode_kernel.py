@@ -62,10 +62,10 @@ def _prefetch_ahead(
 ):  # fmt: skip
     """The first AHEAD units into the L2. The bits may still change: they only hint at the parts that will be read."""
     P: tl.constexpr = len(PRECISIONS)
-    guess = tl.maximum(tl.max(tl.load(bits_ptr + m, mask=m_ok, other=0) & 255, 0), PRECISIONS[0])
+    hint = tl.maximum(tl.max(tl.load(bits_ptr + m, mask=m_ok, other=0) & 255, 0), PRECISIONS[0])
     plane = np_.to(tl.int64) * kp // 8
     for i in tl.static_range(len(PARTS)):
-        if guess >= PRECISIONS[PARTS[i][2]]:
+        if hint >= PRECISIONS[PARTS[i][2]]:
             _prefetch_runs(packed_ptr + plane * PARTS[i][0], kp, n0, BN, u0, PARTS[i][1], UNIT, AHEAD)
     line = tl.arange(0, AHEAD * UNIT // 256 * (256 // GROUP))  # of the 64 outputs of a tile
     for p in tl.static_range(P):
@@ -222,9 +222,9 @@ def decode_tile(
                 )  # fmt: skip
                 exact = tl.where(eight[None, :], rounded, exact)
             acc = tl.where((serves == P)[None, :], exact, acc)
-    at = m[None, :] * columns + (column + n)[:, None]
+    offsets = m[None, :] * columns + (column + n)[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]
-    finish(acc, bias, y_ptr, parts_ptr, count_ptr, at, n_ok[:, None] & m_ok[None, :], M * columns, SPLIT)
+    finish(acc, bias, y_ptr, parts_ptr, count_ptr, offsets, n_ok[:, None] & m_ok[None, :], M * columns, SPLIT)
 
 
 @triton.jit(do_not_specialize=["M", "exponent", "units"], do_not_specialize_on_alignment=["bits_ptr"])

@@ -29,8 +29,8 @@ def dequantise_kernel(
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
     WORD: tl.constexpr = tl.int64 if GROUP == 64 else tl.int32
-    at = tl.arange(0, ROWS)
-    b = tl.where(at < M, tl.load(bits_ptr + at, mask=at < M, other=0) & 255, -(2**31))
+    m = tl.arange(0, ROWS)
+    b = tl.where(m < M, tl.load(bits_ptr + m, mask=m < M, other=0) & 255, -(2**31))
     if tl.max(((b >= LOW) & (b < HIGH)).to(tl.int32), 0) > 0:
         out = tl.program_id(0)
         tile = FIRST + out
@@ -100,8 +100,8 @@ def dense_kernel(
     m_ok = m < M
     n_ok = n < N
     bits = tl.load(bits_ptr + m, mask=m_ok, other=0) & 255
-    mine = m_ok & (bits >= LOW) & (bits < HIGH)
-    if tl.max(mine.to(tl.int32), 0) > 0:
+    in_range = m_ok & (bits >= LOW) & (bits < HIGH)
+    if tl.max(in_range.to(tl.int32), 0) > 0:
         k0 = tl.arange(0, BK)
         px = x_ptr + tl.where(m_ok, m, 0).to(tl.int64)[:, None] * K + k0[None, :]
         pw = w_ptr + tl.where(n_ok, n, 0).to(tl.int64)[:, None] * stride + k0[None, :]
@@ -120,5 +120,5 @@ def dense_kernel(
         tl.store(
             y_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
             acc.to(y_ptr.dtype.element_ty),
-            mask=n_ok[None, :] & mine[:, None],
+            mask=n_ok[None, :] & in_range[:, None],
         )

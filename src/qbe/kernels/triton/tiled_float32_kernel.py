@@ -48,14 +48,14 @@ def _float32_loop(
         code = tl.zeros((n.shape[0], 64), tl.uint8)
         for i in tl.static_range(len(PARTS)):
             if PARTS[i][2] <= TOP:
-                at = (
+                begin = (
                     packed_ptr
                     + plane * PARTS[i][0]
                     + (tile * (kp * PARTS[i][1] // 512)).to(tl.int64)[:, None] * 4096
                     + (row * 64)[:, None]
                     + ru[None, :]
                 )
-                w = tl.load(at + b * PARTS[i][1] // 8 * 4096)
+                w = tl.load(begin + b * PARTS[i][1] // 8 * 4096)
                 shift = zero + b % (8 // PARTS[i][1]) * PARTS[i][1]
                 if i == 0:
                     code = first_at(w, shift, PARTS[i][1], ASM)
@@ -94,6 +94,6 @@ def float32_kernel(
         if tl.max(serves, 0) == P:
             exact = exact_product(x_ptr, original_ptr, K, m, m_ok, n, n_ok, 0, STEPS)
             acc = tl.where((serves == P)[:, None], exact, acc)
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    offsets = m.to(tl.int64)[:, None] * N + n[None, :]
     bias = load_bias(bias_ptr, n, n_ok)[None, :]
-    tl.store(y_ptr + at, acc + bias, mask=n_ok[None, :] & m_ok[:, None])
+    tl.store(y_ptr + offsets, acc + bias, mask=n_ok[None, :] & m_ok[:, None])

@@ -42,8 +42,8 @@ def prefill(
     tile = {"BM": 128, "BN": 256, "BK": 64, "STAGES": 3, "EVEN": k % 64 == 0, "KSTEPS": -(-k // 64), "num_warps": 8}
     top = FULL_BITS if original is not None else _ANY
     bounds = (-_ANY, *layout.precisions[1:], top)
-    for at in range(0, x.shape[0], CHUNK_ROWS):
-        x_part, y_part, precision_words = (t[at : at + CHUNK_ROWS] for t in (x, y, bits))
+    for first in range(0, x.shape[0], CHUNK_ROWS):
+        x_part, y_part, precision_words = (t[first : first + CHUNK_ROWS] for t in (x, y, bits))
         m = x_part.shape[0]
         grid = (-(-n // 256) * -(-m // 128),)
         for p in range(len(layout.precisions)):

@@ -57,7 +57,7 @@ def collecting() -> Iterator[list[Compilation]]:
     from triton import knobs
     from triton.runtime import driver
 
-    found: dict[str, Compilation] = {}
+    needed: dict[str, Compilation] = {}
     thread = threading.get_ident()
     with _one_collects:
         before = knobs.runtime.jit_cache_hook
@@ -67,7 +67,7 @@ def collecting() -> Iterator[list[Compilation]]:
                 return bool(before(**call)) if before is not None else False
             target = driver.active.get_current_target()
             compilation = _compilation(call, (target.backend, target.arch, target.warp_size))
-            found[compilation.key] = compilation
+            needed[compilation.key] = compilation
             return True  # Triton then neither compiles nor launches
 
         out: list[Compilation] = []
@@ -76,7 +76,7 @@ def collecting() -> Iterator[list[Compilation]]:
             yield out
         finally:
             knobs.runtime.jit_cache_hook = before
-            out += found.values()
+            out += needed.values()
 
 
 def _compilation(call: dict[str, Any], target: tuple[str, Any, int]) -> Compilation:

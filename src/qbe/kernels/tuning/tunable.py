@@ -143,20 +143,20 @@ class Tunable:
 
     def adopt(self, choice: Choice) -> bool:
         """Take what the store has for a choice; whether it had something that fits."""
-        found = self.store.get(choice.key, hardware(choice.device))
-        if found is None or found.keys() != choice.config.keys() or not self.valid(choice.problem, found):
+        config = self.store.get(choice.key, hardware(choice.device))
+        if config is None or config.keys() != choice.config.keys() or not self.valid(choice.problem, config):
             return False
-        choice.settle(found)
+        choice.settle(config)
         return True
 
 
 def choices(device: torch.device) -> list[Choice]:
     """Every choice that a launch on the device has asked for since this process began."""
-    found = [c for t in list(_tunables) for c in list(t._choices.values())]
+    made = [c for t in list(_tunables) for c in list(t._choices.values())]
     index = device.index
     if device.type == "cuda" and index is None:
         index = torch.cuda.current_device()
-    return [c for c in found if c.device.type == device.type and c.device.index == index]
+    return [c for c in made if c.device.type == device.type and c.device.index == index]
 
 
 @contextmanager
@@ -204,12 +204,12 @@ class KernelCache:
 
 def kernel_cache(device: torch.device, tuning_seconds: float = 0.0) -> KernelCache:
     """The numbers as they are now, of all engines on that device; the tuning is the caller's to know."""
-    found = choices(device)
+    made = choices(device)
     return KernelCache(
-        hits=sum(c.hits for c in found),
-        misses=sum(c.misses for c in found),
-        tuned=sum(c.settled for c in found),
-        queued=sum(not (c.settled or c.failed) for c in found),
+        hits=sum(c.hits for c in made),
+        misses=sum(c.misses for c in made),
+        tuned=sum(c.settled for c in made),
+        queued=sum(not (c.settled or c.failed) for c in made),
         compile_seconds=CompilePool.total_seconds,
         tuning_seconds=tuning_seconds,
     )

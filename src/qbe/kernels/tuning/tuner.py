@@ -128,9 +128,9 @@ class Tuner:
         candidates = [generic, *others]
         times: list[list[float]] = [[] for _ in candidates]
         for _ in range(ROUNDS):
-            for config, found in zip(candidates, times, strict=True):
-                found.append(self._time(trial, config))
-        medians = [statistics.median(found) for found in times]
+            for config, seconds in zip(candidates, times, strict=True):
+                seconds.append(self._time(trial, config))
+        medians = [statistics.median(seconds) for seconds in times]
         best = min(range(len(candidates)), key=medians.__getitem__)
         if medians[best] > GAIN * medians[0]:
             best = 0
@@ -150,17 +150,17 @@ class Tuner:
         """Bring the kernels of the configurations to Triton's disk cache; those for which that worked."""
 
         def collect(config: Config) -> list[Compilation]:
-            with collecting() as found:
+            with collecting() as compilations:
                 trial.launch(config, 0)
-            return found
+            return compilations
 
         needed = [(c, self._when_idle(functools.partial(collect, c))) for c in configs]
-        outcomes = self._pool.compile([c for _, found in needed for c in found])
+        outcomes = self._pool.compile([c for _, compilations in needed for c in compilations])
         if self._stop.is_set():
             raise _Stopped
         good = []
-        for config, found in needed:
-            errors = [e for c in found if (e := outcomes[c.key].error) is not None]
+        for config, compilations in needed:
+            errors = [e for c in compilations if (e := outcomes[c.key].error) is not None]
             if errors:
                 log.info("a candidate does not compile (%s): %s", dict(config), errors[0])
             else:

@@ -51,12 +51,12 @@ def fetch(source: float | str, field: str = "") -> float:
     if not isinstance(source, str):
         return source
     try:
-        found: Any = json.loads(_answer(source) if _is_url(source) else _content(source))
+        value: Any = json.loads(_answer(source) if _is_url(source) else _content(source))
         for name in filter(None, field.split(".")):
-            found = found[int(name)] if isinstance(found, list) else found[name]
-        if isinstance(found, bool):
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        if isinstance(value, bool):
             raise TypeError("it is no number")
-        number = float(found)
+        number = float(value)
     except Exception as error:  # others say what comes: broken HTTP, JSON as deep or numbers as long as they like
         where = f" at '{field}'" if field else ""
         raise QBEError(f"the carbon intensity of {source}{where} cannot be had: {error!r:.200}") from None
@@ -114,10 +114,10 @@ class Intensity:
     @property
     def now(self) -> float | None:
         """Grams a kilowatt-hour; None when nothing is known, or nothing new for an hour."""
-        source, found = self._asked.source, self._asked.found
+        source, reading = self._asked.source, self._asked.found
         if isinstance(source, float):
             return source
-        return None if found is None or self._clock() - found[0] > _KEPT_S else found[1]
+        return None if reading is None or self._clock() - reading[0] > _KEPT_S else reading[1]
 
     def renew(self, source: float | str | None, field: str) -> None:
         """Ask again; it may take seconds. What fails is logged once. Another source than before has no past.

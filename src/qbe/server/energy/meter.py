@@ -78,8 +78,8 @@ def find(device: torch.device, rapl: Path = _RAPL) -> Meter | None:
     Args:
         rapl: the kernel's folder of RAPL domains.
     """
-    found = _nvml(device) if device.type == "cuda" else _rapl(rapl)
-    return found if found is not None and found.joules() is not None else None
+    meter = _nvml(device) if device.type == "cuda" else _rapl(rapl)
+    return meter if meter is not None and meter.joules() is not None else None
 
 
 def _nvml(device: torch.device) -> Nvml | None:

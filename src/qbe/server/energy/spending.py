@@ -74,8 +74,8 @@ class Spending:
 
     def counter(self) -> float:
         """Joules that only rise, for an average power: the machine's, idle time included, or of the steps alone."""
-        found = None if self._meter is None else self._meter.joules()
-        return self.total if found is None else found
+        joules = None if self._meter is None else self._meter.joules()
+        return self.total if joules is None else joules
 
     def _look(self, meter: Meter, now: float, began: float) -> None:
         if self._mark is not None and began - self._ended <= _GAP_S and now - self._mark[0] < _WINDOW_S:

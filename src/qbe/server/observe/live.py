@@ -88,12 +88,12 @@ class LiveView:
                 self._seconds.append(_Second(second))
             while self._seconds[0].at <= second - WINDOW_S:
                 self._seconds.popleft()
-            found = self._seconds[-1].sums.setdefault((key, tier), _Sum())
-            found.tokens += more.tokens
-            found.bits += more.bits
-            found.joules += more.joules
-            found.cost += more.cost
-            found.requests += more.requests
+            sums = self._seconds[-1].sums.setdefault((key, tier), _Sum())
+            sums.tokens += more.tokens
+            sums.bits += more.bits
+            sums.joules += more.joules
+            sums.cost += more.cost
+            sums.requests += more.requests
 
     def describe(self, client: Client) -> dict[str, Any]:
         """As JSON: of the last minute for each tier, then the requests, the newest first."""
@@ -102,16 +102,16 @@ class LiveView:
         recent = 0
         with self._lock:
             for second in self._seconds:
-                for (key, tier), found in second.sums.items():
+                for (key, tier), sums in second.sums.items():
                     if second.at <= now - WINDOW_S or not (everyone or key == client.name):
                         continue
                     total = tiers[tier]  # type: ignore[index]
-                    total.tokens += found.tokens
-                    total.bits += found.bits
-                    total.joules += found.joules
-                    total.cost += found.cost
-                    total.requests += found.requests
-                    recent += found.tokens if now - 5 <= second.at < now else 0
+                    total.tokens += sums.tokens
+                    total.bits += sums.bits
+                    total.joules += sums.joules
+                    total.cost += sums.cost
+                    total.requests += sums.requests
+                    recent += sums.tokens if now - 5 <= second.at < now else 0
         rows = [
             self._row(e) for e in reversed(self._running.values()) if everyone or e.asked.client.name == client.name
         ]

@@ -29,14 +29,14 @@ class Metrics:
         self.registry, self._model = CollectorRegistry(), model
         ProcessCollector(registry=self.registry)  # memory, files and processor time, where the system tells
 
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(name, what, ["model_name"], registry=self.registry).labels(model)
+        def gauge(name: str, documentation: str) -> Gauge:
+            return Gauge(name, documentation, ["model_name"], registry=self.registry).labels(model)
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(name, what, ["model_name", *labels], registry=self.registry)
+        def counter(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(name, documentation, ["model_name", *labels], registry=self.registry)
 
-        def histogram(name: str, what: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-            return Histogram(name, what, ["model_name"], registry=self.registry, buckets=buckets).labels(model)
+        def histogram(name: str, documentation: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(name, documentation, ["model_name"], registry=self.registry, buckets=buckets).labels(model)
 
         self.running = gauge("vllm:num_requests_running", "answers in the batch")
         self.waiting = gauge("vllm:num_requests_waiting", "answers that wait")

@@ -99,13 +99,13 @@ class Observer:
 
     def request(self, exchange: Exchange) -> None:
         """All answers of a request have ended."""
-        found = report(exchange, self._model)
-        self.metrics.request(found)
-        self.live.ended(exchange, ",".join(found.finish))
-        told = found.describe() | {"request_id": exchange.request_id}
+        reported = report(exchange, self._model)
+        self.metrics.request(reported)
+        self.live.ended(exchange, ",".join(reported.finish))
+        told = reported.describe() | {"request_id": exchange.request_id}
         logs.say("request", told | (_texts(exchange) if self._settings().logs.prompts else {}))
         if self._traces is not None:
-            self._traces.request(found)
+            self._traces.request(reported)
 
     def close(self, seconds: float) -> None:
         """Tell what is not told yet, for so long at most."""

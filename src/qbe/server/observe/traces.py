@@ -91,7 +91,7 @@ class Traces:
 def attributes(report: RequestReport) -> dict[str, Any]:
     """A span's attributes: the conventions' names, then `qbe.`."""
     params = report.params
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "gen_ai.operation.name": report.operation,
         "gen_ai.provider.name": "qbe",
         "gen_ai.request.model": report.model,
@@ -126,4 +126,4 @@ def attributes(report: RequestReport) -> dict[str, Any]:
         "qbe.queue_seconds": report.waited_s,
         **{f"qbe.tokens_by_bits.{bits}": count for bits, count in report.tokens_by_bits.items()},
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
