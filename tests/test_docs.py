@@ -182,6 +182,20 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == there
 
 
+def test_the_picture_of_the_architecture_is_what_its_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "scripts/draw_request_flow.py"))["draw"]()
+    assert (ROOT / "docs/request-flow.svg").read_text(encoding="utf-8") == drawn
+
+
+def test_pages_load_nothing_from_elsewhere() -> None:
+    """Neither what Markdown shows nor what the site's own script would fetch for it."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"!\[[^]]*\]\(https?:|<(?:img|script|iframe|link)\b|^```mermaid", text, re.MULTILINE), page
+    for file in [*(ROOT / "docs").glob("*.svg"), *(ROOT / "docs").glob("*.css")]:
+        assert not re.search(r"url\([\"']?https?:|href=[\"']https?:|@import", file.read_text(encoding="utf-8")), file
+
+
 def test_the_policy_that_the_docs_show_works() -> None:
     page = (ROOT / "docs/policies.md").read_text(encoding="utf-8")
     shown: dict[str, Any] = {}
