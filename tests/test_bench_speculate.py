@@ -56,11 +56,11 @@ def test_a_random_model_writes_recorded_answers_and_what_was_read_is_compared_wi
         assert prompts == asked
         assert core.speculator is not None
         core.speculator.costs, core.speculator.rows, core.speculator.drafters = (
-            speculate.Free(8),
+            speculate.FreeDrafts(8),
             4,
             {speculate.NGRAM_DRAFTER},
         )
-        told.append(speculate.Told())
+        told.append(speculate.TimedAnswers())
         case = speculate.SpeculateCase(core, prompts, sizes, 1, 8, script)
         speculate.answer(case, True, told[-1], random.Random(0))
     assert told[0].answers == told[1].answers == list(scripts[8].values())
@@ -85,9 +85,9 @@ def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) 
     )
     core, prompts = speculate._core(device, sizes, [], progress=False)
     assert core.speculator is not None
-    core.speculator.drafters, core.speculator.costs = {4}, speculate.Free(8)
+    core.speculator.drafters, core.speculator.costs = {4}, speculate.FreeDrafts(8)
     core.speculator.rows = batch * (sizes.draft_tokens + 1)
-    told, run, rows = speculate.Told(), core.runner.step, list[tuple[int, bool]]()
+    told, run, rows = speculate.TimedAnswers(), core.runner.step, list[tuple[int, bool]]()
     case = speculate.SpeculateCase(core, prompts[:batch], sizes, batch, 8, {})
 
     def step(work):
@@ -101,7 +101,7 @@ def test_a_replay_does_the_work_of_real_steps(batch: int, device: torch.device) 
     assert [len(a) for a in told.answers] == [sizes.tokens] * batch
     assert told.accepted == told.drafted > 0
     # Left to itself the random model would not have written what it drafted.
-    own = speculate.Told()
+    own = speculate.TimedAnswers()
     speculate.answer(replace(case, sizes=replace(sizes, rates={})), True, own, random.Random(0))
     assert own.accepted < own.drafted
 

@@ -90,7 +90,7 @@ def with_traffic(sizes: SpeculateSizes, data: Path) -> SpeculateSizes:
     return replace(sizes, prompts=tuple(questions(data, 16)), tokens=128, traffic=True, rounds=3, batches=(1,))
 
 
-class Free(Costs):
+class FreeDrafts(Costs):
     """Costs by which drafting always pays, whatever a step really takes."""
 
     def __init__(self, target: int) -> None:
@@ -102,7 +102,7 @@ class Free(Costs):
 
 
 @dataclass
-class Told:
+class TimedAnswers:
     """What the answers of one case were."""
 
     answers: list[list[int]] = field(default_factory=list)
@@ -135,15 +135,15 @@ def run(device: torch.device, limits: Roofline, sizes: SpeculateSizes, progress:
     for batch in sizes.batches:
         for target in sizes.targets:
             case = SpeculateCase(core, prompts, sizes, batch, target, scripts.get(target, {}))
-            told: dict[str, Told] = {}
+            timed: dict[str, TimedAnswers] = {}
             with bar(f"speculate, batch {batch}, {target} bits", sizes.rounds + 1, progress) as tick:
-                samples = _samples(case, told)
+                samples = _samples(case, timed)
                 peer = samples.pop(WITHOUT)
                 mine, theirs = take_turns(samples, {WITHOUT: peer}, sizes.rounds, tick)
-            plain = told[WITHOUT].answers
+            plain = timed[WITHOUT].answers
             rates = {n: o if isinstance(o, Failed) else {TOKEN: o[TOKEN].rate(1)} for n, o in theirs.items()}
             for way, parts in mine.items():
-                note = told[way].note(plain, sizes.rates.get(target))
+                note = timed[way].note(plain, sizes.rates.get(target))
                 rows += rows_beside(
                     rates, TOKEN, 1.0, what="speculate", size=name, case=f"batch {batch}, {way}", bits=target,
                     ours=parts[TOKEN].rate(1), unit="tokens/s", limit=None,
@@ -167,8 +167,8 @@ class SpeculateCase:
     scripts: Mapping[int, list[int]]
 
 
-def _samples(case: SpeculateCase, told: dict[str, Told]) -> dict[str, Sample]:
-    """All ways of answering, each by name; `told` gets what the last answers were."""
+def _samples(case: SpeculateCase, timed: dict[str, TimedAnswers]) -> dict[str, Sample]:
+    """All ways of answering, each by name; `timed` gets what the last answers were."""
     sizes, core, speculator = case.sizes, case.core, case.core.speculator
     assert speculator is not None
     drafters = {f"drafts at {g} bits": g for g in core.table.gears() if g < case.target}
@@ -179,7 +179,7 @@ def _samples(case: SpeculateCase, told: dict[str, Told]) -> dict[str, Sample]:
     ways: dict[str, tuple[Costs, int, set[int]]] = {CHOSEN: (Costs(), ROWS[core.device.type], everyone)}
     if not sizes.traffic:
         rows = case.batch * (sizes.draft_tokens + 1)
-        ways |= {name: (Free(case.target), rows, {g}) for name, g in drafters.items()}
+        ways |= {name: (FreeDrafts(case.target), rows, {g}) for name, g in drafters.items()}
     draws = random.Random(0)
 
     def sample(name: str) -> Mapping[str, float]:
@@ -187,20 +187,20 @@ def _samples(case: SpeculateCase, told: dict[str, Told]) -> dict[str, Sample]:
             speculator.costs, speculator.rows, speculator.drafters = ways[name]
             speculator.reader = NgramProposer()  # no sample knows the answers of the one before it
             speculator.acceptance.clear()
-        return answer(case, name in ways, told.setdefault(name, Told()), draws)
+        return answer(case, name in ways, timed.setdefault(name, TimedAnswers()), draws)
 
     return {name: (lambda n=name: sample(n)) for name in (*ways, WITHOUT)}  # type: ignore[misc]
 
 
-def answer(case: SpeculateCase, speculate: bool, told: Told, draws: random.Random) -> Mapping[str, float]:
-    """Seconds of a token after the first ones of each batch; the answers are kept in `told`.
+def answer(case: SpeculateCase, speculate: bool, timed: TimedAnswers, draws: random.Random) -> Mapping[str, float]:
+    """Seconds of a token after the first ones of each batch; the answers are kept in `timed`.
 
     `draws`: what decides whether the draft tokens of a random model are right.
     """
     core, sizes = case.core, case.sizes
     blueprint = Blueprint.of("bench", core.table, (case.target,) * len(core.table.nested))
     params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, speculate=speculate)
-    told.answers, told.drafted, told.accepted = [], 0, 0
+    timed.answers, timed.drafted, timed.accepted = [], 0, 0
     seconds, written = 0.0, 0
     for offset in range(0, len(case.prompts), case.batch):
         asked = [
@@ -221,11 +221,11 @@ def answer(case: SpeculateCase, speculate: bool, told: Told, draws: random.Rando
         for s in asked:
             if s.finish_reason != "length":
                 raise RuntimeError(f"the core ended a sequence early: {s.finish_reason}, {s.error}")
-            told.answers.append(s.output_ids)
+            timed.answers.append(s.output_ids)
             if s.speculation is not None:
-                told.drafted, told.accepted = (
-                    told.drafted + s.speculation.drafted,
-                    told.accepted + s.speculation.accepted,
+                timed.drafted, timed.accepted = (
+                    timed.drafted + s.speculation.drafted,
+                    timed.accepted + s.speculation.accepted,
                 )
     return {TOKEN: seconds / written}
 
@@ -270,7 +270,9 @@ def _recorded(
     core = Core(prepared.model, prepared.table, **_room(device, sizes, prompts, batch))
     scripts = {}
     for target in sizes.targets:
-        told = Told()
-        answer(SpeculateCase(core, prompts, replace(sizes, rates={}), batch, target, {}), False, told, random.Random(0))
-        scripts[target] = dict(enumerate(told.answers))
+        timed = TimedAnswers()
+        answer(
+            SpeculateCase(core, prompts, replace(sizes, rates={}), batch, target, {}), False, timed, random.Random(0)
+        )
+        scripts[target] = dict(enumerate(timed.answers))
     return prompts, scripts

@@ -25,14 +25,14 @@ class PlannedRunner(GPUModelRunner):
     scheduler's output (`qbe.vllm.scheduler`). Preempted requests keep theirs, and those that they had before.
     """
 
-    courses: dict[str, BlueprintHistory]
+    histories: dict[str, BlueprintHistory]
 
     def start_plan(self, config: QBEConfig) -> None:
         """Called once, when the model is loaded."""
         assert config.plan is not None
         layers = self.vllm_config.model_config.get_layers_start_end_indices(self.vllm_config.parallel_config)
         config.check_found(range(*layers), get_pp_group().is_last_rank)
-        self.plan, self._full_rows, self.courses = config.plan, config.full_rows, {}
+        self.plan, self._full_rows, self.histories = config.plan, config.full_rows, {}
         self.watched: set[str] = set()
         table = config.served.table
         # For requests that came without a payload, and for steps without requests.
@@ -41,16 +41,16 @@ class PlannedRunner(GPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for request in scheduler_output.finished_req_ids:
-            self.courses.pop(request, None)
+            self.histories.pop(request, None)
             self.watched.discard(request)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         inputs = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         for request, (start, policy, weights, activations) in getattr(scheduler_output, "qbe_refreshed", {}).items():
-            self._course(request).change(start, blueprint_of(policy, weights, activations, self.plan.table))
+            self._history(request).change(start, blueprint_of(policy, weights, activations, self.plan.table))
         starts, counts = self.input_batch.num_computed_tokens_cpu.tolist(), num_scheduled_tokens.tolist()
-        each = [self._course(request).runs(starts[i], counts[i]) for i, request in self._batch()]
+        each = [self._history(request).runs(starts[i], counts[i]) for i, request in self._batch()]
         self._write([run for runs in each for run in runs], [(runs[-1][0], 1) for runs in each])
         return inputs
 
@@ -82,7 +82,7 @@ class PlannedRunner(GPUModelRunner):
         for request in list(self.num_prompt_logprobs):
             if request in num_scheduled_tokens:
                 tokens = num_scheduled_tokens[request]
-                blueprint = self._course(request).first
+                blueprint = self._history(request).first
                 self._write([(blueprint, tokens)], [(blueprint, tokens)])
                 logprobs |= super()._get_prompt_logprobs_dict(hidden_states, {request: tokens})
         return logprobs
@@ -93,12 +93,12 @@ class PlannedRunner(GPUModelRunner):
         for full_rows, runs in zip(self._full_rows, (tokens, kept), strict=True):
             full_rows.note(runs)
 
-    def _course(self, request: str) -> BlueprintHistory:
-        if request not in self.courses:
+    def _history(self, request: str) -> BlueprintHistory:
+        if request not in self.histories:
             payload = BlueprintPayload.find(self.requests[request].sampling_params)
-            self.courses[request] = BlueprintHistory(
+            self.histories[request] = BlueprintHistory(
                 self._widest if payload is None else payload.blueprint(self.plan.table)
             )
             if payload is not None and payload.budget["refresh"]:
                 self.watched.add(request)
-        return self.courses[request]
+        return self.histories[request]
