@@ -45,7 +45,11 @@ def serve(
     ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
     policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None,
     max_sequences: Annotated[int, typer.Option(help="answers that are written at once")] = 16,
-    most_bits: MostBits = None, kv_tokens: KVTokens = None, compile: Compile = False, tune: Tune = False,
+    most_bits: MostBits = None, kv_tokens: KVTokens = None,
+    rows: Annotated[
+        str | None, typer.Option(help="exact: each request reads its own bits; shared (default): a step's highest")
+    ] = None,
+    compile: Compile = False, tune: Tune = False,
     new_key: Annotated[str | None, typer.Option(help="print a new key for this name with its TOML, and end")] = None,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI does; every request may say what precision, time and price it wants."""
@@ -88,7 +92,7 @@ def serve(
         from qbe.server.service import Service
 
         make = functools.partial(
-            _engine, watched, model, originals, most_bits, policy=policy, dtype=dtype, device=device,
+            _engine, watched, model, originals, most_bits, rows, policy=policy, dtype=dtype, device=device,
             max_sequences=max_sequences, kv_tokens=kv_tokens, compile=compile, tune=tune,
         )  # fmt: skip
         services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
@@ -121,7 +125,7 @@ def _check_installed() -> None:
 
 
 def _engine(
-    watched: Watched, model: str, originals: str | None, most_bits: int | None, **options: Any
+    watched: Watched, model: str, originals: str | None, most_bits: int | None, rows: str | None, **options: Any
 ) -> Engine:  # fmt: skip
     """The engine, made in the thread that steps it; what the command does not say of its weights the settings do."""
     from transformers.utils import logging as advice
@@ -133,7 +137,7 @@ def _engine(
     weights = watched.current.weights
     most = weights.most_bits if most_bits is None else most_bits
     return Engine(
-        model, originals=originals or weights.originals, most_bits=most,
+        model, originals=originals or weights.originals, most_bits=most, rows=weights.rows if rows is None else rows,
         records=RecordWriter(RecordStore()), progress=sys.stderr.isatty(), **options,
     )  # fmt: skip
 

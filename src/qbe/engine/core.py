@@ -24,6 +24,7 @@ from qbe.engine.extensions.extension import Extension
 from qbe.engine.extensions.high_precision import HighPrecisionTokens
 from qbe.engine.extensions.refresh import BlueprintRefresh
 from qbe.engine.extensions.routers import Routers
+from qbe.engine.extensions.shared_rows import SharedReads
 from qbe.engine.extensions.speculation import SpeculationExtension
 from qbe.engine.sampling.constraint import was_cut
 from qbe.engine.scheduling.kv_size import with_kv
@@ -88,6 +89,8 @@ class Core:
         cascade: what `qbe train cascade` found, for requests whose bits the cascade moves; without it they
             run at their blueprint as it is.
         routers: to run in the forward pass from the start (`add_routers` takes others later).
+        shared_rows: let the rows of a step read each site at the highest bits of any (`qbe.store.shared_rows`), rather
+            than each its own.
 
     Attributes:
         cascade: what moves their rows; None where nothing was learned, and for models of which each sequence has its
@@ -117,6 +120,7 @@ class Core:
         speculate: bool = False,
         cascade: TokenRouters | None = None,
         routers: TokenRouters | None = None,
+        shared_rows: bool = False,
     ) -> None:
         self.model = model.eval()
         self.table = table
@@ -129,7 +133,9 @@ class Core:
         longest = longest_forward(packed, self.context)
         sizes = StepSizes.of(self.device, max_batch_tokens, max_sequences, longest, speculate)
 
-        self.plan = bind_plan(model, table, self.device, sizes.plan_rows)
+        self.plan = bind_plan(model, table, self.device, sizes.plan_rows, shared_rows)
+        if shared_rows and self.plan.shared is None:
+            log.warning("rows = shared changes nothing: each sequence of this model has a forward of its own")
         with self_check.one_line(model):
             shapes, dtype = probe_shapes(model)
             expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
@@ -199,6 +205,8 @@ class Core:
         ]
         if self.speculator is not None:
             extensions.append(SpeculationExtension(self.speculator, self.runner))
+        if self.plan.shared is not None:
+            extensions.append(SharedReads(self.plan.shared))
         return [*extensions, BoundedKV(self.originals, self.scheduler), self._refresh]
 
     def _format(self, kv_bits: tuple[KVBits, ...]) -> PageFormat:

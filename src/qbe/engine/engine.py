@@ -38,6 +38,7 @@ from qbe.policies.cascade import load as load_cascade
 from qbe.policies.per_token import TokenRouters
 from qbe.records import RecordStore, RecordWriter
 from qbe.store.prepare import prepare, prepare_in_memory
+from qbe.store.shared_rows import ROWS
 
 __all__ = ["Engine", "Request", "Result"]
 
@@ -57,6 +58,9 @@ class Engine(Requests):
         max_batch_tokens: tokens per step; longer prompts are spread over steps; None: 512 on a CPU, 2048 on a GPU.
         max_sequences: requests that run at once; more wait.
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
+        rows: what requests of one step read: `exact`, each the bits of its own blueprint; or `shared`, each site at the
+            highest bits that any of them has there, which costs a step that is bound by memory nothing and is faster
+            where precisions are mixed. Nobody reads less than was asked for; answers then depend on who shares steps.
         compile: compile steps with torch.compile, on a CPU those with prompts and those of up to 16 answers at once, on
             a GPU those of one answer: faster answers for a start that takes one (`max_sequences=1`) to three minutes
             the first time (see docs/performance.md).
@@ -88,6 +92,7 @@ class Engine(Requests):
         max_batch_tokens: int | None = None,
         max_sequences: int = 16,
         kv_tokens: int | None = None,
+        rows: str = "exact",
         compile: bool = False,
         speculate: bool = False,
         tune: bool = False,
@@ -98,6 +103,8 @@ class Engine(Requests):
     ) -> None:
         default = policies.load(policy)
         where = pick_device(device)
+        if rows not in ROWS:
+            raise QBEError(f"rows is {rows!r}, but must be {' or '.join(ROWS)}")
         sizes = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "kv_tokens": kv_tokens}
         for name, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not (isinstance(size, int) and 1 <= size < 2**40)):
@@ -126,6 +133,7 @@ class Engine(Requests):
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
                 cascade=None if isinstance(cascade, QBEError) else cascade, routers=default.routers(prepared.table),
+                shared_rows=rows == "shared",
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if kv_tokens is None or not out_of_memory(error):

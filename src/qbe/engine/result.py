@@ -73,6 +73,8 @@ class Result:
         raised_tokens, lowered_tokens: of the answer, whose attention raised or lowered the bits of later layers; those
             with a change either way count in both. What they had is in `parts`.
         drafted_tokens: draft tokens that were verified. accepted_tokens: those that were right.
+        shared_bits: how many more bits its tokens read on average than their blueprints say, because they shared steps
+            with others (`rows="shared"`).
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
     """
 
@@ -105,6 +107,7 @@ class Result:
     lowered_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    shared_bits: float = 0.0
 
     @property
     def careful_tokens(self) -> int:
@@ -113,13 +116,18 @@ class Result:
 
     @property
     def average_weight_bits(self) -> float:
-        """Mean gear over the weights of the nested sites, and over the tokens where these differ."""
+        """Mean gear over the weights of the nested sites, and over the tokens where these differ: what was asked for."""
         if self.routed:
             return sum(g * n for g, n in self.routed.items()) / self.table.nested_parameters
         total = sum(n for _, n in self.parts)
         if not total:
             return self.blueprint.average_weight_bits(self.table)
         return sum(b.average_weight_bits(self.table) * n for b, n in self.parts) / total
+
+    @property
+    def read_weight_bits(self) -> float:
+        """The same of what was read: never less."""
+        return self.average_weight_bits + self.shared_bits
 
     @property
     def tokens_by_bits(self) -> dict[int, int]:
@@ -159,6 +167,7 @@ class Result:
                     "accepted_tokens": self.accepted_tokens,
                 },
                 "average_weight_bits": round(self.average_weight_bits, 4),
+                "read_weight_bits": round(self.read_weight_bits, 4),
                 "average_kv_bits": round(self.average_kv_bits, 4),
                 "kv_error": self.kv_error,
                 "kv_pages_read": self.pages_read,

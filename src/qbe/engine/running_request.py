@@ -77,6 +77,7 @@ class RunningRequest:
             lowered_tokens=sum(m.shift < 0 for m in running.cascade.moves),
             drafted_tokens=running.speculation.drafted if running.speculation else 0,
             accepted_tokens=running.speculation.accepted if running.speculation else 0,
+            shared_bits=running.shared_reads.average_bits,
         )  # fmt: skip
         return self.result
 
@@ -98,6 +99,7 @@ class RunningRequest:
                 tokens_by_activation_bits=activation_bits, pages_read=result.pages_read,
                 pages_raised=result.pages_raised, host_bytes=result.host_bytes,
                 drafted_tokens=result.drafted_tokens, accepted_tokens=result.accepted_tokens,
+                read_weight_bits=result.read_weight_bits,
             ),
             difficulty_part(difficulty.entropies, difficulty.margins, self.refreshes),
             Times(
@@ -109,13 +111,14 @@ class RunningRequest:
 
     def _bytes_moved(self, result: Result) -> int:
         """Bytes of weights and scales of all passes at batch 1: the prompt's, then one for each further token that was
-        not a draft token, and those of draft steps.
+        not a draft token, and those of draft steps; at what was read, where steps share that.
         """
         running, tokens, speculation = self.running, len(result.token_ids), self.running.speculation
         first = len(running.prompt_ids) - 1  # whose pass gives the first token
         nbytes = sum(b.bytes_per_token(result.table) * count for b, count in running.spans(first, first + tokens))
         if result.routed:
             nbytes = result.bytes_per_token * tokens
-        if speculation is None:
-            return nbytes
-        return round(nbytes * (tokens - speculation.accepted) / max(1, tokens)) + speculation.draft_bytes
+        if speculation is not None:
+            passes = tokens - speculation.accepted
+            nbytes = round(nbytes * passes / max(1, tokens)) + speculation.draft_bytes
+        return nbytes + running.shared_reads.nbytes

@@ -70,10 +70,11 @@ def longest_forward(packed: bool, context: int | None) -> int | None:
     return None if packed else context or _LONGEST
 
 
-def bind_plan(model: nn.Module, table: SiteTable, device: torch.device, rows: int) -> Plan:
-    """A plan of so many rows that the model's nested weights read; on a CPU some of its modules become ours."""
+def bind_plan(model: nn.Module, table: SiteTable, device: torch.device, rows: int, shared: bool) -> Plan:
+    """A plan of so many rows that the model's nested weights read, `shared` or not; on a CPU some of its modules become
+    ours."""
     compiled_ops = device.type == "cpu" and native.load()
-    plan = Plan(table, rows, device, Runner.keeps_logits(model))
+    plan = Plan(table, rows, device, Runner.keeps_logits(model), shared)
     plan.bind(model)
     if compiled_ops:
         patch_modules.patch_modules(model)

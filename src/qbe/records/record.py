@@ -79,11 +79,13 @@ class Work:
 
     Attributes:
         prompt_tokens, completion_tokens: tokens read and tokens written.
-        bytes_moved: bytes of weights and scales over all steps of the request.
+        bytes_moved: bytes of weights and scales over all steps of the request, as they were read.
         tokens_by_bits: gear -> tokens computed at it.
         tokens_by_activation_bits: bits of the activations -> tokens computed at them; empty in records of older files.
         pages_read, pages_raised, host_bytes: see `qbe.engine.result.Result`; None in a file of version 1.
         drafted_tokens, accepted_tokens: see `qbe.engine.result.Result`; None in files of older versions.
+        read_weight_bits: as `average_weight_bits`, of what was read: more where steps shared it (`rows = "shared"`);
+            None in files of older versions.
     """
 
     prompt_tokens: int
@@ -96,6 +98,7 @@ class Work:
     host_bytes: int | None = None
     drafted_tokens: int | None = None
     accepted_tokens: int | None = None
+    read_weight_bits: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +176,7 @@ FIELDS = (
     "activation_bits", "kv_bits", "bytes_per_token", "bytes_moved", "tokens_by_bits", "tokens_by_activation_bits",
     "entropies", "analysis_ms", "policy_ms", "prefill_ms", "decode_ms", "error", "kv_error", "pages_read",
     "pages_raised", "host_bytes", "cluster", "cache", "margins", "refreshes", "drafted_tokens", "accepted_tokens",
-    "first_kv_bits",
+    "first_kv_bits", "read_weight_bits",
 )  # fmt: skip
 JSON_FIELDS = frozenset(
     {

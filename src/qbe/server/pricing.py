@@ -59,7 +59,8 @@ def read_tokens(result: Result) -> int:
 def usage(
     given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0, joules: float = 0.0, source: str = "model"
 ) -> dict[str, Any]:  # fmt: skip
-    """Tokens, precision and cost of the answers to the prompts of one request.
+    """Tokens, precision and cost of the answers to the prompts of one request: at the bits that were asked for, whatever
+    was read.
 
     Args:
         groups: for each prompt its answers.
@@ -87,6 +88,7 @@ def usage(
         "cost": cost / UNIT,
         "qbe": {
             "average_weight_bits": _mean([r.average_weight_bits for r in results], weights),
+            "read_weight_bits": _mean([r.read_weight_bits for r in results], weights),
             "average_kv_bits": _mean([r.average_kv_bits for r in results], weights),
             "tokens_by_bits": {str(bits): by_bits[bits] for bits in sorted(by_bits)},
             "policy": firsts[0].blueprint.policy,

@@ -169,15 +169,18 @@ class Limits(_SettingsTable):
 
 
 class Weights(_SettingsTable):
-    """Which weights the server loads; read as it starts, and its command line goes first.
+    """Which weights the server loads and how steps read them; read as it starts, and its command line goes first.
 
     Attributes:
         originals: where the 16-bit weights of nested sites live; None: nowhere on a GPU, else on the host.
         most_bits: the widest precision of the store that is loaded; None: all of it.
+        rows: what requests of one step read: `shared`, each site at the highest bits that any of them has there, or
+            `exact`, each its own.
     """
 
     originals: Literal["none", "host", "device"] | None = None
     most_bits: Annotated[int, Strict(), Field(ge=1, le=8)] | None = None
+    rows: Literal["exact", "shared"] = "shared"
 
 
 class Energy(_SettingsTable):

@@ -95,10 +95,12 @@ class Cascade:
             to be called for each token that the step has computed of an answer, in order, once the device has been
             waited for: the sequence keeps its bits. None where nobody's rows are.
         """
-        row_of, tokens = dict[tuple[str, int], int](), 0
+        row_of, own, tokens = dict[tuple[str, int], int](), dict[tuple[str, int], tuple[int, ...]](), 0
         for w in work:
             if w.draft is None and w.count == 1 and w.sequence.cascade.moved is not None:
                 row_of[w.sequence.request_id, w.start] = tokens
+                if not steers(w.blueprint):  # what it reads may be shared with others; what it has is its own
+                    own[w.sequence.request_id, w.start] = w.blueprint.weight_bits
             tokens += w.count
         if not row_of:
             return None
@@ -110,9 +112,10 @@ class Cascade:
         numbers = precision_words.numpy()
 
         def keep(sequence: Sequence) -> None:
-            row = row_of.get((sequence.request_id, len(sequence.token_ids) - 1))
-            if row is not None and len(sequence.token_ids) > len(sequence.prompt_ids):
-                self.keep(sequence, (numbers[:, row] & 255).astype(np.uint8))
+            place = sequence.request_id, len(sequence.token_ids) - 1
+            if place in row_of and len(sequence.token_ids) > len(sequence.prompt_ids):
+                bits = own[place] if place in own else numbers[:, row_of[place]] & 255
+                self.keep(sequence, np.asarray(bits, np.uint8))
 
         return keep
 

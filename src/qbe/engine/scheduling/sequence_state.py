@@ -129,6 +129,27 @@ class TokenDifficulty:
         return self.threshold is not None or self.monitor is not None
 
 
+@dataclass(eq=False)
+class SharedReads:
+    """What its rows have read beyond what its blueprints say (`qbe.store.shared_rows`).
+
+    Attributes:
+        tokens: that went through the model, draft tokens with those that were verified only, and those that were
+            computed again counted again.
+        bits: of the weights' average, summed over them.
+        nbytes: of weights and scales, summed over the passes that gave it a token or a draft token.
+    """
+
+    tokens: int = 0
+    bits: float = 0.0
+    nbytes: int = 0
+
+    @property
+    def average_bits(self) -> float:
+        """More bits than were asked for, of a token."""
+        return self.bits / self.tokens if self.tokens else 0.0
+
+
 @dataclass(frozen=True)
 class Scoring:
     """Whose logits are wanted beside the last one's (`qbe.engine.sampling.scoring`).

@@ -20,7 +20,8 @@ class Step:
         weight_bytes: of weights and scales, each read once at the highest precision that a row asks for.
         switched: whether its rows had other blueprints than those of the step before.
         preempted: answers that gave their pages up.
-        shares: ids of its answers with their tokens times the bytes of weights that one of them alone would read.
+        shares: ids of its answers with their tokens times the bytes of weights that one of them alone would read, at the
+            bits that the step reads for it.
     """
 
     tokens: int
@@ -56,7 +57,7 @@ class StepObserver:
         if switched:
             blueprints = [w.blueprint for w in work]
             self._rows, self._together = rows, self._bytes_of(blueprints)
-            self._alone = [self._bytes_of([b]) for b in blueprints]
+            self._alone = [self._bytes_of([b]) for b in self._core.plan.read(blueprints)]
         shares = [(w.sequence.request_id, w.count * alone) for w, alone in zip(work, self._alone, strict=True)]
         preempted, self._preempted = scheduler.preempted - self._preempted, scheduler.preempted
         return Step(sum(w.count for w in work), len(work), self._together, switched, preempted, shares)
