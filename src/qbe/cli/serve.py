@@ -62,7 +62,10 @@ def serve(
     from qbe.server.guard import HEADER_BYTES
     from qbe.server.observe import logs, traces
     from qbe.server.settings_file import Watched
+    from qbe.store.shared_rows import check_rows
 
+    if rows is not None:
+        check_rows(rows)
     if new_key is not None:
         _print_key(new_key)
         return

@@ -38,7 +38,7 @@ from qbe.policies.cascade import load as load_cascade
 from qbe.policies.per_token import TokenRouters
 from qbe.records import RecordStore, RecordWriter
 from qbe.store.prepare import prepare, prepare_in_memory
-from qbe.store.shared_rows import ROWS
+from qbe.store.shared_rows import check_rows
 
 __all__ = ["Engine", "Request", "Result"]
 
@@ -103,8 +103,7 @@ class Engine(Requests):
     ) -> None:
         default = policies.load(policy)
         where = pick_device(device)
-        if rows not in ROWS:
-            raise QBEError(f"rows is {rows!r}, but must be {' or '.join(ROWS)}")
+        check_rows(rows)
         sizes = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "kv_tokens": kv_tokens}
         for name, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not (isinstance(size, int) and 1 <= size < 2**40)):

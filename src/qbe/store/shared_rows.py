@@ -25,10 +25,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from qbe.blueprint import Blueprint
+from qbe.errors import QBEError
 from qbe.sites import SiteTable
 
 ROWS = ("exact", "shared")  # what a step's rows read: each its own bits, or the highest of any
 _KEPT = 256  # sets of blueprints that are remembered
+
+
+def check_rows(rows: str) -> None:
+    """Raises QBEError for what is none of `ROWS`."""
+    if rows not in ROWS:
+        raise QBEError(f"rows is {rows!r}, but must be {' or '.join(ROWS)}")
 
 
 class SharedRow(NamedTuple):

@@ -29,18 +29,20 @@ class QBEConfig(QuantizationConfig):
     Attributes:
         served: the model.
         fetches: whether prompts may be computed by another server.
+        shared_rows: whether requests of one step read each site at the highest bits of any (`qbe.store.shared_rows`).
         plan: in a worker, what its layers read; None before a layer was made.
         full_rows: what the CPU's layers read beside it: of the tokens, and of those whose logits are kept.
     """
 
     served: served.ServedModel
     fetches: bool
+    shared_rows: bool
     plan: Plan | None
     full_rows: tuple[FullRows, FullRows]
 
     def __init__(self) -> None:
         super().__init__()
-        self.fetches, self.plan, self.full_rows = False, None, (FullRows(), FullRows())
+        self.fetches, self.shared_rows, self.plan, self.full_rows = False, True, None, (FullRows(), FullRows())
         self._rows: dict[str, int] = {}  # vLLM's name of a site -> its row in the plan
         self._found: set[int] = set()
         # vLLM has two model runners; QBE extends the first, which every platform has.
@@ -132,7 +134,7 @@ class QBEConfig(QuantizationConfig):
                 vllm.scheduler_config.max_num_batched_tokens, vllm.compilation_config.max_cudagraph_capture_size or 0
             )
             device = torch.get_default_device()
-            self.plan = Plan(self.served.table, -(-rows // 4) * 4, device)
+            self.plan = Plan(self.served.table, -(-rows // 4) * 4, device, shared=self.shared_rows)
         return self.plan
 
 

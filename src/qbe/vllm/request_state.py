@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qbe.blueprint import Blueprint, tokens_by_bits
@@ -20,6 +21,7 @@ from qbe.selection.record_builder import (
 )
 from qbe.selection.selector import BlueprintChooser
 from qbe.sites import FULL_BITS, SiteTable
+from qbe.store.shared_rows import SharedRow
 from qbe.vllm.blueprint_payload import BlueprintPayload
 
 # A stop string is found in the front end, which aborts the request: here that is a cancellation, too.
@@ -44,12 +46,25 @@ class RequestState:
         self._first_token: float | None = None
         self._computed: Counter[Blueprint] = Counter()  # tokens
         self._bytes = 0
+        self._shared_bits = 0.0  # that its tokens read beyond their blueprints' averages, summed
         self._bytes_at: dict[str, int] = {}  # of a token by `linear_key`: a step asks for every answer
 
-    def computed(self, start: int, tokens: int) -> None:
-        """Count tokens of a step, from position `start` on; after a preemption they are counted again."""
-        for blueprint, count in self.history.runs(start, tokens):
+    def computed(
+        self, runs: Sequence[tuple[Blueprint, int]], read: Mapping[str, SharedRow], samples: bool
+    ) -> None:  # fmt: skip
+        """Count tokens of a step; after a preemption they are counted again.
+
+        Args:
+            runs: of the request's history.
+            read: what the step's rows read (`SharedRows.of`); empty where each reads its own.
+            samples: whether the step gives a token of the answer.
+        """
+        for blueprint, count in runs:
             self._computed[blueprint] += count
+            if blueprint.linear_key in read:
+                self._shared_bits += read[blueprint.linear_key].bits * count
+        if samples and runs and runs[-1][0].linear_key in read:
+            self._bytes += read[runs[-1][0].linear_key].nbytes
 
     def wrote(self, difficulty: tuple[float, float] | None) -> None:
         """Count a token of the answer.
@@ -93,6 +108,7 @@ class RequestState:
         began = self._first_token or now
         computed = sum(self._computed.values())
         bits = sum(b.average_weight_bits(table) * tokens for b, tokens in self._computed.items())
+        average = (bits / computed if computed else 0.0) or first.average_weight_bits(table)
         by_bits: Counter[int] = Counter()
         for blueprint, tokens in self._computed.items():
             by_bits.update(tokens_by_bits(blueprint, table, tokens))
@@ -101,13 +117,14 @@ class RequestState:
             query_part(payload.as_profile()),
             choice_part(
                 first, tier=payload.budget["tier"], budget_bits=payload.budget["bits"], cache=payload.cache,
-                average_weight_bits=(bits / computed if computed else 0.0) or first.average_weight_bits(table),
+                average_weight_bits=average,
                 bytes_per_token=first.bytes_per_token(table),
             ),
             Work(
                 prompt_tokens=request.num_prompt_tokens, completion_tokens=request.num_output_tokens,
                 bytes_moved=self._bytes, tokens_by_bits=dict(by_bits),
                 tokens_by_activation_bits=tokens_by_activation_bits(self._computed.items(), table, computed),
+                read_weight_bits=average + self._shared_bits / max(1, computed),
             ),
             difficulty_part(self.entropies, self.margins, self.refreshes),
             Times(

@@ -88,7 +88,9 @@ class PlannedRunner(GPUModelRunner):
         return logprobs
 
     def _write(self, tokens: Runs, kept: Runs) -> None:
-        """Set the rows of all layers, and those of the output head."""
+        """Set the rows of all layers, and those of the output head, to what they read."""
+        read = iter(self.plan.read([b for b, _ in (*tokens, *kept)]))
+        tokens, kept = ([(next(read), n) for _, n in runs] for runs in (tokens, kept))
         self.plan.write(tokens, [b for b, n in kept for _ in range(n)])
         for full_rows, runs in zip(self._full_rows, (tokens, kept), strict=True):
             full_rows.note(runs)

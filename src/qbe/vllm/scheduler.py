@@ -12,9 +12,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from qbe.analysis import Analyzer
+from qbe.blueprint import Blueprint
 from qbe.records import RecordStore, RecordWriter
 from qbe.refresh import thresholds
 from qbe.refresh.monitor import Monitor
+from qbe.store.shared_rows import SharedRows
 from qbe.vllm import transfer
 from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
 from qbe.vllm.cache_salt import resalt_blocks
@@ -30,6 +32,9 @@ class PlannedScheduler(Scheduler):
         self._answers: dict[str, RequestState] = {}
         self._refreshed: dict[str, tuple[int, str, bytes, bytes]] = {}  # not yet sent to the workers
         self._records = RecordWriter(RecordStore())
+        table = self._model.table
+        self._shared = SharedRows(table) if self.vllm_config.quant_config.shared_rows else None
+        self._widest = Blueprint.of("widest", table, tuple(s.gears[-1] for s in table.nested))  # of who has no answer
         self._chooser: Any = None
 
     def add_request(self, request: Any) -> None:
@@ -43,15 +48,25 @@ class PlannedScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
-        for request, tokens in output.num_scheduled_tokens.items():
-            if (answer := self._answers.get(request)) is not None:
-                answer.computed(self.requests[request].num_computed_tokens - tokens, tokens)
+        self._count(output.num_scheduled_tokens)
         output.qbe_refreshed = {
             request: self._refreshed.pop(request)
             for request in list(self._refreshed)
             if request in output.num_scheduled_tokens
         }
         return output
+
+    def _count(self, scheduled: dict[str, int]) -> None:
+        """What the requests of a step compute and read."""
+        runs = {}
+        for request, tokens in scheduled.items():
+            answer, start = self._answers.get(request), self.requests[request].num_computed_tokens - tokens
+            runs[request] = [(self._widest, tokens)] if answer is None else answer.history.runs(start, tokens)
+        read = self._shared.of(b for of_it in runs.values() for b, _ in of_it) if self._shared is not None else {}
+        for request, of_it in runs.items():
+            if (answer := self._answers.get(request)) is not None:
+                seen = self.requests[request]
+                answer.computed(of_it, read, seen.num_computed_tokens >= seen.num_tokens)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         sampled, where = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qbe.store.shared_rows import ROWS
 from qbe.vllm import QUANTIZATION, transfer
 
 WORKERS = {
@@ -11,6 +12,7 @@ WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "qbe.vllm.gpu_worker.PlannedGPUWorker",
 }
 FORMATS = ("auto", "hf", "safetensors")  # of weights, that QBE's loader can stand in for
+ROWS_KEY = "qbe_rows"  # in --additional-config
 
 
 def take_over(vllm_config: Any) -> None:
@@ -29,6 +31,7 @@ def take_over(vllm_config: Any) -> None:
         if unsupported:
             raise ValueError(f"--quantization {QUANTIZATION} does not go with {option}; leave one of them out")
     vllm_config.quant_config.fetches = transfer.check(vllm_config)
+    vllm_config.quant_config.shared_rows = _rows(vllm_config.additional_config) == "shared"
     parallel, scheduler, load = vllm_config.parallel_config, vllm_config.scheduler_config, vllm_config.load_config
     if parallel.worker_cls not in WORKERS.values():
         if parallel.worker_cls not in WORKERS:
@@ -50,3 +53,15 @@ def take_over(vllm_config: Any) -> None:
                 f"--load-format {load.load_format}; leave that out"
             )
         load.load_format = QUANTIZATION
+
+
+def _rows(additional: Any) -> str:
+    """What requests of one step read (`qbe.store.shared_rows`), as `--additional-config` says.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    rows = additional.get(ROWS_KEY, "shared") if isinstance(additional, dict) else "shared"
+    if rows not in ROWS:
+        raise ValueError(f"--additional-config: {ROWS_KEY} is {str(rows)[:80]!r}, but must be {' or '.join(ROWS)}")
+    return str(rows)
