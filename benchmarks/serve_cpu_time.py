@@ -1,7 +1,7 @@
 """`qbe bench serve` where others use the machine: the clock is the CPU time of this process, with one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/serve_cpu_time.py bound [--requests N] [--rounds N] [--slack TIMES]
-                                                                [--config FILE] [--compile]
+                                                                [--config FILE] [--compile] [--rows shared|exact]
     OMP_NUM_THREADS=1 python benchmarks/serve_cpu_time.py priority [--probes N] [--flood N]
 
 Without HTTP: the engine, the server's tiers and queues, Azure's trace. Requests come when the process has used so much
@@ -38,6 +38,7 @@ from qbe.server import contract
 from qbe.server.queues import TierQueues
 from qbe.server.settings import Settings
 from qbe.server.speed import Speed
+from qbe.store.shared_rows import ROWS
 
 FILLED = "[tiers.flex]\nprompts = 1.0\n[tiers.default]\nprompts = 1.0\n"
 
@@ -70,7 +71,7 @@ class Replay:
         terms = contract.terms(arrival.tier, None, self._settings, 0.0)  # type: ignore[arg-type]
         limits = contract.budget(terms, 0, arrival.tokens, 1, 4.0, Speed())
         asked = self.clock()
-        key = self._engine.submit(Request(arrival.prompt, params, limits, place=self._queues.place(arrival.tier)))  # type: ignore[arg-type]
+        key = self._engine.submit(Request(arrival.prompt, params, limits, priority=self._queues.priority(arrival.tier)))  # type: ignore[arg-type]
         self._began[key] = asked
         return key
 
@@ -200,12 +201,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--slack", type=float, default=ServeSizes.slack, help="the bound, in times of an answer alone")
     parser.add_argument("--compile", action="store_true", help="decode steps as those of `qbe serve --compile`")
+    parser.add_argument("--rows", choices=ROWS, default="shared", help="as `qbe serve --rows`")
     args = parser.parse_args()
     sizes = ServeSizes(data=args.data, requests=args.requests, rounds=args.rounds, slack=args.slack, probes=args.probes,
                   flood=args.flood)  # fmt: skip
     text = args.config.read_text() if args.config else ""
     settings = Settings.model_validate(tomllib.loads(text))
-    with Engine(sizes.model, records=False, compile=args.compile) as engine:
+    with Engine(sizes.model, records=False, compile=args.compile, rows=args.rows) as engine:
         found = {"bound": bound, "priority": priority}[args.what](engine, sizes, settings)
     if args.json:
         args.json.write_text(json.dumps(found))

@@ -70,7 +70,7 @@ def ask(engine: Engine, queues: TierQueues, tier: TierName, tokens: int, seed: s
     """One answer; no prompt is like another, so that the cache plays no part."""
     prompt = f"{seed}: tell me what this number is good for."
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    return engine.submit(Request(prompt, params, Budget(bits=BITS[tier], tier=tier), place=queues.place(tier)))
+    return engine.submit(Request(prompt, params, Budget(bits=BITS[tier], tier=tier), priority=queues.priority(tier)))
 
 
 def backlog(engine: Engine, queues: TierQueues, answers: int, tokens: int, run: int) -> float:

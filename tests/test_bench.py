@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench_samples import CPU, LIMITS, LINEARS, THIN, TOKEN, described
-from qbe.bench import batch, decode, linears, prefill, switch
+from qbe.bench import batch, decode, engine, linears, prefill, switch
 from qbe.bench.engines import DecodeRun, blueprint_at, core_of, peers_of
 from qbe.bench.machine import hardware, measure_limits
 from qbe.bench.measure import Failed
@@ -52,6 +52,21 @@ def test_batch(device: torch.device) -> None:
     assert {r["bits"] for r in rows} == {"4+6+8", "1x8, 4x4"}
     assert {r["peer"] for r in rows} == {"all rows at 8", "a launch per precision"}
     assert all(r["peer_value"] for r in rows)
+
+
+def test_engine(device: torch.device) -> None:
+    """Each mix with each row's own bits and with shared ones, which changes nothing for a row that is alone."""
+    sizes = engine.EngineSizes(THIN, (1, 3), mixes=((4, 8), (16, 6)), prompt=3, steps=2, rounds=3)
+    rows = described(engine.run(device, LIMITS, sizes), device)
+    decoding = [r for r in rows if r["what"] == "decode"]
+    found = [(r["shape"].partition("batch ")[2], r["bits"]) for r in decoding]
+    mixed = [(f"3, {kind}", bits) for bits in ("4+8", "6+16") for kind in ("exact", "shared")]
+    assert found == [("1", 4), ("1", 8), ("3", 4), ("3", 8), *mixed]
+    assert all(r["peer"] == decode.SAME and r["peer_value"] for r in decoding)
+    assert len({r["limit"] for r in decoding if r["bits"] in (8, "4+8") and "batch 3" in r["shape"]}) == 1
+    assert [r["unit"] for r in rows[len(decoding) :]] == ["MB", "MB"]
+    assert 0 < rows[-2]["ours"] < rows[-1]["ours"]
+    assert "weights" in rows[-1]["note"]
 
 
 def test_a_mixed_batch_reads_every_precisions_scales_once() -> None:

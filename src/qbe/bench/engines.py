@@ -68,12 +68,14 @@ def random_prompt(length: int, vocabulary: int) -> list[int]:
 
 
 def core_of(
-    model: str | Path | nn.Module, device: torch.device, tokens: int, progress: bool, sequences: int = 1
-) -> Core:
+    model: str | Path | nn.Module, device: torch.device, tokens: int, progress: bool, sequences: int = 1,
+    shared_rows: bool = False,
+) -> Core:  # fmt: skip
     """An engine core with room for so many tokens and sequences.
 
     Args:
         model: what `qbe.pull` takes, or a transformers causal LM in memory, which is nested in place.
+        shared_rows: as `Core` takes it.
 
     Raises:
         QBEError: whatever is wrong with the model.
@@ -85,7 +87,7 @@ def core_of(
         prepared = prepare(model, device=device, originals="device", need_sensitivity=False, progress=progress)
         model, table = prepared.model, prepared.table
     assert isinstance(model, nn.Module)
-    return Core(model, table, kv_tokens=tokens, max_sequences=sequences, device=device)
+    return Core(model, table, kv_tokens=tokens, max_sequences=sequences, device=device, shared_rows=shared_rows)
 
 
 def blueprint_at(core: Core, average: float) -> Blueprint:

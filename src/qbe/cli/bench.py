@@ -20,7 +20,7 @@ from qbe.files import check_writable
 if TYPE_CHECKING:
     from qbe.bench.report import BenchmarkReport
 
-BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv", "speculate", "serve")
+BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv", "speculate", "engine", "serve")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -119,6 +119,7 @@ for _name, _does in (
     ("linears", "All linear layers of a token against cuBLAS, tinygemm, torchao (GPU) or F.linear (CPU)."),
     ("decode", "Whole decode steps against the same engine at 16 bits, transformers and llama.cpp."),
     ("prefill", "Reading a prompt of 2 048 tokens at several bits against 16 bits and llama.cpp."),
+    ("engine", "Decode steps by batch and mix of precisions, exact and shared, beside all rows at 16 bits."),
     ("switch", "The time that a change of blueprint between two steps adds."),
     ("batch", "A batch of mixed precisions against all rows at the highest, and a launch per precision."),
     ("kv", "Attention over KV pages of 16, 8, 4, 2 and mixed bits, sealing them, and their memory."),
