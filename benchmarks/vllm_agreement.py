@@ -56,6 +56,7 @@ def run_vllm(
     llm = LLM(
         model, dtype=dtype, quantization=quantization, enforce_eager=not compiled, max_model_len=512, max_num_seqs=16,
         max_num_batched_tokens=512, kv_cache_memory_bytes=1 << 28, gpu_memory_utilization=0.3,  # others may be there
+        additional_config={"qbe_rows": "exact"},
     )  # fmt: skip
 
     def ask(prompts: list[str], bits: list[int | None]) -> list[list[int]]:

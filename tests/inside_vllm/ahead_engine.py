@@ -34,7 +34,7 @@ def main() -> None:
         schedule_ahead()
     llm = LLM(
         model, dtype="float32", quantization="qbe", enforce_eager=True, max_model_len=1024, max_num_seqs=8,
-        max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 24,
+        max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 24, additional_config={"qbe_rows": "exact"},
     )  # fmt: skip
     asked = [({"qbe_refresh": 1, "service_tier": "priority"}, 130), ({"qbe_bits": 4, "qbe_policy": "uniform"}, 60)]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, extra_args=args) for args, n in asked]

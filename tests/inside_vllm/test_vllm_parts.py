@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
 from qbe.sites import FULL_BITS, Role, Site, SiteTable
+from qbe.store.plan import Plan
+from qbe.store.shared_rows import SharedRows
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -29,8 +31,12 @@ from qbe.vllm.full_rows import FullRows
 from qbe.vllm.loader import scaled
 from qbe.vllm.measured import MeasuredLater
 from qbe.vllm.request_options import RequestOptions
+from qbe.vllm.request_state import RequestState
+from qbe.vllm.runner import PlannedRunner
+from qbe.vllm.scheduler import PlannedScheduler
 from qbe.vllm.served import describe
 from qbe.vllm.service_tier import ServiceTier, with_args
+from qbe.vllm.takeover import _rows
 
 GEARS = (4, 6, 8, FULL_BITS)
 
@@ -150,6 +156,49 @@ def test_rows_at_16_bits_are_those_of_the_blueprints(runs: list[tuple[tuple[int,
         expected = [bits[site] == 16 for bits, n in runs for _ in range(n)]
         found = full_rows.of(site)
         assert (found.tolist() if isinstance(found, torch.Tensor) else [found] * len(expected)) == expected
+
+
+def test_workers_read_a_step_at_its_highest_bits() -> None:
+    """The plan, and what the CPU's layers know of rows at 16 bits, are those of what is read."""
+    mine = table(2)
+    low, high = (Blueprint.of("x", mine, bits) for bits in ((4, 16), (8, 4)))
+    for shared, first, full in ((True, [8, 8, 8], True), (False, [4, 4, 8], torch.tensor([True, True, False]))):
+        plan = Plan(mine, 4, torch.device("cpu"), shared=shared)
+        worker: Any = SimpleNamespace(plan=plan, _full_rows=(FullRows(), FullRows()))
+        PlannedRunner._write(worker, [(low, 2), (high, 1)], [(low, 1), (high, 1)])
+        assert plan.precision_words[0, :3].tolist() == first
+        assert torch.equal(torch.as_tensor(worker._full_rows[0].of(1)), torch.as_tensor(full))
+
+
+def test_records_say_what_was_asked_and_read() -> None:
+    """Beside a request without a blueprint, which has the widest bits; its pass over the prompt and a token after."""
+    mine = table(2)
+    for shared, read, moved in ((True, 16.0, 2 * 2 * 16 * 512), (False, 5.0, 2 * 10 * 512)):
+        answer = RequestState(payload((4, 6), mine), mine, 0.0, None)
+        seen = SimpleNamespace(num_computed_tokens=0, num_tokens=9)
+        scheduler: Any = SimpleNamespace(
+            _answers={"a": answer}, requests={"a": seen, "b": seen}, _shared=SharedRows(mine) if shared else None,
+            _widest=Blueprint.of("widest", mine, (16, 16)),
+        )  # fmt: skip
+        for tokens in (5, 4, 1):  # a prompt in two steps, and a token
+            seen.num_computed_tokens += tokens
+            seen.num_tokens = max(9, seen.num_computed_tokens)
+            PlannedScheduler._count(scheduler, {"a": tokens, "b": tokens})
+            if seen.num_computed_tokens >= 9:
+                answer.wrote(None)
+        ended = SimpleNamespace(
+            num_prompt_tokens=9, num_output_tokens=2, get_finished_reason=lambda: "stop", status=None
+        )  # fmt: skip
+        record = answer.record(ended, "made up")
+        assert (record.average_weight_bits, record.read_weight_bits) == (5.0, read)
+        assert record.bytes_moved == moved
+
+
+def test_how_rows_are_read_is_an_option() -> None:
+    assert _rows({}) == _rows(None) == "shared"
+    assert _rows({"qbe_rows": "exact"}) == "exact"
+    with pytest.raises(ValueError, match=r"^--additional-config: qbe_rows is 'both', but must be exact or shared$"):
+        _rows({"qbe_rows": "both"})
 
 
 def test_folds_are_powers_of_two_on_both_sides() -> None:

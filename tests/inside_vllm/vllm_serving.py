@@ -35,7 +35,8 @@ WHOLE = 7000  # tokens of an answer that is broken off
 WIDTHS = (4, 6, 8, 16)
 PROMPTS = ["The capital of", "def f(x):", "Once upon a time", "1 + 1 ="]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_two_nodes.sh"
-SMALL = (
+SMALL = (  # exact: answers are compared with those of requests that are alone
+    "--additional-config", '{"qbe_rows": "exact"}',
     "--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(1 << 24),
     # On a GPU with its graphs, and whoever else uses it.
     *(("--gpu-memory-utilization", "0.3") if torch.cuda.is_available() else ("--enforce-eager",)),

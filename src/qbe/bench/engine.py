@@ -58,8 +58,8 @@ def sizes_for(device: torch.device) -> EngineSizes:
 
 
 def run(device: torch.device, limits: Roofline, sizes: EngineSizes, progress: bool = False) -> list[Row]:
-    """For each batch a row per uniform precision and, per mix, one with each row's own bits and one with shared ones, in
-    tokens a second of all sequences; then the bytes on the device.
+    """For each batch a row per uniform precision, and two per mix: each row's own bits, and shared ones. Tokens a second
+    of all sequences; then the bytes on the device.
 
     The limit is that of memory: each site read once at the highest bits of any row. The KV cache is not counted.
 
@@ -88,13 +88,9 @@ def run(device: torch.device, limits: Roofline, sizes: EngineSizes, progress: bo
             del ways[FULL_BITS, ""]
             for (label, kind), bits in ways.items():
                 read = Blueprint.of("bench", core.table, (max(bits),) * len(core.table.nested))
-                rows.append(
-                    Row(
-                        "decode", name, ", ".join(filter(None, (f"batch {batch}", kind))), label,
-                        found[label, kind][STEP].rate(batch), SAME, theirs, "tokens/s",
-                        batch * limits.bandwidth / read.bytes_per_token(core.table),
-                    )  # fmt: skip
-                )
+                case, rate = ", ".join(filter(None, (f"batch {batch}", kind))), found[label, kind][STEP].rate(batch)
+                limit = batch * limits.bandwidth / read.bytes_per_token(core.table)
+                rows.append(Row("decode", name, case, label, rate, SAME, theirs, "tokens/s", limit))
     return [*rows, *memory_rows(core, name, parameters)]
 
 

@@ -116,7 +116,7 @@ class Result:
 
     @property
     def average_weight_bits(self) -> float:
-        """Mean gear over the weights of the nested sites, and over the tokens where these differ: what was asked for."""
+        """Mean gear over the weights of the nested sites, and over tokens where these differ: what was asked for."""
         if self.routed:
             return sum(g * n for g, n in self.routed.items()) / self.table.nested_parameters
         total = sum(n for _, n in self.parts)

@@ -59,8 +59,9 @@ def read_tokens(result: Result) -> int:
 def usage(
     given: Terms, groups: Sequence[Sequence[Result]], hidden: int = 0, joules: float = 0.0, source: str = "model"
 ) -> dict[str, Any]:  # fmt: skip
-    """Tokens, precision and cost of the answers to the prompts of one request: at the bits that were asked for, whatever
-    was read.
+    """Tokens, precision and cost of the answers to the prompts of one request.
+
+    It costs what the bits do that were asked for, whatever was read.
 
     Args:
         groups: for each prompt its answers.

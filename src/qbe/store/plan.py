@@ -32,7 +32,7 @@ class Plan:
             (`DynamicPrecision.code`); 0: nobody. An op that does so writes to `precision_words`, whose next
             step begins with the blueprint's bits again.
         head_dynamic_precision: likewise, of the rows that the output head sees.
-        shared: raises the rows of a step to the highest bits of any (`qbe.store.shared_rows`); None: each reads its own.
+        shared: raises the rows of a step to the highest bits of any; None: each reads its own.
 
     The plan's `kv_bits` belong to the pages and are in `qbe.kvcache.pages.PagePool`.
 

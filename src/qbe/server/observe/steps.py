@@ -20,8 +20,8 @@ class Step:
         weight_bytes: of weights and scales, each read once at the highest precision that a row asks for.
         switched: whether its rows had other blueprints than those of the step before.
         preempted: answers that gave their pages up.
-        shares: ids of its answers with their tokens times the bytes of weights that one of them alone would read, at the
-            bits that the step reads for it.
+        shares: ids of its answers with their tokens times the bytes of weights that one of them alone would read at
+            the bits that the step reads for it.
     """
 
     tokens: int
