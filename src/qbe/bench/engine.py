@@ -58,8 +58,8 @@ def sizes_for(device: torch.device) -> EngineSizes:
 
 
 def run(device: torch.device, limits: Roofline, sizes: EngineSizes, progress: bool = False) -> list[Row]:
-    """For each batch a row per uniform precision, and two per mix: each row's own bits, and shared ones. Tokens a second
-    of all sequences; then the bytes on the device.
+    """For each batch a row per uniform precision, and two per mix: each row's own bits, and shared ones, in tokens a
+    second of all sequences; then the bytes on the device.
 
     The limit is that of memory: each site read once at the highest bits of any row. The KV cache is not counted.
 
