@@ -75,7 +75,9 @@ def run(device: torch.device, limits: Roofline, sizes: EngineSizes, progress: bo
     rows: list[Row] = []
     with bar("engine", len(sizes.batches) * (sizes.rounds + 1), progress) as tick:
         for batch in sizes.batches:
-            ways = {(b, ""): (b,) * batch for b in sorted({*sizes.uniform, FULL_BITS})}
+            ways: dict[tuple[int | str, str], tuple[int, ...]] = {
+                (b, ""): (b,) * batch for b in sorted({*sizes.uniform, FULL_BITS})
+            }
             for mix in sizes.mixes if batch > 1 else ():
                 bits = tuple(mix[i % len(mix)] for i in range(batch))
                 ways |= {("+".join(map(str, sorted(set(bits)))), kind): bits for kind in ROWS}
