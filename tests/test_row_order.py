@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 
+from qbe.kernels.cuda import decode_attention, dense, linear
 from qbe.kernels.cuda.many_rows import OUTPUTS, STEP, pairs_for, source, tile_rows
 from qbe.kernels.cuda.row_order import places_for, row_order
 
@@ -67,3 +69,17 @@ def test_the_sources_are_made_for_every_shape() -> None:
         text = source(kernel, 256, 64, True, False, eight)
         assert f"m64n256k{32 if eight else 16}" in text
         assert "__launch_bounds__" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [source(name, 64, 64, True) for name in ("many_rows", "dense_rows", "eight_bit_rows")]
+    + [linear.source(), linear.source(dense.SOURCES)]
+    + [decode_attention.source(), decode_attention.source(decode_attention.SHARE_SOURCES)],
+    ids=["many_rows", "dense_rows", "eight_bit_rows", "linear", "dense", "attention", "share"],
+)
+def test_files_that_are_compiled_as_one_define_no_function_twice(text: str) -> None:
+    """NVRTC would refuse them, and a machine without a GPU has none."""
+    defined = re.findall(r"^DEVICE [\w ]*?(\w+\([^)]*\)) \{", text, re.MULTILINE)
+    assert len(defined) > 10
+    assert len(defined) == len(set(defined)), {d for d in defined if defined.count(d) > 1}

@@ -13,34 +13,12 @@ constexpr int X = ROWS * 128, HIGH = OUTPUTS * SPAN / 2, LOW = OUTPUTS * SPAN / 
 constexpr int MOST_STAGES = 8, SUMS = ROWS / 2;
 constexpr int MULTIPLIERS = 224, BRINGERS = 56;  // registers of a thread
 
-struct Stage {
-    int raw, decoded, bytes, count;
-    DEVICE void set(int most, int room) {
-        raw = X + HIGH + LOW * (most - 1);
-        decoded = raw + 2 * RAW * SETS;
-        bytes = (decoded + DECODED * SETS + 1023) & ~1023;
-        count = room / bytes < MOST_STAGES ? room / bytes : MOST_STAGES;
-    }
-};
+using Stage = StageOf<X + HIGH, LOW, RAW * SETS, DECODED * SETS, MOST_STAGES>;
 
 struct Consumer {
     u32 base, full, scaled, empty, other_empty;
     int tile, warp, lane;
     Turn turn;
-
-    template <int BITS>
-    DEVICE void fragments(u32 (&a)[4][4], const u32 (&high)[4], u32 low_at, const Group (&group)[2]) const {
-        Codes<BITS> codes;
-        u32 p[2] = {}, q[2] = {};
-        if (BITS > 4) load_pair(p, low_at);
-        if (BITS > 6) load_pair(q, low_at + LOW);
-#pragma unroll
-        for (int i = 0; i < 4; i++) codes.high[i] = high[i];
-        codes.join(p, q);
-        wgmma_wait<1>();  // the products that had these registers are made
-#pragma unroll
-        for (int s = 0; s < 4; s++) convert_for<BITS>(a, codes, group, s);
-    }
 
     DEVICE void release(int slot) const {
         if (slot >= 0 && lane < 2) arrive_relaxed((lane ? other_empty : empty) + 8 * slot);
@@ -57,9 +35,9 @@ struct Consumer {
             load_words(s, at + stage.decoded + (SETS > 1 ? block * DECODED : 0) + tile * 512 + (lane >> 2) * 64 + warp * 16);
             group[0].set(s[0], s[1]), group[1].set(s[2], s[3]);
         }
-        if (planes == 1) fragments<4>(a, high, low_at, group);
-        else if (planes == 2) fragments<6>(a, high, low_at, group);
-        else fragments<8>(a, high, low_at, group);
+        if (planes == 1) load_fragments<4, LOW>(a, high, low_at, group);
+        else if (planes == 2) load_fragments<6, LOW>(a, high, low_at, group);
+        else load_fragments<8, LOW>(a, high, low_at, group);
         release(read);
         const u64 x = descriptor(at) + (EIGHT ? 4 * block : 0);
         wgmma_fence();
@@ -115,17 +93,12 @@ KERNEL(THREADS, 1) dense_rows(const __grid_constant__ TensorMap map, const u8 *p
     int word = order ? 8 : 0;
     if (!order)
         for (int i = threadIdx.x; i < count; i += THREADS) word = max(word, words[i] & 255);
-    const bool eight = __syncthreads_or(word >= 8), six = __syncthreads_or(word >= 6);
-    const int most = planes_of(eight ? 8 : six ? 6 : 4, kinds);
+    const int most = most_planes(word, kinds);
     Stage stage;
     stage.set(most, room);
     cluster_arrive(), cluster_wait();  // the other block's barriers are there
 
-    auto planes_at = [&](int row_tile) {  // that a tile of rows reads; 0: it has none
-        if (!order) return most;
-        const int row = order[row_tile * ROWS];
-        return row < 0 ? 0 : planes_of(words[row], kinds);
-    };
+    auto planes_at = [&](int row_tile) { return planes_of_tile(order, words, row_tile, most, kinds); };
 
     if (warp < CONSUMERS / 32) {
         take_registers<MULTIPLIERS>();
@@ -148,7 +121,7 @@ KERNEL(THREADS, 1) dense_rows(const __grid_constant__ TensorMap map, const u8 *p
         give_registers<BRINGERS>();
         Turn turn;
         if (warp == CONSUMERS / 32) {
-            const u64 policy = read_often();
+            const u64 policy = read_normally();
             // Lanes by what they copy: 0.. a tile's planes, 6.. its scales.
             const int tile = lane & 1, kind = lane >> 1, each = kind == 0 ? 2048 : 1024;
             const bool is_plane = kind < 3;
@@ -157,30 +130,21 @@ KERNEL(THREADS, 1) dense_rows(const __grid_constant__ TensorMap map, const u8 *p
                 const int place = i % row_tiles, first_tile = (i / row_tiles * 2 + rank) * TILES, planes = planes_at(place);
                 if (!planes) continue;
                 const int present = max(0, min(TILES, blocks64 - first_tile));
-                const u8 *from;
-                bool copies;
-                if (is_plane) {
-                    from = packed + (kind == 0 ? 0 : kind == 1 ? plane1 * 16ll : plane2 * 16ll) + (i64)(first_tile + tile) * blocks * each;
-                    copies = kind < planes;
-                } else {  // 3: scale and zero of the first group, 4: the ratio, 5 and 6: those of the second group
-                    const int ratio = (kind - 3) & 1;
-                    from = packed + scales * 16ll + (i64)(first_tile + tile) * (blocks * 64 / GROUP) * pairs * 128 +
-                           (ratio ? planes * 128 : 0) + (kind > 4 ? pairs * 128 : 0);
-                    copies = kind < 3 + 2 * SETS && (!ratio || planes < 3);
-                }
-                copies = copies && tile < present;
+                Brought brought;
+                brought.set<SETS>(packed, plane1, plane2, scales, first_tile + tile, kind, each, planes, blocks, pairs);
+                const bool copies = brought.wanted && tile < present;
                 for (int step = 0; step < steps; step++) {
                     const int inputs = min(BLOCKS, blocks - BLOCKS * step), sets = min(SETS, inputs);
                     const u32 at = base + turn.slot * stage.bytes, barrier = full + 8 * turn.slot;
                     await(empty + 8 * turn.slot, turn.parity ^ 1);
                     if (lane == 0) {
-                        arrive_expecting(barrier, X + present * (inputs * (2048 + 1024 * (planes - 1)) + sets * 128 * (planes < 3 ? 2 : 1)));
+                        arrive_expecting(barrier, X + present * bytes_of_tile(inputs, sets, planes));
                         copy_box_to(at + rank * (X / 2), &map, step * SPAN, place * ROWS + rank * (ROWS / 2), barrier, 3);
                     }
                     sync_warp();
                     if (copies && (is_plane || kind < 3 + 2 * sets)) {
                         const i64 offset = is_plane ? (i64)step * BLOCKS * each : (i64)(step * SPAN / GROUP) * pairs * 128;
-                        copy_run(at + own, from + offset, is_plane ? inputs * each : 128, barrier, policy);
+                        copy_run(at + own, brought.from + offset, is_plane ? inputs * each : 128, barrier, policy);
                     }
                     turn.next(stage.count);
                 }
@@ -190,23 +154,15 @@ KERNEL(THREADS, 1) dense_rows(const __grid_constant__ TensorMap map, const u8 *p
             for (int i = blockIdx.x / 2; i < work; i += gridDim.x / 2) {
                 const int planes = planes_at(i % row_tiles);
                 if (!planes) continue;
-                float more[2] = {1, 1};
-                if (EIGHT)
-                    for (int h = 0; h < 2; h++) {
-                        const int column = (i / row_tiles * 2 + rank) * OUTPUTS + 64 * tile + 16 * (lane & 3) + 8 * h + (lane >> 2);
-                        more[h] = column < columns ? __fdividef(127.0f, bounds[column]) : 0;
-                    }
+                ToEight to_eight;
+                if (EIGHT) to_eight.set(bounds, (i / row_tiles * 2 + rank) * OUTPUTS + 64 * tile + 16 * (lane & 3) + (lane >> 2), columns);
                 for (int step = 0; step < steps; step++) {
                     await(full + 8 * turn.slot, turn.parity);
                     const u32 at = base + turn.slot * stage.bytes;
 #pragma unroll
                     for (int set = 0; set < SETS; set++) {
                         const u32 raw = at + stage.raw + 2 * set * RAW + tile * 128 + 4 * lane;
-                        const u32 wide = load_word(raw), low = load_word(raw + RAW);
-                        u32 s0, o0, s1, o1;
-                        decode_scale<HALF>(wide, low, planes, s0, o0, more[0]);
-                        decode_scale<HALF>(wide >> 16, low >> 16, planes, s1, o1, more[1]);
-                        store_words(at + stage.decoded + set * DECODED + tile * 512 + lane * 16, s0, o0, s1, o1);
+                        decode_scales(at + stage.decoded + set * DECODED + tile * 512 + lane * 16, raw, raw + RAW, planes, to_eight);
                     }
                     arrive(scaled + 8 * turn.slot);
                     turn.next(stage.count);

@@ -52,7 +52,7 @@ DEVICE void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-DEVICE u64 read_often() {
+DEVICE u64 read_normally() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0,1.0;" : "=l"(policy));
     return policy;

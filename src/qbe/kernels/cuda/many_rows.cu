@@ -24,16 +24,7 @@ constexpr int SUMS = ROWS / 2;                        // of a thread
 constexpr int UNITS = ROWS / 16;                      // of four sums of a thread, half of them
 constexpr int EXCHANGE = 4 * 16 * CONSUMERS;          // four units of each thread at a time
 
-// Where data lie in a stage, and how many stages there are, if no more planes than so many are read.
-struct Stage {
-    int raw, decoded, bytes, count;
-    DEVICE void set(int most, int room) {
-        raw = X + HIGH + LOW * (most - 1);
-        decoded = raw + 2 * RAW * PER_STAGE;
-        bytes = (decoded + DECODED * PER_STAGE + 1023) & ~1023;
-        count = room / bytes < MOST_STAGES ? room / bytes : MOST_STAGES;
-    }
-};
+using Stage = StageOf<X + HIGH, LOW, RAW * PER_STAGE, DECODED * PER_STAGE, MOST_STAGES>;
 
 // A pair's part of the work: steps [first, end) of a tile, half of them this block's.
 struct Pieces {
@@ -60,21 +51,6 @@ struct Consumer {
     int tile, warp, lane;           // of 64 outputs; of the warp group
     Turn turn;
 
-    // 64 inputs of 64 outputs: four steps of 16.
-    template <int BITS>
-    DEVICE void fragments(u32 (&a)[4][4], const u32 (&high)[4], u32 low_at, const Group (&group)[2]) const {
-        Codes<BITS> codes;
-        u32 p[2] = {}, q[2] = {};
-        if (BITS > 4) load_pair(p, low_at);
-        if (BITS > 6) load_pair(q, low_at + LOW);
-#pragma unroll
-        for (int i = 0; i < 4; i++) codes.high[i] = high[i];
-        codes.join(p, q);
-        wgmma_wait<1>();  // the products that had these registers are made
-#pragma unroll
-        for (int s = 0; s < 4; s++) convert_for<BITS>(a, codes, group, s);
-    }
-
     DEVICE void release(int slot) const {
         if (lane == 0) arrive(empty + 8 * slot);
     }
@@ -96,9 +72,9 @@ struct Consumer {
                     load_words(s, at + stage.decoded + h * DECODED + tile * 512 + (lane >> 2) * 64 + warp * 16);
                     group[0].set(s[0], s[1]), group[1].set(s[2], s[3]);
                 }
-                if (planes == 1) fragments<4>(a[h], high[h], low_at + 1024 * h, group);
-                else if (planes == 2) fragments<6>(a[h], high[h], low_at + 1024 * h, group);
-                else fragments<8>(a[h], high[h], low_at + 1024 * h, group);
+                if (planes == 1) load_fragments<4, LOW>(a[h], high[h], low_at + 1024 * h, group);
+                else if (planes == 2) load_fragments<6, LOW>(a[h], high[h], low_at + 1024 * h, group);
+                else load_fragments<8, LOW>(a[h], high[h], low_at + 1024 * h, group);
                 if (h == 1 && last >= 0) release(last);
                 const u64 x = EIGHT ? descriptor(at) + 4 * h : descriptor(at + h * (ROWS * 128));
                 wgmma_fence();
@@ -184,16 +160,11 @@ KERNEL(THREADS, 1) many_rows(const __grid_constant__ TensorMap map, const u8 *pa
         wait_for_kernels();
         word = 8;
     }
-    const bool eight = __syncthreads_or(word >= 8), six = __syncthreads_or(word >= 6);
-    const int most = planes_of(eight ? 8 : six ? 6 : 4, kinds);
+    const int most = most_planes(word, kinds);
     cluster_arrive();
     Stage stage;
     stage.set(most, room);
-    auto planes_at = [&](int row_tile) {  // that a tile of rows reads; 0: it has none
-        if (!order) return most;
-        const int row = order[row_tile * ROWS];
-        return row < 0 ? 0 : planes_of(words[row], kinds);
-    };
+    auto planes_at = [&](int row_tile) { return planes_of_tile(order, words, row_tile, most, kinds); };
 
     if (warp < CONSUMERS / 32) {
         take_registers<MULTIPLIERS>();
@@ -220,18 +191,18 @@ KERNEL(THREADS, 1) many_rows(const __grid_constant__ TensorMap map, const u8 *pa
                     u32 *at = parts + own + stride * (2 * (blockIdx.x / 2) + (pieces.first == 0));
 #pragma unroll
                     for (int i = 0; i < UNITS; i++) store_fresh(at + i * 4 * CONSUMERS, as_word(mine[i][0]), as_word(mine[i][1]), as_word(mine[i][2]), as_word(mine[i][3]));
-                __threadfence();
-                sync_group(1 + consumer.tile);
-                u32 *arrivals_of = counts + pieces.tile * TILES + consumer.tile;
-                if (threadIdx.x % 128 == 0) {
-                    const u32 arrived = atomicAdd(arrivals_of, 1u << field) >> field & 15;
-                    if (arrived == to - from) atomicSub(arrivals_of, (u32)(to - from + 1) << field);
                     __threadfence();
-                    asm volatile("st.shared.u32 [%0],%1;" ::"r"(last + 4 * consumer.tile), "r"((u32)(arrived == to - from)) : "memory");
-                }
-                sync_group(1 + consumer.tile);
-                const bool is_last = load_word(last + 4 * consumer.tile);
-                sync_group(1 + consumer.tile);
+                    sync_group(1 + consumer.tile);
+                    u32 *arrivals_of = counts + pieces.tile * TILES + consumer.tile;
+                    if (threadIdx.x % 128 == 0) {
+                        const u32 arrived = atomicAdd(arrivals_of, 1u << field) >> field & 15;
+                        if (arrived == to - from) atomicSub(arrivals_of, (u32)(to - from + 1) << field);
+                        __threadfence();
+                        asm volatile("st.shared.u32 [%0],%1;" ::"r"(last + 4 * consumer.tile), "r"((u32)(arrived == to - from)) : "memory");
+                    }
+                    sync_group(1 + consumer.tile);
+                    const bool is_last = load_word(last + 4 * consumer.tile);
+                    sync_group(1 + consumer.tile);
                     if (!is_last) continue;
 #pragma unroll
                     for (int i = 0; i < UNITS; i++) mine[i][0] = mine[i][1] = mine[i][2] = mine[i][3] = 0;
@@ -259,7 +230,7 @@ KERNEL(THREADS, 1) many_rows(const __grid_constant__ TensorMap map, const u8 *pa
         give_registers<BRINGERS>();
         if (warp == CONSUMERS / 32) {
             Turn turn;
-            const u64 policy = row_tiles == 1 ? read_once() : read_often();
+            const u64 policy = row_tiles == 1 ? read_once() : read_normally();
             // Lanes by what they copy: 0.. a tile's planes, 12.. its scales.
             const int tile = lane & 3, kind = lane >> 2;
             const bool is_plane = kind < 3;
@@ -272,18 +243,9 @@ KERNEL(THREADS, 1) many_rows(const __grid_constant__ TensorMap map, const u8 *pa
                 for (int place = 0; place < row_tiles; place++) {
                     const int planes = planes_at(place), present = min(TILES, blocks64 - first_tile);
                     if (!planes) continue;
-                    const u8 *from;
-                    bool copies;
-                    if (is_plane) {
-                        from = packed + (kind == 0 ? 0 : kind == 1 ? plane1 * 16ll : plane2 * 16ll) + (i64)(first_tile + tile) * blocks * each;
-                        copies = kind < planes;
-                    } else {  // 3: scale and zero of the first group, 4: the ratio, 5 and 6: those of the second group
-                        const int groups = blocks * 64 / GROUP, ratio = (kind - 3) & 1;
-                        from = packed + scales * 16ll + (i64)(first_tile + tile) * groups * pairs * 128 + (ratio ? planes * 128 : 0) +
-                               (kind > 4 ? pairs * 128 : 0);
-                        copies = kind < 3 + 2 * PER_STAGE && (!ratio || planes < 3);
-                    }
-                    copies = copies && tile < present;
+                    Brought brought;
+                    brought.set<PER_STAGE>(packed, plane1, plane2, scales, first_tile + tile, kind, each, planes, blocks, pairs);
+                    const bool copies = brought.wanted && tile < present;
                     int ahead = 0;  // stages whose x is not asked for yet
                     for (int step = first; step <= end; step++) {
                         if (!waited && (ahead == stage.count || step == end)) {
@@ -297,13 +259,12 @@ KERNEL(THREADS, 1) many_rows(const __grid_constant__ TensorMap map, const u8 *pa
                         const int sets = GROUP == 64 ? inputs : 1;
                         await(empty + 8 * turn.slot, turn.parity ^ 1);
                         if (lane == 0)
-                            arrive_expecting(full + 8 * turn.slot,
-                                             X + present * (inputs * (2048 + 1024 * (planes - 1)) + sets * 128 * (planes < 3 ? 2 : 1)));
+                            arrive_expecting(full + 8 * turn.slot, X + present * bytes_of_tile(inputs, sets, planes));
                         sync_warp();
                         const u32 at = base + turn.slot * stage.bytes;
                         if (copies && (is_plane || kind < 3 + 2 * sets)) {
                             const i64 offset = is_plane ? (i64)step * 2 * each : (i64)step * PER_STAGE * pairs * 128;
-                            copy_run(at + own, from + offset, is_plane ? inputs * each : 128, full + 8 * turn.slot, policy);
+                            copy_run(at + own, brought.from + offset, is_plane ? inputs * each : 128, full + 8 * turn.slot, policy);
                         }
                         if (!waited) ahead++;
                         else if (lane < BOXES) copy_box(at + lane * (ROWS * 128), &map, step * STEP + lane * BOX, place * ROWS, full + 8 * turn.slot);
@@ -315,12 +276,9 @@ KERNEL(THREADS, 1) many_rows(const __grid_constant__ TensorMap map, const u8 *pa
             Turn turn;
             if (EIGHT) wait_for_kernels();  // for the bounds
             while (pieces.next()) {
-                float more[2] = {1, 1};
-                if (EIGHT)
-                    for (int h = 0; h < 2; h++) {
-                        const int column = pieces.tile * OUTPUTS + 64 * (warp - CONSUMERS / 32 - 1) + 16 * (lane & 3) + 8 * h + (lane >> 2);
-                        more[h] = column < columns ? __fdividef(127.0f, bounds[column]) : 0;
-                    }
+                const int tile = warp - CONSUMERS / 32 - 1;
+                ToEight to_eight;
+                if (EIGHT) to_eight.set(bounds, pieces.tile * OUTPUTS + 64 * tile + 16 * (lane & 3) + (lane >> 2), columns);
                 for (int place = 0; place < row_tiles; place++) {
                     const int planes = planes_at(place);
                     if (!planes) continue;
@@ -329,13 +287,8 @@ KERNEL(THREADS, 1) many_rows(const __grid_constant__ TensorMap map, const u8 *pa
                         const u32 at = base + turn.slot * stage.bytes;
 #pragma unroll
                         for (int g = 0; g < PER_STAGE; g++) {
-                            const int tile = warp - CONSUMERS / 32 - 1;
                             const u32 raw = at + stage.raw + 2 * g * RAW + tile * 128 + 4 * lane;
-                            const u32 wide = load_word(raw), low = load_word(raw + RAW);
-                            u32 s0, o0, s1, o1;
-                            decode_scale<HALF>(wide, low, planes, s0, o0, more[0]);
-                            decode_scale<HALF>(wide >> 16, low >> 16, planes, s1, o1, more[1]);
-                            store_words(at + stage.decoded + g * DECODED + tile * 512 + lane * 16, s0, o0, s1, o1);
+                            decode_scales(at + stage.decoded + g * DECODED + tile * 512 + lane * 16, raw, raw + RAW, planes, to_eight);
                         }
                         arrive(scaled + 8 * turn.slot);
                         turn.next(stage.count);

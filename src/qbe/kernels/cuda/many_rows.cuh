@@ -170,6 +170,88 @@ DEVICE int planes_of(int word, int kinds) {
     return planes < kinds ? planes : kinds;
 }
 
+// Of the highest bits that any thread of the block has; all of its threads call it.
+DEVICE int most_planes(int bits, int kinds) {
+    const bool eight = __syncthreads_or(bits >= 8), six = __syncthreads_or(bits >= 6);
+    return planes_of(eight ? 8 : six ? 6 : 4, kinds);
+}
+
+// That a tile of rows reads; 0: it has none. order: null, or which row each place has.
+DEVICE int planes_of_tile(const int *order, const int *words, int tile, int most, int kinds) {
+    if (!order) return most;
+    const int row = order[tile * ROWS];
+    return row < 0 ? 0 : planes_of(words[row], kinds);
+}
+
+// Where data lie in a stage, and how many stages there are, if no more planes than so many are read.
+template <int INPUTS, int LOW, int RAW, int DECODED, int MOST>  // INPUTS: bytes of x and of the plane of 4 bits
+struct StageOf {
+    int raw, decoded, bytes, count;
+    DEVICE void set(int most, int room) {
+        raw = INPUTS + LOW * (most - 1);
+        decoded = raw + 2 * RAW;
+        bytes = (decoded + DECODED + 1023) & ~1023;
+        count = room / bytes < MOST ? room / bytes : MOST;
+    }
+};
+
+// What the fragments of 64 outputs have in a stage: planes of so many blocks of 64 inputs, and pairs of so many groups.
+DEVICE int bytes_of_tile(int inputs, int groups, int planes) {
+    return inputs * (2048 + 1024 * (planes - 1)) + groups * 128 * (planes < 3 ? 2 : 1);
+}
+
+// What one lane brings of a weight for 64 outputs: a plane (kind 0 to 2), scale and zero of the first group (3), the
+// ratio (4), or those of the second group (5, 6).
+struct Brought {
+    const u8 *from;
+    bool wanted;
+
+    template <int GROUPS>  // of a stage
+    DEVICE void set(const u8 *packed, int plane1, int plane2, int scales, int tile, int kind, int each, int planes, int blocks, int pairs) {
+        if (kind < 3) {
+            from = packed + (kind == 0 ? 0 : kind == 1 ? plane1 * 16ll : plane2 * 16ll) + (i64)tile * blocks * each;
+            wanted = kind < planes;
+        } else {
+            const int groups = blocks * 64 / GROUP, ratio = (kind - 3) & 1;
+            from = packed + scales * 16ll + (i64)tile * groups * pairs * 128 + (ratio ? planes * 128 : 0) + (kind > 4 ? pairs * 128 : 0);
+            wanted = kind < 3 + 2 * GROUPS && (!ratio || planes < 3);
+        }
+    }
+};
+
+// Codes of 64 inputs of 64 outputs as four steps of 16: high in registers, the planes of 2 bits at `low_at`, LOW apart.
+template <int BITS, int LOW>
+DEVICE void load_fragments(u32 (&a)[4][4], const u32 (&high)[4], u32 low_at, const Group (&group)[2]) {
+    Codes<BITS> codes;
+    u32 p[2] = {}, q[2] = {};
+    if (BITS > 4) load_pair(p, low_at);
+    if (BITS > 6) load_pair(q, low_at + LOW);
+#pragma unroll
+    for (int i = 0; i < 4; i++) codes.high[i] = high[i];
+    codes.join(p, q);
+    wgmma_wait<1>();  // the products that had these registers are made
+#pragma unroll
+    for (int s = 0; s < 4; s++) convert_for<BITS>(a, codes, group, s);
+}
+
+// By what the scales of outputs g and g + 8 are multiplied, whose codes become int8; 1 where they do not.
+struct ToEight {
+    float factor[2] = {1, 1};
+
+    DEVICE void set(const float *bounds, int column, int columns) {
+        for (int h = 0; h < 2; h++) factor[h] = column + 8 * h < columns ? __fdividef(127.0f, bounds[column + 8 * h]) : 0;
+    }
+};
+
+// Scales of a group of two outputs, as a thread of the warp that decodes them.
+DEVICE void decode_scales(u32 to, u32 raw, u32 raw_ratio, int planes, const ToEight &eight) {
+    const u32 wide = load_word(raw), low = load_word(raw_ratio);
+    u32 s0, o0, s1, o1;
+    decode_scale<HALF>(wide, low, planes, s0, o0, eight.factor[0]);
+    decode_scale<HALF>(wide >> 16, low >> 16, planes, s1, o1, eight.factor[1]);
+    store_words(to, s0, o0, s1, o1);
+}
+
 // Four sums of a thread: outputs g and g + 8 of 16, each of rows 2 t and 2 t + 1 of 8.
 struct Results {
     void *y;
