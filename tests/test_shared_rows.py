@@ -29,7 +29,7 @@ from qbe.store.nesting import nest_model, with_store
 from qbe.store.plan import Plan
 from qbe.store.shared_rows import SharedRows
 from qbe.tagger import tag
-from routing_samples import random_cascade, random_routers, steered
+from routing_samples import random_cascade, random_routers, routed_blueprint
 from server_running import Running, running, tiny_engine
 
 GEARS = (4, 6, 8, 16)
@@ -223,7 +223,11 @@ def test_routed_rows_are_raised_by_nobody() -> None:
     core = Core(model, table, routers=random_routers(table), max_sequences=3, kv_tokens=2048, shared_rows=True)
     routed, low, high = (
         request(n, prompts(12)[0], b, max_tokens=8)
-        for n, b in (("r", steered(table, 128)), ("low", steered(table, None, 4)), ("high", steered(table, None, 8)))
+        for n, b in (
+            ("r", routed_blueprint(table, 128)),
+            ("low", routed_blueprint(table, None, 4)),
+            ("high", routed_blueprint(table, None, 8)),
+        )
     )
     seen: set[int] = set()
     for r in (routed, low, high):

@@ -99,7 +99,7 @@ class Cascade:
         for w in work:
             if w.draft is None and w.count == 1 and w.sequence.cascade.moved is not None:
                 row_of[w.sequence.request_id, w.start] = tokens
-                if not steers(w.blueprint):  # what it reads may be shared with others; what it has is its own
+                if not is_cascaded(w.blueprint):  # what it reads may be shared with others; what it has is its own
                     own[w.sequence.request_id, w.start] = w.blueprint.weight_bits
             tokens += w.count
         if not row_of:
