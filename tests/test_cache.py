@@ -60,7 +60,7 @@ def test_a_fingerprint_depends_on_the_features_alone_and_the_cell_on_the_rest() 
         (profile, Budget(bits=5)), (profile, Budget(tier="flex")), (profile, Budget(activation_bits=8)),
         (profile, Budget(kv_bits=4)), (profile, Budget(kv_error=0.1)),
         (replace(profile, tier=3, cluster=4), Budget()),
-        (replace(profile, score=profile.score + 0.05), Budget()),
+        (replace(profile, score=1 - round(profile.score)), Budget()),
     ):  # fmt: skip
         changed = Fingerprint(other, budget)
         assert changed.cell != found.cell

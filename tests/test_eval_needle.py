@@ -103,7 +103,10 @@ class Parrot:
     def explain(self, prompt: Any) -> Any:
         return SimpleNamespace(prompt_tokens=len(prompt[0]["content"]))
 
-    def generate(self, prompt: Any, params: Any, *, budget: Any) -> Any:
+    def generate_batch(self, requests: Any) -> Any:
+        (asked,) = requests
+        prompt, params, budget = asked.prompt, asked.params, asked.budget
+        assert asked.cache_salt == f"needle {budget.kv_bits}".encode()
         assert params.greedy
         assert params.max_tokens == ANSWER_TOKENS
         assert budget.bits == 16
@@ -111,10 +114,10 @@ class Parrot:
         self.asked.append((text, budget.kv_bits))
         number = text.partition("magic number for ")[2].partition(" is ")[2][:5]
         lost = any(bits == budget.kv_bits and len(text) <= length for bits, length in self.blind)
-        return SimpleNamespace(
+        return [SimpleNamespace(
             text="I do not know 1." if lost else f"It is {number}.", error=None, prompt_tokens=len(text),
             cached_tokens=0, average_kv_bits=float(budget.kv_bits or 6),
-        )  # fmt: skip
+        )]  # fmt: skip
 
 
 def test_16_bits_go_first_and_verdicts_are_about_what_they_find() -> None:

@@ -77,6 +77,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
     d = json.loads(json.dumps(e.describe()))
     assert set(d) == {
         "prompt_tokens",
+        "asked_weight_bits",
         "context",
         "fits_context",
         "profile",

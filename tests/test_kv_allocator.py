@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qbe.blueprint import Blueprint
 from qbe.kvcache.allocator import Page, PageAllocator, PageFormat
-from qbe.kvcache.prefix import page_key
+from qbe.kvcache.prefix import PagePrecision, page_key, tokens_key
+from qbe.sites import KVBits
 
 PAGES = 13
+WRITTEN = PagePrecision(Blueprint("x", (6,), (16,), (16,)), (16,))
 FORMATS = [PageFormat(0, 16 * 256), PageFormat(1, 9 * 256), PageFormat(2, 5 * 256), PageFormat(3, 3 * 256)]
 
 
@@ -76,7 +79,7 @@ def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int
             key = bytes([which % 9])
             taken = key in known and known[key].key == key
             had = page.key
-            allocator.publish(page, key)
+            allocator.publish(page, key, bytes([which % 3]), WRITTEN)
             assert page.key == (had or (None if taken else key))
             if page.key == key:
                 known[key] = page
@@ -88,11 +91,12 @@ def test_traffic_never_leaks_or_doubles_a_byte(traffic: list[tuple[int, int, int
                 assert staging_page in (page.address, page.staging_page)
                 reads[at] |= changed
         elif what == 7:
-            found = allocator.find(bytes([which % 9]))
-            if found is not None:
-                assert found is known[bytes([which % 9])]
-                owned.append(found)
-                reads.append(False)
+            found = [*allocator.alike(bytes([which % 3]))]
+            still = {key: p for key, p in known.items() if p.key == key}
+            assert {p.key: p for p in found} == {k: p for k, p in still.items() if p.tokens_key == bytes([which % 3])}
+            allocator.take(found)
+            owned += found
+            reads += [False] * len(found)
         else:
             allocator.release([owned.pop(at)], 0 if reads.pop(at) else 1)
         check(allocator, owned, known)
@@ -144,26 +148,30 @@ def test_known_pages_are_found_until_their_bytes_are_needed() -> None:
     allocator = PageAllocator(3)
     pages = allocator.allocate(3)
     for i, page in enumerate(pages):
-        allocator.publish(page, bytes([i]))
+        allocator.publish(page, bytes([i]), bytes([i // 2]), WRITTEN)
     allocator.release(pages)
     assert (allocator.free, allocator.evictable) == (3, 3)
-    assert allocator.find(b"\0") is pages[0]
+    assert allocator.alike(b"\0") == pages[:2], "of one text at two precisions"
+    allocator.take(pages[:1])
     assert allocator.free == 2
     allocator.release(pages[:1])
     allocator.allocate(1)
-    assert allocator.find(b"\2") is None, "the last page of a sequence goes first"
-    assert allocator.find(b"\1") is pages[1]
+    assert allocator.alike(b"\1") == (), "the last page of a sequence goes first"
     allocator.forget([pages[0]])
-    assert allocator.find(b"\0") is None
+    assert allocator.alike(b"\0") == [pages[1]]
 
 
 def test_a_page_is_known_by_all_that_made_it() -> None:
-    first = page_key(b"", "computed", (4, (8, 2)), [1, 2, 3])
-    assert page_key(b"", "computed", (4, (8, 2)), [1, 2, 3]) == first
+    def key(before: bytes, weights: int, kv_bits: tuple[KVBits, ...], tokens: list[int]) -> bytes:
+        blueprint = Blueprint("x", (weights,), (16,), kv_bits)
+        return page_key(tokens_key(before, tokens), PagePrecision(blueprint, kv_bits))
+
+    first = key(b"", 6, (4, (8, 2)), [1, 2, 3])
+    assert key(b"", 6, (4, (8, 2)), [1, 2, 3]) == first
     others = [
-        page_key(b"", "other", (4, (8, 2)), [1, 2, 3]),
-        page_key(b"", "computed", (4, (2, 8)), [1, 2, 3]),
-        page_key(b"", "computed", (4, (8, 2)), [1, 2, 4]),
-        page_key(first, "computed", (4, (8, 2)), [1, 2, 3]),
+        key(b"", 8, (4, (8, 2)), [1, 2, 3]),
+        key(b"", 6, (4, (2, 8)), [1, 2, 3]),
+        key(b"", 6, (4, (8, 2)), [1, 2, 4]),
+        key(first, 6, (4, (8, 2)), [1, 2, 3]),
     ]
     assert len({first, *others}) == 5

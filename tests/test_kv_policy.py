@@ -174,7 +174,8 @@ def test_the_fewest_bits_keep_to_the_damage_and_two_steps_less_would_not(seed: i
 
 def test_the_score_moves_the_average_and_similar_ones_share() -> None:
     tiered = policies.load("tiered")
-    low, high, same = (tiered.blueprint(profile(s), Budget(bits=6), MEASURED) for s in (0.0, 1.0, 0.98))
+    budget = Budget(bits=6, tier="priority")
+    low, high, same = (tiered.blueprint(profile(s), budget, MEASURED) for s in (0.0, 1.0, 0.7))
     assert low.average_kv_bits(MEASURED) < high.average_kv_bits(MEASURED)
     assert low.weight_bits == high.weight_bits
     assert low.key != high.key

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_models import request
+from qbe.budget import Budget, averages
 from qbe.engine.scheduling.scheduler import Scheduler
 from qbe.engine.scheduling.sequence import Sequence, Status
 from qbe.kvcache.allocator import PageAllocator, PageFormat
@@ -212,6 +213,57 @@ def test_the_order_of_tiers_is_never_inverted(load: list[Event], places: int, sh
                 assert max((r[end] for r in ranges[low]), default=0.0) <= min(
                     (r[end] for r in ranges[high]), default=99.0
                 )
+
+
+@settings(max_examples=1000, deadline=None)
+@given(EVENTS, st.integers(1, 32), st.integers(0, 2**32 - 1))
+def test_conversations_that_keep_their_bits_do_not_turn_the_order_around(
+    load: list[Event], places: int, seed: int
+) -> None:
+    """What answers inside read, each for a score of its own: for any one score a dearer tier's is never below."""
+    draw, given_settings = random.Random(seed), Settings()
+    admission = Admission(places)
+    inside: list[tuple[TierName, tuple[float, float]]] = []
+    for tier, key, count, leaves in load:
+        if leaves:
+            for _ in range(min(count, len(inside))):
+                gone, found = inside.pop(draw.randrange(len(inside)))
+                admission.leave(1, gone, client=client("x"), within=found)
+            continue
+        for _ in range(count):
+            brownout = admission.brownout(given_settings.limits, tier)
+            try:
+                admission.enter(1, given_settings.limits, tier, client("x"))
+            except APIError:
+                break
+            asked = terms(tier, Contract(), given_settings, brownout)
+            found = admission.order.within(tier, asked.tier_range, asked.tier_settings.bits[1])
+            admission.order.enter(tier, found, 1)
+            if key % 2:  # its conversation has another of its range's averages, as an assignment meets it
+                bits = draw.choice(averages(*found))
+                kept = admission.order.keep(tier, found, bits - draw.choice((0.0, 0.03)), 1)
+                assert kept is None or kept == pytest.approx((bits, bits), abs=0.03)
+                found = kept or found
+            inside.append((tier, found))
+        for score in (0.0, 0.3, 0.5, 0.7, 1.0):
+            read = {t: [Budget(within=r).average_for(score) for name, r in inside if name == t] for t in TIER_NAMES}
+            for low, high in (("flex", "default"), ("default", "priority"), ("flex", "priority")):
+                assert max(read[low], default=0.0) <= min(read[high], default=99.0)
+
+
+def test_a_conversation_keeps_its_bits_where_the_order_allows_it() -> None:
+    order = TierOrder()
+    order.enter("flex", (4.3, 5.5), 1)
+    order.enter("default", (5.0, 7.0), 2)
+    assert order.keep("default", (5.0, 7.0), 5.3, 1) == (5.33, 5.33), "as much as flex can have"
+    assert order.within("priority", (4.3, 8.0), 8.0) == (5.33, 8.0)
+    assert order.keep("flex", (4.3, 5.5), 5.33, 1) == (5.33, 5.33)
+    assert order.keep("default", (5.0, 7.0), 4.67, 1) is None
+    order.leave("default", (5.33, 5.33), 1)
+    order.leave("flex", (5.33, 5.33), 1)
+    assert order.keep("default", (5.0, 7.0), 4.67, 1) == (4.67, 4.67)
+    order.enter("flex", (4.3, 4.3), 1)
+    assert order.keep("flex", (4.3, 4.3), 5.33, 1) is None, "more than the dearer one beside it has"
 
 
 def test_a_flood_of_flex_does_not_sink_a_lone_default() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -137,6 +139,16 @@ class Blueprint:
         """The same of all that keys and values depend on beside their own bits."""
         return _digest(self.weight_bits, self.activation_bits, *self._error, *self._dynamic)
 
+    def covers(self, asked: Blueprint) -> bool:
+        """Whether keys and values computed at this one are at least as precise as at `asked`, their own bits left out:
+        as many bits at every site, an error as small, and moved by the same dynamic precision."""
+        return self.computed_key == asked.computed_key or (
+            self.dynamic_precision == asked.dynamic_precision
+            and _bound(self) <= _bound(asked)
+            and _as_many(self.weight_bits, asked.weight_bits)
+            and _as_many(self.activation_bits, asked.activation_bits)
+        )
+
     @property
     def _error(self) -> tuple[float, ...]:
         return () if self.kv_error is None else (self.kv_error,)
@@ -220,6 +232,28 @@ def _at_least(fewest: int, bits: KVBits) -> KVBits:
     if isinstance(bits, tuple):
         return shortest(tuple(max(b, fewest, key=kv_number_bits) for b in bits))
     return max(bits, fewest, key=kv_number_bits)
+
+
+def kv_covers(kept: Sequence[KVBits], asked: Sequence[KVBits]) -> bool:
+    """Whether a page with these KV bits (as `Blueprint.kv_bits`) is at least as precise as one with `asked`: every key
+    head has as many, in the same form or at 16 bits."""
+    return len(kept) == len(asked) and all(map(_kv_covers, kept, asked))
+
+
+def _kv_covers(kept: KVBits, asked: KVBits) -> bool:
+    if kept == asked:
+        return True
+    count = max(len(bits) if isinstance(bits, tuple) else 1 for bits in (kept, asked))
+    pairs = zip(*(bits if isinstance(bits, tuple) else (bits,) * count for bits in (kept, asked)), strict=True)
+    return all(k in (a, FULL_BITS) or (k >= a and max(k, a) < TURBO) for k, a in pairs)
+
+
+def _as_many(kept: Sequence[int], asked: Sequence[int]) -> bool:
+    return len(kept) == len(asked) and all(map(operator.ge, kept, asked))
+
+
+def _bound(blueprint: Blueprint) -> float:
+    return math.inf if blueprint.kv_error is None else blueprint.kv_error
 
 
 def _digest(*parts: object) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from qbe.errors import QBEError
 from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS, TURBO_KINDS
@@ -16,6 +18,11 @@ TIER_BITS: dict[str, tuple[float, float]] = {
 }
 TIER_ALIASES = {"auto": "default", "fast": "priority"}
 TIERS = (*TIER_BITS, *TIER_ALIASES)
+
+# What the score chooses among within a range: multiples of this, so that requests share prefixes, which only equal
+# blueprints do. Thirds of two bits leave two averages to flex and three to default and priority; those of default are
+# the middles of the thirds of its range. Neighbours have one in common.
+AVERAGES_STEP = 2 / 3
 
 MOST_KV_ERROR = 1_000_000  # so that it is a number for every kernel; a bound of 100 is none already
 
@@ -141,8 +148,30 @@ class Budget:
         """Average bits for a query of complexity `score` in [0, 1]."""
         if self.bits is not None:
             return self.bits
-        low, high = self.within or TIER_BITS[self.plain_tier]
+        low, high = self.range
         return low + (high - low) * min(1.0, max(0.0, score))
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The averages among which the score chooses, where `bits` does not fix one."""
+        return self.within or TIER_BITS[self.plain_tier]
+
+    def average_for(self, score: float) -> float:
+        """The one of the range's few averages (`averages`) that is nearest to `bits_for`; or `bits`."""
+        if self.bits is not None:
+            return self.bits
+        wanted = self.bits_for(score)
+        return min(averages(*self.range), key=lambda bits: abs(bits - wanted))
+
+
+@lru_cache(maxsize=256)
+def averages(low: float, high: float) -> tuple[float, ...]:
+    """The average bits that a range leaves to the score, ascending: multiples of `AVERAGES_STEP`, to two decimals, or
+    the middle of a range that has none. Of two ranges the one whose ends are no lower gives no score fewer bits.
+    """
+    first, last = math.ceil((low - 0.005) / AVERAGES_STEP), math.floor((high + 0.005) / AVERAGES_STEP)
+    steps = (round(i * AVERAGES_STEP, 2) for i in range(first, last + 1))
+    return tuple(bits for bits in steps if low <= bits <= high) or (round((low + high) / 2, 2),)
 
 
 def check_kv_bits(value: object) -> None:

@@ -26,7 +26,7 @@ from vllm_serving import split_model
 
 from qbe.vllm import metrics, transfer
 from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
-from qbe.vllm.cache_salt import MARK, cache_salt, resalt_blocks
+from qbe.vllm.cache_salt import MARK, cache_salt, own_salt, resalt_blocks
 from qbe.vllm.full_rows import FullRows
 from qbe.vllm.loader import scaled
 from qbe.vllm.measured import MeasuredLater
@@ -95,6 +95,7 @@ def test_a_salt_keeps_the_callers_and_is_made_once() -> None:
     first = cache_salt("theirs", "a")
     assert first == f"theirs{MARK}a"
     assert cache_salt(first, "b") == f"theirs{MARK}b"
+    assert (own_salt(first), own_salt("theirs"), own_salt(None)) == ("theirs", "theirs", "")
     assert cache_salt(None, "a") != cache_salt(None, "b")
 
 

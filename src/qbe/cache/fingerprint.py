@@ -20,7 +20,6 @@ from qbe.analysis.profile import QueryProfile
 from qbe.analysis.thresholds import MARKS
 from qbe.budget import Budget
 from qbe.policies.kv import score_step
-from qbe.policies.tiered import STEP
 
 BITS = 64
 Cell = tuple[Any, ...]
@@ -31,7 +30,7 @@ class Fingerprint:
 
     Attributes:
         cell: what must be equal: the whole budget, the analysis tier, the cluster, and the score as finely as policies
-            go by it (0.05 bits of the average that the budget leaves to it; tenths for KV bits).
+            go by it (one of the budget's few averages; thirds for KV bits).
         digest: of the features as they are: equal for equal queries.
         bits: the locality-sensitive hash, an integer below 2^64. It is computed when it is asked for: a query that was
             there before needs none.
@@ -45,8 +44,8 @@ class Fingerprint:
         self._values = np.array(self._planes.read(profile.features))
         self.digest = hashlib.blake2b(self._values.tobytes(), digest_size=8).digest()
         score = profile.score
-        target = round(budget.bits_for(score) / STEP)
-        self.cell: Cell = (budget, profile.tier, profile.cluster, target, score_step(score))
+        average = budget.average_for(score)
+        self.cell: Cell = (budget, profile.tier, profile.cluster, average, score_step(score))
 
     @property
     def bits(self) -> int:

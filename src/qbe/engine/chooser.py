@@ -11,6 +11,7 @@ from typing import Any
 from qbe.analysis import Analyzer
 from qbe.analysis.profile import PromptSignals
 from qbe.blueprint import Blueprint
+from qbe.budget import Budget
 from qbe.cache import BlueprintCache
 from qbe.cache.traffic import LoggedRequest
 from qbe.engine.context_limit import ContextLimit
@@ -81,21 +82,19 @@ class Chooser(BlueprintChooser):
             )  # fmt: skip
         with about("policy"):
             policy = self.policy(request.policy)
-        selected = self.select(policy, text, token_ids, len(ids) + request.params.max_tokens, request.budget)
-        start, blueprint = time.perf_counter(), selected.blueprint
-        if request.budget.cascade:
-            with about("cascade"):
-                blueprint = self._steered(blueprint)
-        if request.budget.kv_error is not None:
-            blueprint = replace(blueprint, kv_error=float(request.budget.kv_error))
+        context = len(ids) + request.params.max_tokens
+        selected = self.select(policy, text, token_ids, context, request.budget, ids, request.cache_salt)
+        start, blueprint = time.perf_counter(), self._with_bounds(selected.blueprint, request.budget)
+        kept = selected.blueprint is not selected.asked
         added_ms = (time.perf_counter() - start) * 1e3
         chosen = Explanation(
             prompt_tokens=len(ids),
             profile=selected.profile,
             blueprint=blueprint,
+            asked=self._with_bounds(selected.asked, request.budget) if kept else None,
             table=self._table,
             budget=request.budget,
-            target_bits=request.budget.bits_for(selected.profile.score),
+            target_bits=request.budget.average_for(selected.profile.score),
             analysis_ms=selected.analysis_ms,
             policy_ms=selected.policy_ms + added_ms,
             cache=selected.cache,
@@ -141,6 +140,13 @@ class Chooser(BlueprintChooser):
             context = len(ids) + asked.max_tokens if asked.context is None else asked.context
             profile = self.profile(text, token_ids, self._default, context)
         self.blueprint(self._default, profile, asked.budget, near=False)
+
+    def _with_bounds(self, blueprint: Blueprint, budget: Budget) -> Blueprint:
+        """The same with what no policy chooses: the cascade and a bound on the KV cache's error."""
+        if budget.cascade:
+            with about("cascade"):
+                blueprint = self._steered(blueprint)
+        return blueprint if budget.kv_error is None else replace(blueprint, kv_error=float(budget.kv_error))
 
     def _steered(self, blueprint: Blueprint) -> Blueprint:
         if not isinstance(self.cascade, TokenRouters):

@@ -110,6 +110,8 @@ class Requests:
         running.sampling.constraint = request.constraint
         running.priority = request.priority
         running.paging.cache_salt = request.cache_salt
+        # Who fixes bits gets exactly these; others get pages with more where there are some.
+        running.paging.more, running.paging.more_kv = request.budget.bits is None, request.budget.kv_bits is None
         running.paging.fork_parent = None if fork_parent is None else self._live[fork_parent].running
         if request.params.prompt_logprobs is not None:
             running.sampling.scoring, running.paging.fork_parent = prompt_scoring(running), None
@@ -123,6 +125,7 @@ class Requests:
         if request.budget.refresh:
             running.difficulty.monitor = Monitor(self._chooser.thresholds)
         self.core.add(running)
+        self._chooser.began(chosen.blueprint, request.budget, chosen.context, ids, request.cache_salt)
         chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
         is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
         text = Detokenizer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,9 @@ class Result:
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         computed_tokens: of prompt and answer, that went through the model.
         cached_tokens: of the prompt, whose keys and values another request had left.
+        cached_parts: at what those were computed, and how many each: at the blueprint or, where the budget leaves the
+            bits to the tier, at one that has as many everywhere.
+        asked: the blueprint of the query's own score, where its conversation keeps another; None where it does not.
         high_precision_tokens: of the answer, that went through the model with 16-bit activations although the blueprint
             has 8, because they had been hard to predict.
         average_kv_bits: of the keys and values this request had at its end, scales not counted; the last tokens, which
@@ -108,6 +111,25 @@ class Result:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     shared_bits: float = 0.0
+    cached_parts: tuple[tuple[Blueprint, int], ...] = ()
+    asked: Blueprint | None = None
+
+    @property
+    def asked_weight_bits(self) -> float:
+        """Mean gear over the weights of what the query's own score gives."""
+        return (self.asked or self.blueprint).average_weight_bits(self.table)
+
+    @property
+    def priced_weight_bits(self) -> float:
+        """The bits that the answer costs: those that its tokens had; no more than its own score's, where it keeps a
+        conversation's."""
+        bits = self.average_weight_bits
+        return bits if self.asked is None or self.refreshes else min(bits, self.asked_weight_bits)
+
+    @property
+    def cached_weight_bits(self) -> float | None:
+        """Mean gear over the weights at which the cached tokens were computed; None where there are none."""
+        return _average(self.cached_parts, self.table)
 
     @property
     def careful_tokens(self) -> int:
@@ -119,10 +141,8 @@ class Result:
         """Mean gear over the weights of the nested sites, and over tokens where these differ: what was asked for."""
         if self.routed:
             return sum(g * n for g, n in self.routed.items()) / self.table.nested_parameters
-        total = sum(n for _, n in self.parts)
-        if not total:
-            return self.blueprint.average_weight_bits(self.table)
-        return sum(b.average_weight_bits(self.table) * n for b, n in self.parts) / total
+        average = _average(self.parts, self.table)
+        return self.blueprint.average_weight_bits(self.table) if average is None else average
 
     @property
     def read_weight_bits(self) -> float:
@@ -168,6 +188,8 @@ class Result:
                 },
                 "average_weight_bits": round(self.average_weight_bits, 4),
                 "read_weight_bits": round(self.read_weight_bits, 4),
+                "asked_weight_bits": round(self.asked_weight_bits, 4),
+                "cached_weight_bits": None if self.cached_weight_bits is None else round(self.cached_weight_bits, 4),
                 "average_kv_bits": round(self.average_kv_bits, 4),
                 "kv_error": self.kv_error,
                 "kv_pages_read": self.pages_read,
@@ -186,3 +208,9 @@ class Result:
                 "decode_tokens_per_s": round(self.decode_tokens_per_s, 2),
             },
         }
+
+
+def _average(parts: Sequence[tuple[Blueprint, int]], table: SiteTable) -> float | None:
+    """Mean gear over the weights and over so many tokens; None where there are none."""
+    total = sum(n for _, n in parts)
+    return sum(b.average_weight_bits(table) * n for b, n in parts) / total if total else None

@@ -78,6 +78,7 @@ class RunningRequest:
             drafted_tokens=running.speculation.drafted if running.speculation else 0,
             accepted_tokens=running.speculation.accepted if running.speculation else 0,
             shared_bits=running.shared_reads.average_bits,
+            cached_parts=tuple(running.blueprint_history.written(running.paging.cached)), asked=chosen.asked,
         )  # fmt: skip
         return self.result
 
@@ -91,7 +92,7 @@ class RunningRequest:
             choice_part(
                 result.blueprint, tier=budget.tier, budget_bits=budget.bits, kv_error=result.kv_error,
                 average_weight_bits=result.average_weight_bits, bytes_per_token=result.bytes_per_token,
-                cache=self.chosen.cache,
+                cache=self.chosen.cache, asked_weight_bits=result.asked_weight_bits,
             ),
             Work(
                 prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids),
@@ -100,6 +101,7 @@ class RunningRequest:
                 pages_raised=result.pages_raised, host_bytes=result.host_bytes,
                 drafted_tokens=result.drafted_tokens, accepted_tokens=result.accepted_tokens,
                 read_weight_bits=result.read_weight_bits,
+                cached_tokens=result.cached_tokens, cached_weight_bits=result.cached_weight_bits,
             ),
             difficulty_part(difficulty.entropies, difficulty.margins, self.refreshes),
             Times(

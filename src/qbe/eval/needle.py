@@ -15,6 +15,7 @@ from typing import Any
 from qbe.budget import Budget
 from qbe.datasets.haystack import Haystack
 from qbe.engine.engine import Engine
+from qbe.engine.result import Request
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.errors import QBEError
 from qbe.sites import FULL_BITS
@@ -189,7 +190,9 @@ def run(
     for setting in outcome.settings:
         budget = Budget(bits=FULL_BITS, kv_bits=setting)
         for cell, secret, prompt in asked:
-            result = engine.generate(prompt, params, budget=budget)
+            # Pages of a setting with more bits must not serve this one.
+            request = Request(prompt, params, budget, cache_salt=f"needle {setting}".encode())
+            result = engine.generate_batch([request])[0]
             if result.error is not None and setting == FULL_BITS:
                 raise QBEError(result.error)
             outcome.rows.append(NeedleResult(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from qbe.analysis.profile import QueryProfile
@@ -19,7 +19,7 @@ class Explanation:
     Attributes:
         prompt_tokens: length of the query in the model's tokens.
         profile: its features and score.
-        blueprint: what the policy chose.
+        blueprint: what the policy chose, or what the query's conversation keeps.
         table: the model's sites.
         budget: what the caller allowed.
         target_bits: average bits that budget and score left to the policy.
@@ -31,6 +31,8 @@ class Explanation:
         cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
         prompt_format: `qbe.hardware.HardwareProfile.prompt_format` of the model's device, if it has one.
         native: with it, for every nested site whether its weight takes that.
+        asked: what the policy chose for the query's own score, where its conversation keeps another blueprint; None
+            where it does not.
     """
 
     prompt_tokens: int
@@ -47,6 +49,19 @@ class Explanation:
     thresholds: Thresholds | None = None
     prompt_format: str | None = None
     native: tuple[bool, ...] = ()
+    asked: Blueprint | None = None
+
+    @property
+    def as_asked(self) -> Explanation:
+        """The same with what the query's own score gives."""
+        if self.asked is None:
+            return self
+        return replace(self, blueprint=self.asked, asked=None, bytes_per_token=self.asked.bytes_per_token(self.table))
+
+    @property
+    def asked_bits(self) -> float:
+        """Mean gear over the weights that the query's own score gives."""
+        return (self.asked or self.blueprint).average_weight_bits(self.table)
 
     @property
     def native_sites(self) -> tuple[Site, ...]:
@@ -86,6 +101,7 @@ class Explanation:
             "profile": self.profile.describe(),
             "policy": self.blueprint.policy,
             "cache": self.cache,
+            "asked_weight_bits": round(self.asked_bits, 4),
             "budget": {
                 "bits": self.budget.bits,
                 "activation_bits": self.budget.activation_bits,

@@ -183,7 +183,7 @@ def _refresh_note(e: Explanation) -> str | None:
         return None
     if e.thresholds is None:
         return "refresh: no thresholds for this model yet, 'qbe records --learn-refresh' finds them"
-    up, down = (e.budget.bits_for(moved(e.profile.score, kind)) for kind in (HARD, EASY))
+    up, down = (e.budget.average_for(moved(e.profile.score, kind)) for kind in (HARD, EASY))
     t = e.thresholds
     return (
         f"refresh: after {RUN * WINDOW} tokens above {t.hard_entropy:.2f} nats and below a margin of "

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from qbe.format.kv_blocks import ALIGN, FULL_BITS
+from qbe.kvcache.prefix import PagePrecision
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Page:
         address: of its bytes once it is quantised; of its staging page when its format is full.
         staging_page: address of the 16 bits it is written at; None when nobody reads these any more.
         owners: sequences that have it. readers: those of them that read its staging page.
-        key: what its contents are known by, or None.
+        key: what its contents are known by, or None; with it `tokens_key`, which those share that differ in nothing but
+            precision, and `written`, at what they were.
         original: entry of its 16 bits in host memory (`qbe.kvcache.originals`), or None.
     """
 
@@ -65,6 +67,8 @@ class Page:
     owners: int = 1
     readers: int = 1
     key: bytes | None = None
+    tokens_key: bytes = b""
+    written: PagePrecision | None = None
     original: int | None = None
 
     @property
@@ -94,6 +98,7 @@ class PageAllocator:
         self.num_pages, self.full, self.page_bytes = num_pages, full, full.nbytes
         self._holes = [(0, num_pages * self.page_bytes)] if num_pages else []  # [begin, end), ascending, never touching
         self._known: dict[bytes, Page] = {}
+        self._alike: dict[bytes, list[Page]] = {}  # those of a tokens key, the one published last at the end
         self.uses: Counter[int] = Counter()  # number of a format -> pages of it
         self._evictable: OrderedDict[Page, None] = (
             OrderedDict()
@@ -202,27 +207,34 @@ class PageAllocator:
             else:
                 self._free(page)
 
-    def publish(self, page: Page, key: bytes) -> None:
-        """Let a page be found by its key, by those who do not read its staging page; nothing happens when another page
-        is."""
+    def publish(self, page: Page, key: bytes, tokens_key: bytes, written: PagePrecision) -> None:
+        """Let a page be found, by those who do not read its staging page; nothing happens when another page is known by
+        its key."""
         if key not in self._known and page.key is None:
             self._known[key] = page
-            page.key = key
+            self._alike.setdefault(tokens_key, []).append(page)
+            page.key, page.tokens_key, page.written = key, tokens_key, written
 
-    def find(self, key: bytes) -> Page | None:
-        """The page of this key with one owner more, or None."""
-        page = self._known.get(key)
-        if page is not None:
+    def alike(self, tokens_key: bytes) -> Sequence[Page]:
+        """The known pages of these tokens after the same pages, at any precision."""
+        return self._alike.get(tokens_key, ())
+
+    def take(self, pages: Sequence[Page]) -> None:
+        """Add an owner to each of these known pages, who does not read their staging pages."""
+        for page in pages:
             self._evictable.pop(page, None)
             page.owners += 1
-        return page
 
     def forget(self, pages: Iterable[Page]) -> None:
         """Let these pages not be found any more; the idle ones among them are free then."""
         for page in pages:
             if page.key is not None:
                 del self._known[page.key]
-                page.key = None
+                alike = self._alike[page.tokens_key]
+                alike.remove(page)
+                if not alike:
+                    del self._alike[page.tokens_key]
+                page.key = page.written = None
                 if page in self._evictable:
                     del self._evictable[page]
                     self._free(page)

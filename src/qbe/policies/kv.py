@@ -37,7 +37,7 @@ FEWEST, MOST = 4.0, 8.0  # below 4 bits damages no longer add up; 8 bits are all
 FIRST_PAGE_BITS = 8
 NEARLY_EXACT = 6.0
 STEP = 0.2  # of the averages in between: requests share pages at equal bits only
-SCORE_STEPS = 10
+SCORE_STEPS = 3  # as many as the default tier's averages of the weights, so that its blueprints stay few
 UNMEASURED_BITS = 8.0  # for every tier, where nothing says which heads bear fewer
 
 # A context whose cache at 16 bits is a small part of what a token reads gains nothing from fewer bits. Small is a 16th
@@ -77,7 +77,7 @@ def average_bits(profile: QueryProfile, budget: Budget, table: SiteTable, weight
     if not table.kv_measured:
         return UNMEASURED_BITS
     at_0, at_1 = TIER_DAMAGE[budget.plain_tier]
-    damage = at_0 * (at_1 / at_0) ** (score_step(profile.score) / SCORE_STEPS)
+    damage = at_0 * (at_1 / at_0) ** ((score_step(profile.score) + 0.5) / SCORE_STEPS)
     bits = fewest_bits(table, damage * LESS_THERE if profile.context > near_the_end else damage)
     return max(bits, MOST) if profile.context <= twice else bits
 
@@ -94,8 +94,8 @@ def with_cache(blueprint: Blueprint, budget: Budget, table: SiteTable, average: 
 
 
 def score_step(score: float) -> int:
-    """The score in ten steps, which is as finely as the average goes by it: what was found for one serves others."""
-    return round(SCORE_STEPS * min(1.0, max(0.0, score)))
+    """The third of its range that a score is in, which is as finely as the average goes by it: 0, 1 or 2."""
+    return min(SCORE_STEPS - 1, int(SCORE_STEPS * max(0.0, score)))
 
 
 def same_contexts(context: int, budget: Budget, table: SiteTable, weight_bytes: int) -> tuple[int, int]:

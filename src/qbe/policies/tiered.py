@@ -1,4 +1,4 @@
-"""The default policy: score and budget give averages, exact allocations give each site its bits."""
+"""The default policy: score and budget give one of few averages, exact allocations give each site its bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from qbe.sites import Role, SiteTable
 # output head, whose errors the measurement sees: a floor there took bits from where they do more, and cost SmolLM2
 # rotated 46 % more divergence at 4.5 bits (docs/quality.md).
 ROLE_FLOORS = {Role.SSM_IN: 6, Role.SSM_OUT: 6}
-STEP = 0.05  # average bits are rounded to this when the score chose them, so that similar queries share a blueprint
 CACHE_SIZE = 1024
 
 
@@ -30,7 +29,7 @@ class TieredPolicy(Policy):
 
     name = "tiered"
     needs_sensitivity = True
-    cache_version = "3"
+    cache_version = "4"
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -38,9 +37,9 @@ class TieredPolicy(Policy):
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for a budget below the store's lowest average, or without measured sensitivities."""
-        bits = budget.bits_for(profile.score)
+        bits = budget.average_for(profile.score)
         if budget.bits is None:
-            bits = max(table.gears()[0], round(round(bits / STEP) * STEP, 2))
+            bits = max(table.gears()[0], bits)
 
         def weights() -> tuple[Blueprint, int]:
             blueprint = Blueprint.of(

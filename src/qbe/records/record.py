@@ -57,6 +57,8 @@ class Choice:
         kv_error: what attention was bounded to; None when it was not.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
+        asked_weight_bits: bits per weight that the query's own score gives; its conversation may keep others. None in
+            files of older versions.
     """
 
     policy: str
@@ -71,6 +73,7 @@ class Choice:
     kv_error: float | None = None
     bytes_per_token: int = 0
     cache: str | None = None
+    asked_weight_bits: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,7 @@ class Work:
         drafted_tokens, accepted_tokens: see `qbe.engine.result.Result`; None in files of older versions.
         read_weight_bits: as `average_weight_bits`, of what was read: more where steps shared it (`rows = "shared"`);
             None in files of older versions.
+        cached_tokens, cached_weight_bits: likewise: of the prompt, and at how many bits others had computed them.
     """
 
     prompt_tokens: int
@@ -99,6 +103,8 @@ class Work:
     drafted_tokens: int | None = None
     accepted_tokens: int | None = None
     read_weight_bits: float | None = None
+    cached_tokens: int | None = None
+    cached_weight_bits: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +182,7 @@ FIELDS = (
     "activation_bits", "kv_bits", "bytes_per_token", "bytes_moved", "tokens_by_bits", "tokens_by_activation_bits",
     "entropies", "analysis_ms", "policy_ms", "prefill_ms", "decode_ms", "error", "kv_error", "pages_read",
     "pages_raised", "host_bytes", "cluster", "cache", "margins", "refreshes", "drafted_tokens", "accepted_tokens",
-    "first_kv_bits", "read_weight_bits",
+    "first_kv_bits", "read_weight_bits", "asked_weight_bits", "cached_tokens", "cached_weight_bits",
 )  # fmt: skip
 JSON_FIELDS = frozenset(
     {

@@ -15,6 +15,7 @@ from qbe.errors import QBEError, about
 from qbe.policies import Policy
 from qbe.refresh.monitor import Cause
 from qbe.refresh.thresholds import Thresholds, moved
+from qbe.selection.conversations import Conversations, Turn
 from qbe.sites import TURBO_KINDS, SiteTable
 
 _WIDER = ("--originals device or host", "a larger --most-bits, or --originals device or host")
@@ -26,11 +27,13 @@ class Selection:
 
     Attributes:
         profile: what the policy was told of it.
+        asked: what that gives; `blueprint` is another where a conversation keeps what it had.
         cache: what the blueprint cache did (`Record.cache`).
         analysis_ms, policy_ms: milliseconds.
     """
 
     profile: QueryProfile
+    asked: Blueprint
     blueprint: Blueprint
     cache: str | None
     analysis_ms: float
@@ -55,17 +58,23 @@ class BlueprintChooser:
         context: int | None, cache: BlueprintCache | None = None,
     ) -> None:  # fmt: skip
         self.analyzer, self.thresholds, self.cache = analyzer, thresholds, cache
+        self.conversations = Conversations()
         if cache is not None:
             cache.prepare(policy)
         policy.prepare(table)
         self._default, self._policies = policy, {name: policy}
         self._table, self._context = table, context
 
-    def select(self, policy: Policy, text: str, token_ids: Sequence[int], context: int, budget: Budget) -> Selection:
-        """The blueprint of a query: analysis, then cache or policy.
+    def select(
+        self, policy: Policy, text: str, token_ids: Sequence[int], context: int, budget: Budget,
+        prompt_ids: Sequence[int] = (), salt: bytes = b"",
+    ) -> Selection:  # fmt: skip
+        """The blueprint of a query: analysis, then cache or policy, then what its conversation had.
 
         Args:
             text, token_ids, context: as for `profile`.
+            prompt_ids: of the whole prompt, which may go on with one that `began`.
+            salt: whose.
 
         Raises:
             QBEError: the budget cannot be met.
@@ -74,9 +83,19 @@ class BlueprintChooser:
         profile = self.profile(text, token_ids, policy, context)
         analysed = time.perf_counter()
         with about("bits"):
-            blueprint, cached = self.blueprint(policy, profile, budget)
+            asked, cached = self.blueprint(policy, profile, budget)
+        turn = None if policy.reads_prompt else self.conversations.find(salt, prompt_ids)
+        kept = asked if turn is None else turn.kept(asked, budget, profile.context, self._table)
         chosen = time.perf_counter()
-        return Selection(profile, blueprint, cached, (analysed - start) * 1e3, (chosen - analysed) * 1e3)
+        return Selection(profile, asked, kept, cached, (analysed - start) * 1e3, (chosen - analysed) * 1e3)
+
+    def began(
+        self, blueprint: Blueprint, budget: Budget, context: int, prompt_ids: Sequence[int], salt: bytes = b""
+    ) -> None:
+        """A prompt runs at this blueprint: prompts that go on with it keep that."""
+        if blueprint.dynamic_precision is None or blueprint.dynamic_precision.by == "cascade":
+            plain = replace(blueprint, kv_error=None, dynamic_precision=None)
+            self.conversations.began(salt, prompt_ids, Turn(plain, budget.plain_tier, context))
 
     def select_again(
         self, policy: str | None, profile: QueryProfile, budget: Budget, cause: Cause

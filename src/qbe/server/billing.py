@@ -61,6 +61,7 @@ class Account:
         self.asked, self._request, self._id, self._model = asked, id, f"{id}-{index}", model
         self._prompt_tokens, self._chosen = job.choice[1].prompt_tokens, job.choice[1]
         self.bits = self._chosen.blueprint.average_weight_bits(self._chosen.table)
+        self._priced_bits = min(self.bits, self._chosen.asked_bits)
         weights = weights_by_bits(self._chosen.blueprint, self._chosen.table)
         self._shares = {bits: n / max(1, self._chosen.table.nested_parameters) for bits, n in weights.items()}
         self._kv_bits = self._chosen.blueprint.average_kv_bits(self._chosen.table)
@@ -96,7 +97,7 @@ class Account:
         terms, total = self.asked.terms, 0
         for i, (written, result) in enumerate(zip(self.written, self._results, strict=True)):
             read = (self._read, self._cached) if i == 0 else (0, 0)
-            bits = self.bits if result is None else result.average_weight_bits
+            bits = self._priced_bits if result is None else result.priced_weight_bits
             total += terms.pricing.cost(*read, max(0, written - self.asked.hidden), bits)
         return total
 

@@ -57,6 +57,7 @@ class Job:
         events: gets, in the event loop, None once the engine has taken the job, then deltas; an exception if it
             refuses.
         ended: called once in the event loop, when no answer will go on.
+        within: of average bits, the range that they have in the order of tiers; None: they are not in it.
 
     Attributes:
         results: of the answers that have ended, in order of the answers, None for the others.
@@ -66,9 +67,10 @@ class Job:
 
     def __init__(
         self, requests: Sequence[Request], choice: Choice, events: asyncio.Queue[tuple[Job, Event]],
-        ended: Callable[[Job], None],
+        ended: Callable[[Job], None], within: tuple[float, float] | None = None,
     ) -> None:  # fmt: skip
         self.requests, self.choice, self._events, self._ended = requests, choice, events, ended
+        self.within = within
         self.results: list[Result | None] = [None] * len(requests)
         self.account: Account | None = None
         self.refused = False

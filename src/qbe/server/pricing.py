@@ -80,7 +80,7 @@ def usage(
     for group in groups:
         for i, r in enumerate(group):
             prompt = (read_tokens(r), min(r.cached_tokens, r.prompt_tokens)) if i == 0 else (0, 0)
-            cost += given.pricing.cost(*prompt, len(r.token_ids) - hidden, r.average_weight_bits)
+            cost += given.pricing.cost(*prompt, len(r.token_ids) - hidden, r.priced_weight_bits)
     return {
         "prompt_tokens": read,
         "completion_tokens": written,
@@ -90,6 +90,8 @@ def usage(
         "qbe": {
             "average_weight_bits": _mean([r.average_weight_bits for r in results], weights),
             "read_weight_bits": _mean([r.read_weight_bits for r in results], weights),
+            "asked_weight_bits": _mean([r.asked_weight_bits for r in results], weights),
+            "cached_weight_bits": _mean_of_cached(firsts),
             "average_kv_bits": _mean([r.average_kv_bits for r in results], weights),
             "tokens_by_bits": {str(bits): by_bits[bits] for bits in sorted(by_bits)},
             "policy": firsts[0].blueprint.policy,
@@ -99,6 +101,12 @@ def usage(
             "currency": given.prices.currency,
         },
     }
+
+
+def _mean_of_cached(results: Sequence[Result]) -> float | None:
+    """Bits at which the prompts' cached tokens were computed; None where there are none."""
+    known = [(r.cached_weight_bits, r.cached_tokens) for r in results if r.cached_weight_bits is not None]
+    return _mean(*zip(*known, strict=True)) if known else None
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:

@@ -26,9 +26,11 @@ from qbe.engine.scheduling.sequence import Priority, Sequence
 from qbe.server.admission import Admission
 from qbe.server.errors import APIError
 from qbe.server.fair import Shares
+from qbe.server.job import Job
 from qbe.server.keys import Client
 from qbe.server.settings import TIER_NAMES, Settings, TierName
 from qbe.server.speed import Speed
+from qbe.server.tier_order import Range
 from qbe.server.turns import Turns
 
 _PIECE_TOKENS = 64  # of others' prompts in a step beside a kept answer, and the least at any time
@@ -197,6 +199,27 @@ def in_order(asked: EngineRequest, admission: Admission, count: int) -> EngineRe
     range_ = admission.order.within(terms.tier, terms.tier_range, terms.tier_settings.bits[1])
     admission.order.enter(terms.tier, range_, count)
     return replace(asked, terms=replace(terms, within=range_))
+
+
+def keep_in_order(asked: EngineRequest, choice: Choice, admission: Admission) -> tuple[Choice, Range | None]:
+    """The same, with what the query's own score gives where the bits that its conversation keeps would turn the order
+    of the tiers around; and the range that its answers have in that order, if they are in it.
+    """
+    (ids, chosen), found = choice, asked.terms.within
+    if found is None or chosen.asked is None or chosen.asked.weight_bits == chosen.blueprint.weight_bits:
+        return choice, found
+    kept = admission.order.keep(asked.terms.tier, found, chosen.average_bits, asked.n)
+    return ((ids, chosen.as_asked), found) if kept is None else (choice, kept)
+
+
+def withdraw(asked: EngineRequest, jobs: collections.abc.Sequence[Job], admission: Admission, count: int) -> None:
+    """All `count` answers of a request that does not begin leave, those of `jobs` with the ranges that they have."""
+    tier = asked.terms.tier
+    for job in jobs:
+        admission.leave(len(job.requests), tier, 0, asked.client, job.within)
+    rest = count - sum(len(job.requests) for job in jobs)
+    if rest:
+        admission.leave(rest, tier, 0, asked.client, asked.terms.within)
 
 
 def _rank(sequence: Sequence) -> float:

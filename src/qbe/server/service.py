@@ -29,7 +29,7 @@ from qbe.server.job import Job
 from qbe.server.keys import Client
 from qbe.server.observe.observer import Observer
 from qbe.server.observe.traces import Traces
-from qbe.server.queues import TierQueues, in_order, stand
+from qbe.server.queues import TierQueues, in_order, keep_in_order, stand, withdraw
 from qbe.server.quotas import Quotas, Use
 from qbe.server.rates import Rates
 from qbe.server.settings import TIER_NAMES, Settings, TierName
@@ -261,10 +261,11 @@ class Service:
             raise APIError(400, f"n: {count} answers in all, but at most {limits.choices} are written", param="n")
         admission.enter(count, limits, asked.terms.tier, asked.client)
         asked = in_order(asked, admission, count)
-        exchange = Exchange(asked, self._worker.cancel, limits.timeout_s)
+        exchange, jobs = Exchange(asked, self._worker.cancel, limits.timeout_s), list[Job]()
         self._exchanges.add(exchange)
         try:
-            jobs = [await self._job(exchange, i, prompt) for i, prompt in enumerate(asked.prompts)]
+            for i, prompt in enumerate(asked.prompts):
+                jobs.append(await self._job(exchange, i, prompt))
             most = Use(sum(j.most_tokens for j in jobs), sum(j.account.most.cost for j in jobs if j.account))
             self.quotas.reserve(asked.client, most)
             try:
@@ -273,7 +274,7 @@ class Service:
                 self.quotas.release(asked.client, most)
                 raise
         except BaseException:
-            admission.leave(count, asked.terms.tier, 0, asked.client, asked.terms.within)
+            withdraw(asked, jobs, admission, count)
             exchange.over()
             raise
         exchange.jobs += jobs
@@ -315,7 +316,8 @@ class Service:
         line = self._worker.line if others >= self._admission.running else None
         priority = stand(asked, request, choice, self._queues, self._admission, self.speed, line)
         requests = asked.requests(replace(request, priority=priority), self._grammars)
-        job = Job(requests, choice, exchange.events, lambda job: self.settle(exchange, job))
+        choice, within = keep_in_order(asked, choice, self._admission)
+        job = Job(requests, choice, exchange.events, lambda job: self.settle(exchange, job), within)
         job.account = Account(asked, exchange.id, index, self.names[0], job)
         written = sum(r.params.max_tokens for r in requests)
         cost = asked.terms.pricing.cost(choice[1].prompt_tokens, 0, written, job.account.bits)
@@ -327,7 +329,7 @@ class Service:
         results, asked = [r for r in job.results if r is not None], exchange.asked
         if self._admission is not None:
             ended, terms = sum(bool(r.token_ids) for r in results), asked.terms
-            self._admission.leave(len(job.requests), terms.tier, ended, asked.client, terms.within)
+            self._admission.leave(len(job.requests), terms.tier, ended, asked.client, job.within)
             used = job.choice[1].prompt_tokens + sum(len(r.token_ids) for r in results)
             self._admission.refund(asked.client, job.most_tokens - used)
             self.quotas.release(asked.client, Use() if job.account is None else job.account.most)

@@ -32,6 +32,7 @@ class BlueprintPayload:
         context: tokens of the prompt and the longest answer.
         analysis_ms, policy_ms: milliseconds.
         cache: what the blueprint cache did (`Record.cache`).
+        asked_weight_bits: as in a record.
     """
 
     policy: str
@@ -45,6 +46,7 @@ class BlueprintPayload:
     analysis_ms: float
     policy_ms: float
     cache: str | None = field(default=None)
+    asked_weight_bits: float | None = None
 
     def pack(self) -> dict[str, Any]:
         """As an entry of `extra_args`."""

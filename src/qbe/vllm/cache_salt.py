@@ -11,6 +11,11 @@ from typing import Any
 MARK = "|qbe:"  # parts the caller's own cache salt from ours
 
 
+def own_salt(salt: str | None) -> str:
+    """What the caller gave, of that or of a salt that `cache_salt` made."""
+    return (salt or "").partition(MARK)[0]
+
+
 def cache_salt(callers: str | None, key: str) -> str:
     """The cache salt of a request.
 
@@ -18,7 +23,7 @@ def cache_salt(callers: str | None, key: str) -> str:
         own: what the caller gave, or a salt that this function made.
         key: digest of the model's table, and `Blueprint.computed_key`.
     """
-    return f"{(callers or '').partition(MARK)[0]}{MARK}{key}"
+    return f"{own_salt(callers)}{MARK}{key}"
 
 
 def resalt_blocks(request: Any, start: int, key: str, block: int) -> None:

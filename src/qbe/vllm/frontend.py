@@ -24,7 +24,7 @@ from qbe.selection.selector import BlueprintChooser
 from qbe.sites import Role
 from qbe.vllm import metrics, transfer
 from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
-from qbe.vllm.cache_salt import cache_salt
+from qbe.vllm.cache_salt import cache_salt, own_salt
 from qbe.vllm.config import QBEConfig
 from qbe.vllm.request_options import RequestOptions
 from qbe.vllm.served import ServedModel
@@ -45,7 +45,10 @@ class FrontEnd:
         self.chooser = make_chooser(model, Analyzer(_embedding(model)), self.context)
 
     def choose(self, prompt: Any, asked: RequestOptions, max_tokens: int | None) -> BlueprintPayload:
-        """Raises QBEError for a budget that cannot be met, or a prompt that cannot be analysed."""
+        """The blueprint of a prompt, which prompts with the same cache salt keep that go on with it.
+
+        Raises QBEError for a budget that cannot be met, or a prompt that cannot be analysed.
+        """
         ids = prompt.get("prompt_token_ids")
         if not ids:
             raise QBEError(
@@ -62,8 +65,10 @@ class FrontEnd:
             raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")
         context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)
         text_ms = (time.perf_counter() - start) * 1e3
-        selected = self.chooser.select(policy, text, token_ids, context, asked.budget)
+        salt = own_salt(prompt.get("cache_salt")).encode()
+        selected = self.chooser.select(policy, text, token_ids, context, asked.budget, ids, salt)
         blueprint, profile, budget = selected.blueprint, selected.profile, asked.budget
+        self.chooser.began(blueprint, budget, profile.context, ids, salt)
         return BlueprintPayload(
             policy=blueprint.policy, asked_policy=asked.policy, weight_bits=bytes(blueprint.weight_bits),
             activation_bits=bytes(blueprint.activation_bits), digest=self.model.table.digest,
@@ -72,7 +77,7 @@ class FrontEnd:
             profile={"score": profile.score, "prompt_class": profile.prompt_class, "tier": profile.tier,
                      "features": profile.features, "cluster": profile.cluster},
             context=profile.context, analysis_ms=text_ms + selected.analysis_ms, policy_ms=selected.policy_ms,
-            cache=selected.cache,
+            cache=selected.cache, asked_weight_bits=selected.asked.average_weight_bits(self.model.table),
         )  # fmt: skip
 
 

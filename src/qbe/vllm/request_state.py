@@ -118,7 +118,7 @@ class RequestState:
             choice_part(
                 first, tier=payload.budget["tier"], budget_bits=payload.budget["bits"], cache=payload.cache,
                 average_weight_bits=average,
-                bytes_per_token=first.bytes_per_token(table),
+                bytes_per_token=first.bytes_per_token(table), asked_weight_bits=payload.asked_weight_bits,
             ),
             Work(
                 prompt_tokens=request.num_prompt_tokens, completion_tokens=request.num_output_tokens,

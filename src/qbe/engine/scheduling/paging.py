@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from qbe.engine.scheduling.sequence import Sequence, Status
 from qbe.format.kv_blocks import FULL_BITS, PAGE_SIZE, quantised_pages
-from qbe.kvcache.allocator import PageAllocator, PageFormat
-from qbe.kvcache.prefix import page_key
+from qbe.kvcache.allocator import Page, PageAllocator, PageFormat
+from qbe.kvcache.lookup import longest_prefix
+from qbe.kvcache.prefix import PagePrecision, page_key, tokens_key
 
 
 class Paging:
@@ -63,51 +64,78 @@ class Paging:
     def begin(self, sequence: Sequence) -> None:
         """Give it the pages that are known already; its last token is always computed.
 
-        Its first token of its own must not look back on a page at 16 bits, which nobody keeps: it goes on after a whole
-        stretch of pages, or where the pages known have 16 bits for good. Where its fork parent still writes the page in
-        which the prompt ends, it begins with all of its pages. The first of the two that writes to that page
-        copies it.
+        Where its fork parent still writes the page in which the prompt ends, it begins with all of its pages. The first
+        of the two that writes to that page copies it.
         """
-        sequence.paging.keyed_by, tokens = sequence.first_key, len(sequence.token_ids)
-        # Whoever wants logits of its tokens computes them.
-        scoring = sequence.sampling.scoring
-        most = sequence.alike if scoring is None else min(sequence.alike, scoring.start)
-        if sequence.activation_stats is not None:
-            most = 0
-        # Pages that hold tokens of a precision of their own are nobody else's.
-        while self.reusable and (end := (len(sequence.pages) + 1) * PAGE_SIZE) < tokens and end <= most:
-            key = self._key(sequence, len(sequence.pages))
-            page = self.allocator.find(key)
-            if page is None:
-                break
-            sequence.pages.append(page)
-            sequence.paging.page_keys.append(key)
-        known = len(sequence.pages)
-        while quantised_pages(known) < known and not sequence.pages[known - 1].format.full:
-            known -= 1
-        sequence.paging.quantised = known
-        self.allocator.release(sequence.pages[known:], len(sequence.pages) - known)
-        del sequence.pages[known:], sequence.paging.page_keys[known:]
+        paging, tokens = sequence.paging, len(sequence.token_ids)
+        paging.keyed_by = sequence.first_key
+        fork_parent, paging.fork_parent = paging.fork_parent, None
+        alike = self._is_twin(sequence, fork_parent)
+        if alike and fork_parent is not None:
+            prefix = sequence.blueprint_history.prefix = list(fork_parent.blueprint_history.prefix)
+            paging.quantised_bits = fork_parent.paging.quantised_bits[: prefix[-1][0] // PAGE_SIZE if prefix else 0]
+        again = alike or sequence.preemptions > 0
+        sequence.pages = self._known(sequence, more=not again and (paging.more or paging.more_kv))
+        known = paging.quantised = len(sequence.pages)
         sequence.computed, last = known * PAGE_SIZE, (tokens - 1) // PAGE_SIZE
-        fork_parent, sequence.paging.fork_parent = sequence.paging.fork_parent, None
         if (
-            self.reusable
+            alike
             and fork_parent is not None
-            and fork_parent.status is Status.RUNNING
-            and fork_parent.paging.keyed_by == sequence.paging.keyed_by
-            and fork_parent.token_ids[:tokens] == sequence.token_ids
             and last == (fork_parent.computed + 1) // PAGE_SIZE  # not full after this step either
             and sequence.computed < tokens - 1 <= min(fork_parent.computed, fork_parent.alike, sequence.alike)
             and all(self.format_of(sequence, i) is fork_parent.pages[i].format for i in range(known, last))
         ):
             sequence.pages += fork_parent.pages[known : last + 1]
-            sequence.paging.quantised = max(known, quantised_pages(last))
-            self.allocator.share(sequence.pages[known:], sequence.paging.quantised - known)
+            paging.quantised = max(known, quantised_pages(last))
+            self.allocator.share(sequence.pages[known:], paging.quantised - known)
             sequence.computed = tokens - 1
-        for i in range(len(sequence.paging.quantised_bits), sequence.computed // PAGE_SIZE):
-            sequence.paging.quantised_bits.append(sequence.kv_bits_of(i))
+        for i in range(len(paging.quantised_bits), sequence.computed // PAGE_SIZE):
+            paging.quantised_bits.append(sequence.kv_bits_of(i))
         if not sequence.preemptions:
-            sequence.paging.cached = sequence.computed
+            paging.cached = sequence.computed
+
+    def _is_twin(self, sequence: Sequence, fork_parent: Sequence | None) -> bool:
+        """Whether the pages of `fork_parent` may be those of a sequence of the same prompt."""
+        return (
+            self.reusable
+            and fork_parent is not None
+            and fork_parent.status is Status.RUNNING
+            and fork_parent.paging.keyed_by == sequence.paging.keyed_by
+            and fork_parent.token_ids[: len(sequence.token_ids)] == sequence.token_ids
+        )
+
+    def _known(self, sequence: Sequence, more: bool) -> list[Page]:
+        """The known pages that it begins on, of which it is an owner then.
+
+        Args:
+            more: whether pages with more bits than its own will do. What their tokens were computed at becomes part of
+                its history, so that they are computed again as they were, should it have to give them up.
+        """
+        if not self.reusable or sequence.activation_stats is not None:
+            return []
+        paging, scoring = sequence.paging, sequence.sampling.scoring
+        # Whoever wants logits of its tokens computes them. Pages with tokens of a precision of their own are nobody's.
+        most = sequence.alike if scoring is None else min(sequence.alike, scoring.start)
+
+        def excess(page: int, written: PagePrecision) -> int | None:
+            return written.excess(sequence.precision_of(page), more and paging.more, more and paging.more_kv)
+
+        pages = longest_prefix(self.allocator, paging.cache_salt, sequence.token_ids, most, excess)
+        written = [page.written for page in pages if page.written is not None]
+        if any(excess(i, w) for i, w in enumerate(written)):
+            before = paging.quantised_bits
+            paging.quantised_bits = [w.kv_bits for w in written]
+            if self.capacity(sequence) < sequence.max_length:  # pages with more bits take more room
+                paging.quantised_bits = before
+                return self._known(sequence, more=False)
+            sequence.blueprint_history.prefix = [
+                ((i + 1) * PAGE_SIZE, w.blueprint)
+                for i, (w, after) in enumerate(zip(written, [*written[1:], None], strict=True))
+                if after is None or after.blueprint.computed_key != w.blueprint.computed_key
+            ]
+        self.allocator.take(pages)
+        paging.page_keys = [page.key for page in pages if page.key is not None]
+        return pages
 
     def write(self, sequence: Sequence, end: int) -> bool:
         """Whether `[computed, end)` can be written: there are pages, of the right formats and nobody else's."""
@@ -147,14 +175,17 @@ class Paging:
             sequence.paging.quantised = i + 1
             sequence.paging.version += 1
         for i in range(len(sequence.paging.page_keys), full):
-            alike = (i + 1) * PAGE_SIZE <= sequence.alike
-            if not self.reusable or not alike or sequence.paging.keyed_by is None:
+            whole = (i + 1) * PAGE_SIZE <= sequence.alike
+            if not self.reusable or not whole or sequence.paging.keyed_by is None:
                 break
             if i >= sequence.paging.quantised and not sequence.pages[i].format.full:
                 break
-            key = self._key(sequence, i)
+            before = sequence.paging.page_keys[i - 1] if i else sequence.paging.cache_salt
+            alike = tokens_key(before, sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
+            written = sequence.precision_of(i)
+            key = page_key(alike, written)
             sequence.paging.page_keys.append(key)
-            self.allocator.publish(sequence.pages[i], key)
+            self.allocator.publish(sequence.pages[i], key, alike, written)
 
     def release(self, sequence: Sequence) -> None:
         """Take all of its pages back."""
@@ -162,11 +193,6 @@ class Paging:
         sequence.pages, sequence.recurrent = [], None
         sequence.paging.page_keys, sequence.paging.quantised = [], 0
         sequence.paging.version += 1
-
-    def _key(self, sequence: Sequence, i: int) -> bytes:
-        tokens = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-        before = sequence.paging.page_keys[i - 1] if i else sequence.paging.cache_salt
-        return page_key(before, sequence.first_key, sequence.kv_bits_of(i), tokens)
 
     def _next_format(self, sequence: Sequence) -> PageFormat:
         """Of the pages that it has not yet filled, the first one left out."""

@@ -22,7 +22,9 @@ from qbe.engine.scheduling.sequence_state import (
     SharedReads,
     TokenDifficulty,
 )
+from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kvcache.allocator import Page
+from qbe.kvcache.prefix import PagePrecision
 from qbe.selection.blueprint_history import BlueprintHistory
 from qbe.sites import FULL_BITS, KVBits
 
@@ -166,7 +168,8 @@ class Sequence:
 
     def rows(self, start: int, count: int) -> list[tuple[Blueprint, int]]:
         """The same of the tokens `[start, start + count)`: runs of equal blueprints and their lengths."""
-        if not self.difficulty.high_precision_positions and not self.blueprint_history.earlier:
+        history = self.blueprint_history
+        if not (self.difficulty.high_precision_positions or history.earlier or history.prefix):
             return [(self.blueprint, count)]
         runs = groupby(map(self.blueprint_at, range(start, start + count)))
         return [(blueprint, len(list(run))) for blueprint, run in runs]
@@ -203,6 +206,12 @@ class Sequence:
         earlier = self.blueprint_history.earlier
         changed = earlier[0][0] if earlier else len(self.token_ids)
         return min(self.difficulty.high_precision_positions | {changed})
+
+    def precision_of(self, page: int) -> PagePrecision:
+        """At what its page of this number was written, or will be, where it has that of the prompt."""
+        history, position = self.blueprint_history, page * PAGE_SIZE
+        own = next((blueprint for end, blueprint in history.prefix if position < end), history.first)
+        return PagePrecision(own, self.kv_bits_of(page))
 
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
         """KV bits of its page of this number: what it was quantised at, or will be."""

@@ -30,6 +30,7 @@ class PagingState:
         keyed_by: `first_key` as all of its tokens up to `alike` had it; None once it was another.
         fork_parent: a sequence of the same prompt whose pages it may begin with; None once it has begun.
         cache_salt: whose pages it may begin with: those of sequences with the same one.
+        more, more_kv: whether pages will do that were computed, or quantised, with more bits than its own.
         cached: tokens of the prompt whose pages were there already when it was first admitted.
         average_kv_bits: of the numbers in its pages when it ended, scales not counted; None before.
         alone_at: length at which it gave its pages up although no other sequence ran.
@@ -42,6 +43,8 @@ class PagingState:
     keyed_by: str | None = None
     fork_parent: Sequence | None = field(default=None, repr=False)
     cache_salt: bytes = b""
+    more: bool = False
+    more_kv: bool = False
     cached: int = 0
     average_kv_bits: float | None = None
     alone_at: int = 0
