@@ -171,12 +171,12 @@ def test_groups_and_memory_are_bounded_and_the_oldest_go() -> None:
 def test_what_memory_dropped_comes_from_disk(tmp_path: Path) -> None:
     cache, policy = open_at(tmp_path / "b.sqlite"), Counting()
     cache.capacity = 8
-    queries = profiles(60)
-    for profile in queries:
-        cache.blueprint(policy, profile, Budget())
+    queries = [(p, Budget(bits=5 + i % 20 / 10)) for i, p in enumerate(profiles(60))]  # of many cells
+    for query in queries:
+        cache.blueprint(policy, *query)
     assert cache.numbers.entries <= 8
     asked = policy.asked
-    assert all(cache.blueprint(policy, p, Budget())[1] in ("exact", "near") for p in queries)
+    assert all(cache.blueprint(policy, *query)[1] in ("exact", "near") for query in queries)
     assert policy.asked == asked
 
 
