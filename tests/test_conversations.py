@@ -141,6 +141,13 @@ def test_few_averages_serve_a_tier() -> None:
         assert len(found) == len(averages(*few))
 
 
+def test_an_average_has_the_score_that_gives_it() -> None:
+    for bits in (5.33, 6.0, 6.67):
+        assert Budget().average_for(Budget().score_for(bits)) == bits
+    assert [Budget().score_for(bits) for bits in (4.0, 9.0)] == [0.0, 1.0]
+    assert Budget(within=(6.0, 6.0)).score_for(6.0) == 0.5
+
+
 ends = st.tuples(st.floats(3.5, 9.0), st.floats(0.0, 3.0)).map(lambda r: (r[0], r[0] + r[1]))
 
 
@@ -162,6 +169,7 @@ def test_kv_bits_are_kept_until_the_context_asks_for_fewer(context: int) -> None
     table = TABLE.with_kv(kv_sites()) if context else TABLE
     kept = Turn(before, "default", 100).kept(asked, Budget(), context, table)
     assert kept.kv_bits == (before if context == 100 else asked).kv_bits
+    assert Turn(before, "default", 100, own_kv=False).kept(asked, Budget(), context, table) == asked
 
 
 def kv_sites() -> Any:

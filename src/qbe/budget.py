@@ -151,6 +151,11 @@ class Budget:
         low, high = self.range
         return low + (high - low) * min(1.0, max(0.0, score))
 
+    def score_for(self, bits: float) -> float:
+        """The score to which the range gives this average; its ends for averages beyond them."""
+        low, high = self.range
+        return min(1.0, max(0.0, (bits - low) / (high - low))) if high > low else 0.5
+
     @property
     def range(self) -> tuple[float, float]:
         """The averages among which the score chooses, where `bits` does not fix one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qbe.analysis.profile import QueryProfile
 from qbe.engine.adaptive.routing import Read
@@ -52,7 +52,9 @@ class RunningRequest:
     refreshes: list[Refresh] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.profile = self.chosen.profile
+        self.profile, chosen = self.chosen.profile, self.chosen
+        if chosen.asked is not None:  # a refresh goes on from the bits that its conversation keeps
+            self.profile = replace(self.profile, score=chosen.budget.score_for(chosen.average_bits))
 
     def finish(self, now: float) -> Result:
         """Makes the result. `now` is the time of its last token, as in `started`."""

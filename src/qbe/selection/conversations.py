@@ -38,11 +38,13 @@ class Turn:
         blueprint: that it had.
         tier: of its budget.
         context: tokens of the prompt and of the longest answer.
+        own_kv: whether its KV bits were left to the policy.
     """
 
     blueprint: Blueprint
     tier: str
     context: int
+    own_kv: bool = True
 
     def kept(self, asked: Blueprint, budget: Budget, context: int, table: SiteTable) -> Blueprint:
         """What the next turn has: this one's bits where its budget allows them, those of `asked` otherwise.
@@ -65,7 +67,7 @@ class Turn:
             and low - TOLERANCE <= before.average_weight_bits(table) <= high + 1e-9
         ):
             found = replace(found, weight_bits=before.weight_bits)
-        if budget.kv_bits is None and found.weight_bits == before.weight_bits:
+        if self.own_kv and budget.kv_bits is None and found.weight_bits == before.weight_bits:
             _, longest = same_contexts(self.context, budget, table, before.bytes_per_token(table))
             if context <= longest:
                 found = replace(found, kv_bits=before.kv_bits, first_kv_bits=before.first_kv_bits)

@@ -95,7 +95,8 @@ class BlueprintChooser:
         """A prompt runs at this blueprint: prompts that go on with it keep that."""
         if blueprint.dynamic_precision is None or blueprint.dynamic_precision.by == "cascade":
             plain = replace(blueprint, kv_error=None, dynamic_precision=None)
-            self.conversations.began(salt, prompt_ids, Turn(plain, budget.plain_tier, context))
+            turn = Turn(plain, budget.plain_tier, context, budget.kv_bits is None)
+            self.conversations.began(salt, prompt_ids, turn)
 
     def select_again(
         self, policy: str | None, profile: QueryProfile, budget: Budget, cause: Cause

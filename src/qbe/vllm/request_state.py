@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qbe.blueprint import Blueprint, tokens_by_bits
@@ -40,6 +41,9 @@ class RequestState:
         self.payload, self.table, self.started, self.monitor = payload, table, started, monitor
         self.history = BlueprintHistory(payload.blueprint(table))
         self.profile = payload.as_profile()
+        kept = self.history.first.average_weight_bits(table)
+        if payload.asked_weight_bits not in (None, kept):  # a refresh goes on from the bits that its conversation keeps
+            self.profile = replace(self.profile, score=payload.as_budget().score_for(kept))
         self.refreshes: list[Refresh] = []
         self.entropies: list[float] = []
         self.margins: list[float] = []

@@ -70,7 +70,7 @@ class Paging:
         paging, tokens = sequence.paging, len(sequence.token_ids)
         paging.keyed_by = sequence.first_key
         fork_parent, paging.fork_parent = paging.fork_parent, None
-        alike = self._is_twin(sequence, fork_parent)
+        alike = self._may_fork(sequence, fork_parent)
         if alike and fork_parent is not None:
             prefix = sequence.blueprint_history.prefix = list(fork_parent.blueprint_history.prefix)
             paging.quantised_bits = fork_parent.paging.quantised_bits[: prefix[-1][0] // PAGE_SIZE if prefix else 0]
@@ -94,7 +94,7 @@ class Paging:
         if not sequence.preemptions:
             paging.cached = sequence.computed
 
-    def _is_twin(self, sequence: Sequence, fork_parent: Sequence | None) -> bool:
+    def _may_fork(self, sequence: Sequence, fork_parent: Sequence | None) -> bool:
         """Whether the pages of `fork_parent` may be those of a sequence of the same prompt."""
         return (
             self.reusable
