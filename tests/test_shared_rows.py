@@ -47,7 +47,7 @@ TABLE = SiteTable(
 
 
 def blueprints() -> st.SearchStrategy[Blueprint]:
-    """Any of the table, some of them steered."""
+    """Any of the table, some of them of dynamic precision."""
     bits = st.tuples(*[st.sampled_from(GEARS)] * 3)
     who = st.sampled_from([None, None, DynamicPrecision("routers", 7), DynamicPrecision("cascade", 9)])
     return st.builds(
@@ -117,7 +117,7 @@ def test_more_mixes_than_are_remembered() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_long_steps_of_a_mix_are_uniform(shared: bool) -> None:
-    """Prompts of several requests then take the kernel of one precision, unless somebody is steered."""
+    """Prompts of several requests then take the kernel of one precision, unless somebody's precision is dynamic."""
     plan = Plan(TABLE, UNIFORM_ROWS * 2, CPU, shared=shared)
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
     plan._weights = weights  # type: ignore[assignment]
@@ -148,7 +148,7 @@ def at(core: Core, *bits: int, by: str | None = None) -> Blueprint:
 
 
 def watched(core: Core) -> list[int]:
-    """Checks the words of every step after it has run; counts the steps that mixed, drafted and were steered."""
+    """Checks the words of every step after it has run; counts the steps that mixed, drafted and had dynamic rows."""
     seen, plain = [0, 0, 0], core.runner.step
 
     def step(work: list[ScheduledTokens]) -> Any:
@@ -200,7 +200,7 @@ def test_nobody_reads_less_than_was_asked_for(options: dict[str, Any]) -> None:
     assert bool(seen[2]) == ("cascade" in options)
     assert found[0].shared_reads.average_bits > 0
     assert found[0].shared_reads.nbytes > 0
-    if "cascade" in options:  # what is kept of a steered answer is what was chosen for it, not what others read
+    if "cascade" in options:  # what is kept of a cascaded answer is what was chosen for it, not what others read
         assert {b for m in found[4].cascade.moves for b in m.bits} == {4, 6, 8}
 
 
