@@ -221,14 +221,8 @@ def test_routed_rows_are_raised_by_nobody() -> None:
     model = tiny_llama()
     table = nest_model(model, "tiny", NestedWeightConfig(), progress=False)
     core = Core(model, table, routers=random_routers(table), max_sequences=3, kv_tokens=2048, shared_rows=True)
-    routed, low, high = (
-        request(n, prompts(12)[0], b, max_tokens=8)
-        for n, b in (
-            ("r", routed_blueprint(table, 128)),
-            ("low", routed_blueprint(table, None, 4)),
-            ("high", routed_blueprint(table, None, 8)),
-        )
-    )
+    every = {"r": routed_blueprint(table, 128), "low": at(core, 4), "high": at(core, 8)}
+    routed, low, high = (request(name, prompts(12)[0], b, max_tokens=8) for name, b in every.items())
     seen: set[int] = set()
     for r in (routed, low, high):
         core.add(r)

@@ -7,8 +7,8 @@ reading it higher costs nothing. So its rows read alike and take the kernels of 
   much. Kernels need weights alike, not whole words: the few rows of a CPU share unpacked codes, those of a GPU load the
   same slices, and a row of 8 bits leaves the low byte of its inputs out. It also lets somebody alone have the answers
   that she has with `exact`: her hard tokens have other activations than the rest.
-- *Rows of dynamic precision (routers, the cascade) stay as they are*, raised by nobody and raising nobody: what they read is
-  decided within the pass, on the device, for that token.
+- *Rows of dynamic precision (routers, the cascade) stay as they are*, raised by nobody and raising nobody: what they
+  read is decided within the pass, on the device, for that token.
 - *Pages of the KV cache are known by the blueprint that was asked for*, as in `exact`: what was read higher is at least
   as good for whoever asks for as much, and nobody with another blueprint is given it.
 
