@@ -84,6 +84,7 @@ def test_what_is_cut_at_the_end_hears_why(folder: Path, tmp_path: Path, signals:
         (("--host", "no.such.host.invalid"), "no keys"),
         (("--model", "/no/such/model"), "no/such/model"),
         (("--config", "/no/such/file.toml"), "cannot be read"),
+        (("--keys", "/no/such/keys.toml"), "/no/such/keys.toml cannot be read"),
         (("--port", "99999"), "out of range"),
         (("--ledger", "/proc/no/ledger.sqlite"), "cannot be written"),
         (("--new-key", "a b"), "letters"),

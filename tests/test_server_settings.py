@@ -13,6 +13,7 @@ import pytest
 from qbe.errors import QBEError
 from qbe.records.ledger import Ledger, LedgerEntry
 from qbe.server.contract import terms
+from qbe.server.keys import digest
 from qbe.server.settings import Settings
 from qbe.server.settings_file import Watched, load
 from server_running import running, until
@@ -105,6 +106,57 @@ def test_a_file_that_could_not_be_read_is_tried_again_without_a_change(tmp_path:
     os.rename(away, path)
     assert watched.changed() == watched.current
     assert watched.changed() is None
+
+
+def key_table(name: str) -> str:
+    return f'[keys.{name}]\nsha256 = "{digest(name)}"\n'
+
+
+def test_keys_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    path, keys = tmp_path / "serve.toml", tmp_path / "keys.toml"
+    path.write_text("[prices]\noutput = 3\n" + key_table("alice"))
+    keys.write_text(key_table("bob"))
+    found = load(path, keys)
+    assert (found.prices.output, sorted(found.keys)) == (3, ["alice", "bob"])
+    assert sorted(load(None, keys).keys) == ["bob"]
+    for text, said in (
+        (key_table("alice"), "keys.alice: .*serve.toml has a key of this name"),
+        ("[prices]\noutput = 4\n", "prices: a file of keys holds no other settings"),
+        (key_table("bob").replace(digest("bob"), digest("alice")), "keys: two of them have the same sha256"),
+        ('[keys.bob]\nsha256 = "12"\n', "keys.bob.sha256"),
+    ):
+        keys.write_text(text)
+        with pytest.raises(QBEError, match=f"{keys}: {said}") as refused:
+            load(path, keys)
+        assert "\n" not in str(refused.value)
+
+
+def test_both_files_are_followed_as_kubernetes_changes_them(tmp_path: Path) -> None:
+    """There a mounted file is a link into a folder that is exchanged. Settings may be empty all along."""
+    for version, key in (("one", "alice"), ("two", "bob")):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "keys.toml").write_text(key_table(key))
+    (tmp_path / "data").symlink_to("one")
+    path, keys = tmp_path / "serve.toml", tmp_path / "keys.toml"
+    path.write_text("")
+    keys.symlink_to("data/keys.toml")
+    watched = Watched(path, keys)
+    assert list(watched.current.keys) == ["alice"]
+    assert watched.changed() is None
+    (tmp_path / "next").symlink_to("two")
+    os.rename(tmp_path / "next", tmp_path / "data")
+    found = watched.changed()
+    assert found is not None
+    assert list(found.keys) == ["bob"]
+    assert watched.changed() is None
+    path.write_text("[prices]\noutput = 4\n")
+    found = watched.changed()
+    assert found is not None
+    assert (found.prices.output, list(found.keys)) == (4, ["bob"])
+    keys.unlink()
+    for _ in range(2):
+        with pytest.raises(QBEError, match=r"keys\.toml cannot be read"):
+            watched.changed()
 
 
 def test_a_server_follows_its_settings_whatever_goes_wrong_in_between(

@@ -42,6 +42,7 @@ def serve(
     ssl_certfile: Annotated[Path | None, typer.Option(help="certificate (PEM): serve HTTPS")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="its key, where the certificate's file has none")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of tiers, prices, limits and keys")] = None,
+    keys: Annotated[Path | None, typer.Option(help="TOML file of more keys and nothing else")] = None,
     ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
     policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None,
     max_sequences: Annotated[int, typer.Option(help="answers that are written at once")] = 16,
@@ -69,7 +70,7 @@ def serve(
     if new_key is not None:
         _print_key(new_key)
         return
-    watched = Watched(config)
+    watched = Watched(config, keys)
     public = not _loopback(host)
     if public and not watched.current.keys:
         _refuse_without_keys(host)
@@ -157,7 +158,7 @@ def _print_key(name: str) -> None:
 def _refuse_without_keys(host: str) -> None:
     raise QBEError(
         f"--host {host} lets others connect, but there are no keys: make one with 'qbe serve --new-key NAME', put "
-        "it into a file and give --config FILE, or stay at --host 127.0.0.1"
+        "it into a file and give --keys FILE, or stay at --host 127.0.0.1"
     )
 
 

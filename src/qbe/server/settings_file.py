@@ -1,4 +1,4 @@
-"""The file that the settings are in, and following it while the server runs."""
+"""The files that the settings are in, and following them while the server runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,36 @@ from qbe.files import reason
 from qbe.server.settings import Settings
 
 _BYTES = 4 << 20
+_State = tuple[int, int, int]  # of a file: inode, size, time of change
 
 
-def load(path: Path) -> Settings:
-    """The settings in a file.
+def load(path: Path | None, keys: Path | None = None) -> Settings:
+    """The settings in a file, or in two.
+
+    Args:
+        path: the file; None takes the defaults.
+        keys: a file of more keys and nothing else, so that the other one may be read by everyone.
 
     Raises:
-        QBEError: it cannot be read, is no TOML or holds something that does not fit, in one line with the place.
+        QBEError: one cannot be read, is no TOML or holds something that does not fit, in one line with the place.
     """
-    return _parsed(path, _read(path))
+    given = {file: _read(file) for file in (path, keys) if file is not None}
+    return _joined(path, keys, given)
+
+
+def _joined(path: Path | None, keys: Path | None, given: dict[Path, bytes]) -> Settings:
+    settings = Settings() if path is None else _parsed(path, given[path])
+    if keys is None:
+        return settings
+    apart = _parsed(keys, given[keys])
+    if other := sorted(apart.model_fields_set - {"keys"}):
+        raise QBEError(f"{keys}: {other[0]}: a file of keys holds no other settings")
+    if twice := sorted(apart.keys.keys() & settings.keys.keys()):
+        raise QBEError(f"{keys}: keys.{twice[0]}: {path} has a key of this name, too")
+    try:
+        return Settings.model_validate(vars(settings) | {"keys": settings.keys | apart.keys})
+    except ValidationError as error:
+        raise QBEError(f"{keys}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 def _read(path: Path) -> bytes:
@@ -56,41 +77,46 @@ def _parsed(path: Path, text: bytes) -> Settings:
 
 
 class Watched:
-    """The settings in a file as of its last state that was good.
+    """The settings in a file, or in two, as of their last state that was good.
 
     Args:
         path: the file; None takes the defaults for good.
+        keys: a file of more keys, or None.
 
     Raises:
         QBEError: what `load` raises.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._seen = self._state()
-        self.current = Settings() if path is None else load(path)
+    def __init__(self, path: Path | None, keys: Path | None = None) -> None:
+        self._path, self._keys = path, keys
+        self._seen, self._unread = self._states(), False
+        self.current = load(path, keys)
 
     def changed(self) -> Settings | None:
-        """The settings of a file that has changed since the last call, else None. They are not `current` yet.
+        """The settings of files that have changed since the last call, else None. They are not `current` yet.
 
-        An empty file is no change: whoever saves it has emptied it and will write it in a moment.
+        A file that has become empty is no change: whoever saves it has emptied it and will write it in a moment.
 
         Raises:
             QBEError: what `load` raises; the next change is looked at again.
         """
-        state = self._state()
-        if self._path is None or (state is not None and state == self._seen):
+        states = self._states()
+        if not self._unread and None not in states.values() and states == self._seen:
             return None
-        self._seen = None  # one that cannot be read now is tried again without a change: it may hold a revoked key
-        text = _read(self._path)
-        if not text.strip():
+        self._unread = True  # one that cannot be read now is tried again without a change: it may hold a revoked key
+        given = {file: _read(file) for file in self._seen}
+        if any(not text.strip() and states[file] != self._seen[file] for file, text in given.items()):
             return None
-        self._seen = state
-        return _parsed(self._path, text)
+        self._unread, self._seen = False, states
+        return _joined(self._path, self._keys, given)
 
-    def _state(self) -> tuple[int, int, int] | None:
-        try:
-            file = os.stat(self._path) if self._path is not None else None
-        except OSError:
-            return None
-        return None if file is None else (file.st_ino, file.st_size, file.st_mtime_ns)
+    def _states(self) -> dict[Path, _State | None]:
+        return {file: _state(file) for file in (self._path, self._keys) if file is not None}
+
+
+def _state(file: Path) -> _State | None:
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
