@@ -26,7 +26,7 @@ from qbe.server.observe.steps import bytes_of_step
 from server_running import Running, running, tiny_engine, until
 
 SECRET = "the prompt that nobody shall read"
-DASHBOARD = Path(__file__).parents[1] / "docs" / "grafana.json"
+MONITORING = Path(__file__).parents[1] / "deploy/helm/qbe/files"
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_the_dashboard_shows_what_there_is(server: Running) -> None:
         known.setdefault(f"{family.name}_total", set())
         for sample in family.samples:
             known.setdefault(sample.name, set()).update(sample.labels)
-    dashboard = json.loads(DASHBOARD.read_text())
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     asked = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
     assert len(asked) > 20
     for expression in asked:
@@ -265,9 +265,26 @@ def test_what_the_engine_refuses_counts_as_refused_alone(
 
 
 def test_alerts_ask_for_metrics_that_there_are() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "alerts.yml").read_text()
-    asked = set(re.findall(r"\b(?:qbe|vllm):\w+", text))
+    yaml = pytest.importorskip("yaml")
+    (group,) = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    asked = {name for rule in group["rules"] for name in re.findall(r"\b(?:qbe|vllm):\w+", rule["expr"])}
     known = Metrics("m").text(None, 0, 0.0).decode()
     assert {"qbe:ledger_ok", "qbe:settings_ok"} <= asked
     for name in asked:
         assert f"# TYPE {name.removesuffix('_total')}" in known, name
+
+
+def test_dashboard_and_alerts_are_promql() -> None:
+    yaml, promql = pytest.importorskip("yaml"), pytest.importorskip("promql_parser", reason="needs promql-parser")
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    (group,) = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    asked = [t["expr"].replace("$__rate_interval", "1m") for panel in dashboard["panels"] for t in panel["targets"]]
+    for expression in [*asked, *(rule["expr"] for rule in group["rules"])]:
+        promql.parse(expression)
+    with pytest.raises(ValueError):
+        promql.parse("rate(qbe:cost_total)")
+    for rule in group["rules"]:
+        assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[sm]", rule["for"])
+        assert rule["labels"]["severity"] in ("critical", "warning")
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
