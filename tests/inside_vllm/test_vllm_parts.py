@@ -216,6 +216,8 @@ def test_an_output_that_comes_later_still_tells_of_difficulty() -> None:
     inner = SimpleNamespace(get_output=lambda: SimpleNamespace())
     found = MeasuredLater(inner, ["a", "b"], torch.tensor([[1.0, 2.0], [3.0, 4.0]])).get_output()  # type: ignore[arg-type]
     assert found.qbe_difficulties == {"a": (1.0, 3.0), "b": (2.0, 4.0)}
+    inner.get_kv_connector_output = lambda: "saved"
+    assert MeasuredLater(inner, [], torch.zeros(2, 0)).get_kv_connector_output() == "saved"  # type: ignore[arg-type]
 
 
 def test_the_tier_of_a_body_reaches_the_arguments() -> None:
@@ -397,9 +399,9 @@ def test_another_version_of_vllm_is_refused_in_one_line(monkeypatch: pytest.Monk
     from qbe.vllm import versions
 
     assert versions.refusal() is None
-    monkeypatch.setattr("vllm.__version__", "0.33.1")
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
     message = versions.refusal()
     assert message is not None
-    assert "0.33.1" in message
-    with pytest.raises(ValueError, match=r"0\.33\.1"):
+    assert "0.34.0" in message
+    with pytest.raises(ValueError, match=r"0\.34\.0"):
         versions.refused(message).from_config({})

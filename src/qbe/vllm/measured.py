@@ -32,3 +32,7 @@ class MeasuredLater(AsyncModelRunnerOutput):
 
     def get_output(self) -> Any:
         return measured(self._inner.get_output(), self._requests, self._hard)
+
+    def get_kv_connector_output(self) -> Any:
+        """What vLLM 0.33 saves of a step whose output cannot be fetched."""
+        return self._inner.get_kv_connector_output()

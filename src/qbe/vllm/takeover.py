@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
+
 from qbe.store.shared_rows import ROWS
 from qbe.vllm import QUANTIZATION, transfer
 
@@ -26,6 +28,8 @@ def take_over(vllm_config: Any) -> None:
         (vllm_config.parallel_config.enable_dbo, "dual-batch overlap"),
         (vllm_config.parallel_config.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (vllm_config.cache_config.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill"),
+        # It hands requests to the engine without asking the platform, which gives them their blueprints.
+        (envs.VLLM_USE_RUST_FRONTEND, "vLLM's front end in Rust (VLLM_USE_RUST_FRONTEND=1)"),
         (vllm_config.use_v2_model_runner, "vLLM's second model runner (VLLM_USE_V2_MODEL_RUNNER=1)"),
     ):
         if unsupported:

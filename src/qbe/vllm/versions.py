@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-SUPPORTED = ("0.32",)
+SUPPORTED = ("0.32", "0.33")
 
 
 def refusal() -> str | None:
