@@ -249,7 +249,7 @@ def test_what_the_engine_refuses_counts_as_refused_alone(
     server: Running, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = time.monotonic()  # or answers of the tests before leave the last minute
-    monkeypatch.setattr(server.service._observer.live, "_clock", lambda: stopped)
+    monkeypatch.setattr(server.service.observer.live._seconds, "_clock", lambda: stopped)
     until(lambda: server.service._admission.inside == 0, "it is idle")  # type: ignore[union-attr]
     before, shown = samples(server), server.http.get("/v1/qbe/live").json()
     wrong = {"prompt": SECRET, "n": 2, "logit_bias": {"5000": 1}}

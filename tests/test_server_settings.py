@@ -182,7 +182,7 @@ def test_a_server_follows_its_settings_whatever_goes_wrong_in_between(
             raise RuntimeError("no\nenergy")
 
         with monkeypatch.context() as patch:
-            patch.setattr(service._observer, "look", fail)
+            patch.setattr(service.observer, "look", fail)
             until(lambda: len(looked) > 3, "it goes on")
         assert said("the energy's budget cannot be kept: a defect: RuntimeError") == 1
         assert server.metric("qbe:settings_ok") == 1  # they have nothing to do with it
@@ -210,7 +210,7 @@ def test_a_server_follows_its_settings_whatever_goes_wrong_in_between(
             looked.append(2)
             await asyncio.sleep(60)
 
-        monkeypatch.setattr(service._observer, "look", hang)  # a source of intensities that says nothing
+        monkeypatch.setattr(service.observer, "look", hang)  # a source of intensities that says nothing
         until(lambda: 2 in looked, "it is asked")
         write("[prices]\noutput = 3\n")
         until(lambda: service.settings.prices.output == 3, "the newest settings")

@@ -79,7 +79,7 @@ def make_app(make_service: Callable[[], Service], inside_port: int | None = None
     _add_routes(app)
 
     def counted(error: APIError, scope: Scope) -> None:
-        service_of(app).metrics.refused.labels(service_of(app).names[0], str(error.status), error.code or "").inc()
+        service_of(app).observer.turned_away(error)
         logs.say("refused", {"status": error.status, "code": error.code, "param": error.param} | _who(scope))
 
     _add_error_handlers(app, counted)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qbe.server.errors import APIError
-from qbe.server.settings import Key, Settings, TierName
+from qbe.server.settings import TIER_NAMES, Key, Settings, TierName
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,19 @@ class Client:
         """Of the cached prefixes that it may find: how long an answer takes must not tell what others ask."""
         return b"" if self.key is None or self.key.shared_prefixes else self.key.sha256.encode()
 
+    @property
+    def oversees(self) -> bool:
+        """Whether it may see what others ask: an operator, and everyone where there are no keys."""
+        return self.key is None or self.key.operator
+
+    @property
+    def tiers(self) -> tuple[TierName, ...]:
+        """Those it may use."""
+        return TIER_NAMES if self.key is None else self.key.tiers
+
     def tier(self, wanted: str) -> TierName:
         """The tier that `service_tier` means for this client. Raises APIError if it may not use it."""
-        allowed: tuple[TierName, ...] = ("flex", "default", "priority") if self.key is None else self.key.tiers
+        allowed = self.tiers
         if wanted == "auto":
             return "default" if "default" in allowed else allowed[0]
         given = next((t for t in allowed if t == ("priority" if wanted == "fast" else wanted)), None)

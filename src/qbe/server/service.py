@@ -28,6 +28,7 @@ from qbe.server.grammar import Grammars
 from qbe.server.job import Job
 from qbe.server.keys import Client
 from qbe.server.observe.observer import Observer
+from qbe.server.observe.overview import overview
 from qbe.server.observe.traces import Traces
 from qbe.server.queues import TierQueues, in_order, keep_in_order, stand, withdraw
 from qbe.server.quotas import Quotas, Use
@@ -65,8 +66,8 @@ class Service:
     ) -> None:  # fmt: skip
         self._watched, self._public, self.names, self._failed = watched, public, [name], failed
         self.created, self.speed = int(time.time()), Speed()
-        self._observer = Observer(name, lambda: self.settings, traces)
-        self.metrics = self._observer.metrics
+        self.observer = Observer(name, lambda: self.settings, traces)
+        self.metrics = self.observer.metrics
         self.broken = self.stopping = False
         self._prepare = ThreadPoolExecutor(1, "qbe-prepare")  # tokenizes, analyses and allocates beside the steps
         self.rates = Rates()
@@ -76,7 +77,7 @@ class Service:
         self._queues: TierQueues | None = None
         self._lowest = 0.0
         self._ledger, self.quotas = ledger, Quotas()
-        self._billing = Billing(ledger, asyncio.get_running_loop(), self._observer, self.quotas)
+        self._billing = Billing(ledger, asyncio.get_running_loop(), self.observer, self.quotas)
         self._worker = Worker(
             lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._stepped
         )  # fmt: skip
@@ -133,14 +134,14 @@ class Service:
         self._prepare.shutdown(wait=False, cancel_futures=True)
         if self._grammars is not None:
             await self._grammars.close()
-        await asyncio.to_thread(self._observer.close, _TRACES_S)
+        await asyncio.to_thread(self.observer.close, _TRACES_S)
 
     def _prepared(self, engine: Engine) -> Engine:
         """In the engine's thread: what is made of an engine once."""
         total = sum(s.parameters * s.gears[0] for s in engine.table.nested)
         self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
         self._grammars = Grammars(engine)
-        self._observer.begin(engine.core)
+        self.observer.begin(engine.core)
         self.quotas.load(self._ledger)
         scheduler = engine.core.scheduler
         self._queues = TierQueues(lambda: self.settings, scheduler.max_sequences, scheduler.max_batch_tokens)
@@ -152,7 +153,7 @@ class Service:
         """In the engine's thread: a step has run. Returns the joules of the answers in it."""
         if self._queues is not None:
             self._queues.stepped(seconds)
-        return self._observer.step(seconds)
+        return self.observer.step(seconds)
 
     def _on_ready(self, error: BaseException | None) -> None:
         engine = self._worker.engine
@@ -180,17 +181,17 @@ class Service:
             if self._admission is not None:
                 contract.check(changed, self._lowest)
             self._watched.current = changed
-            self.metrics.settings_ok.set(1)
+            self.observer.settings_read(None)
             log.warning("the settings were reloaded")
         return True
 
     def _not_reloaded(self, why: str) -> None:
-        self.metrics.settings_ok.set(0)
+        self.observer.settings_read(why)
         log.warning("the settings stay as they were: %s", why)
 
     async def _govern(self) -> bool:
         """Keep within the energy's budget. Most looks do nothing, so that a good one shows nothing."""
-        await self._observer.look()
+        await self.observer.look()
         return False
 
     def engine(self) -> Engine:
@@ -225,13 +226,13 @@ class Service:
     def terms(self, client: Client, tier: str | None, wanted: contract.Contract | None) -> Terms:
         """Raises APIError."""
         given = client.tier(tier or "auto")
-        return contract.terms(given, wanted, self.settings, self.brownout(given), self._observer.governor.shift)
+        return contract.terms(given, wanted, self.settings, self.brownout(given), self.observer.governor.shift)
 
     async def scrape(self) -> bytes:
         """What `/metrics` shows."""
         load = await self._worker.load(2.0) if self.ready else None
         inside = 0 if self._admission is None else self._admission.inside
-        self._observer.scrape()
+        self.observer.scrape()
         self.metrics.ledger_ok.set(self._billing.works)
         return self.metrics.text(load, inside, self.brownout())
 
@@ -242,8 +243,7 @@ class Service:
         inside = 0 if self._admission is None else self._admission.inside
         return {
             "model": self.names[0], "ready": self.ready, "running": running, "waiting": max(0, inside - running),
-            "brownout": self.brownout(), "currency": self.settings.prices.currency, "energy": self._observer.energy,
-            **self._observer.live.describe(client),
+            **overview(client, self.settings, self.observer, self._billing.works, self.brownout),
         }  # fmt: skip
 
     async def begin(self, asked: EngineRequest) -> Exchange:
@@ -279,7 +279,7 @@ class Service:
             raise
         exchange.jobs += jobs
         exchange.left = len(jobs)
-        self._observer.began(exchange)
+        self.observer.began(exchange)
         for job in jobs:
             self._worker.submit(job)
         exchange.began()
@@ -336,7 +336,7 @@ class Service:
         for result in results:
             waited_s = 0.0 if job.account is None else job.account.waited_s
             if not exchange.refused:
-                self._observer.answer(result, waited_s)
+                self.observer.answer(result, waited_s)
             if not result.token_ids:  # cut before its first: of its time nothing is known
                 continue
             self.speed.learn(
@@ -345,6 +345,6 @@ class Service:
             )  # fmt: skip
         exchange.left -= 1
         if not exchange.left and exchange.refused:
-            self._observer.refused(exchange)
+            self.observer.refused(exchange)
         elif not exchange.left:
-            self._observer.request(exchange)
+            self.observer.request(exchange)

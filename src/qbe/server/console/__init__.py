@@ -1,4 +1,4 @@
-"""`/`: a small page of what the server does now, and a playground. Three files, served as they are."""
+"""`/`: a playground, and what the server does now. A few files, served as they are."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from starlette.responses import Response
 
 from qbe.server.wire import dumps
 
-_TYPES = {
-    "page.html": "text/html; charset=utf-8", "console.css": "text/css; charset=utf-8",
-    "console.js": "text/javascript; charset=utf-8",
-}  # fmt: skip
+_FILES = ("console.css", "console.js", "differences.js", "format.js", "playground.js")
+_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -29,23 +27,19 @@ def add_console(app: FastAPI, service_of: Any, bearer: list[Any]) -> None:
         bearer: for the document: `/v1/` needs the key.
     """
 
-    def answer(name: str) -> Response:
-        return Response((files(__package__) / name).read_bytes(), 200, _HEADERS, _TYPES[name])
+    def add(path: str, name: str) -> None:
+        content, kind = (files(__package__) / name).read_bytes(), _TYPES[name.rpartition(".")[2]]
 
-    @app.get("/", response_class=Response, include_in_schema=False)
-    async def page() -> Response:
-        return answer("page.html")
+        @app.get(path, response_class=Response, include_in_schema=False)
+        async def answer() -> Response:
+            return Response(content, 200, _HEADERS, kind)
 
-    @app.get("/console.css", response_class=Response, include_in_schema=False)
-    async def style() -> Response:
-        return answer("console.css")
-
-    @app.get("/console.js", response_class=Response, include_in_schema=False)
-    async def script() -> Response:
-        return answer("console.js")
+    add("/", "page.html")
+    for name in _FILES:
+        add(f"/{name}", name)
 
     @app.get("/v1/qbe/live", dependencies=bearer)
     async def live(request: Request) -> Response:
-        """Requests that are answered now and the last minute's tokens, bits and cost by tier."""
+        """What runs and ran, tokens, bits and cost of the last minute and hour, and what the key may use."""
         found = await service_of(app).live(request.state.client)
         return Response(dumps(found), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -1,45 +1,29 @@
-"""Who is served now and what the last minute brought, for the console. Whoever asks sees its own requests."""
+"""Who is served now and what the last hour brought, for the console. Whoever asks sees its own requests."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qbe.blueprint import Blueprint
 from qbe.explain.palette import colour
 from qbe.records.ledger import UNIT
 from qbe.server.keys import Client
+from qbe.server.observe.recent import Recent, Sum
 from qbe.server.settings import TIER_NAMES
 from qbe.sites import SiteTable
 
 if TYPE_CHECKING:
     from qbe.server.exchange import Exchange
 
-WINDOW_S = 60
-_ENDED = 10  # requests that have ended and are still shown
+_MINUTES = 60  # of the history
+_ENDED = 200  # requests that have ended and are remembered
+_SHOWN = 30  # of them, to one client
+_REFUSALS_MIN = 5  # minutes that refusals are told for
 _SCALE = (4, 6, 8, 16)  # bits whose colours the console explains
 _STRIPS = 512  # that are remembered
-
-
-@dataclass
-class _Sum:
-    """Of a key and tier within a second."""
-
-    tokens: int = 0
-    bits: float = 0.0  # times tokens
-    joules: float = 0.0
-    cost: float = 0.0
-    requests: int = 0
-
-
-@dataclass
-class _Second:
-    at: int
-    sums: dict[tuple[str, str], _Sum] = field(default_factory=dict)
 
 
 class LiveView:
@@ -50,10 +34,10 @@ class LiveView:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+        self._seconds, self._minutes = Recent(clock, 1, 60), Recent(clock, 60, _MINUTES)
+        self._refusals = Recent(clock, 60, _REFUSALS_MIN)
         self._running: dict[str, Exchange] = {}
         self._ended: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_ENDED)
-        self._seconds: deque[_Second] = deque()
         self._strips: dict[str, list[tuple[float, str]]] = {}
 
     def began(self, exchange: Exchange) -> None:
@@ -63,7 +47,7 @@ class LiveView:
     def ended(self, exchange: Exchange, finish: str) -> None:
         """All of its answers have ended."""
         self._end(exchange, finish)
-        self._add(exchange.asked.client.name, exchange.asked.terms.tier, _Sum(requests=1))
+        self._add(exchange.asked.client.name, exchange.asked.terms.tier, Sum(requests=1))
 
     def refused(self, exchange: Exchange) -> None:
         """The engine did not take it: it is shown, and is in no sum."""
@@ -71,58 +55,56 @@ class LiveView:
 
     def _end(self, exchange: Exchange, state: str, more: dict[str, Any] | None = None) -> None:
         self._running.pop(exchange.id, None)
-        self._ended.appendleft((exchange.asked.client.name, self._row(exchange) | {"state": state} | (more or {})))
+        self._ended.appendleft(
+            (exchange.asked.client.name, self._row(exchange) | {"state": state, "ended": time.time()} | (more or {}))
+        )
 
     def wrote(self, key: str, tier: str, tokens: int, bits: float, joules: float) -> None:
         """Tokens have come, at so many bits on average."""
-        self._add(key, tier, _Sum(tokens, bits * tokens, joules))
+        self._add(key, tier, Sum(tokens, bits * tokens, joules))
 
     def charged(self, key: str, tier: str, cost: float) -> None:
         """So much was booked."""
-        self._add(key, tier, _Sum(cost=cost))
+        self._add(key, tier, Sum(cost=cost))
 
-    def _add(self, key: str, tier: str, more: _Sum) -> None:
-        second = int(self._clock())
-        with self._lock:
-            if not self._seconds or self._seconds[-1].at != second:
-                self._seconds.append(_Second(second))
-            while self._seconds[0].at <= second - WINDOW_S:
-                self._seconds.popleft()
-            sums = self._seconds[-1].sums.setdefault((key, tier), _Sum())
-            sums.tokens += more.tokens
-            sums.bits += more.bits
-            sums.joules += more.joules
-            sums.cost += more.cost
-            sums.requests += more.requests
+    def turned_away(self, status: int, code: str | None) -> None:
+        """A request got an error as its answer."""
+        self._refusals.add(code or str(status), "", Sum(requests=1))
+
+    def refusals(self) -> dict[str, int]:
+        """Of the last five minutes, by code, the most frequent first."""
+        codes: Counter[str] = Counter()
+        for _, code, _, total in self._refusals.read():
+            codes[code] += total.requests
+        return dict(codes.most_common())
+
+    def _add(self, key: str, tier: str, more: Sum) -> None:
+        self._seconds.add(key, tier, more)
+        self._minutes.add(key, tier, more)
 
     def describe(self, client: Client) -> dict[str, Any]:
-        """As JSON: of the last minute for each tier, then the requests, the newest first."""
-        everyone = client.key is None or client.key.operator
-        now, tiers = int(self._clock()), {tier: _Sum() for tier in TIER_NAMES}
-        recent = 0
-        with self._lock:
-            for second in self._seconds:
-                for (key, tier), sums in second.sums.items():
-                    if second.at <= now - WINDOW_S or not (everyone or key == client.name):
-                        continue
-                    total = tiers[tier]  # type: ignore[index]
-                    total.tokens += sums.tokens
-                    total.bits += sums.bits
-                    total.joules += sums.joules
-                    total.cost += sums.cost
-                    total.requests += sums.requests
-                    recent += sums.tokens if now - 5 <= second.at < now else 0
-        rows = [
-            self._row(e) for e in reversed(self._running.values()) if everyone or e.asked.client.name == client.name
-        ]
-        rows += [row for key, row in self._ended if everyone or key == client.name]
+        """As JSON: of the last minute for each tier, of the last hour for each minute, then the requests, the newest
+        first."""
+        key = None if client.oversees else client.name
+        tiers, recent = {tier: Sum() for tier in TIER_NAMES}, 0
+        for age, _, tier, total in self._seconds.read(key):
+            tiers[tier].add(total)  # type: ignore[index]
+            recent += total.tokens if 1 <= age <= 5 else 0
+        history = [{tier: 0 for tier in TIER_NAMES} | {"cost": 0.0, "requests": 0} for _ in range(_MINUTES)]
+        for age, _, tier, total in self._minutes.read(key):
+            minute = history[_MINUTES - 1 - age]
+            minute[tier] += total.tokens
+            minute["cost"] += total.cost
+            minute["requests"] += total.requests
+        rows = [self._row(e) for e in reversed(self._running.values()) if key in (None, e.asked.client.name)]
+        rows += [row for name, row in self._ended if key in (None, name)][:_SHOWN]
         return {
             "tokens_per_s": recent / 5,
             "last_minute": {
                 tier: {"requests": s.requests, "tokens": s.tokens, "cost": s.cost, "joules": s.joules,
-                       "average_weight_bits": s.bits / s.tokens if s.tokens else None} for tier, s in tiers.items()
+                       "average_weight_bits": s.average_bits} for tier, s in tiers.items()
             },
-            "requests": rows, "scale": [(bits, colour(bits)) for bits in _SCALE],
+            "history": history, "requests": rows, "scale": [(bits, colour(bits)) for bits in _SCALE],
         }  # fmt: skip
 
     def _row(self, exchange: Exchange) -> dict[str, Any]:
@@ -132,6 +114,7 @@ class LiveView:
         return {
             "id": exchange.id, "key": exchange.asked.client.name, "tier": exchange.asked.terms.tier,
             "state": "running" if begun else "waiting", "seconds": round(time.monotonic() - exchange.came, 2),
+            "ended": None,
             "prompt_tokens": sum(job.choice[1].prompt_tokens for job in exchange.jobs),
             "tokens": sum(sum(a.written) for a in accounts), "average_weight_bits": round(accounts[0].bits, 3),
             "cost": sum(a.cost for a in accounts) / UNIT, "currency": exchange.asked.terms.prices.currency,

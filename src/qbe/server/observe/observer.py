@@ -12,6 +12,7 @@ from qbe.engine.result import Result
 from qbe.server.energy.governor import Governor
 from qbe.server.energy.meter import find
 from qbe.server.energy.spending import MODEL, Spending, assumed_watts
+from qbe.server.errors import APIError
 from qbe.server.observe import logs
 from qbe.server.observe.live import LiveView
 from qbe.server.observe.metrics import Metrics
@@ -39,6 +40,7 @@ class Observer:
         self.metrics, self.live = Metrics(model), LiveView()
         self._model, self._settings, self._traces = model, settings, traces
         self.governor = Governor(lambda: settings().energy)
+        self.settings_refused: str | None = None
         self._steps: StepObserver | None = None
         self._spending: Spending | None = None
 
@@ -92,6 +94,16 @@ class Observer:
     def answer(self, result: Result, waited_s: float) -> None:
         """An answer has ended."""
         self.metrics.answer(result, waited_s)
+
+    def turned_away(self, error: APIError) -> None:
+        """Somebody got this error as an answer."""
+        self.metrics.refused.labels(self._model, str(error.status), error.code or "").inc()
+        self.live.turned_away(error.status, error.code)
+
+    def settings_read(self, refused: str | None) -> None:
+        """The settings file has changed and was taken over, or was refused for this."""
+        self.settings_refused = refused
+        self.metrics.settings_ok.set(refused is None)
 
     def refused(self, exchange: Exchange) -> None:
         """The engine did not take a request. It counts where refusals do, which the answer to it sees to."""
