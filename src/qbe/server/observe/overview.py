@@ -21,7 +21,7 @@ def overview(
         works: whether the ledger can be written.
         brownout: how far a tier has sunk to its floor, 0 to 1.
     """
-    sunk = {tier: brownout(tier) for tier in TIER_NAMES}
+    sunk: dict[str, float] = {tier: brownout(tier) for tier in TIER_NAMES}
     wrong = warnings(works, observer.settings_refused, sunk, observer.live.refusals())
     return {
         "brownout": max(sunk.values()), "currency": settings.prices.currency, "energy": observer.energy,
