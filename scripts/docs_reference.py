@@ -19,6 +19,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 MADE = "<!-- Made by scripts/docs_reference.py: change the code that it is read from. -->\n"
+BODIES = [
+    "ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest", "BatchRequest",
+]  # fmt: skip
 Rows = list[tuple[str, ...]]
 
 # Where each variable is read is found by its name; what it does is said here once.
@@ -131,13 +134,15 @@ def http_page() -> str:
     rows: Rows = []
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            content = operation.get("requestBody", {}).get("content", {})
+            body = content.get("application/json", {}).get("schema", {})
+            body = body or ({"type": "form"} if content else {})
             rows.append((f"`{method.upper()} {path}`", _kind(body) if body else "", operation.get("description", "")))
     parts.append(table(("route", "body", "what it answers"), rows))
     chat = document["paths"]["/v1/chat/completions"]["post"]["responses"]
     errors = [(f"`{status}`", of["description"]) for status, of in chat.items() if status not in ("200", "422")]
     parts += ["## Errors\n", table(("status", "when"), errors), "## Objects of a request\n"]
-    for name in _reached(["ChatRequest", "CompletionRequest"], schemas):
+    for name in _reached(BODIES, schemas):
         schema = schemas[name]
         said = attributes(schema.get("description"))
         needed = schema.get("required", [])

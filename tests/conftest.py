@@ -35,6 +35,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(scope="session")
+def tiny_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server process with the tiny model, which all files with clients of it share."""
+    from server_process import save_tiny, serving
+
+    home = tmp_path_factory.mktemp("tiny-server")
+    with serving("--model", str(save_tiny(home / "model")), "--policy", "uniform", home=home) as (_, url):
+        yield url
+
+
 def choose(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU kernels take this path from now on."""
     from qbe.kernels.cpu import build

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
-from server_process import save_tiny, serving
 from server_running import LIMIT_S
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -21,10 +19,8 @@ WEATHER: Any = {"type": "function", "function": {"name": "weather", "strict": Tr
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home = tmp_path_factory.mktemp("clients")
-    with serving("--model", str(save_tiny(home / "model")), "--policy", "uniform", home=home) as (_, found):
-        yield found
+def url(tiny_server_url: str) -> str:
+    return tiny_server_url
 
 
 @pytest.fixture(scope="module")

@@ -195,13 +195,12 @@ def _ending(app: ASGIApp) -> ASGIApp:
 async def _say_why(begun: list[Message], done: bool, scope: Scope, receive: Receive, send: Send) -> None:
     """That the server ends, to a client that has got these messages and may have got its whole answer."""
     from qbe.server.exchange import SHUTTING_DOWN
-    from qbe.server.wire import event
 
     if not begun:
-        await SHUTTING_DOWN.response()(scope, receive, send)
+        await SHUTTING_DOWN.response(scope)(scope, receive, send)
     elif not done:
         streams = any(b"text/event-stream" in value for _, value in begun[0]["headers"])
-        await send({"type": "http.response.body", "body": event(SHUTTING_DOWN.body()) if streams else b""})
+        await send({"type": "http.response.body", "body": SHUTTING_DOWN.stream_event(scope) if streams else b""})
 
 
 def _loopback(host: str) -> bool:

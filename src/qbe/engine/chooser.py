@@ -66,6 +66,14 @@ class Chooser(BlueprintChooser):
         """What a prompt must fit into; None: the model has no limit."""
         return None if self._context is None else ContextLimit(self._context, token_length_bound(self._tokenizer))
 
+    def encode(self, request: Request, fits: bool = False) -> tuple[str, list[int], list[int]]:
+        """The text of a prompt to analyse, its token ids, and those to run; `fits` and errors as in `choose`."""
+        with about("prompt"):
+            context_limit = self.context_limit if fits else None
+            return encode(
+                request.prompt, self._tokenizer, self._model_name, request.tools, context_limit, request.variables
+            )  # fmt: skip
+
     def choose(self, request: Request, fits: bool = False) -> Choice:
         """Token ids of the prompt and the blueprint for it.
 
@@ -75,11 +83,7 @@ class Chooser(BlueprintChooser):
         Raises:
             QBEError: a prompt that cannot be run, an unknown policy, or a budget that cannot be met.
         """
-        with about("prompt"):
-            context_limit = self.context_limit if fits else None
-            text, token_ids, ids = encode(
-                request.prompt, self._tokenizer, self._model_name, request.tools, context_limit, request.variables
-            )  # fmt: skip
+        text, token_ids, ids = self.encode(request, fits)
         with about("policy"):
             policy = self.policy(request.policy)
         context = len(ids) + request.params.max_tokens

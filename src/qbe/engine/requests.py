@@ -81,6 +81,10 @@ class Requests:
             self.core.check_tokens("prompt", [t for t in request.prompt if isinstance(t, int)])
         return self._chooser.choose(request, fits)
 
+    def count_tokens(self, request: Request) -> int:
+        """Tokens of the prompt. Raises QBEError for one that cannot be run, or is longer than the context."""
+        return len(self._chooser.encode(request, fits=True)[2])
+
     @locked
     def make_ready(self, policy: str | None) -> None:
         """Take blueprints of this policy, whose routers may choose bits within the forward pass; `submit` does so, too.

@@ -54,6 +54,7 @@ class Result:
         text: the answer, without the stop string or the end-of-sequence token.
         token_ids: what was generated, the end-of-sequence token included.
         finish_reason: `stop`, `length`, `cancelled` or `error`.
+        stop_reason: the stop string that ended the answer; None where none did.
         error: one line when the reason is `error`.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         computed_tokens: of prompt and answer, that went through the model.
@@ -95,6 +96,7 @@ class Result:
     prefill_ms: float
     decode_ms: float
     error: str | None = None
+    stop_reason: str | None = None
     computed_tokens: int = 0
     cached_tokens: int = 0
     high_precision_tokens: int = 0

@@ -43,6 +43,11 @@ class Admission:
         return self._inside.total()
 
     @property
+    def spare(self) -> int:
+        """Places that nobody has or waits for."""
+        return max(0, self.running - self.inside)
+
+    @property
     def waiting(self) -> int:
         """Answers that wait, at least."""
         return max(0, self.inside - self.running)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -16,15 +17,21 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from qbe.server import chat, completions
+from qbe.server.absent import hint
+from qbe.server.anthropic import answer as messages
+from qbe.server.anthropic.protocol import CountTokensRequest
+from qbe.server.batches.protocol import BatchRequest
+from qbe.server.batches.routes import add_batches, begin_batches
 from qbe.server.bodies import Bodies
 from qbe.server.console import add_console
 from qbe.server.cors import Cors
-from qbe.server.errors import APIError, ErrorBody
+from qbe.server.endpoint import Answering, Endpoint
+from qbe.server.endpoints import ENDPOINTS
+from qbe.server.errors import APIError, ErrorBody, is_anthropic
 from qbe.server.exchange import Exchange, while_connected
 from qbe.server.guard import Guard
 from qbe.server.observe import logs
-from qbe.server.protocol import ChatRequest, CompletionRequest
+from qbe.server.responses.routes import add_responses
 from qbe.server.service import Service
 from qbe.server.wire import dumps
 from qbe.version import __version__
@@ -32,7 +39,9 @@ from qbe.version import __version__
 log = logging.getLogger(__name__)
 
 _HUNG_UP = Response(status_code=499)
-_BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/messages/count_tokens": CountTokensRequest, "/v1/batches": BatchRequest, **{e.path: e.body for e in ENDPOINTS},
+}  # fmt: skip
 _ERRORS: Any = {
     status: {"model": ErrorBody, "description": what}
     for status, what in (
@@ -40,6 +49,7 @@ _ERRORS: Any = {
         (401, "the key is missing or unknown"),
         (403, "the key may not do this"),
         (404, "no such model"),
+        (409, "it is in use, or over"),
         (408, "the body took too long"),
         (413, "the body is too large"),
         (429, "the queue is full or a limit is reached; see `Retry-After`"),
@@ -66,15 +76,18 @@ def make_app(make_service: Callable[[], Service], inside_port: int | None = None
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.service = make_service()
         service_of(app).start()
+        batches = app.state.batches = begin_batches(service_of(app))
         try:
             yield
         finally:
+            await batches.stop()
             await service_of(app).stop()
             bodies.close()
 
     app = FastAPI(
         title="QBE", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
-        description="OpenAI's API, with precision as part of the contract: `service_tier` and `qbe`.",
+        description="OpenAI's API and Anthropic's messages, with precision as part of the contract: `service_tier` and "
+        "`qbe`.",
     )  # fmt: skip
     _add_routes(app)
 
@@ -94,6 +107,7 @@ def make_app(make_service: Callable[[], Service], inside_port: int | None = None
 
 def _add_routes(app: FastAPI) -> None:
     bearer = [Depends(HTTPBearer(auto_error=False))]  # for the document; `Guard` has looked before
+    about: dict[str, Any] = {"responses": _ERRORS, "dependencies": bearer}
 
     @app.get("/health")
     async def health() -> Response:
@@ -111,44 +125,49 @@ def _add_routes(app: FastAPI) -> None:
         return Response(await service_of(app).scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models", responses=_ERRORS, dependencies=bearer)
-    async def models() -> dict[str, Any]:
+    async def models(request: Request) -> dict[str, Any]:
         """The one model, under each of its names."""
-        return {"object": "list", "data": [_model(service_of(app), name) for name in service_of(app).names]}
+        names = service_of(app).names
+        data = [_model(service_of(app), name, is_anthropic(request.scope)) for name in names]
+        return {"object": "list", "data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS, dependencies=bearer)
-    async def model(name: str) -> dict[str, Any]:
+    async def model(request: Request, name: str) -> dict[str, Any]:
         """One of these names."""
         if name not in service_of(app).names:
             raise APIError(404, f"there is no model '{name[:200]}' here", param="model", code="model_not_found")
-        return _model(service_of(app), name)
+        return _model(service_of(app), name, is_anthropic(request.scope))
+
+    for endpoint in ENDPOINTS:
+        app.add_api_route(
+            endpoint.path, _handler(endpoint), methods=["POST"], responses=_STREAM | _ERRORS, dependencies=bearer,
+            openapi_extra=_takes(endpoint.body), description=endpoint.what, name=endpoint.path,
+        )  # fmt: skip
 
     @app.post(
-        "/v1/chat/completions", responses=_STREAM | _ERRORS, dependencies=bearer, openapi_extra=_takes(ChatRequest)
+        "/v1/messages/count_tokens", responses=_ERRORS, dependencies=bearer, openapi_extra=_takes(CountTokensRequest)
     )
-    async def chat_completions(request: Request) -> Response:
-        """The next message of a conversation."""
-        service, body, client = service_of(app), request.state.body, request.state.client
-        return await _answer(request, chat.begin(body, client, service), bool(body.stream),
-                             lambda e: chat.stream(body, service, e),
-                             lambda e: chat.whole(body, service, e))  # fmt: skip
+    async def count_tokens(request: Request) -> dict[str, int]:
+        """How many tokens the prompt of a message has."""
+        return await messages.count_tokens(request.state.body, request.state.client, service_of(app))
 
-    @app.post(
-        "/v1/completions", responses=_STREAM | _ERRORS, dependencies=bearer, openapi_extra=_takes(CompletionRequest)
-    )
-    async def text_completions(request: Request) -> Response:
-        """What follows prompts."""
-        service, body, client = service_of(app), request.state.body, request.state.client
-        return await _answer(request, completions.begin(body, client, service), bool(body.stream),
-                             lambda e: completions.stream(body, service, e),
-                             lambda e: completions.whole(body, service, e))  # fmt: skip
-
+    add_batches(app, service_of, about)
+    add_responses(app, service_of, about)
     add_console(app, service_of, bearer)
+
+
+def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        service, body = service_of(request.app), request.state.body
+        return await _answer(request, endpoint.begin(body, request.state.client, service), bool(body.stream))
+
+    return handle
 
 
 def _add_error_handlers(app: FastAPI, counted: Callable[[APIError, Scope], None]) -> None:
     def answer(error: APIError, request: Request) -> Response:
         counted(error, request.scope)
-        return error.response()
+        return error.response(request.scope)
 
     @app.exception_handler(APIError)
     async def on_api_error(request: Request, error: APIError) -> Response:
@@ -156,7 +175,8 @@ def _add_error_handlers(app: FastAPI, counted: Callable[[APIError, Scope], None]
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        response = answer(APIError(error.status_code, str(error.detail)), request)
+        said = hint(request.scope["path"]) if error.status_code == 404 else str(error.detail)
+        response = answer(APIError(error.status_code, said), request)
         response.headers.update(error.headers or {})  # of a 405: which methods there are
         return response
 
@@ -202,10 +222,7 @@ def service_of(app: FastAPI) -> Service:
     return service
 
 
-async def _answer(
-    request: Request, begun: Any, streams: bool, stream: Callable[[Exchange], AsyncIterator[bytes]],
-    whole: Callable[[Exchange], Any],
-) -> Response:  # fmt: skip
+async def _answer(request: Request, begun: Awaitable[Answering], streams: bool) -> Response:
     """Begin, and answer at once or in a stream; a client that hangs up cancels."""
 
     async def gone() -> None:
@@ -213,16 +230,16 @@ async def _answer(
             pass
 
     async def all_of_it() -> Any:
-        exchange = await begun
-        found = await whole(exchange)
-        await service_of(request.app).booked(exchange)
+        answering = await begun
+        found = await answering.whole()
+        await service_of(request.app).booked(answering.exchange)
         return found
 
     if streams:
-        exchange: Exchange | None = await while_connected(gone, begun)
-        if exchange is None:
+        answering: Answering | None = await while_connected(gone, begun)
+        if answering is None:
             return _HUNG_UP
-        return _Stream(stream(exchange), exchange)
+        return _Stream(answering.stream(), answering.exchange)
     found = await while_connected(gone, all_of_it())
     return _HUNG_UP if found is None else Response(dumps(found), media_type="application/json")
 
@@ -249,5 +266,8 @@ def _state(good: bool) -> Response:
     return Response(dumps({"status": "ok" if good else "unavailable"}), 200 if good else 503, None, "application/json")
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str, anthropic: bool) -> dict[str, Any]:
+    if anthropic:
+        since = datetime.fromtimestamp(service.created, UTC).isoformat()
+        return {"type": "model", "id": name, "display_name": name, "created_at": since, "lifecycle": "active"}
     return {"id": name, "object": "model", "created": service.created, "owned_by": "qbe"}

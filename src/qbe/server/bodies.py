@@ -75,6 +75,14 @@ class Bodies:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
+def checked(kind: type[BaseModel], found: Any) -> BaseModel:
+    """A checked body, of JSON that is parsed. Raises APIError."""
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        raise wrong_body(error) from None
+
+
 def parse(kind: type[BaseModel], raw: bytes) -> BaseModel:
     """A checked body. Raises APIError."""
     check_size(raw)
@@ -84,10 +92,7 @@ def parse(kind: type[BaseModel], raw: bytes) -> BaseModel:
         raise APIError(400, "the body is nested too deeply", code="invalid_json") from None
     except ValueError as error:  # also UnicodeDecodeError, and a number with thousands of digits
         raise APIError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise wrong_body(error) from None
+    return checked(kind, body)
 
 
 def check_size(raw: bytes) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+from qbe.engine.result import Request
+from qbe.errors import QBEError
 from qbe.server import tools
-from qbe.server.call_reader import Arguments, Begun, Custom, Reader
+from qbe.server.answer import AnswerReader
+from qbe.server.call_reader import Arguments, Begun, Custom
+from qbe.server.endpoint import Answering
 from qbe.server.errors import APIError
 from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.job import Delta
@@ -18,8 +22,21 @@ from qbe.server.structure import Structure, of_format, of_tools
 from qbe.server.wire import DONE, event
 
 
-async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange:
+async def begin(body: ChatRequest, client: Client, service: Service) -> Answering:
     """Check the body and hand it to the engine. Raises APIError."""
+    exchange = await submit(body, client, service)
+    return Answering(exchange, lambda: stream(body, service, exchange), lambda: whole(body, service, exchange))
+
+
+async def submit(body: ChatRequest, client: Client, service: Service, prefix: str = "chatcmpl-") -> Exchange:
+    """Check the body and hand it to the engine.
+
+    Args:
+        prefix: of the answer's id.
+
+    Raises:
+        APIError: the body cannot be served.
+    """
     check_model(body, service)
     check_stream(body)
     engine = service.engine()
@@ -33,26 +50,43 @@ async def begin(body: ChatRequest, client: Client, service: Service) -> Exchange
     else:
         wanted = await of_format(body.response_format, service)
     asked = body.max_tokens or body.max_completion_tokens
-    known, told = tools.knows_tools(engine.tokenizer), tools.told(body)
+    prompt = _prompt(body, engine.tokenizer)
     return await service.begin(
         EngineRequest(
             client=client,
-            prompts=[tools.conversation(body.messages, told, known)],
+            prompts=[prompt.prompt],
             params=sampling(body, asked or service.settings.limits.answer_tokens,
                             (body.top_logprobs or 0) if body.logprobs else None),
             n=body.n or 1,
             terms=service.terms(client, body.service_tier, body.qbe),
-            tools=[tools.described(t) for t in told] if told and known else None,
+            tools=prompt.tools,
             structure=wanted,
-            variables=variables(body),
+            variables=prompt.variables,
             ignored=ignored(body, str(getattr(engine.tokenizer, "chat_template", "") or "")),
             lenient=asked is None,
             field="messages",
             length_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-            prefix="chatcmpl",
+            prefix=prefix,
             stream=bool(body.stream),
         )
     )  # fmt: skip
+
+
+def _prompt(body: ChatRequest, tokenizer: Any) -> Request:
+    known, told = tools.knows_tools(tokenizer), tools.told(body)
+    described = [tools.described(t) for t in told] if told and known else None
+    return Request(tools.conversation(body.messages, told, known), tools=described, variables=variables(body))
+
+
+async def count_tokens(body: ChatRequest, client: Client, service: Service) -> int:
+    """Tokens of the prompt. Raises APIError."""
+    check_model(body, service)
+    try:
+        return await service.count_tokens(client, _prompt(body, service.engine().tokenizer))
+    except QBEError as error:
+        raise APIError(400, str(error), param="messages") from error
+    except TimeoutError:
+        raise APIError(504, "it took too long until the prompt was counted", code="timeout") from None
 
 
 class _ChatChoice:
@@ -60,8 +94,7 @@ class _ChatChoice:
 
     def __init__(self, index: int, body: ChatRequest, service: Service) -> None:
         self.index, self._token_text = index, service.token_text
-        offered = tools.offered(body)
-        self._reader = Reader(bool(offered), {t.name for t in offered if t.custom is not None})
+        self._reader = AnswerReader(body)
         self._logprobs = bool(body.logprobs)
         self._begun = False
 
@@ -69,7 +102,7 @@ class _ChatChoice:
         """`choices[]` entries of a stream: none, one or several."""
         found: list[dict[str, Any]] = [] if self._begun else [{"role": "assistant", "content": ""}]
         self._begun = True
-        for piece in self._reader.push(delta.text, last=delta.result is not None):
+        for piece in self._reader.pieces(delta):
             if isinstance(piece, Begun):
                 call = {"index": piece.index, "id": piece.id, "type": "function",
                         "function": {"name": piece.name, "arguments": ""}}  # fmt: skip
@@ -83,7 +116,7 @@ class _ChatChoice:
                 found.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
             else:
                 found.append({"content": piece.text})
-        reason = None if delta.result is None else self._reason(delta.result.finish_reason)
+        reason = None if delta.result is None else self._reader.reason(delta.result)
         logprobs = self._token_text.within(delta.logprobs)
         if not found and (reason is not None or logprobs):
             found.append({})
@@ -95,11 +128,6 @@ class _ChatChoice:
                 entries[-1]["logprobs"] = {"content": self._token_text.for_chat(logprobs), "refusal": None}
             entries[-1]["finish_reason"] = reason
         return entries
-
-    def _reason(self, reason: str) -> str:
-        if reason == "stop" and self._reader.calls:
-            return "tool_calls"
-        return "length" if reason == "cancelled" else reason  # cut at `max_latency_ms`
 
 
 async def stream(body: ChatRequest, service: Service, exchange: Exchange) -> AsyncIterator[bytes]:

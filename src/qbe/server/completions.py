@@ -7,6 +7,7 @@ from typing import Any
 
 from qbe.engine.result import PromptInput
 from qbe.engine.sampling.logprobs import Logprob
+from qbe.server.endpoint import Answering
 from qbe.server.errors import APIError
 from qbe.server.exchange import EngineRequest, Exchange
 from qbe.server.job import Delta
@@ -21,8 +22,13 @@ from qbe.server.wire import DONE, event
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
-async def begin(body: CompletionRequest, client: Client, service: Service) -> Exchange:
+async def begin(body: CompletionRequest, client: Client, service: Service) -> Answering:
     """Check the body and hand it to the engine. Raises APIError."""
+    exchange = await _submit(body, client, service)
+    return Answering(exchange, lambda: stream(body, service, exchange), lambda: whole(body, service, exchange))
+
+
+async def _submit(body: CompletionRequest, client: Client, service: Service) -> Exchange:
     check_model(body, service)
     check_stream(body)
     service.engine()

@@ -60,7 +60,7 @@ class EngineRequest:
     lenient: bool = False
     field: str = "prompt"
     length_field: str = "max_tokens"
-    prefix: str = "cmpl"
+    prefix: str = "cmpl-"
     stream: bool = False
     hidden: int = 0
 
@@ -112,7 +112,7 @@ class Exchange:
     """
 
     def __init__(self, asked: EngineRequest, cancel: Callable[[Job], None], seconds: float) -> None:
-        self.asked, self.jobs, self.id = asked, list[Job](), f"{asked.prefix}-{uuid.uuid4().hex}"
+        self.asked, self.jobs, self.id = asked, list[Job](), asked.client.line or f"{asked.prefix}{uuid.uuid4().hex}"
         self.left = 0
         self.preparing: asyncio.Timeout | None = None
         self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()

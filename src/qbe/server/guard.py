@@ -70,7 +70,7 @@ class Guard:
                 receive = await self._body(scope, headers, receive, settings)
         except APIError as error:
             self._refused(error, scope)
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -14,10 +14,17 @@ from qbe.server.settings import TIER_NAMES, Key, Settings, TierName
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks. Without keys everyone is `anonymous` and may do everything."""
+    """Who asks. Without keys everyone is `anonymous` and may do everything.
+
+    Attributes:
+        line: of a batch, which is the id of its answer; empty where somebody waits for that.
+        window_s: seconds that the batch has left.
+    """
 
     name: str
     key: Key | None
+    line: str = ""
+    window_s: float = 0.0
 
     @property
     def cache_salt(self) -> bytes:
@@ -34,9 +41,22 @@ class Client:
         """Those it may use."""
         return TIER_NAMES if self.key is None else self.key.tiers
 
+    @property
+    def queue(self) -> str:
+        """Whose turn it is, among those that wait in a tier: a key's batches do not count as what it waits for."""
+        return f"{self.name} batch" if self.line else self.name
+
     def tier(self, wanted: str) -> TierName:
         """The tier that `service_tier` means for this client. Raises APIError if it may not use it."""
         allowed = self.tiers
+        if self.line:
+            cheapest = min(allowed, key=TIER_NAMES.index)
+            if wanted not in ("auto", cheapest):
+                raise APIError(
+                    400, f"service_tier: a batch runs in the cheapest tier, '{cheapest}': leave it out",
+                    param="service_tier",
+                )  # fmt: skip
+            return cheapest
         if wanted == "auto":
             return "default" if "default" in allowed else allowed[0]
         given = next((t for t in allowed if t == ("priority" if wanted == "fast" else wanted)), None)
@@ -68,13 +88,15 @@ def client_of(headers: Mapping[bytes, bytes], settings: Settings) -> Client:
     if not settings.keys:
         return ANYONE
     scheme, _, given = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-    hashed = digest(given.strip() if scheme.lower() == "bearer" else "")
+    given = given if scheme.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
+    hashed = digest(given.strip())
     client = None
     for name, key in settings.keys.items():  # all of them, so that the time says nothing
         if hmac.compare_digest(hashed, key.sha256):
             client = Client(name, key)
     if client is None:
         raise APIError(
-            401, "the key is missing or unknown: send 'Authorization: Bearer KEY'", code="invalid_api_key"
+            401, "the key is missing or unknown: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+            code="invalid_api_key",
         )  # fmt: skip
     return client

@@ -117,8 +117,8 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class Common(Body):
-    """What both endpoints take."""
+class BaseRequest(Body):
+    """What every endpoint that writes takes."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -135,19 +135,33 @@ class Common(Body):
         | None
     ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     ignore_eos: bool = False
-    service_tier: ServiceTier | None = None
+    stream: bool | None = None
     qbe: Contract | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """These fields as they were given, for the request of another endpoint."""
+        return {name: getattr(self, name) for name in BaseRequest.model_fields if name in self.model_fields_set}
+
+
+class OpenAIRequest(BaseRequest):
+    """What OpenAI's endpoints take."""
+
+    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
+    service_tier: ServiceTier | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+
+
+class Common(OpenAIRequest):
+    """What chat and completions take."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    stream_options: StreamOptions | None = None
 
 
 class Function(Lenient):

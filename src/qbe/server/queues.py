@@ -124,7 +124,9 @@ class TierQueues:
         if slack is not None:
             above = tiers.patience(TIER_NAMES[number + 1]) if number + 1 < len(TIER_NAMES) else 0.0
             patience = min(patience, max(slack, above))
-        key, weight = ("", 1.0) if client is None else (client.name, 1.0 if client.key is None else client.key.weight)
+        if client is not None and client.line:  # behind whoever waits for an answer, until its window is over
+            patience = max(patience, client.window_s)
+        key, weight = ("", 1.0) if client is None else (client.queue, 1.0 if client.key is None else client.key.weight)
         return Priority(self._clock() + patience, tier, key, weight)
 
     def choose(self, waiting: Collection[Sequence], running: list[Sequence]) -> Sequence | None:

@@ -14,7 +14,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from qbe.engine.engine import Engine
-from qbe.engine.result import PromptInput
+from qbe.engine.result import PromptInput, Request
 from qbe.errors import QBEError
 from qbe.records.ledger import Ledger
 from qbe.server import contract
@@ -33,8 +33,9 @@ from qbe.server.observe.traces import Traces
 from qbe.server.queues import TierQueues, in_order, keep_in_order, stand, withdraw
 from qbe.server.quotas import Quotas, Use
 from qbe.server.rates import Rates
+from qbe.server.responses.store import ResponseStore
 from qbe.server.settings import TIER_NAMES, Settings, TierName
-from qbe.server.settings_file import Watched
+from qbe.server.settings_file import Reloading, Watched
 from qbe.server.speed import Speed
 from qbe.server.token_text import TokenText
 from qbe.server.watching import watch
@@ -64,13 +65,13 @@ class Service:
         self, make: Callable[[], Engine], watched: Watched, public: bool, name: str,
         failed: Callable[[BaseException], None], ledger: Ledger, traces: Traces | None = None,
     ) -> None:  # fmt: skip
-        self._watched, self._public, self.names, self._failed = watched, public, [name], failed
+        self._watched, self.names, self._failed = watched, [name], failed
         self.created, self.speed = int(time.time()), Speed()
         self.observer = Observer(name, lambda: self.settings, traces)
         self.metrics = self.observer.metrics
         self.broken = self.stopping = False
         self._prepare = ThreadPoolExecutor(1, "qbe-prepare")  # tokenizes, analyses and allocates beside the steps
-        self.rates = Rates()
+        self.rates, self.responses = Rates(), ResponseStore()
         self._admission: Admission | None = None
         self._grammars: Grammars | None = None
         self._token_text: TokenText | None = None
@@ -81,6 +82,7 @@ class Service:
         self._worker = Worker(
             lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._stepped
         )  # fmt: skip
+        self._reloading = Reloading(watched, public, self._check_settings, self.observer.settings_read)
         self._watching: list[asyncio.Task[None]] = []
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()  # for as long as anybody reads them
         self._loop = asyncio.get_running_loop()
@@ -96,13 +98,18 @@ class Service:
         """Whether requests are taken."""
         return self._admission is not None and not self.broken and not self.stopping and self._billing.works
 
+    @property
+    def admission(self) -> Admission | None:
+        """Who is inside; None while nobody comes in."""
+        return self._admission if self.ready else None
+
     def start(self) -> None:
         """Begin to make the engine."""
         self._billing.start()
         self._worker.start()
         over_budget = "the energy's budget cannot be kept: %s"
         self._watching = [  # each by itself, because a source of intensities may be slow
-            asyncio.create_task(watch(_RELOAD_S, self._reload, self._not_reloaded)),
+            asyncio.create_task(watch(_RELOAD_S, self._reloading.look, self._reloading.failed)),
             asyncio.create_task(watch(_RELOAD_S, self._govern, lambda why: log.warning(over_budget, why))),
         ]
 
@@ -172,22 +179,9 @@ class Service:
     def _on_broken(self) -> None:
         self.broken = True
 
-    async def _reload(self) -> bool:
-        """Take over a changed settings file; keep what there is while it is wrong."""
-        changed = self._watched.changed()
-        if changed is not None:
-            if not changed.keys and (self._public or self.settings.keys):
-                raise QBEError("the settings have no keys any more: restart the server to serve without")
-            if self._admission is not None:
-                contract.check(changed, self._lowest)
-            self._watched.current = changed
-            self.observer.settings_read(None)
-            log.warning("the settings were reloaded")
-        return True
-
-    def _not_reloaded(self, why: str) -> None:
-        self.observer.settings_read(why)
-        log.warning("the settings stay as they were: %s", why)
+    def _check_settings(self, settings: Settings) -> None:
+        if self._admission is not None:
+            contract.check(settings, self._lowest)
 
     async def _govern(self) -> bool:
         """Keep within the energy's budget. Most looks do nothing, so that a good one shows nothing."""
@@ -289,6 +283,13 @@ class Service:
             exchange.over()
             raise
         return exchange
+
+    async def count_tokens(self, client: Client, request: Request) -> int:
+        """Tokens of a prompt; counts as a request of its client. Raises APIError, QBEError, TimeoutError."""
+        engine = self.engine()
+        self.rates.charge(client, 0)
+        async with asyncio.timeout(self.settings.limits.timeout_s):
+            return await self._loop.run_in_executor(self._prepare, engine.count_tokens, request)
 
     async def booked(self, exchange: Exchange) -> None:
         """Charge for an answer that is complete and goes out whole. Raises APIError when it must not go out."""

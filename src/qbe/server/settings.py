@@ -266,6 +266,28 @@ class Key(_SettingsTable):
     cost_per_month: Annotated[float, Strict(), Field(gt=0)] | None = None
 
 
+class Batches(_SettingsTable):
+    """Files of requests (`/v1/files`, `/v1/batches`), which are answered in places that nobody else wants.
+
+    Attributes:
+        folder: where files and batches are kept, by one server at a time; empty: `batches` in the cache folder. Read as
+            the server starts.
+        places: part of the batch's places that they may take, one at least.
+        file_bytes, key_bytes: of one file, and of all that a key keeps, answers too.
+        requests: of one file.
+        upload_s: seconds that a file may take to arrive.
+        days: after which files and batches are deleted.
+    """
+
+    folder: str = ""
+    places: Annotated[float, Strict(), Field(gt=0, le=1)] = 0.5
+    file_bytes: Positive = 64 * 1024 * 1024
+    key_bytes: Positive = 512 * 1024 * 1024
+    requests: Positive = 50_000
+    upload_s: Annotated[float, Strict(), Field(gt=0)] = 600.0
+    days: Annotated[int, Strict(), Field(ge=1, le=3650)] = 30
+
+
 class Settings(_SettingsTable):
     """The whole file. Every part has a default; without keys a server listens on the loopback interface only."""
 
@@ -277,6 +299,7 @@ class Settings(_SettingsTable):
     weights: Weights = Weights()
     energy: Energy = Energy()
     http: Http = Http()
+    batches: Batches = Batches()
     keys: dict[str, Key] = {}
 
     @model_validator(mode="after")

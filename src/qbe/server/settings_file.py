@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,6 +14,8 @@ from pydantic import ValidationError
 from qbe.errors import QBEError
 from qbe.files import reason
 from qbe.server.settings import Settings
+
+log = logging.getLogger(__name__)
 
 _BYTES = 4 << 20
 _State = tuple[int, int, int]  # of a file: inode, size, time of change
@@ -120,3 +124,36 @@ def _state(file: Path) -> _State | None:
     except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Reloading:
+    """Takes over a changed file; keeps what there is while it is wrong.
+
+    Args:
+        watched: the file.
+        public: whether others than this machine can connect, so that keys must not vanish.
+        check: raises QBEError for settings that the model cannot be served with.
+        told: why those of the last change are not in use; None: they are.
+    """
+
+    def __init__(
+        self, watched: Watched, public: bool, check: Callable[[Settings], None], told: Callable[[str | None], None]
+    ) -> None:  # fmt: skip
+        self._watched, self._public, self._check, self._told = watched, public, check, told
+
+    async def look(self) -> bool:
+        """Raises QBEError for a changed file that is not taken."""
+        changed = self._watched.changed()
+        if changed is not None:
+            if not changed.keys and (self._public or self._watched.current.keys):
+                raise QBEError("the settings have no keys any more: restart the server to serve without")
+            self._check(changed)
+            self._watched.current = changed
+            self._told(None)
+            log.warning("the settings were reloaded")
+        return True
+
+    def failed(self, why: str) -> None:
+        """A look raised an error."""
+        self._told(why)
+        log.warning("the settings stay as they were: %s", why)

@@ -14,6 +14,10 @@ def dumps(value: Any) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + dumps(value) + b"\n\n"
+def event(value: Any, kind: str = "") -> bytes:
+    """One server-sent event.
+
+    Args:
+        kind: what the event is called, where its readers go by that.
+    """
+    return (f"event: {kind}\n".encode() if kind else b"") + b"data: " + dumps(value) + b"\n\n"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qbe.server.exchange import Exchange
 
 _ERRORS = {"timeout": "timeout", "shutdown": "shutting_down"}  # by `Exchange.late`
-_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}
+_OPERATIONS = {"chatcmpl-": "chat", "cmpl-": "text_completion", "resp_": "chat", "msg_": "chat"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,147 @@
+"""What LangChain, lm-evaluation-harness, LlamaIndex and guidellm call by default, against a server process.
+
+The first two are there themselves; the others pin other versions of what is installed, so their requests are sent as
+their source writes them (llama-index-llms-openai 0.8.3, guidellm 0.8.1).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from server_running import LIMIT_S, tiny_parts
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+        "additionalProperties": False, "title": "place", "description": "a place"}  # fmt: skip
+
+
+@pytest.fixture(params=[False, True], ids=["chat", "responses"])
+def chain(request: pytest.FixtureRequest, tiny_server_url: str) -> Any:
+    langchain = pytest.importorskip("langchain_openai")
+    return langchain.ChatOpenAI(
+        base_url=f"{tiny_server_url}/v1", api_key="none", model="model", max_tokens=200, timeout=LIMIT_S, max_retries=0,
+        use_responses_api=request.param,
+    )  # fmt: skip
+
+
+def test_langchain_asks_and_streams(chain: Any) -> None:
+    answer = chain.invoke([("system", "be brief"), ("user", "hi")], max_tokens=4)
+    assert answer.usage_metadata["output_tokens"] == 4
+    assert isinstance(answer.content, str) or answer.content[0]["type"] == "text"
+    pieces = list(chain.stream("hi", max_tokens=4))
+    assert sum((p.usage_metadata or {}).get("output_tokens", 0) for p in pieces) in (0, 4)
+    assert len(chain.batch(["a", "b"], max_tokens=2)) == 2
+
+
+def test_langchain_calls_tools_and_sends_results_back(chain: Any) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        return "sunny"
+
+    bound = chain.bind_tools([weather], tool_choice="weather", parallel_tool_calls=False)
+    asked = HumanMessage("hi")
+    answer = bound.invoke([asked])
+    (call,) = answer.tool_calls
+    assert call["name"] == "weather"
+    assert isinstance(call["args"]["city"], str)
+    back = [asked, answer, ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])]
+    assert chain.bind_tools([weather]).invoke(back, max_tokens=4)
+    whole = None
+    for piece in bound.stream([asked]):
+        whole = piece if whole is None else whole + piece
+    assert whole is not None
+    assert whole.tool_calls[0]["name"] == "weather"
+
+
+def test_langchain_asks_for_structured_answers(chain: Any) -> None:
+    for method in ("json_schema", "function_calling"):
+        found = chain.with_structured_output(CITY, method=method).invoke("where?")
+        assert found["city"] in ("Paris", "Rome")
+
+
+def harness(url: str, path: str, model: str, folder: Path) -> Any:
+    models = pytest.importorskip("lm_eval.models.openai_completions")
+    _, tokenizer = tiny_parts()
+    tokenizer.save_pretrained(folder)
+    kind = {"completions": models.LocalCompletionsAPI, "chat/completions": models.LocalChatCompletion}[path]
+    return kind(base_url=f"{url}/v1/{path}", model=model, tokenizer=str(folder), max_retries=1, max_length=512)
+
+
+def instance(kind: str, *arguments: Any) -> Any:
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)  # type: ignore[arg-type]
+
+
+def test_lm_eval_scores_and_generates(tiny_server_url: str, tmp_path: Path) -> None:
+    api = harness(tiny_server_url, "completions", "model", tmp_path)
+    asked = [("The capital", " of France"), ("One, two", ", three")]
+    found = api.loglikelihood([instance("loglikelihood", *one) for one in asked])
+    client = openai.OpenAI(base_url=f"{tiny_server_url}/v1", api_key="none", timeout=LIMIT_S)
+    for (context, rest), (logprob, greedy) in zip(asked, found, strict=True):
+        ids = api.tok_encode(context + rest)
+        own = client.completions.create(model="model", prompt=ids, max_tokens=1, echo=True, logprobs=1, temperature=0)
+        logprobs: Any = own.choices[0].logprobs
+        assert logprob == pytest.approx(sum(logprobs.token_logprobs[len(api.tok_encode(context)) : -1]), abs=1e-3)
+        assert greedy is False
+    (rolling,) = api.loglikelihood_rolling([instance("loglikelihood_rolling", "some text of a page")])
+    assert rolling < 0
+    until = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False, "temperature": 0.0}
+    assert len(api.generate_until([instance("generate_until", "Q: 1+1?\nA:", until)])) == 1
+
+
+def test_lm_eval_chats(tiny_server_url: str, tmp_path: Path) -> None:
+    api = harness(tiny_server_url, "chat/completions", "model", tmp_path)
+    from lm_eval.models.api_models import JsonChatStr
+
+    asked = JsonChatStr(json.dumps([{"role": "user", "content": "1+1?"}]))
+    until = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
+    assert len(api.generate_until([instance("generate_until", asked, until)])) == 1
+
+
+def test_llama_index(tiny_server_url: str) -> None:
+    """`OpenAILike(model=…, api_base=…)`: `chat`, `complete`, their streams, and `chat_with_tools`."""
+    api: Any = openai.OpenAI(base_url=f"{tiny_server_url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+    given: Any = {"model": "model", "temperature": 0.1, "max_tokens": 4}
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert api.chat.completions.create(messages=messages, stream=False, **given).choices[0].message.content is not None
+    assert [c.choices[0].delta for c in api.chat.completions.create(messages=messages, stream=True, **given)]
+    assert api.completions.create(prompt="hi", stream=False, **given).usage.total_tokens
+    assert [c.choices[0].text for c in api.completions.create(prompt="hi", stream=True, **given)]
+    tool = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
+    asked = given | {"max_tokens": 200, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    call = api.chat.completions.create(messages=messages, stream=False, **asked).choices[0].message
+    back = [*messages, {"role": "assistant", "content": None, "tool_calls": [c.to_dict() for c in call.tool_calls]},
+            {"role": "tool", "content": "sunny", "name": "weather", "tool_call_id": call.tool_calls[0].id}]  # fmt: skip
+    assert api.chat.completions.create(messages=back, stream=False, **given).choices
+
+
+GUIDE: Any = {"stop": None, "ignore_eos": True}
+USAGE: Any = {"include_usage": True, "continuous_usage_stats": True}
+PART: Any = [{"role": "user", "content": [{"type": "text", "text": "some words"}]}]
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("completions", {"prompt": "some words", "max_tokens": 5, "stream_options": USAGE}),
+    ("chat/completions", {"messages": PART, "max_completion_tokens": 5, "stream_options": USAGE}),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "some words"}]}],
+                   "max_output_tokens": 5}),
+])  # fmt: skip
+def test_guidellm(tiny_server_url: str, path: str, body: dict[str, Any]) -> None:
+    assert httpx2.get(f"{tiny_server_url}/health", timeout=LIMIT_S).status_code == 200
+    model = httpx2.get(f"{tiny_server_url}/v1/models", timeout=LIMIT_S).json()["data"][0]["id"]
+    sent = {"model": model, "stream": True, **GUIDE, **body}
+    answer = httpx2.post(f"{tiny_server_url}/v1/{path}", json=sent, timeout=LIMIT_S)
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    usage = events[-1].get("usage") or events[-1]["response"]["usage"]
+    assert (usage.get("completion_tokens") or usage["output_tokens"]) == 5
