@@ -27,7 +27,7 @@ KEYS = {"one": "qbe-one", "two": "qbe-two"}
 
 
 def settings(folder: Path) -> str:
-    table = [f'[batches]\nfolder = "{folder}"\nkey_bytes = 65536\n']
+    table = [f'[batches]\nfolder = "{folder}"\nfile_bytes = 65536\nkey_bytes = 4194304\n']
     return "".join(table + [f'[keys.{name}]\nsha256 = "{digest(key)}"\n' for name, key in KEYS.items()])
 
 

@@ -39,18 +39,18 @@ def _options(after: str | None = None, limit: str = "100", order: str | None = N
 Page = Annotated[PageOptions, Depends(_options)]
 
 
-def page_of(found: Sequence[dict[str, Any]], page: PageOptions, newest_first: bool = True) -> dict[str, Any]:
+def page_of(objects: Sequence[dict[str, Any]], page: PageOptions, newest_first: bool = True) -> dict[str, Any]:
     """One page of objects that have ids.
 
     Args:
-        found: all of them, the oldest first.
+        objects: all of them, the oldest first.
         newest_first: where `page` does not say.
 
     Raises:
         APIError: none of them is the one to go on after.
     """
     descending = newest_first if page.order is None else page.order == "desc"
-    ordered = list(reversed(found)) if descending else list(found)
+    ordered = list(reversed(objects)) if descending else list(objects)
     start = 0
     if page.after is not None:
         start = 1 + next((i for i, one in enumerate(ordered) if one["id"] == page.after), len(ordered))

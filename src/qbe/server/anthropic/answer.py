@@ -116,8 +116,8 @@ class _Message:
     async def stream(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events; hanging up cancels it."""
         try:
-            async for found in self._events():
-                yield event(found, found["type"])
+            async for sent in self._events():
+                yield event(sent, sent["type"])
         except APIError as error:
             yield event(error.anthropic_body(self._exchange.request_id), "error")
         finally:
@@ -127,11 +127,11 @@ class _Message:
         """The message. Raises APIError."""
         message: dict[str, Any] = {}
         try:
-            async for found in self._events():
-                if found["type"] == "message_start":
-                    message = found["message"]
-                elif found["type"] == "message_delta":
-                    message |= found["delta"] | {"usage": found["usage"]}
+            async for sent in self._events():
+                if sent["type"] == "message_start":
+                    message = sent["message"]
+                elif sent["type"] == "message_delta":
+                    message |= sent["delta"] | {"usage": sent["usage"]}
         finally:
             self._exchange.over()
         return message | {"content": self._content.blocks}
@@ -144,12 +144,12 @@ class _Message:
                     yield {"type": "message_start", "message": self._begun(delta)}
                     yield {"type": "ping"}
                 last = delta
-                for found in content.push(reader.pieces(delta)):
-                    yield found
+                for sent in content.push(reader.pieces(delta)):
+                    yield sent
         assert last is not None
         assert last.result is not None
-        for found in content.close():
-            yield found
+        for sent in content.close():
+            yield sent
         usage = await Frame("message", self._service, self._exchange).usage([content.answer()])
         stopped = last.result.stop_reason if last.result.stop_reason in (self._asked.stop or ()) else None
         reason = _REASONS[reader.reason(last.result)]
@@ -186,7 +186,7 @@ def _read(tokens: int, cached: int) -> dict[str, int]:
 def _object(arguments: str) -> dict[str, Any]:
     """The arguments of a call, which may have been cut off."""
     try:
-        found = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

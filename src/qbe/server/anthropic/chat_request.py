@@ -55,13 +55,13 @@ def ignored(by_chat: Sequence[str]) -> list[str]:
 
 def _messages(given: AnthropicMessage) -> list[Message]:
     """Results of calls are messages of their own; what is around them stays in order."""
-    found: list[Message] = []
+    messages: list[Message] = []
     texts: list[str] = []
     calls: list[ToolCall] = []
 
     def flush() -> None:
         if texts or calls:
-            found.append(Message(role=given.role, content="".join(texts), tool_calls=[*calls] or None))
+            messages.append(Message(role=given.role, content="".join(texts), tool_calls=[*calls] or None))
         texts.clear()
         calls.clear()
 
@@ -72,9 +72,9 @@ def _messages(given: AnthropicMessage) -> list[Message]:
             calls.append(_call(block))
         elif block.type == "tool_result":
             flush()
-            found.append(Message(role="tool", tool_call_id=block.tool_use_id, content=block.result()))
+            messages.append(Message(role="tool", tool_call_id=block.tool_use_id, content=block.result()))
     flush()
-    return found or [Message(role=given.role, content="")]
+    return messages or [Message(role=given.role, content="")]
 
 
 def _call(block: Block) -> ToolCall:

@@ -71,8 +71,8 @@ class Block(Lenient):
 
     def result(self) -> str:
         """Of a call, in one piece."""
-        found = "".join(part.text for part in self.content or ())
-        return f"Error: {found}" if self.is_error else found
+        text = "".join(part.text for part in self.content or ())
+        return f"Error: {text}" if self.is_error else text
 
 
 class AnthropicMessage(Lenient):

@@ -88,21 +88,21 @@ class _Wrong(Exception):
 def _line(number: int, raw: bytes, endpoint: str) -> Line:
     try:
         check_size(raw)
-        found = json.loads(raw)
+        parsed = json.loads(raw)
     except APIError as error:
         raise _Wrong("invalid_json_line", error.message) from None
     except (ValueError, RecursionError) as error:
         raise _Wrong("invalid_json_line", f"it is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise _Wrong("invalid_json_line", "it is no JSON object")
-    custom_id, body = found.get("custom_id"), found.get("body")
+    custom_id, body = parsed.get("custom_id"), parsed.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _ID_CHARACTERS:
         raise _Wrong(
             "missing_required_parameter", f"custom_id: a text of up to {_ID_CHARACTERS} characters", "custom_id"
         )
-    if str(found.get("method", "POST")).upper() != "POST":
+    if str(parsed.get("method", "POST")).upper() != "POST":
         raise _Wrong("invalid_method", "method: it must be POST", "method")
-    if found.get("url", endpoint) != endpoint:
+    if parsed.get("url", endpoint) != endpoint:
         raise _Wrong("invalid_url", f"url: it must be the batch's endpoint, '{endpoint}'", "url")
     if not isinstance(body, dict):
         raise _Wrong("missing_required_parameter", "body: it must be an object", "body")
@@ -116,11 +116,11 @@ def _wrong(number: int, code: str, message: str, param: str | None = None) -> di
 def check(path: Path, endpoint: str, most_lines: int, most_bytes: int) -> tuple[int, list[dict[str, Any]]]:
     """How many requests a file has, and what is wrong with it."""
     count, errors = 0, list[dict[str, Any]]()
-    for found in lines(path, endpoint, most_bytes):
-        if isinstance(found, Line):
+    for line in lines(path, endpoint, most_bytes):
+        if isinstance(line, Line):
             count += 1
         else:
-            errors.append(found)
+            errors.append(line)
         if count > most_lines or len(errors) >= MOST_ERRORS:
             break
     if count > most_lines:
@@ -134,7 +134,7 @@ def check(path: Path, endpoint: str, most_lines: int, most_bytes: int) -> tuple[
 
 def written(output: Path, errors: Path) -> Written:
     """What is in the files of a batch that was interrupted; a line that was cut off is removed."""
-    found = Written()
+    so_far = Written()
     for path, good in ((output, True), (errors, False)):
         if not path.exists():
             continue
@@ -145,9 +145,9 @@ def written(output: Path, errors: Path) -> Written:
                     break
                 end += len(raw)
                 line = json.loads(raw)
-                found.add(line["custom_id"], line["response"]["body"] if good else None)
+                so_far.add(line["custom_id"], line["response"]["body"] if good else None)
             file.truncate(end)
-    return found
+    return so_far
 
 
 def tokens_of(usage: dict[str, Any]) -> dict[str, int]:

@@ -61,8 +61,8 @@ class StoredFile:
 
     def describe(self) -> dict[str, Any]:
         """As OpenAI's file object."""
-        found = {k: v for k, v in asdict(self).items() if k != "key"}
-        return found | {"object": "file", "status": "processed", "status_details": None}
+        fields = {k: v for k, v in asdict(self).items() if k != "key"}
+        return fields | {"object": "file", "status": "processed", "status_details": None}
 
 
 @dataclass(frozen=True)

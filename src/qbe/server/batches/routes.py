@@ -91,14 +91,14 @@ def add_batches(app: FastAPI, service_of: Callable[[FastAPI], Service], about: d
     async def cancel(request: Request, id: str) -> dict[str, Any]:
         """Answer nothing more of it; what was answered is kept."""
         store, key = store_of(request)
-        found = store.batch(key, id)
-        if found.over or found.status == "finalizing":
-            raise APIError(409, f"the batch is {found.status} already", param="batch_id", code="batch_over")
-        if found.status != "cancelling":
-            found = found.become("cancelling", store.now)
-            await asyncio.to_thread(store.put, found)
+        batch = store.batch(key, id)
+        if batch.over or batch.status == "finalizing":
+            raise APIError(409, f"the batch is {batch.status} already", param="batch_id", code="batch_over")
+        if batch.status != "cancelling":
+            batch = batch.become("cancelling", store.now)
+            await asyncio.to_thread(store.put, batch)
             app.state.batches.wake()
-        return found.describe()
+        return batch.describe()
 
 
 def _add_files(

@@ -180,17 +180,17 @@ class BatchRunner:
             return None
         if sum(keys.values()) >= max(1, int(self._service.settings.batches.places * admission.running)):
             return None
-        found = [
+        candidates = [
             (keys[batch.key], batch.created_at, id)
             for id, running in at_work.items()
             if not running.ended and keys[(batch := self.store.batches[id]).key] < self._most_lines(batch.key)
         ]
-        return min(found)[2] if found else None
+        return min(candidates)[2] if candidates else None
 
     def _most_lines(self, key: str) -> float:
         """Half of what a key may have at once; the rest is left to whoever waits for an answer."""
-        found = self._service.settings.keys.get(key)
-        return float("inf") if found is None or found.concurrent is None else max(1, found.concurrent // 2)
+        settings = self._service.settings.keys.get(key)
+        return float("inf") if settings is None or settings.concurrent is None else max(1, settings.concurrent // 2)
 
     async def _line(self, batch_id: str, running: _Running, line: Line) -> None:
         batch, task = self.store.batches[batch_id], asyncio.current_task()
@@ -220,9 +220,9 @@ class BatchRunner:
                 if body.stream:
                     raise APIError(400, "stream: a batch does not stream: leave it out", param="stream")
                 answering = await self._begin(endpoint, body, batch, id)
-                found = await answering.whole()
+                answer = await answering.whole()
                 await self._service.booked(answering.exchange)
-                return 200, found
+                return 200, answer
             except APIError as error:
                 if error.status == 503 or (error.status == 429 and error.retry_after is not None):
                     await asyncio.sleep(min(_AGAIN_S, error.retry_after or 1.0))
@@ -251,17 +251,17 @@ class BatchRunner:
             return ANYONE if batch.key == ANYONE.name else None
         return Client(batch.key, keys[batch.key]) if batch.key in keys else None
 
-    async def _record(self, batch: Batch, running: _Running, found: list[dict[str, Any]], good: bool) -> None:
+    async def _record(self, batch: Batch, running: _Running, entries: list[dict[str, Any]], good: bool) -> None:
         """Write lines down, all or none; raises APIError where the key may keep no more."""
-        await asyncio.shield(self._write(batch, running, found, good))
+        await asyncio.shield(self._write(batch, running, entries, good))
 
-    async def _write(self, batch: Batch, running: _Running, found: list[dict[str, Any]], good: bool) -> None:
-        data = b"".join(dumps(one) + b"\n" for one in found)
+    async def _write(self, batch: Batch, running: _Running, entries: list[dict[str, Any]], good: bool) -> None:
+        data = b"".join(dumps(one) + b"\n" for one in entries)
         async with self._writing:
             if len(data) > self.store.room(batch.key):
                 raise APIError(413, "its answers have more bytes than its key may keep", code="files_full")
             await asyncio.to_thread(_append, self._paths(batch.id)[0 if good else 1], data)
-            for one in found:
+            for one in entries:
                 running.so_far.add(one["custom_id"], one["response"]["body"] if good else None)
             self._count(batch.id)
 
@@ -300,8 +300,8 @@ class BatchRunner:
         path = self.store.content(batch.input_file_id)
         running.rest = lines(path, batch.endpoint, self._service.settings.limits.body_bytes)
         with suppress(APIError):  # no room: the counts say how many are missing
-            while found := await asyncio.to_thread(some):
-                await self._record(batch, running, found, False)
+            while entries := await asyncio.to_thread(some):
+                await self._record(batch, running, entries, False)
 
     def _finish(self, batch: Batch) -> None:
         """Its files become files of its key. Again after a crash, whatever of it was done."""

@@ -94,11 +94,11 @@ class BatchStore:
     def _read(self) -> None:
         for path in sorted(self._folder.glob("*.json")):
             try:
-                found = json.loads(path.read_text(encoding="utf-8"))
+                fields = json.loads(path.read_text(encoding="utf-8"))
                 if path.name.startswith("batch_"):
-                    self.batches[path.stem] = Batch(**found)
+                    self.batches[path.stem] = Batch(**fields)
                 else:
-                    self.files[path.stem] = StoredFile(**found)
+                    self.files[path.stem] = StoredFile(**fields)
             except (OSError, ValueError, TypeError) as error:
                 log.warning("'%s' is left out, because it cannot be read: %s", path, error)
         for partial in self._folder.glob("*.partial"):  # of an upload that was cut off
@@ -150,10 +150,10 @@ class BatchStore:
 
     def file(self, key: str, id: str) -> StoredFile:
         """Raises APIError for a file that is not there or not this key's."""
-        found = self.files.get(id)
-        if found is None or found.key != key:
+        file = self.files.get(id)
+        if file is None or file.key != key:
             raise APIError(404, f"there is no file '{id[:200]}' here", param="file_id", code="file_not_found")
-        return found
+        return file
 
     def delete(self, key: str, id: str) -> None:
         """Raises APIError likewise, and for a file that a batch reads."""
@@ -165,10 +165,10 @@ class BatchStore:
 
     def batch(self, key: str, id: str) -> Batch:
         """Raises APIError for a batch that is not there or not this key's."""
-        found = self.batches.get(id)
-        if found is None or found.key != key:
+        batch = self.batches.get(id)
+        if batch is None or batch.key != key:
             raise APIError(404, f"there is no batch '{id[:200]}' here", param="batch_id", code="batch_not_found")
-        return found
+        return batch
 
     def put(self, batch: Batch) -> None:
         """Keep it as it is now. Raises QBEError where the disk refuses."""

@@ -71,8 +71,8 @@ class _Response:
         """The answer as server-sent events; hanging up cancels it."""
         number = 0
         try:
-            async for found in self._events():
-                yield _numbered(found, number)
+            async for sent in self._events():
+                yield _numbered(sent, number)
                 number += 1
         except APIError as error:
             failed = self._describe("failed", error={"code": error.code or "server_error", "message": error.message})
@@ -84,8 +84,8 @@ class _Response:
         """The response. Raises APIError."""
         response: dict[str, Any] = {}
         try:
-            async for found in self._events():
-                response = found.get("response", response)
+            async for sent in self._events():
+                response = sent.get("response", response)
         finally:
             self._exchange.over()
         return response
@@ -99,12 +99,12 @@ class _Response:
             async for _, delta in self._exchange.deltas():
                 logprobs = self._service.token_text.within(delta.logprobs)
                 shown = self._service.token_text.for_chat(logprobs) if self._asked.logprobs else []
-                for found in output.push(reader.pieces(delta), shown):
-                    yield found
+                for sent in output.push(reader.pieces(delta), shown):
+                    yield sent
                 reason = reason if delta.result is None else reader.reason(delta.result)
         status = "incomplete" if reason == "length" else "completed"
-        for found in output.close(status):
-            yield found
+        for sent in output.close(status):
+            yield sent
         usage = await Frame("response", self._service, self._exchange).usage([output.answer()])
         response = self._describe(status, usage=self._usage(usage))
         if self._body.store is not False:
@@ -141,5 +141,5 @@ class _Response:
         }  # fmt: skip
 
 
-def _numbered(found: dict[str, Any], number: int) -> bytes:
-    return event({"type": found["type"], "sequence_number": number} | found, found["type"])
+def _numbered(sent: dict[str, Any], number: int) -> bytes:
+    return event({"type": sent["type"], "sequence_number": number} | sent, sent["type"])

@@ -64,28 +64,30 @@ def ignored(body: ResponsesRequest, by_chat: Sequence[str]) -> list[str]:
     Args:
         by_chat: those that chat completions would name.
     """
-    found = [FIELDS.get(name, name) for name in by_chat]
+    names = [FIELDS.get(name, name) for name in by_chat]
     if body.truncation == "auto":
-        found.append("truncation")
+        names.append("truncation")
     if body.reasoning is not None and (body.reasoning.summary or body.reasoning.generate_summary):
-        found.append("reasoning.summary")
-    return found + [f"include.{name}" for name in body.include or () if name != LOGPROBS]
+        names.append("reasoning.summary")
+    return names + [f"include.{name}" for name in body.include or () if name != LOGPROBS]
 
 
 def _messages(items: Sequence[InputItem]) -> list[Message]:
     """An answer's text and its calls are items of their own, and one message."""
-    found: list[Message] = []
+    messages: list[Message] = []
     for item in items:
         if item.type == "message":
             assert item.role is not None
-            found.append(Message(role=item.role, content=item.content))
+            messages.append(Message(role=item.role, content=item.content))
         elif item.type in ("function_call", "custom_tool_call"):
-            if not found or found[-1].role != "assistant":
-                found.append(Message(role="assistant"))
-            found[-1] = found[-1].model_copy(update={"tool_calls": [*(found[-1].tool_calls or ()), _call(item)]})
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant"))
+            messages[-1] = messages[-1].model_copy(
+                update={"tool_calls": [*(messages[-1].tool_calls or ()), _call(item)]}
+            )
         elif item.type in ("function_call_output", "custom_tool_call_output"):
-            found.append(Message(role="tool", tool_call_id=item.call_id, content=item.output or ""))
-    return found
+            messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output or ""))
+    return messages
 
 
 def _call(item: InputItem) -> ToolCall:

@@ -29,8 +29,8 @@ def add_responses(app: FastAPI, service_of: Callable[[FastAPI], Service], about:
     async def input_items(request: Request, id: str, page: Page) -> dict[str, Any]:
         """What led to it."""
         kept = service_of(app).responses.get(request.state.client.name, id)
-        found = [_item(item, f"{id}_{i}") for i, item in enumerate(kept.items[: kept.given])]
-        return page_of(found, page, newest_first=True)
+        items = [_item(item, f"{id}_{i}") for i, item in enumerate(kept.items[: kept.given])]
+        return page_of(items, page, newest_first=True)
 
     @app.delete("/v1/responses/{id}", **about)
     async def delete(request: Request, id: str) -> dict[str, Any]:
@@ -40,9 +40,9 @@ def add_responses(app: FastAPI, service_of: Callable[[FastAPI], Service], about:
 
 
 def _item(item: InputItem, id: str) -> dict[str, Any]:
-    found = item.model_dump(exclude_none=True)
+    fields = item.model_dump(exclude_none=True)
     if item.type == "message":
         kind = "output_text" if item.role == "assistant" else "input_text"
         texts = [item.content] if isinstance(item.content, str) else [p.text for p in item.content or ()]
-        found["content"] = [{"type": kind, "text": text} for text in texts]
-    return {"id": id, "status": "completed", **found}
+        fields["content"] = [{"type": kind, "text": text} for text in texts]
+    return {"id": id, "status": "completed", **fields}

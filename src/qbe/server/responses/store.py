@@ -64,12 +64,12 @@ class ResponseStore:
 
     def get(self, key: str, id: str) -> Kept:
         """Raises APIError for an answer that is not there or not this key's."""
-        found = self._kept.get((key, id))
-        if found is None:
+        kept = self._kept.get((key, id))
+        if kept is None:
             raise APIError(404, f"there is no response '{id[:200]}' here: it was not stored, or had to make room",
                            code="response_not_found")  # fmt: skip
         self._kept.move_to_end((key, id))
-        return found
+        return kept
 
     def delete(self, key: str, id: str) -> None:
         """Raises APIError likewise."""
@@ -88,15 +88,15 @@ class ResponseStore:
                 earlier = self.get(key, previous).items
             except APIError:
                 raise _gone("previous_response_id", "response", previous, "previous_response_not_found") from None
-        found = [*earlier]
+        whole = [*earlier]
         for item in items:
             if item.type == "item_reference":
                 known = self._items.get((key, item.id or ""))
                 if known is None:
                     raise _gone("input", "item", item.id or "", "item_not_found")
                 item = known
-            found.append(item)
-        return found
+            whole.append(item)
+        return whole
 
     def _drop(self, place: tuple[str, str]) -> None:
         kept, key = self._kept.pop(place), place[0]
