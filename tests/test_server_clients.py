@@ -89,6 +89,13 @@ def test_what_cannot_be_honoured_says_so(url: str, fields: dict[str, Any]) -> No
     assert "\n" not in error["message"]
 
 
+def test_of_a_list_the_wrong_part_is_told(url: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    error = chat(url, messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, image]}]).json()["error"]
+    assert (error["param"], "reads text only" in error["message"]) == ("messages.0.content", True)
+    assert "at least 1 character" in chat(url, stop=["a", ""]).json()["error"]["message"]
+
+
 def test_a_streamed_call_goes_back_as_it_came(api: openai.OpenAI) -> None:
     asked: Any = dict(model="model", tools=[WEATHER], max_tokens=200, seed=1, parallel_tool_calls=False)
     with api.chat.completions.stream(messages=HI, tool_choice="required", **asked) as stream:

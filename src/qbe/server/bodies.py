@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import Any
@@ -30,6 +30,7 @@ _INLINE_BYTES = 64 * 1024  # parsed in the event loop: less than the way to anot
 _REST = bytes(set(range(256)) - set(b'"[{:,'))  # what does not count
 _STRING = re.compile(rb'"[^"]*+"?')
 _FORMAT = "response_format"
+_TEXTS = ("str", "constrained-str")  # what pydantic calls a text among the forms of a field
 
 
 class Bodies:
@@ -127,9 +128,18 @@ def _not_an_object() -> APIError:
     return APIError(400, f"the body is wrong: {said}", code="invalid_json")
 
 
+def _first(errors: Sequence[Any]) -> Any:
+    """The first thing that is wrong; where a field may be a text or a list, and is a list, what is wrong with that."""
+    first = errors[0]
+    if first["type"] != "string_type" or first["loc"][-1] not in _TEXTS:
+        return first
+    field = first["loc"][:-1]
+    return next((e for e in errors[1:] if e["loc"][: len(field)] == field and e["type"] != "list_type"), first)
+
+
 def wrong_body(error: ValidationError) -> APIError:
     """What is wrong with a body, and in which field. Of several things the first."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = _first(error.errors(include_url=False, include_context=False, include_input=False))
     said = str(first["msg"]).removeprefix("Value error, ")
     # Pydantic's names for the members of a union are no fields.
     parts = [str(part) for part in first["loc"]]
