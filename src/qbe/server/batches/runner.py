@@ -46,6 +46,7 @@ class _Running:
     rest: Iterator[Line | dict[str, Any]]
     so_far: Written
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    writes: set[asyncio.Task[None]] = field(default_factory=set)  # which go on when their line's task is cancelled
     ended: bool = False  # whether all lines have begun
     error: str = ""  # why it cannot go on
 
@@ -84,8 +85,9 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with self._writing:
-            self.store.close()
+        writes = [w for running in self._running.values() for w in running.writes]
+        await asyncio.gather(*writes, return_exceptions=True)
+        self.store.close()
 
     def wake(self) -> None:
         """Something has changed."""
@@ -253,7 +255,10 @@ class BatchRunner:
 
     async def _record(self, batch: Batch, running: _Running, entries: list[dict[str, Any]], good: bool) -> None:
         """Write lines down, all or none; raises APIError where the key may keep no more."""
-        await asyncio.shield(self._write(batch, running, entries, good))
+        write = asyncio.create_task(self._write(batch, running, entries, good))
+        running.writes.add(write)
+        write.add_done_callback(running.writes.discard)
+        await asyncio.shield(write)
 
     async def _write(self, batch: Batch, running: _Running, entries: list[dict[str, Any]], good: bool) -> None:
         data = b"".join(dumps(one) + b"\n" for one in entries)
@@ -277,8 +282,7 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with self._writing:  # what is being written is
-            pass
+        await asyncio.gather(*running.writes, return_exceptions=True)
         if outcome == "expired":
             await self._give_up(batch, running)
         output, errors = self._paths(batch.id)
