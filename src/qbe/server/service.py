@@ -110,7 +110,7 @@ class Service:
         over_budget = "the energy's budget cannot be kept: %s"
         self._watching = [  # each by itself, because a source of intensities may be slow
             asyncio.create_task(watch(_RELOAD_S, self._reloading.look, self._reloading.failed)),
-            asyncio.create_task(watch(_RELOAD_S, self._govern, lambda why: log.warning(over_budget, why))),
+            asyncio.create_task(watch(_RELOAD_S, self.observer.look, lambda why: log.warning(over_budget, why))),
         ]
 
     def drain(self, seconds: float) -> None:
@@ -182,11 +182,6 @@ class Service:
     def _check_settings(self, settings: Settings) -> None:
         if self._admission is not None:
             contract.check(settings, self._lowest)
-
-    async def _govern(self) -> bool:
-        """Keep within the energy's budget. Most looks do nothing, so that a good one shows nothing."""
-        await self.observer.look()
-        return False
 
     def engine(self) -> Engine:
         """Raises APIError while there is none that takes requests."""

@@ -65,9 +65,10 @@ class Observer:
         """Who says what is spent: `nvml`, `rapl` or `model`."""
         return MODEL if self._spending is None else self._spending.source
 
-    async def look(self) -> None:
-        """About once a second: keep within the energy's budget."""
+    async def look(self) -> bool:
+        """About once a second: keep within the energy's budget. False: most looks do nothing, a good one shows nothing."""
         await self.governor.look(self._spending)
+        return False
 
     def scrape(self) -> None:
         """Somebody asks for the metrics."""
