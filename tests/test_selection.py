@@ -72,11 +72,11 @@ def test_an_answer_is_refreshed_and_recorded() -> None:
     thresholds = Thresholds(2.0, 0.5, 1.0, 3.0, 99)
     answer = RequestState(payload((4, 4, 4), mine, refresh=True), mine, 0.0, Monitor(thresholds))
     chooser = BlueprintChooser(Wider(), "uniform", mine, Analyzer(), None, None)
-    answer.computed(0, 5)
+    answer.computed(answer.history.runs(0, 5), {}, samples=False)
     answer.wrote((3.0, 0.1))
     for i in range(RUN * WINDOW - 1):
         assert answer.cause() is None, i
-        answer.computed(5 + i, 1)
+        answer.computed(answer.history.runs(5 + i, 1), {}, samples=True)
         answer.wrote((3.0, 0.1))
     cause = answer.cause()
     assert cause is not None
@@ -84,9 +84,9 @@ def test_an_answer_is_refreshed_and_recorded() -> None:
     end = 4 + RUN * WINDOW
     assert answer.refresh(cause, chooser, end)
     assert answer.history.last.weight_bits == (8, 8, 8)
-    answer.computed(end, 1)
+    answer.computed(answer.history.runs(end, 1), {}, samples=True)
     answer.wrote((0.1, 5.0))
-    answer.computed(0, 3)  # again, after a preemption
+    answer.computed(answer.history.runs(0, 3), {}, samples=True)  # again, after a preemption
     request = SimpleNamespace(
         num_prompt_tokens=5, num_output_tokens=97, get_finished_reason=lambda: "length", status=None
     )

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,12 +178,12 @@ def test_a_server_follows_its_settings_whatever_goes_wrong_in_between(
     with caplog.at_level(logging.WARNING, "qbe"), running(config=config, ledger=tmp_path / "ledger.sqlite") as server:
         service, looked = server.service, []
 
-        async def fail() -> None:
+        async def fail(spending: Any) -> None:
             looked.append(1)
             raise RuntimeError("no\nenergy")
 
         with monkeypatch.context() as patch:
-            patch.setattr(service.observer, "look", fail)
+            patch.setattr(service.observer.governor, "look", fail)
             until(lambda: len(looked) > 3, "it goes on")
         assert said("the energy's budget cannot be kept: a defect: RuntimeError") == 1
         assert server.metric("qbe:settings_ok") == 1  # they have nothing to do with it
@@ -206,11 +207,11 @@ def test_a_server_follows_its_settings_whatever_goes_wrong_in_between(
         until(lambda: service.settings.prices.output == 2, "the new settings")
         assert server.metric("qbe:settings_ok") == 1
 
-        async def hang() -> None:
+        async def hang(spending: Any) -> None:
             looked.append(2)
             await asyncio.sleep(60)
 
-        monkeypatch.setattr(service.observer, "look", hang)  # a source of intensities that says nothing
+        monkeypatch.setattr(service.observer.governor, "look", hang)  # a source of intensities that says nothing
         until(lambda: 2 in looked, "it is asked")
         write("[prices]\noutput = 3\n")
         until(lambda: service.settings.prices.output == 3, "the newest settings")
