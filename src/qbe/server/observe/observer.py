@@ -66,7 +66,7 @@ class Observer:
         return MODEL if self._spending is None else self._spending.source
 
     async def look(self) -> bool:
-        """About once a second: keep within the energy's budget. False: most looks do nothing, so a good one shows none."""
+        """About once a second: keep within the energy's budget. False: a look that goes well is no news."""
         await self.governor.look(self._spending)
         return False
 
