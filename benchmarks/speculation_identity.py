@@ -37,7 +37,7 @@ from qbe.engine.devices import pick_device
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, Costs
+from qbe.engine.speculation.acceptance_statistics import NGRAM_DRAFTER, Costs
 from qbe.engine.speculation.ngram_proposer import NgramProposer
 from qbe.errors import QBEError
 from qbe.models import DEFAULT_MODEL

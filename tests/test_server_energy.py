@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from qbe.errors import QBEError
 from qbe.records.ledger import Ledger
-from qbe.server.admission import sunk
 from qbe.server.contract import budget, terms
 from qbe.server.energy.governor import Governor
 from qbe.server.energy.intensity import Intensity, fetch
 from qbe.server.energy.meter import Nvml, Rapl, find
 from qbe.server.energy.spending import Spending
+from qbe.server.energy.tier_bits import tier_bits
 from qbe.server.protocol import Contract
 from qbe.server.settings import Energy, Settings, Tier
 from qbe.server.settings_file import load
@@ -401,7 +401,7 @@ def test_only_the_default_tier_shifts_and_wishes_stay() -> None:
     assert within("priority", 1.0) == (6.5, 8.0)
     assert within("default", -1.0, min_bits=6.5) == (6.5, 6.5)
     assert within("default", 1.0, max_bits=5.5) == (5.5, 5.5)
-    assert sunk(Tier(bits=(5.0, 7.0)), 1.0, 0.0) == (5.0, 7.0)
+    assert tier_bits(Tier(bits=(5.0, 7.0)), 1.0, 0.0) == (5.0, 7.0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from qbe.engine.sampling.sampler import accept
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.engine.speculation import draft_tokens as kept
-from qbe.engine.speculation.draft_tokens import (
+from qbe.engine.speculation.acceptance_statistics import (
     PRIOR_RATE,
     PRIOR_WEIGHT,
     RETRY_INTERVAL,

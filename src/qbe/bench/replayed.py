@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from qbe.blueprint import Blueprint
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.sequence import Sequence as Running
-from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, Speculation
+from qbe.engine.speculation.acceptance_statistics import NGRAM_DRAFTER, Speculation
 
 
 class Recorded(Running):

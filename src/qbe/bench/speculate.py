@@ -21,7 +21,7 @@ from qbe.blueprint import Blueprint
 from qbe.datasets.questions import PROMPTS, questions
 from qbe.engine.core import Core
 from qbe.engine.sampling.sampling_params import SamplingParams
-from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, Costs
+from qbe.engine.speculation.acceptance_statistics import NGRAM_DRAFTER, Costs
 from qbe.engine.speculation.ngram_proposer import NgramProposer
 from qbe.engine.speculation.speculator import ROWS
 from qbe.engine.tokenize import encode

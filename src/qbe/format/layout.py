@@ -1,7 +1,7 @@
 """How the bits of a code are cut into slices, and where each slice lies in memory.
 
 A weight's code has `total_bits` bits, most significant first. A slice is a run of those bits; the precisions of the
-store are the running sums of the slices. Slices (4, 2, 2) give 4, 6 and 8 bits; (3, 1, 1, 1, 2) gives 3, 4, 5, 6, 8.
+store are the running sums of the slices (`qbe.format.gears`).
 
 In memory every slice is one or more parts of 4, 2 or 1 bits (3 = 2 + 1), so that kernels meet three cases only.
 The codes of 64 consecutive inputs of one output form a block. A part of width w stores a block in 8w bytes: field j
@@ -21,10 +21,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from qbe.errors import QBEError
+from qbe.format.gears import DEFAULT_SLICES, check_slices, gears
 
 BLOCK = 64  # inputs per block; group sizes are multiples of it
 MAX_GROUP = 1024
-MAX_BITS = 8
 
 
 class BitPlanes(NamedTuple):
@@ -42,13 +42,10 @@ class SliceLayout:
         QBEError: no slice, a slice below 1 bit, or more than 8 bits in all.
     """
 
-    slices: tuple[int, ...] = (4, 2, 2)
+    slices: tuple[int, ...] = DEFAULT_SLICES
 
     def __post_init__(self) -> None:
-        if not self.slices or min(self.slices) < 1 or sum(self.slices) > MAX_BITS:
-            raise QBEError(
-                f"slices {tuple(self.slices)} are not a layout: give widths of at least 1 that add up to at most 8"
-            )
+        check_slices(self.slices)
 
     @classmethod
     def of(cls, slices: Sequence[int]) -> SliceLayout:
@@ -66,11 +63,7 @@ class SliceLayout:
     @cached_property
     def precisions(self) -> tuple[int, ...]:
         """The widths that can be read, ascending."""
-        out, total = [], 0
-        for s in self.slices:
-            total += s
-            out.append(total)
-        return tuple(out)
+        return gears(self.slices)
 
     @cached_property
     def parts(self) -> tuple[BitPlanes, ...]:

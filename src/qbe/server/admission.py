@@ -10,10 +10,10 @@ from collections.abc import Callable
 from qbe.server.errors import APIError
 from qbe.server.keys import ANYONE, Client
 from qbe.server.rates import Bucket, Rates
-from qbe.server.settings import TIER_NAMES, Limits, Tier, TierName
+from qbe.server.settings import TIER_NAMES, Limits, TierName
 from qbe.server.tier_order import Range, TierOrder
 
-__all__ = ["Admission", "Bucket", "sunk"]
+__all__ = ["Admission", "Bucket"]
 
 _MINUTE = 60.0
 _STEPS = 4  # steps of the brownout, so that similar requests share blueprints
@@ -131,15 +131,3 @@ class Admission:
         inside = sum(n for (t, _), n in self._inside.items() if TIER_NAMES.index(t) >= level)
         filled = min(1.0, max(0, inside - self.running) / limits.queue)
         return math.ceil(max(0.0, (filled - limits.brownout) / (1 - limits.brownout)) * _STEPS) / _STEPS
-
-
-def sunk(tier: Tier, brownout: float, raised: float = 0.0) -> tuple[float, float]:
-    """The range of average bits of a tier under pressure, or with room for more.
-
-    Args:
-        brownout: how far both ends sink to the floor, 0 to 1.
-        raised: how far the lower end rises to the higher one, 0 to 1.
-    """
-    floor = tier.bits[0] if tier.floor is None else tier.floor
-    low, high = (b if tier.floor is None else b - brownout * (b - floor) for b in tier.bits)
-    return low + raised * (high - low), high

@@ -8,7 +8,7 @@ from typing import Any
 from qbe import policies
 from qbe.budget import Budget
 from qbe.errors import QBEError
-from qbe.server.admission import sunk
+from qbe.server.energy.tier_bits import tier_bits
 from qbe.server.errors import APIError
 from qbe.server.pricing import Pricing
 from qbe.server.protocol import Contract
@@ -41,7 +41,7 @@ class Terms:
     @property
     def tier_range(self) -> tuple[float, float]:
         """What the pressure makes of the tier's range."""
-        return sunk(self.tier_settings, self.brownout, self.raised)
+        return tier_bits(self.tier_settings, self.brownout, self.raised)
 
     @property
     def bounded(self) -> bool:

@@ -13,6 +13,7 @@ from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from qbe.errors import QBEError
+from qbe.format.gears import DEFAULT_SLICES
 from qbe.format.layout import SliceLayout, check_group_size
 from qbe.store.nested_tensor import NestedTensor
 
@@ -36,7 +37,7 @@ class NestedWeightConfig(AOBaseConfig):
     """
 
     group_size: int = 64
-    slices: tuple[int, ...] = (4, 2, 2)
+    slices: tuple[int, ...] = DEFAULT_SLICES
     keep_original: bool = True
 
     def __post_init__(self) -> None:

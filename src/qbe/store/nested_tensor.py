@@ -16,6 +16,7 @@ from torchao.utils import TorchAOBaseTensor
 from qbe.compile.backend import register
 from qbe.errors import QBEError
 from qbe.format.codes import quantise
+from qbe.format.gears import DEFAULT_SLICES
 from qbe.format.layout import SliceLayout, padded
 from qbe.format.packing import pack
 from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
@@ -110,7 +111,11 @@ class NestedTensor(TorchAOBaseTensor):
 
     @classmethod
     def from_weight(
-        cls, weight: torch.Tensor, slices: Sequence[int] = (4, 2, 2), group_size: int = 64, keep_original: bool = True
+        cls,
+        weight: torch.Tensor,
+        slices: Sequence[int] = DEFAULT_SLICES,
+        group_size: int = 64,
+        keep_original: bool = True,
     ) -> NestedTensor:
         """Quantises a float weight [N, K]. Raises QBEError for what `qbe.format.codes.quantise` refuses."""
         layout = SliceLayout.of(slices)

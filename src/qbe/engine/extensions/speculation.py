@@ -9,7 +9,7 @@ from qbe.engine.extensions.extension import Extension
 from qbe.engine.sampling.sampler import Scores
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.engine.speculation.draft_tokens import Speculation
+from qbe.engine.speculation.acceptance_statistics import Speculation
 from qbe.engine.speculation.speculator import Speculator
 
 

@@ -30,7 +30,7 @@ from qbe.sites import FULL_BITS, KVBits
 
 if TYPE_CHECKING:
     from qbe.engine.adaptive.activation_statistics import ActivationStats
-    from qbe.engine.speculation.draft_tokens import Speculation
+    from qbe.engine.speculation.acceptance_statistics import Speculation
 
 
 @dataclass(frozen=True)

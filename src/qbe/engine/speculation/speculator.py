@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import collections.abc
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from qbe.blueprint import Blueprint
 from qbe.engine.sampling.sampler import DraftToken, draw, filtered
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.engine.speculation.draft_tokens import NGRAM_DRAFTER, AcceptanceStats, Costs, Speculation, progress
+from qbe.engine.speculation.acceptance_statistics import NGRAM_DRAFTER, AcceptanceStats, Costs, Speculation, progress
+from qbe.engine.speculation.draft_bits import DraftBits
 from qbe.engine.speculation.ngram_proposer import NgramProposer
 from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.sites import SiteTable
@@ -52,8 +51,7 @@ class Speculator:
         self.acceptance: dict[tuple[int, int], AcceptanceStats] = {}
         self._gear = NGRAM_DRAFTER  # of the draft steps that run now
         self._done = self._left = 0  # of them
-        self._lower: dict[tuple[str, int], tuple[Blueprint, int]] = {}  # with the bytes that it reads
-        self._averages: dict[str, float] = {}
+        self._bits = DraftBits(table)
 
     def extend(self, work: list[ScheduledTokens]) -> list[ScheduledTokens]:
         """The work of a decode step with rows that draft or that check draft tokens; the same work where that would not
@@ -83,7 +81,7 @@ class Speculator:
 
     def measured(self, work: collections.abc.Sequence[ScheduledTokens], seconds: float) -> None:
         """A decode step with these rows took so long."""
-        self.costs.add(self._size_of(len(work)), max(self._average(w.blueprint) for w in work), seconds)
+        self.costs.add(self._size_of(len(work)), max(self._bits.average(w.blueprint) for w in work), seconds)
 
     @torch.inference_mode()
     def draft(self, sequences: collections.abc.Sequence[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
@@ -116,7 +114,7 @@ class Speculator:
         self, work: collections.abc.Sequence[ScheduledTokens], able: collections.abc.Sequence[ScheduledTokens]
     ) -> None:
         """The way to the most tokens a second, by the acceptance so far: none, reading the text, or own drafts."""
-        n, bits = len(work), max(self._average(w.blueprint) for w in work)
+        n, bits = len(work), max(self._bits.average(w.blueprint) for w in work)
         usual = self.costs.of(self._size_of(n), bits)
         if usual is None:
             return  # the first step tells what a token costs
@@ -134,7 +132,7 @@ class Speculator:
                 fastest, source, count = written / seconds(n + k, bits), NGRAM_DRAFTER, k
         most = min(self.rows // n - 1, *map(_room, work)) if len(able) == n else 0
         for gear in (g for g in self.drafters if NGRAM_DRAFTER < g < bits):
-            low = max(self._average(self._lowered(w.blueprint, gear)[0]) for w in work)
+            low = max(self._bits.average(self._bits.lowered(w.blueprint, gear)[0]) for w in work)
             for k in range(1, min(MOST, most) + 1 if low < bits else 1):
                 written = n * progress(self._outcomes(gear, bits).rate, k)
                 rate = written / (k * seconds(n, low) + seconds(n * (k + 1), bits))
@@ -172,22 +170,9 @@ class Speculator:
 
     def _draft(self, w: ScheduledTokens) -> ScheduledTokens:
         speculation = _of(w)
-        lowered, nbytes = self._lowered(w.blueprint, self._gear)
+        lowered, nbytes = self._bits.lowered(w.blueprint, self._gear)
         speculation.draft_bytes += nbytes
         return ScheduledTokens(w.sequence, w.start + len(speculation.draft_tokens), 1, lowered)
-
-    def _lowered(self, blueprint: Blueprint, gear: int) -> tuple[Blueprint, int]:
-        key = blueprint.linear_key, gear
-        if key not in self._lower:
-            bits = tuple(min(b, gear) for b in blueprint.weight_bits)
-            lowered = replace(blueprint, weight_bits=bits, dynamic_precision=None)
-            self._lower[key] = lowered, lowered.bytes_per_token(self.table)
-        return self._lower[key]
-
-    def _average(self, blueprint: Blueprint) -> float:
-        if blueprint.linear_key not in self._averages:
-            self._averages[blueprint.linear_key] = blueprint.average_weight_bits(self.table)
-        return self._averages[blueprint.linear_key]
 
 
 def draft_token_of(sequence: Sequence, number: int) -> DraftToken | None:
