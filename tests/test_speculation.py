@@ -257,7 +257,7 @@ def test_a_drafter_that_loses_rests_and_is_tried_again(monkeypatch: pytest.Monke
     o.add(1, True)
     assert o.rate == pytest.approx(31 / 32)
 
-    monkeypatch.setattr(kept, "RETRY_INTERVAL", 128)
+    monkeypatch.setattr(acceptance_statistics, "RETRY_INTERVAL", 128)
     draft = Speculator.draft
 
     def wrong(self: Speculator, sequences: list[Sequence], logits: torch.Tensor, best: torch.Tensor) -> None:
