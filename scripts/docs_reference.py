@@ -297,7 +297,33 @@ def _field_default(of: type, field: dataclasses.Field[Any]) -> str:
     return f"`{type(default).__name__}()`" if dataclasses.is_dataclass(default) else f"`{default!r}`"
 
 
-PAGES = {"cli.md": cli_page, "http.md": http_page, "settings.md": settings_page, "python.md": python_page}
+# What has which effect where
+
+
+def compatibility_page() -> str:
+    """Every option that does not work everywhere, in every situation, and what is said of it there."""
+    from qbe.compatibility import ANYWHERE, ENGINE, REQUEST, SITUATIONS, limit
+
+    parts = [MADE, "# Compatibility\n", "Options that need something of the model, the device or the engine. "
+             "*refused*: in one line, which becomes a 400 over HTTP; with `best_effort` the option is left out, and "
+             "the result names it (`ignored`; over HTTP `usage.qbe.ignored`). *said*: it does nothing, and a warning "
+             "as the engine starts, or the result, says so. Empty: it does what it says.\n"]  # fmt: skip
+    for heading, of in (("What a request asks for", REQUEST), ("What an engine is started with", ENGINE)):
+        shown = {n: s for n, s in SITUATIONS.items() if of is REQUEST or not s.vllm}
+        rows: Rows = []
+        for option in dict.fromkeys(found.option for found in of):
+            met = (limit(option, situation, of) for situation in shown.values())
+            rows.append((f"`{option}`", *("" if one is None else one.outcome for one in met)))
+        parts += [f"## {heading}\n", table(("option", *shown), rows)]
+        parts.append(table(("option", "otherwise", "what is said"), [(f"`{x.option}`", x.outcome, x.line) for x in of]))
+    parts.append(f"Everywhere: {', '.join(f'`{name}`' for name in ANYWHERE)}.\n")
+    return "\n".join(parts)
+
+
+PAGES = {
+    "cli.md": cli_page, "http.md": http_page, "settings.md": settings_page, "python.md": python_page,
+    "compatibility.md": compatibility_page,
+}  # fmt: skip
 
 
 def main() -> None:

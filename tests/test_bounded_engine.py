@@ -142,8 +142,9 @@ def test_preempted_requests_resume_with_the_same_answer() -> None:
 
 
 @pytest.mark.parametrize("fault", ["nothing is free", "the allocation fails"])
-def test_a_host_without_memory_turns_it_off_with_one_warning(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first slab, which holds two pages here."""
+def test_a_host_without_memory_breaks_no_bound_in_silence(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first slab, which holds two pages here: who wants a bound gets an error, who asked for best effort an
+    answer that says so."""
     texts = prompts(100, 150, 64)
     plain = [run(core(), request("r", p, kv(4), max_tokens=90))[0] for p in texts]
     c = core()
@@ -156,16 +157,28 @@ def test_a_host_without_memory_turns_it_off_with_one_warning(fault: str, monkeyp
         monkeypatch.setattr(originals, "free_memory", lambda _: 2**62)
         monkeypatch.setattr(originals, "SLAB_BYTES", 2**60)
     requests = [request(str(i), p, bounded(0.0, 4), max_tokens=90) for i, p in enumerate(texts)]
+    requests[2].bounded.best_effort = True
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(c, *requests)
+        with pytest.raises(
+            QBEError, match="kv_error does nothing here, because the host has no memory left"
+        ) as refused:
+            c.add(request("refused", texts[0], bounded(0.0, 4), max_tokens=90))
+        assert refused.value.field == "kv_error"
+        full = request("full", texts[0], bounded(0.0, 16), max_tokens=9)
+        run(c, full)
         later = request("later", texts[0], bounded(0.0, 4), max_tokens=90)
+        later.bounded.best_effort = True
         run(c, later)
     messages = [str(w.message) for w in caught if "16-bit originals" in str(w.message)]
     assert len(messages) == 1
-    assert "bounded mode is off" in messages[0]
-    assert all(r.finish_reason == "length" for r in (*requests, later))
-    assert all(r.blueprint.kv_error is None for r in (*requests, later))
+    assert "no kv_error can be kept from now on" in messages[0]
+    assert [r.finish_reason for r in requests] == ["error", "error", "length"]
+    assert all("kv_error cannot be kept any more" in str(r.error) for r in requests[:2])
+    assert all(r.blueprint.kv_error is None and r.bounded.dropped for r in (requests[2], later))
+    assert (full.finish_reason, full.blueprint.kv_error, full.bounded.dropped) == ("length", 0.0, False)
+    assert later.finish_reason == "length"
     assert later.output_ids == plain[0], "nothing of the bounded requests is found under another name"
     assert later.bounded.pages_read == 0
     assert c.scheduler.allocator.free == c.scheduler.allocator.num_pages

@@ -149,11 +149,10 @@ def test_a_model_that_does_not_compile_runs_without(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles steps of float16")
-def test_who_asks_for_compiled_steps_in_vain_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    Engine(tiny_llama().half(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, compile=True)
-    assert [r.message for r in caplog.records if "not compiled" in r.message] == [
-        "decode steps of this model are not compiled: the CPU kernels do not attend in torch.float16"
-    ]
+def test_who_asks_for_compiled_steps_in_vain_is_told() -> None:
+    model, tokenizer = tiny_llama().half(), byte_tokenizer()
+    with pytest.warns(RuntimeWarning, match="compile does nothing here, because its decode steps have no fixed shapes"):
+        Engine(model, tokenizer=tokenizer, device="cpu", policy="uniform", records=False, compile=True)
 
 
 def test_without_a_cpp_compiler_the_step_runs_as_it_is(tmp_path: Path) -> None:

@@ -84,9 +84,11 @@ def chooser(table: SiteTable = TABLE) -> BlueprintChooser:
     return BlueprintChooser(TieredPolicy(), "tiered", table, Scored(), None, None)
 
 
-def ask(of: BlueprintChooser, score: float, prompt: list[int], salt: bytes = b"", **budget: Any) -> Selection:
+def ask(
+    of: BlueprintChooser, score: float, prompt: list[int], salt: bytes = b"", structured: bool = False, **budget: Any
+) -> Selection:
     asked = Budget(**budget)
-    selected = of.select(of.policy(None), str(score), [], 300, asked, prompt, salt)
+    selected = of.select(of.policy(None), str(score), [], 300, asked, prompt, salt, structured)
     of.began(selected.blueprint, asked, 300, prompt, salt)
     return selected
 
@@ -104,12 +106,14 @@ def test_what_is_kept_is_within_what_was_asked_for(seed: int) -> None:
         low = round(draw.uniform(4.0, 8.0), 1)
         budget: dict[str, Any] = {"tier": draw.choice([*TIER_BITS])}
         budget |= draw.choice(({}, {"within": (low, min(8.0, low + draw.choice((0.0, 1.5))))}, {"bits": low}))
-        selected = ask(of, draw.choice((0.1, 0.5, 0.9)), list(prompt), **budget)
+        form = draw.random() < 0.3
+        selected = ask(of, draw.choice((0.1, 0.5, 0.9)), list(prompt), structured=form, **budget)
         asked, now = Budget(**budget), selected.blueprint.average_weight_bits(TABLE)
         if asked.bits is not None:
             assert selected.blueprint == selected.asked
         else:
-            assert asked.range[0] - TOLERANCE <= now <= asked.range[1] + 0.01
+            least = min(selected.profile.least_bits, asked.average_for(1.0))
+            assert max(asked.range[0], least) - TOLERANCE <= now <= asked.range[1] + 0.01
         assert selected.blueprint.activation_bits == selected.asked.activation_bits
 
 
@@ -127,6 +131,18 @@ def test_a_conversation_keeps_its_blueprint_while_its_budget_allows_it() -> None
     eight = ask(of, 0.1, turns[6], activation_bits=8).blueprint
     assert bits(eight) == 5.3
     assert 8 in eight.activation_bits
+
+
+def test_a_kept_blueprint_has_the_least_bits_that_a_form_needs() -> None:
+    of, turns = chooser(), [[*range(50 * n)] for n in range(1, 5)]
+    assert bits(ask(of, 0.1, turns[0]).blueprint) == 5.3
+    assert bits(ask(of, 0.1, turns[1], structured=True).blueprint) == 6.0, "5.33 is too little for a call"
+    plain = ask(of, 0.1, turns[2])
+    assert (bits(plain.asked), bits(plain.blueprint)) == (5.3, 6.0)
+    assert bits(ask(of, 0.9, turns[3], structured=True).blueprint) == 6.0, "kept, and enough"
+    flex = chooser()
+    assert bits(ask(flex, 0.1, turns[0], tier="flex").blueprint) == 4.7
+    assert bits(ask(flex, 0.1, turns[1], structured=True, tier="flex").blueprint) == 5.3, "the highest that flex has"
 
 
 def test_few_averages_serve_a_tier() -> None:
@@ -152,14 +168,19 @@ ends = st.tuples(st.floats(3.5, 9.0), st.floats(0.0, 3.0)).map(lambda r: (r[0], 
 
 
 @settings(max_examples=500)
-@given(one=ends, low=st.floats(0.0, 2.0), high=st.floats(0.0, 2.0), score=st.floats(0.0, 1.0))
-def test_a_higher_range_gives_no_score_less(one: tuple[float, float], low: float, high: float, score: float) -> None:
+@given(
+    one=ends, low=st.floats(0.0, 2.0), high=st.floats(0.0, 2.0), score=st.floats(0.0, 1.0),
+    floor=st.sampled_from((0.0, 6.0)),
+)  # fmt: skip
+def test_a_higher_range_gives_no_score_less(
+    one: tuple[float, float], low: float, high: float, score: float, floor: float
+) -> None:
     two = one[0] + low, max(one[0] + low, one[1] + high)
-    had, has = (Budget(within=r).average_for(score) for r in (one, two))
+    had, has = (Budget(within=r).average_for(score, floor) for r in (one, two))
     assert had <= has
     for (least, most), average in ((one, had), (two, has)):
         assert least - 0.005 <= average <= most + 0.005
-    assert Budget(within=one).average_for(0.0) <= had <= Budget(within=one).average_for(1.0)
+    assert Budget(within=one).average_for(0.0, floor) <= had <= Budget(within=one).average_for(1.0)
 
 
 @pytest.mark.parametrize("context", [100, 5000])
@@ -167,9 +188,10 @@ def test_kv_bits_are_kept_until_the_context_asks_for_fewer(context: int) -> None
     asked = Blueprint("x", (6,) * len(TABLE.nested), (16,) * len(TABLE.nested), (4,) * TABLE.layers)
     before = replace(asked, kv_bits=(8,) * TABLE.layers)
     table = TABLE.with_kv(kv_sites()) if context else TABLE
-    kept = Turn(before, "default", 100).kept(asked, Budget(), context, table)
+    profile = QueryProfile(0.5, "code", 2, {}, context)
+    kept = Turn(before, "default", 100).kept(asked, Budget(), profile, table)
     assert kept.kv_bits == (before if context == 100 else asked).kv_bits
-    assert Turn(before, "default", 100, own_kv=False).kept(asked, Budget(), context, table) == asked
+    assert Turn(before, "default", 100, own_kv=False).kept(asked, Budget(), profile, table) == asked
 
 
 def kv_sites() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +23,9 @@ from qbe.engine.sampling.sampler import likeliest
 from qbe.policies import Policy
 from qbe.records import RecordStore
 from qbe.refresh import thresholds
-from qbe.refresh.monitor import Cause, Monitor
+from qbe.refresh.monitor import Cause, Monitor, Pace
 from qbe.refresh.thresholds import RUN, WINDOW, Thresholds, moved
-from qbe.sites import NESTABLE_ROLES
+from qbe.sites import NESTABLE_ROLES, TextDifficulty
 from qbe.store.nested_linears import nest
 from qbe.store.nesting import with_store
 from qbe.tagger import tag
@@ -162,6 +163,7 @@ def test_a_refresh_changes_what_comes_and_is_told(engine: qbe.Engine, tmp_path: 
     assert other.bytes_moved == 200 * low
     found = engine.explain("a b c d", budget=Budget(refresh=True))
     assert found.thresholds == thresholds.load(engine.name)
+    assert found.pace == Pace()
     assert found.describe()["refresh"]["windows"] == 1
 
 
@@ -199,3 +201,47 @@ def test_pages_stay_and_a_preempted_answer_is_the_same() -> None:
     alone = core(16)
     low = Blueprint.of("b", alone.table, (4,) * len(alone.table.nested))
     assert run(alone, request("r", prompts(30)[0], low, max_tokens=100))[0] != roomy[0]
+
+
+def test_the_built_in_text_says_when_an_answer_is_hard() -> None:
+    text = TextDifficulty(tuple(i / 100 for i in range(400)), tuple(4 - i / 100 for i in range(400)))
+    for window in (1, 32, 64):
+        found = thresholds.of_text(text, window)
+        assert found is not None
+        assert found.windows == 400 - window + 1
+        middle = (window - 1) / 200
+        assert found.hard_entropy == pytest.approx(middle + 0.75 * (400 - window) / 100)
+        assert found.easy_entropy == pytest.approx(middle + 0.25 * (400 - window) / 100)
+        assert found.kind(3.9, 0.1) == "hard"
+        assert found.kind(0.1, 3.9) == "easy"
+    assert thresholds.of_text(text, 370) is None
+    assert thresholds.of_text(None) is None
+
+
+def test_interval_and_count_are_set_by_engine_and_request() -> None:
+    hard = [3.0] * 40, [0.5] * 40
+    (cause,) = [c for c in [Monitor(SOME, Pace(8, 2)).look(*hard)] if c]
+    assert (cause.kind, cause.token) == ("hard", 40)  # the last of those that came at once
+    assert Pace(8, 2).asked(Budget(refresh=True, refresh_count=5)) == Pace(8, 5)
+    for wrong in (0, 1025, 1.0, True, "3"):
+        with pytest.raises(qbe.QBEError, match=r"refresh_interval is .* whole number"):
+            Budget(refresh=True, refresh_interval=wrong)  # type: ignore[arg-type]
+    with pytest.raises(qbe.QBEError, match="refresh_count is for refresh"):
+        Budget(refresh_count=2)
+
+
+def test_a_first_start_can_refresh_and_so_can_a_store_of_an_older_version(tiny_folder: Path, nested: str) -> None:
+    """Nothing was learned: the store says when an answer is hard, and is told where it does not know."""
+    params = qbe.SamplingParams(max_tokens=64, ignore_eos=True, seed=0)
+    budget = Budget(refresh=True, refresh_interval=1, refresh_count=1)
+    table = Path(nested) / "sensitivity.json"
+    known = json.loads(table.read_text())
+    assert len(known["text"]["entropies"]) == len(known["text"]["margins"]) > 64
+    table.write_text(json.dumps({k: v for k, v in known.items() if k != "text"}))
+    for model in (nested, nested, str(tiny_folder)):
+        with qbe.Engine(model, device="cpu", records=False, blueprint_cache=False) as engine:
+            assert engine.table.text is not None
+            assert engine.generate("a b c d", params, budget=budget).refreshes
+    now = json.loads(table.read_text())
+    assert {**now, "text": None} == {**known, "text": None}
+    assert now["text"]["entropies"] == pytest.approx(known["text"]["entropies"], rel=0.1, abs=0.1)

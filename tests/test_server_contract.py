@@ -108,6 +108,10 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"qbe": {"max_latency_ms": -1}}, "qbe.max_latency_ms"),
         ({"qbe": {"policy": "none"}}, "qbe.policy"),
         ({"qbe": {"bits": 5, "refresh": True}}, "qbe.refresh"),
+        ({"qbe": {"refresh": True}}, "qbe.refresh"),  # the uniform policy does not read the score
+        ({"qbe": {"refresh_interval": 8}}, "qbe.refresh_interval"),
+        ({"qbe": {"refresh": True, "refresh_count": 0}}, "qbe.refresh_count"),
+        ({"qbe": {"best_effort": 1}}, "qbe.best_effort"),
         ({"qbe": {"policy": "tiered"}}, "qbe.policy"),  # this engine has no sensitivities
         ({"qbe": {"policy": "mobi", "bits": 5}}, "qbe.policy"),
         ({"qbe": {"policy": "random:x"}}, "qbe.policy"),
@@ -274,3 +278,9 @@ def test_speed_is_a_line_over_bits() -> None:
     assert found[0] == found[1] == pytest.approx(4.0)
     with pytest.raises(APIError, match="max_bits"):
         budget(terms("default", Contract(max_bits=3.0), Settings(), 0.0), 1, 1, 1, 4.0, speed)
+
+
+def test_best_effort_leaves_out_what_cannot_be_done_and_says_so(server: Running) -> None:
+    usage = ask(server, qbe={"refresh": True, "cascade": True, "best_effort": True})["usage"]
+    assert usage["qbe"]["ignored"] == ["qbe.refresh", "qbe.cascade"]
+    assert "ignored" not in ask(server, qbe={"best_effort": True})["usage"]["qbe"]

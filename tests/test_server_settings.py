@@ -14,7 +14,7 @@ import pytest
 from qbe.errors import QBEError
 from qbe.records.ledger import Ledger, LedgerEntry
 from qbe.server.contract import terms
-from qbe.server.keys import digest
+from qbe.server.keys import digest, new_key
 from qbe.server.settings import Settings
 from qbe.server.settings_file import Watched, load
 from server_running import running, until
@@ -33,6 +33,8 @@ from server_running import running, until
         ("[tiers.default]\nbits = [5, 6]\nfloor = 5.5", "tiers.default"),
         ("[prices]\ninput = -1", "prices.input"),
         ("[limits]\nqueue = 0", "limits.queue"),
+        ("[refresh]\ninterval = 0", "refresh.interval"),
+        ("[refresh]\ncount = 1.5", "refresh.count"),
         ('[keys.a]\nsha256 = "12"', "keys.a.sha256"),
         ("[prices]\ninput = nan", "prices.input"),
         ("x = ", "TOML"),
@@ -226,6 +228,15 @@ def test_the_sample_file_of_the_docs_works_as_it_is_printed(tmp_path: Path) -> N
         path.write_text(sample)
         load(path)
     path.write_text(samples[0])
+    with running(config=path, ledger=tmp_path / "ledger.sqlite") as server:
+        assert server.post("completions", {"prompt": "hi", "max_tokens": 1}).status_code == 200
+    key, lines = new_key("alice")
+    path.write_text(samples[0] + lines + "weight = 2.0\n")  # as `qbe serve --new-key alice` prints them
+    with running(config=path, ledger=tmp_path / "ledger.sqlite") as server:
+        assert server.post("completions", {"prompt": "hi", "max_tokens": 1}).status_code == 401
+        asked = server.post("completions", {"prompt": "hi", "max_tokens": 1}, Authorization=f"Bearer {key}")
+        assert asked.status_code == 200
+    path.write_text(samples[0] + samples[1])
     found = load(path)
     assert (found.tiers, found.limits) == (
         Settings().tiers.model_copy(update={
@@ -234,3 +245,18 @@ def test_the_sample_file_of_the_docs_works_as_it_is_printed(tmp_path: Path) -> N
         }), Settings().limits,
     )  # fmt: skip
     assert set(found.keys) == {"alice"}
+
+
+def test_the_settings_and_the_command_line_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qbe.cli.serve import _engine
+
+    path, made = tmp_path / "serve.toml", dict[str, Any]()
+    path.write_text("[refresh]\ninterval = 8\ncount = 2\n[weights]\nmost_bits = 6\n")
+    monkeypatch.setattr("qbe.engine.engine.Engine", lambda model, **options: made.update(options))
+    monkeypatch.setenv("QBE_RECORDS", str(tmp_path / "records.sqlite"))
+    _engine(Watched(path), "model", None, None, None, compile=True, speculate=True)
+    assert (made["refresh_interval"], made["refresh_count"], made["most_bits"]) == (8, 2, 6)
+    assert made["rows"] == "shared"
+    assert made["compile"]
+    assert made["speculate"]
+    made["records"].close()

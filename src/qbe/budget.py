@@ -24,6 +24,7 @@ TIERS = (*TIER_BITS, *TIER_ALIASES)
 # the middles of the thirds of its range. Neighbours have one in common.
 AVERAGES_STEP = 2 / 3
 
+MOST_PACE = 1024  # tokens of a window that a refresh goes by, and windows in a row
 MOST_KV_ERROR = 1_000_000  # so that it is a number for every kernel; a bound of 100 is none already
 
 
@@ -41,6 +42,8 @@ class Budget:
             16.
         refresh: choose again while the answer is written, within what tier or range allow, when it has become hard or
             easy to predict and stays so (`qbe.refresh.monitor`); not beside `bits`.
+        refresh_interval, refresh_count: with `refresh`: tokens of a window that is hard, easy or neither, and how many
+            of one kind in a row are cause, 1 to 1 024; None takes the engine's.
         cascade: let what the attention of layers shows of a token of the answer choose the bits of later layers'
             weights, around the same average (`qbe.engine.adaptive.cascade`).
         kv_bits: average bits over the numbers of the KV cache, 2 to 16, scales not counted; met from below, within
@@ -50,13 +53,15 @@ class Budget:
         kv_error: bounded mode, where the KV cache has less than 16 bits: by how much the output of an attention head
             may differ from what 16 bits give, as a part of its norm (0.05: 5 %); 0 reads everything at 16 bits. Pages
             for which that cannot be guaranteed are read again from 16-bit originals in host memory. None: no bound.
+        best_effort: where the model, the device or the engine cannot do what is asked for here, leave it out, and let
+            the result name it (`ignored`), rather than refuse (`qbe.compatibility`).
 
     `careful_tokens`, the name that `high_precision_tokens` had in version 0.1, is taken and can be read, too.
 
     Raises:
         QBEError: an unknown tier, bits or a range outside 1 to 16, or activation or KV bits that there are not, or
             a KV error that is no number of at least 0 or above a million, or a refresh of bits that are fixed, or
-            high-precision tokens where activations have 16 bits anyway.
+            high-precision tokens where activations have 16 bits anyway, or a refresh's pace without a refresh.
     """
 
     bits: float | None
@@ -68,6 +73,9 @@ class Budget:
     within: tuple[float, float] | None
     refresh: bool
     cascade: bool
+    refresh_interval: int | None
+    refresh_count: int | None
+    best_effort: bool
 
     def __init__(  # by hand for `careful_tokens`: `dataclasses.replace` gives an `InitVar` again
         self,
@@ -80,6 +88,9 @@ class Budget:
         within: tuple[float, float] | None = None,
         refresh: bool = False,
         cascade: bool = False,
+        refresh_interval: int | None = None,
+        refresh_count: int | None = None,
+        best_effort: bool = False,
         *,
         careful_tokens: bool | None = None,
     ) -> None:
@@ -93,6 +104,9 @@ class Budget:
             "within": within,
             "refresh": refresh,
             "cascade": cascade,
+            "refresh_interval": refresh_interval,
+            "refresh_count": refresh_count,
+            "best_effort": best_effort,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # frozen
@@ -121,9 +135,14 @@ class Budget:
             raise QBEError(
                 f"kv_error is {_told(error)}, but must be at least 0 and at most {MOST_KV_ERROR}, such as 0.05 for 5 %"
             )
-        for name, value in (("high_precision_tokens", self.high_precision_tokens), ("cascade", self.cascade)):
-            if not isinstance(value, bool):
+        for name in ("high_precision_tokens", "cascade", "best_effort"):
+            if not isinstance(value := getattr(self, name), bool):
                 raise QBEError(f"{name} is {_told(value)}, but must be true or false")
+        for name in ("refresh_interval", "refresh_count"):
+            if (pace := getattr(self, name)) is not None:
+                check_pace(name, pace)
+                if not self.refresh:
+                    raise QBEError(f"{name} is for refresh: ask for that, too, or leave it out", field=name)
         if self.high_precision_tokens and self.activation_bits == FULL_BITS:
             raise QBEError(
                 "high_precision_tokens is for activation_bits 8, and they are 16: ask for 8, or leave it out",
@@ -144,12 +163,15 @@ class Budget:
         if not _is_number(self.bits) or not 1 <= self.bits <= 16:
             raise QBEError(f"a budget of {_told(self.bits)} bits is out of range: give an average between 1 and 16")
 
-    def bits_for(self, score: float) -> float:
-        """Average bits for a query of complexity `score` in [0, 1]."""
+    def bits_for(self, score: float, least: float = 0.0) -> float:
+        """Average bits for a query of complexity `score` in [0, 1] that should have `least` bits.
+
+        `least` raises the low end of the range, to the high one at most: what the caller bounds goes first.
+        """
         if self.bits is not None:
             return self.bits
         low, high = self.range
-        return low + (high - low) * min(1.0, max(0.0, score))
+        return max(low + (high - low) * min(1.0, max(0.0, score)), min(least, high))
 
     def score_for(self, bits: float) -> float:
         """The score to which the range gives this average; its ends for averages beyond them."""
@@ -161,12 +183,13 @@ class Budget:
         """The averages among which the score chooses, where `bits` does not fix one."""
         return self.within or TIER_BITS[self.plain_tier]
 
-    def average_for(self, score: float) -> float:
-        """The one of the range's few averages (`averages`) that is nearest to `bits_for`; or `bits`."""
+    def average_for(self, score: float, least: float = 0.0) -> float:
+        """The one of the range's few averages (`averages`) that is nearest to `bits_for`, among those of `least` bits
+        and more, or the highest where all have fewer; or `bits`."""
         if self.bits is not None:
             return self.bits
-        wanted = self.bits_for(score)
-        return min(averages(*self.range), key=lambda bits: abs(bits - wanted))
+        wanted, few = self.bits_for(score), averages(*self.range)
+        return min([bits for bits in few if bits >= least] or few[-1:], key=lambda bits: abs(bits - wanted))
 
 
 @lru_cache(maxsize=256)
@@ -186,6 +209,12 @@ def check_kv_bits(value: object) -> None:
     if not average and not (isinstance(value, str) and value in TURBO_KINDS):
         have = " or ".join(TURBO_KINDS)
         raise QBEError(f"kv_bits is {_told(value)}, but must be an average between {least} and {FULL_BITS}, or {have}")
+
+
+def check_pace(name: str, value: object) -> None:
+    """Raises QBEError for what is no number of tokens or windows that a refresh can go by."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_PACE:
+        raise QBEError(f"{name} is {_told(value)}, but must be a whole number, 1 to {MOST_PACE}", field=name)
 
 
 def _is_number(value: object) -> bool:

@@ -145,6 +145,19 @@ class KVSite:
     entropy: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True)
+class TextDifficulty:
+    """How hard each token of a text is to predict for a model, in the text's order.
+
+    Attributes:
+        entropies: of the tokens' distributions, nats.
+        margins: by how much the likeliest token's logit exceeds the next one's.
+    """
+
+    entropies: tuple[float, ...]
+    margins: tuple[float, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class SiteTable:
     """Every site of a model in module order; immutable, equal only to itself.
@@ -157,6 +170,7 @@ class SiteTable:
     Attributes:
         kv: by layer and head; empty as long as nobody has run the model.
         context: the most tokens of a sequence, None where the model names none or nobody has run it.
+        text: how hard the built-in text is to predict; None when it was not measured.
     """
 
     sites: tuple[Site, ...]
@@ -165,6 +179,7 @@ class SiteTable:
     kv: tuple[KVSite, ...] = ()
     difficult_entropy: float | None = None
     context: int | None = None
+    text: TextDifficulty | None = None
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

@@ -18,6 +18,12 @@ CLASSES = (
 )
 
 
+# The least average for an answer that must be a call or JSON, within what tier and request allow. At 6 bits the tokens
+# of SmolLM2's calls are all but those at 16, at 5 they are not (docs/measurements/quality-weights.md, Function calls).
+STRUCTURED_BITS = 6.0
+STRUCTURED = "structured"  # the feature
+
+
 @dataclass(frozen=True)
 class PromptSignals:
     """What a prompt's prefill showed.
@@ -42,7 +48,7 @@ class QueryProfile:
         score: complexity in [0, 1].
         prompt_class: one of `CLASSES`.
         tier: which analysis made it: 1 thresholds, 2 trained classifier, 3 that and the sentence encoder.
-        features: name -> value; what the score was computed from.
+        features: name -> value; what the score was computed from, and `STRUCTURED` where the answer must have a form.
         context: tokens that the request may come to have, prompt and answer; 0 when that is not known.
         cluster: the nearest of the encoder's centroids; None below tier 3.
         similarity: cosine of the query's vector and that centroid, at most 1; None below tier 3.
@@ -59,6 +65,11 @@ class QueryProfile:
     similarity: float | None = None
     vector: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     signals: PromptSignals | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def least_bits(self) -> float:
+        """The least average that the answer should have; 0 where nothing speaks for one."""
+        return STRUCTURED_BITS if self.features.get(STRUCTURED) else 0.0
 
     def describe(self) -> dict[str, Any]:
         """The profile as JSON."""

@@ -29,8 +29,8 @@ class Fingerprint:
     """A query as the cache sees it.
 
     Attributes:
-        cell: what must be equal: the whole budget, the analysis tier, the cluster, and the score as finely as policies
-            go by it (one of the budget's few averages; thirds for KV bits).
+        cell: what must be equal: the whole budget, the analysis tier, the cluster, the score as finely as policies go
+            by it (one of the budget's few averages; thirds for KV bits), and the least bits.
         digest: of the features as they are: equal for equal queries.
         bits: the locality-sensitive hash, an integer below 2^64. It is computed when it is asked for: a query that was
             there before needs none.
@@ -44,8 +44,8 @@ class Fingerprint:
         self._values = np.array(self._planes.read(profile.features))
         self.digest = hashlib.blake2b(self._values.tobytes(), digest_size=8).digest()
         score = profile.score
-        average = budget.average_for(score)
-        self.cell: Cell = (budget, profile.tier, profile.cluster, average, score_step(score))
+        average = budget.average_for(score, profile.least_bits)
+        self.cell: Cell = (budget, profile.tier, profile.cluster, average, score_step(score), profile.least_bits)
 
     @property
     def bits(self) -> int:

@@ -16,6 +16,7 @@ from qbe.cli.options import (
     ActivationBits,
     Analysis,
     Answers,
+    BestEffort,
     Bits,
     Cascade,
     Chat,
@@ -36,6 +37,8 @@ from qbe.cli.options import (
     Penalty,
     Policy,
     Refresh,
+    RefreshCount,
+    RefreshInterval,
     Seed,
     Speculate,
     Stop,
@@ -66,7 +69,8 @@ def generate(
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, n: Answers = 1, chat: Chat = False,
-    refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
+    refresh: Refresh = False, refresh_interval: RefreshInterval = None, refresh_count: RefreshCount = None,
+    best_effort: BestEffort = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
     speculate: Speculate = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text.
@@ -81,7 +85,10 @@ def generate(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens)
+    budget = make_budget(
+        bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens, refresh_interval,
+        refresh_count, best_effort,
+    )  # fmt: skip
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
         quiet=as_json, speculate=speculate, most_bits=most_bits,
@@ -107,7 +114,8 @@ def chat(
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None,
-    refresh: Refresh = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
+    refresh: Refresh = False, refresh_interval: RefreshInterval = None, refresh_count: RefreshCount = None,
+    best_effort: BestEffort = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
     speculate: Speculate = False, tune: Tune = False, as_json: Json = False,
     live: Annotated[bool, typer.Option("--live", help="draw bits per layer as they move, on a terminal")] = False,
 ) -> None:  # fmt: skip
@@ -120,7 +128,10 @@ def chat(
     params = make_params(
         max_tokens, greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed, None, speculate
     )
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens)
+    budget = make_budget(
+        bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens, refresh_interval,
+        refresh_count, best_effort,
+    )  # fmt: skip
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
         most_bits=most_bits, speculate=speculate,
@@ -170,6 +181,7 @@ def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, kv_bits: KVBits = None,
     kv_error: KVError = None, max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False,
+    refresh_interval: RefreshInterval = None, refresh_count: RefreshCount = None, best_effort: BestEffort = False,
     cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
     trace: Annotated[
@@ -183,7 +195,10 @@ def explain(
 
         trace_picture.check(trace)
     check_writable(trace=trace, html=html)
-    budget = make_budget(bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens)
+    budget = make_budget(
+        bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens, refresh_interval,
+        refresh_count, best_effort,
+    )  # fmt: skip
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         params = make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None)
@@ -262,6 +277,8 @@ def _summary(result: Result) -> None:
         style="dim",
     )
     err.print(line, soft_wrap=True)
+    for why in result.ignored.values():
+        say(f"--{why.replace('_', '-', why.partition(' ')[0].count('_'))}", "yellow")
     if result.raised_tokens or result.lowered_tokens:
         err.print(
             f"  cascade: {result.raised_tokens} tokens raised, {result.lowered_tokens} lowered",

@@ -39,6 +39,15 @@ Speculate = Annotated[
 Refresh = Annotated[
     bool, typer.Option("--refresh", help="budget: choose again within the tier while the answer is hard or easy")
 ]
+RefreshInterval = Annotated[
+    int | None, typer.Option(help="with --refresh: tokens after which the answer is looked at; 32 if left out")
+]
+RefreshCount = Annotated[
+    int | None, typer.Option(help="with --refresh: looks in a row that must say the same; 3 if left out")
+]
+BestEffort = Annotated[
+    bool, typer.Option("--best-effort", help="budget: leave out what cannot be done here and say so, not refuse")
+]
 Cascade = Annotated[
     bool, typer.Option("--cascade", help="budget: each token's attention moves the bits of later layers")
 ]
@@ -97,6 +106,7 @@ def make_engine(
 def make_budget(
     bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None,
     refresh: bool = False, cascade: bool = False, high_precision_tokens: bool = False,
+    refresh_interval: int | None = None, refresh_count: int | None = None, best_effort: bool = False,
 ) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
@@ -106,7 +116,8 @@ def make_budget(
             kv = float(kv_bits)
     return Budget(
         bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error, refresh=refresh,
-        cascade=cascade, high_precision_tokens=high_precision_tokens,
+        cascade=cascade, high_precision_tokens=high_precision_tokens, refresh_interval=refresh_interval,
+        refresh_count=refresh_count, best_effort=best_effort,
     )  # fmt: skip
 
 

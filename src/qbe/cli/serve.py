@@ -50,7 +50,11 @@ def serve(
     rows: Annotated[
         str | None, typer.Option(help="exact: each request reads its own bits; shared (default): a step's highest")
     ] = None,
-    compile: Compile = False, tune: Tune = False,
+    compile: Compile = False,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="with --compile: be ready for requests that ask for draft tokens")
+    ] = False,
+    tune: Tune = False,
     new_key: Annotated[str | None, typer.Option(help="print a new key for this name with its TOML, and end")] = None,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI does; every request may say what precision, time and price it wants."""
@@ -97,7 +101,7 @@ def serve(
 
         make = functools.partial(
             _engine, watched, model, originals, most_bits, rows, policy=policy, dtype=dtype, device=device,
-            max_sequences=max_sequences, kv_tokens=kv_tokens, compile=compile, tune=tune,
+            max_sequences=max_sequences, kv_tokens=kv_tokens, compile=compile, speculate=speculate, tune=tune,
         )  # fmt: skip
         services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
         return services[0]
@@ -138,11 +142,12 @@ def _engine(
     from qbe.records import RecordStore, RecordWriter
 
     advice.set_verbosity_error()
-    weights = watched.current.weights
+    weights, refresh = watched.current.weights, watched.current.refresh
     most = weights.most_bits if most_bits is None else most_bits
     return Engine(
         model, originals=originals or weights.originals, most_bits=most, rows=weights.rows if rows is None else rows,
-        records=RecordWriter(RecordStore()), progress=sys.stderr.isatty(), **options,
+        records=RecordWriter(RecordStore()), progress=sys.stderr.isatty(), refresh_interval=refresh.interval,
+        refresh_count=refresh.count, **options,
     )  # fmt: skip
 
 

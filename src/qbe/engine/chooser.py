@@ -26,6 +26,7 @@ from qbe.policies.cascade import dynamic_precision
 from qbe.policies.per_token import TokenRouters
 from qbe.policies.routers import gear_bits
 from qbe.refresh import thresholds
+from qbe.refresh.monitor import Pace
 from qbe.selection.selector import BlueprintChooser
 from qbe.sites import FULL_BITS, SiteTable
 
@@ -45,16 +46,17 @@ class Chooser(BlueprintChooser):
         cache: asked before a policy is; None: policies are always asked.
         analysis_tier: see `qbe.analysis.Analyzer`.
         cascade: what `qbe train cascade` found, or what is said to requests for it.
+        pace: of refreshes, where a request does not say.
     """
 
     def __init__(
         self, policy: Policy, name: str, model: Any, tokenizer: Any, model_name: str, table: SiteTable,
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
-        cascade: TokenRouters | QBEError | None = None,
+        cascade: TokenRouters | QBEError | None = None, pace: Pace | None = None,
     ) -> None:  # fmt: skip
         analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
         analyzer.analyze("warm up", [0], tier=analysis_tier or 2)  # the first of a process takes milliseconds
-        super().__init__(policy, name, table, analyzer, thresholds.load(model_name), context, cache)
+        super().__init__(policy, name, table, analyzer, thresholds.load(model_name), context, cache, pace)
         self.cascade = cascade
         self._tokenizer, self._model_name = tokenizer, model_name
         self._full_bytes = sum(s.bytes_at.get(FULL_BITS, s.parameters * FULL_BITS // 8) for s in table)
@@ -87,7 +89,8 @@ class Chooser(BlueprintChooser):
         with about("policy"):
             policy = self.policy(request.policy)
         context = len(ids) + request.params.max_tokens
-        selected = self.select(policy, text, token_ids, context, request.budget, ids, request.cache_salt)
+        structured = request.structured or request.constraint is not None or bool(request.tools)
+        selected = self.select(policy, text, token_ids, context, request.budget, ids, request.cache_salt, structured)
         start, blueprint = time.perf_counter(), self._with_bounds(selected.blueprint, request.budget)
         kept = selected.blueprint is not selected.asked
         added_ms = (time.perf_counter() - start) * 1e3
@@ -98,13 +101,14 @@ class Chooser(BlueprintChooser):
             asked=self._with_bounds(selected.asked, request.budget) if kept else None,
             table=self._table,
             budget=request.budget,
-            target_bits=request.budget.average_for(selected.profile.score),
+            target_bits=request.budget.average_for(selected.profile.score, selected.profile.least_bits),
             analysis_ms=selected.analysis_ms,
             policy_ms=selected.policy_ms + added_ms,
             cache=selected.cache,
             bytes_per_token=blueprint.bytes_per_token(self._table),
             bytes_per_token_16bit=self._full_bytes,
-            thresholds=self.thresholds if request.budget.refresh else None,
+            thresholds=self.thresholds(request.budget) if request.budget.refresh else None,
+            pace=self.pace(request.budget),
             prompt_format=self._prompt_format,
             native=tuple(getattr(w, "native", None) is not None for w in self._weights),
         )

@@ -6,7 +6,6 @@ What only some requests need (routers, high-precision tokens, the cascade, specu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
+from qbe.compatibility import Situation, check_engine
 from qbe.engine import self_check
 from qbe.engine.adaptive.cascade import Cascade
 from qbe.engine.devices import reserved
@@ -48,8 +48,6 @@ from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.policies.per_token import TokenRouters
 from qbe.sites import KVBits, SiteTable
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,6 @@ class Core:
         sizes = StepSizes.of(self.device, max_batch_tokens, max_sequences, longest, speculate)
 
         self.plan = bind_plan(model, table, self.device, sizes.plan_rows, shared_rows)
-        if shared_rows and self.plan.shared is None:
-            log.warning("rows = shared changes nothing: each sequence of this model has a forward of its own")
         with self_check.one_line(model):
             shapes, dtype = probe_shapes(model)
             expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
@@ -160,8 +156,22 @@ class Core:
             self.runner.route(routers)
         self._prepare_decode(sizes, pages, compile, speculate, progress)
         self.speculator = self._speculator(sizes, speculate or not compile)
-        self._refresh = BlueprintRefresh(self.pool, self.scheduler, packed, self.cascade)
+        self._refresh = BlueprintRefresh(self.pool, self.scheduler, lambda: self.situation, self.cascade)
         self.extensions = self._extensions()
+        asked = {"compile": compile, "speculate": speculate, "rows": shared_rows}
+        check_engine([name for name in asked if asked[name]], self.situation)
+
+    @property
+    def situation(self) -> Situation:
+        """What options meet here, as far as the core knows."""
+        return Situation(
+            recurrent=not self.runner.packed,
+            attention=self.scheduler.paged,
+            cuda=self.device.type == "cuda",
+            fixed_shapes=self.runner.decode is not None,
+            drafts=self.speculator is not None,
+            originals_full=self.originals.refused,
+        )
 
     def _scheduler(self, packed: bool, max_batch_tokens: int, max_sequences: int) -> Scheduler:
         """The scheduler of the pool's pages."""
@@ -184,9 +194,6 @@ class Core:
             several = sizes.speculation_rows if speculate else 0
             self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, several)
         self.graph_bytes = max(0, reserved(self.device) - before)
-        if compile and self.runner.decode is None:
-            why = f"the CPU kernels do not attend in {self.pool.dtype}" if shared else "its sequences share no step"
-            log.warning("decode steps of this model are not compiled: %s", why)
 
     def _speculator(self, sizes: StepSizes, ready: bool) -> Speculator | None:
         """What makes draft tokens, where decode steps have room for them and are `ready` for several rows of a
@@ -200,7 +207,7 @@ class Core:
         """In the order in which they look at a request: one may take from it what the next one would ask for."""
         extensions: list[Extension] = [
             self._routers,
-            HighPrecisionTokens(self.runner.packed),
+            HighPrecisionTokens(lambda: self.situation),
             CascadeExtension(self.cascade),
         ]
         if self.speculator is not None:
@@ -313,8 +320,8 @@ class Core:
         """Give a sequence its token and end it when that was the last."""
         for extension in self.extensions:
             extension.advance(sequence, token)
-        if token is None:
-            sequence.error = self._why_no_token(sequence)
+        if token is None or sequence.error is not None:  # an extension's, which cannot keep what was promised
+            sequence.error = sequence.error or self._why_no_token(sequence)
             reason: str | None = "error"
         else:
             sequence.append(token)

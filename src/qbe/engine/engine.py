@@ -17,6 +17,7 @@ from qbe import policies
 from qbe.budget import Budget
 from qbe.cache import CacheNumbers, open_cache
 from qbe.cache.traffic import LoggedRequest
+from qbe.compatibility import check_engine
 from qbe.engine.chooser import Chooser
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
@@ -37,6 +38,8 @@ from qbe.models import DEFAULT_MODEL
 from qbe.policies.cascade import load as load_cascade
 from qbe.policies.per_token import TokenRouters
 from qbe.records import RecordStore, RecordWriter
+from qbe.refresh.monitor import Pace
+from qbe.refresh.thresholds import RUN, WINDOW
 from qbe.store.prepare import prepare, prepare_in_memory
 from qbe.store.shared_rows import check_rows
 
@@ -71,6 +74,8 @@ class Engine(Requests):
         records: the file that records go to, each before its answer is given back; None takes the user's, False keeps
             none. A `RecordWriter` writes them in a thread, so that no step waits for the disk.
         blueprint_cache: the file of the blueprint cache; None takes the user's, False always asks the policy.
+        refresh_interval, refresh_count: of requests that ask for refreshes and do not say: tokens of a window, and
+            windows of one kind in a row that are cause for another blueprint.
         analysis_tier: of the query analysis: 1 thresholds, 2 classifier, 3 sentence encoder as well; None takes 1 for
             queries under 32 tokens and 2 for the others.
         progress: show progress bars on standard error.
@@ -99,9 +104,11 @@ class Engine(Requests):
         records: str | Path | RecordWriter | bool | None = None,
         blueprint_cache: str | Path | bool | None = None,
         analysis_tier: int | None = None,
+        refresh_interval: int = WINDOW,
+        refresh_count: int = RUN,
         progress: bool = False,
     ) -> None:
-        default = policies.load(policy)
+        default, pace = policies.load(policy), Pace(refresh_interval, refresh_count)
         where = pick_device(device)
         check_rows(rows)
         sizes = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "kv_tokens": kv_tokens}
@@ -116,6 +123,10 @@ class Engine(Requests):
                 need_sensitivity=default.needs_sensitivity, progress=progress,
             )  # fmt: skip
         else:
+            if tokenizer is not None:
+                raise QBEError(
+                    "tokenizer is for a model given in memory; a folder or a file brings its own: leave it out"
+                )
             prepared = prepare(
                 model, dtype=dtype, device=where, originals=originals, most_bits=most_bits,
                 need_sensitivity=default.needs_sensitivity, progress=progress,
@@ -153,11 +164,14 @@ class Engine(Requests):
                 open_cache(blueprint_cache, core.table, prepared.name),
                 analysis_tier,
                 cascade,
+                pace,
             ),
             prepared.tokenizer,
             prepared.name,
             _sink(records),
         )
+        sizes = {"max_batch_tokens": max_batch_tokens, "kv_tokens": kv_tokens, "tune": tune or None}
+        check_engine([name for name, given in sizes.items() if given is not None], self.core.situation)
         self._host = TunerHost(self._lock, self.core)
         self._tuner = Tuner(self.core.device, self._host) if tune and self.core.device.type == "cuda" else None
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from qbe.compatibility import Situation
+from qbe.engine.able import able
 from qbe.engine.adaptive.activation_statistics import ActivationStats
 from qbe.engine.chooser import Choice, Chooser
 from qbe.engine.core import Core
@@ -79,7 +81,25 @@ class Requests:
         """
         if isinstance(request.prompt, list):
             self.core.check_tokens("prompt", [t for t in request.prompt if isinstance(t, int)])
-        return self._chooser.choose(request, fits)
+        with about("policy"):
+            situation = self._situation(request)
+        budget, ignored = able(request, situation)
+        ids, chosen = self._chooser.choose(replace(request, budget=budget), fits)
+        return ids, replace(chosen, ignored=ignored)
+
+    def _situation(self, request: Request) -> Situation:
+        """What its options meet. Raises QBEError for an unknown policy."""
+        budget, table = request.budget, self._table
+        return replace(
+            self.core.situation,
+            originals_full=False,  # whether that matters depends on the blueprint (`BoundedKV.admit`)
+            measured=table.difficult_entropy is not None,
+            scored=self._chooser.policy(request.policy).reads_score,
+            thresholds=budget.refresh and self._chooser.thresholds(budget) is not None,
+            trained=not isinstance(self._chooser.cascade, QBEError),
+            bounded=budget.kv_error is not None,
+            high_precision=budget.high_precision_tokens,
+        )
 
     def count_tokens(self, request: Request) -> int:
         """Tokens of the prompt. Raises QBEError for one that cannot be run, or is longer than the context."""
@@ -121,13 +141,15 @@ class Requests:
             running.sampling.scoring, running.paging.fork_parent = prompt_scoring(running), None
         # An average that was asked for is kept; one that was chosen may turn out too low for what comes.
         quantised = chosen.blueprint.average_kv_bits(self._table) < FULL_BITS
-        running.attention.watched = request.budget.kv_bits is None and quantised
-        if request.budget.high_precision_tokens:
+        budget = chosen.budget
+        running.attention.watched = budget.kv_bits is None and quantised
+        running.bounded.best_effort = budget.best_effort
+        if budget.high_precision_tokens:
             running.difficulty.threshold = self._table.difficult_entropy
         if self._chooser.reads_prompt(request):
             running.activation_stats, running.paging.fork_parent = ActivationStats.of(self._table), None
-        if request.budget.refresh:
-            running.difficulty.monitor = Monitor(self._chooser.thresholds)
+        if budget.refresh:
+            running.difficulty.monitor = Monitor(self._chooser.thresholds(budget), chosen.pace)
         self.core.add(running)
         self._chooser.began(chosen.blueprint, request.budget, chosen.context, ids, request.cache_salt)
         chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen

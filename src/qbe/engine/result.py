@@ -28,6 +28,7 @@ class Request:
         budget: bounds on precision.
         policy: name of the policy; None takes the engine's.
         tools: JSON descriptions of functions, for the chat template.
+        structured: whether the answer must have a form that neither `tools` nor `constraint` tells of (yet).
         variables: more that the chat template may read, such as `enable_thinking`.
         constraint: what the answer may be; it belongs to this request alone.
         priority: where it stands in line; without one requests come in the order in which they were made.
@@ -39,6 +40,7 @@ class Request:
     budget: Budget = field(default_factory=Budget)
     policy: str | None = None
     tools: list[dict[str, Any]] | None = None
+    structured: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
     priority: Priority = FIRST_COME
@@ -66,7 +68,7 @@ class Result:
             has 8, because they had been hard to predict.
         average_kv_bits: of the keys and values this request had at its end, scales not counted; the last tokens, which
             fill no page, are kept at 16 bits.
-        kv_error: of bounded mode; None where nothing was bounded, also when the host had no memory for it.
+        kv_error: of bounded mode; None where nothing was bounded.
         pages_read: pages below 16 bits that its tokens read in bounded mode, once for each token, layer and key head.
         pages_raised: those of them that were read again at 16 bits.
         host_bytes: bytes of these, most of them in host memory.
@@ -79,6 +81,8 @@ class Result:
         drafted_tokens: draft tokens that were verified. accepted_tokens: those that were right.
         shared_bits: how many more bits its tokens read on average than their blueprints say, because they shared steps
             with others (`rows="shared"`).
+        ignored: options that were asked for and did nothing, and a line of each that says why (`qbe.compatibility`);
+            `kv_error` is among them where host memory ended meanwhile.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
     """
 
@@ -115,6 +119,7 @@ class Result:
     shared_bits: float = 0.0
     cached_parts: tuple[tuple[Blueprint, int], ...] = ()
     asked: Blueprint | None = None
+    ignored: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def asked_weight_bits(self) -> float:
@@ -197,6 +202,7 @@ class Result:
                 "kv_pages_read": self.pages_read,
                 "kv_pages_raised": self.pages_raised,
                 "kv_host_bytes": self.host_bytes,
+                "ignored": dict(self.ignored),
             },
             "profile": self.profile.describe(),
             "blueprint": self.blueprint.describe(self.table),

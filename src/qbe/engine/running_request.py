@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from qbe.analysis.profile import QueryProfile
+from qbe.engine.able import no_bound
 from qbe.engine.adaptive.routing import Read
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.result import Request, Result
@@ -82,6 +83,7 @@ class RunningRequest:
             accepted_tokens=running.speculation.accepted if running.speculation else 0,
             shared_bits=running.shared_reads.average_bits,
             cached_parts=tuple(running.blueprint_history.written(running.paging.cached)), asked=chosen.asked,
+            ignored=dict(chosen.ignored) | (no_bound() if running.bounded.dropped else {}),
         )  # fmt: skip
         return self.result
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.refresh.monitor import Pace
 from qbe.refresh.thresholds import Thresholds
 from qbe.sites import FULL_BITS, Site, SiteTable
 
@@ -33,6 +35,9 @@ class Explanation:
         native: with it, for every nested site whether its weight takes that.
         asked: what the policy chose for the query's own score, where its conversation keeps another blueprint; None
             where it does not.
+        pace: of refreshes, with `thresholds`.
+        ignored: options that were asked for and do nothing here, and a line of each that says why
+            (`qbe.compatibility`); `budget` is without them.
     """
 
     prompt_tokens: int
@@ -50,6 +55,8 @@ class Explanation:
     prompt_format: str | None = None
     native: tuple[bool, ...] = ()
     asked: Blueprint | None = None
+    pace: Pace = field(default_factory=Pace)
+    ignored: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def as_asked(self) -> Explanation:
@@ -114,7 +121,8 @@ class Explanation:
                 "refresh": self.budget.refresh,
                 "cascade": self.budget.cascade,
             },
-            "refresh": None if self.thresholds is None else asdict(self.thresholds),
+            "refresh": None if self.thresholds is None else {**asdict(self.thresholds), **asdict(self.pace)},
+            "ignored": dict(self.ignored),
             "blueprint": self.blueprint.describe(self.table),
             "long_prompts": {"format": self.prompt_format, "sites": [s.name for s in self.native_sites]},
             "kv_measured": self.table.kv_measured,

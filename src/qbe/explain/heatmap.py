@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qbe.blueprint import Blueprint
 from qbe.explain.explanation import Explanation
-from qbe.refresh.thresholds import EASY, HARD, RUN, WINDOW, moved
+from qbe.refresh.thresholds import EASY, HARD, moved
 from qbe.sites import FULL_BITS, KVBits, KVSite, Role, Site, SiteTable, kv_number_bits
 
 # In the order in which a token meets them.
@@ -182,11 +182,11 @@ def _refresh_note(e: Explanation) -> str | None:
     if not e.budget.refresh:
         return None
     if e.thresholds is None:
-        return "refresh: no thresholds for this model yet, 'qbe records --learn-refresh' finds them"
-    up, down = (e.budget.average_for(moved(e.profile.score, kind)) for kind in (HARD, EASY))
+        return None  # refused, or left out
+    up, down = (e.budget.average_for(moved(e.profile.score, kind), e.profile.least_bits) for kind in (HARD, EASY))
     t = e.thresholds
     return (
-        f"refresh: after {RUN * WINDOW} tokens above {t.hard_entropy:.2f} nats and below a margin of "
+        f"refresh: after {e.pace.count * e.pace.interval} tokens above {t.hard_entropy:.2f} nats and below a margin of "
         f"{t.hard_margin:.1f} to {up:.2f} bits, below {t.easy_entropy:.2f} nats and above {t.easy_margin:.1f} to "
         f"{down:.2f}"
     )

@@ -50,12 +50,12 @@ class Originals:
         self._free.append(block_id)
 
     def refuse(self) -> None:
-        """Bounded mode is off from now on; one warning says so."""
+        """Bounded mode is off from now on; one warning says so, and each request is told."""
         if not self.refused:
             self.refused = True
             warnings.warn(
-                f"the host has no memory left for 16-bit originals of KV pages ({len(self._at)} are kept): bounded "
-                "mode is off, requests go on without kv_error",
+                f"the host has no memory left for 16-bit originals of KV pages ({len(self._at)} are kept): no kv_error "
+                "can be kept from now on",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
 

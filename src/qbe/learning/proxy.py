@@ -89,7 +89,7 @@ def pairs_of(
         profile = QueryProfile(
             record.score, record.prompt_class, tier, dict(record.features), context, cluster=record.cluster
         )
-        if record.budget_bits is not None:
+        if record.budget_bits is not None or profile.least_bits:  # of the latter no proxy is asked
             left["asked_for"] += 1
         elif abs(_average(record.weight_bits, table) - _average(_bits(policy, profile, budget, table), table)) > SAME:
             left["outdated"] += 1

@@ -28,6 +28,7 @@ class Policy(ABC):
         reads_prompt: whether it is asked once more when the prompt has run, then with `profile.signals`; what it says
             then is for the answer.
         has_routers: whether it has `routers`, which choose bits within a step.
+        reads_score: whether another score can give another blueprint, as refreshes need it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Policy(ABC):
     analysis_tier: int | None = None
     reads_prompt: bool = False
     has_routers: bool = False
+    reads_score: bool = True
 
     @abstractmethod
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
@@ -59,7 +61,7 @@ class DuckTypedPolicy(Policy):
 
     def __init__(self, plain: Any) -> None:
         self.plain = plain
-        for attribute in ("name", "needs_sensitivity", "cache_version", "analysis_tier", "reads_prompt"):
+        for attribute in ("name", "needs_sensitivity", "cache_version", "analysis_tier", "reads_prompt", "reads_score"):
             if hasattr(plain, attribute):
                 setattr(self, attribute, getattr(plain, attribute))
         self.has_routers = hasattr(plain, "routers")

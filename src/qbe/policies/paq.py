@@ -30,6 +30,7 @@ class PAQPolicy(Policy):
     """
 
     name = "paq"
+    reads_score = False
     needs_sensitivity = True
     analysis_tier = 3
 

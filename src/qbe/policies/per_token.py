@@ -53,6 +53,7 @@ class PerTokenPolicy(Policy):
     head = False  # whether the output head has a router, too
     needs_sensitivity = True
     has_routers = True
+    reads_score = False
 
     def prepare(self, table: SiteTable) -> None:
         """Raises QBEError where no routers were trained for this model."""
@@ -61,7 +62,7 @@ class PerTokenPolicy(Policy):
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without trained routers, or for a budget below the store's lowest average."""
         routers = self.routers(table)
-        bits, widths = budget.bits_for(0.5), gear_bits(table)
+        bits, widths = budget.bits_for(0.5, profile.least_bits), gear_bits(table)
         gears = static_gears(table, bits)
         share = (bits_left(table, routers.blocks, gears, bits) - widths[0]) / (widths[-1] - widths[0])
         if budget.bits is not None and share > 1.01:

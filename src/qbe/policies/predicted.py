@@ -28,6 +28,7 @@ class FixedPolicy(Policy):
     """
 
     name = "fixed"
+    reads_score = False
     needs_sensitivity = True
 
     def prepare(self, table: SiteTable) -> None:
@@ -36,7 +37,7 @@ class FixedPolicy(Policy):
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without a trained predictor, or for a budget below the store's lowest average."""
-        return _of(self.name, table, _for_all(table, budget.bits_for(0.5)), budget)
+        return _of(self.name, table, _for_all(table, budget.bits_for(0.5, profile.least_bits)), budget)
 
 
 class PredictedPolicy(Policy):
@@ -47,6 +48,7 @@ class PredictedPolicy(Policy):
     """
 
     name = "predicted"
+    reads_score = False
     needs_sensitivity = True
     analysis_tier = 3
     reads_prompt = True
@@ -57,7 +59,7 @@ class PredictedPolicy(Policy):
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without a trained predictor, or for a budget below the store's lowest average."""
-        predictor, bits = _predictor(table), budget.bits_for(0.5)
+        predictor, bits = _predictor(table), budget.bits_for(0.5, profile.least_bits)
         if profile.signals is None or profile.vector is None:
             gears = _for_all(table, bits)
         else:

@@ -60,7 +60,7 @@ class ProxyPolicy(Policy):
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without a trained network, and what the policy raises that it was learned from."""
         scorer = _scorer(table)
-        choice = scorer.choose(profile, budget) if plain(budget) else None
+        choice = scorer.choose(profile, budget) if plain(budget) and not profile.least_bits else None
         if choice is None:
             self.passed += 1
             return scorer.policy.blueprint(profile, budget, table)

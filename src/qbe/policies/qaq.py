@@ -33,6 +33,7 @@ class QAQPolicy(Policy):
     """
 
     name = "qaq"
+    reads_score = False
     needs_sensitivity = True
     reads_prompt = True
 
@@ -42,7 +43,7 @@ class QAQPolicy(Policy):
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError without a trained router, or for a budget below the store's lowest average."""
-        router, bits = _router(table), budget.bits_for(0.5)
+        router, bits = _router(table), budget.bits_for(0.5, profile.least_bits)
         gears = static_gears(table, bits)
         if profile.signals is not None:
             means = [profile.signals.means[entry] for entry in router.entries]

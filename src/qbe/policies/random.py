@@ -41,7 +41,7 @@ class RandomPolicy(Policy):
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for a budget below the store's lowest average."""
-        wanted = budget.average_for(profile.score)
+        wanted = budget.average_for(profile.score, profile.least_bits)
         facts = (self.seed, profile.score, profile.prompt_class, sorted(profile.features.items()))
         draw = np.random.default_rng(int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()))
         kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)

@@ -23,15 +23,16 @@ class StaticPolicy(Policy):
     """
 
     name = "static"
+    reads_score = False
     needs_sensitivity = True
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for a budget below the store's lowest average, or without measured sensitivities."""
         kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
+        gears = _allocation(table, budget.bits_for(0.5, profile.least_bits))
         return Blueprint.of(
-            self.name, table, _allocation(table, budget.bits_for(0.5)), table.activations(budget.activation_bits),
-            allocate_kv(table, kv_bits),
-        )  # fmt: skip
+            self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
+        )
 
 
 @lru_cache(maxsize=256)

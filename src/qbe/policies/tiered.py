@@ -37,7 +37,7 @@ class TieredPolicy(Policy):
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for a budget below the store's lowest average, or without measured sensitivities."""
-        bits = budget.average_for(profile.score)
+        bits = budget.average_for(profile.score, profile.least_bits)
         if budget.bits is None:
             bits = max(table.gears()[0], bits)
 

@@ -16,6 +16,7 @@ class UniformPolicy(Policy):
     """
 
     name = "uniform"
+    reads_score = False
     needs_sensitivity = False
     cache_version = "1"
 

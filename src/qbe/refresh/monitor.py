@@ -3,7 +3,7 @@
 The sampler leaves the entropy of every token's distribution and the margin of its likeliest token. Every 32 tokens the
 last 32 are looked at. Three such windows in a row that are hard, or easy, are cause for another blueprint; one that is
 neither, or the other, begins the count anew, and so does a refresh. So there is one in 96 tokens at most, and text that
-goes to and fro changes nothing.
+goes to and fro changes nothing. Both numbers can be set (`Pace`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qbe.blueprint import Blueprint
+from qbe.budget import Budget, check_pace
 from qbe.refresh.thresholds import RUN, USUAL, WINDOW, Thresholds
 from qbe.sites import SiteTable
 
@@ -69,15 +70,42 @@ class Refresh:
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How soon an answer can give cause.
+
+    Attributes:
+        interval: tokens of a window.
+        count: windows of one kind in a row that are cause.
+
+    Raises:
+        QBEError: one of them is no whole number from 1 to 1 024.
+    """
+
+    interval: int = WINDOW
+    count: int = RUN
+
+    def __post_init__(self) -> None:
+        for name, value in (("refresh_interval", self.interval), ("refresh_count", self.count)):
+            check_pace(name, value)
+
+    def asked(self, budget: Budget) -> Pace:
+        """With what a request says of it."""
+        return Pace(
+            self.interval if budget.refresh_interval is None else budget.refresh_interval,
+            self.count if budget.refresh_count is None else budget.refresh_count,
+        )
+
+
 class Monitor:
     """Watches the tokens of one answer.
 
     Args:
-        thresholds: of the model; without them tokens are measured, for the record, and nothing else.
+        thresholds: of the model, for windows of this pace; without them tokens are measured, and nothing else.
     """
 
-    def __init__(self, thresholds: Thresholds | None) -> None:
-        self._thresholds = thresholds
+    def __init__(self, thresholds: Thresholds | None, pace: Pace | None = None) -> None:
+        self._thresholds, self._pace = thresholds, pace or Pace()
         self._looked = self._run = 0  # tokens; windows of one kind
         self._kind = USUAL
 
@@ -87,15 +115,15 @@ class Monitor:
         Args:
             entropies, margins: of all tokens of the answer so far.
         """
-        cause = None
-        while self._thresholds is not None and self._looked + WINDOW <= len(entropies):
-            self._looked += WINDOW
-            means = (_mean(x[self._looked - WINDOW : self._looked]) for x in (entropies, margins))
+        cause, window, count = None, self._pace.interval, self._pace.count
+        while self._thresholds is not None and self._looked + window <= len(entropies):
+            self._looked += window
+            means = (_mean(x[self._looked - window : self._looked]) for x in (entropies, margins))
             kind = self._thresholds.kind(*means)
             self._run = self._run + 1 if kind == self._kind else 1
             self._kind = kind
-            if kind != USUAL and self._run == RUN:
-                first = self._looked - RUN * WINDOW
+            if kind != USUAL and self._run == count:
+                first = self._looked - count * window
                 means = (_mean(x[first : self._looked]) for x in (entropies, margins))
                 cause, self._run = Cause(kind, self._looked, *means), 0
         return cause

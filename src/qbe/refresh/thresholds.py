@@ -1,7 +1,9 @@
-"""When an answer is hard or easy to predict, for each model: learned from the tokens that records tell of.
+"""When an answer is hard or easy to predict, for each model: from the built-in text, or learned from records.
 
-A window is 32 tokens of an answer. It is hard when its mean entropy is in the upper quarter of all windows seen and its
-mean margin in the lower quarter, easy the other way round: both must say so.
+A window is some tokens of an answer, 32 by default. It is hard when its mean entropy is in the upper quarter of all
+windows seen and its mean margin in the lower quarter, easy the other way round: both must say so. The windows that
+every store knows are those of the built-in text (`qbe.sites.TextDifficulty`); those of a model's own answers, which
+`qbe records --learn-refresh` learns from, go first.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import numpy as np
 from qbe.errors import QBEError
 from qbe.files import write_text
 from qbe.records.record import Record
+from qbe.sites import TextDifficulty
 
-WINDOW = 32  # tokens
-RUN = 3  # windows in a row that are cause for another blueprint
+WINDOW = 32  # tokens, by default; learned thresholds are of such windows
+RUN = 3  # windows in a row that are cause for another blueprint, by default
 LEAST = 32  # windows that thresholds are learned from
 HARD, EASY, USUAL = "hard", "easy", "usual"
 
@@ -58,6 +61,16 @@ def windows(entropies: Iterable[float], margins: Iterable[float]) -> Iterator[tu
     for end in range(WINDOW, len(pairs) + 1, WINDOW):
         part = pairs[end - WINDOW : end]
         yield sum(e for e, _ in part) / WINDOW, sum(m for _, m in part) / WINDOW
+
+
+def of_text(text: TextDifficulty | None, window: int = WINDOW) -> Thresholds | None:
+    """Those of the windows of a text, wherever they begin; None where it has fewer than `LEAST`."""
+    if text is None or len(text.entropies) < window + LEAST - 1:
+        return None
+    entropies, margins = (
+        np.convolve(values, np.full(window, 1 / window), "valid") for values in (text.entropies, text.margins)
+    )
+    return _of(list(zip(entropies.tolist(), margins.tolist(), strict=True)))
 
 
 def learn(records: Iterable[Record]) -> dict[str, Thresholds]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from qbe.analysis import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.policies.allocate import TOLERANCE
@@ -46,21 +47,23 @@ class Turn:
     context: int
     own_kv: bool = True
 
-    def kept(self, asked: Blueprint, budget: Budget, context: int, table: SiteTable) -> Blueprint:
+    def kept(self, asked: Blueprint, budget: Budget, profile: QueryProfile, table: SiteTable) -> Blueprint:
         """What the next turn has: this one's bits where its budget allows them, those of `asked` otherwise.
 
-        The weights' bits must be within the range that the budget leaves to the score, of the same tier and policy. The
-        KV bits stay until the context has become long enough for fewer, so that only the score's part of them is kept.
+        The weights' bits must be within the range that the budget leaves to the score, of the same tier and policy, and
+        at least `profile.least_bits` where the range has so many. The KV bits stay until the context has become long
+        enough for fewer, so that only the score's part of them is kept.
 
         Args:
             asked: what the next turn's own score gives.
-            context: of the next turn.
+            profile: of the next turn.
         """
         before = self.blueprint
         if budget.plain_tier != self.tier or asked.policy != before.policy or asked.dynamic_precision is not None:
             return asked
         found = asked
         low, high = budget.range
+        low = max(low, min(profile.least_bits, budget.average_for(1.0)))
         if (
             budget.bits is None
             and before.activation_bits == asked.activation_bits
@@ -69,7 +72,7 @@ class Turn:
             found = replace(found, weight_bits=before.weight_bits)
         if self.own_kv and budget.kv_bits is None and found.weight_bits == before.weight_bits:
             _, longest = same_contexts(self.context, budget, table, before.bytes_per_token(table))
-            if context <= longest:
+            if profile.context <= longest:
                 found = replace(found, kv_bits=before.kv_bits, first_kv_bits=before.first_kv_bits)
         return asked if found.key == asked.key else found
 

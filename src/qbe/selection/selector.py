@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 from qbe import policies
 from qbe.analysis import Analyzer, QueryProfile
+from qbe.analysis.profile import STRUCTURED
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.cache import BlueprintCache
 from qbe.errors import QBEError, about
 from qbe.policies import Policy
-from qbe.refresh.monitor import Cause
-from qbe.refresh.thresholds import Thresholds, moved
+from qbe.refresh.monitor import Cause, Pace
+from qbe.refresh.thresholds import Thresholds, moved, of_text
 from qbe.selection.conversations import Conversations, Turn
 from qbe.sites import TURBO_KINDS, SiteTable
 
@@ -48,17 +49,19 @@ class BlueprintChooser:
         name: what the caller called it.
         table: the model's sites.
         analyzer: of the model.
-        thresholds: when an answer is hard or easy to predict; None where nobody learned that.
+        learned: when an answer is hard or easy to predict, from records; None where nobody learned that.
+        pace: of refreshes, where a query does not say.
         context: the model's context in tokens, None when it has no limit.
         cache: asked before a policy is; None: policies are always asked.
     """
 
     def __init__(
-        self, policy: Policy, name: str, table: SiteTable, analyzer: Analyzer, thresholds: Thresholds | None,
-        context: int | None, cache: BlueprintCache | None = None,
+        self, policy: Policy, name: str, table: SiteTable, analyzer: Analyzer, learned: Thresholds | None,
+        context: int | None, cache: BlueprintCache | None = None, pace: Pace | None = None,
     ) -> None:  # fmt: skip
-        self.analyzer, self.thresholds, self.cache = analyzer, thresholds, cache
+        self.analyzer, self.cache = analyzer, cache
         self.conversations = Conversations()
+        self._learned, self._pace = learned, pace or Pace()
         if cache is not None:
             cache.prepare(policy)
         policy.prepare(table)
@@ -67,12 +70,12 @@ class BlueprintChooser:
 
     def select(
         self, policy: Policy, text: str, token_ids: Sequence[int], context: int, budget: Budget,
-        prompt_ids: Sequence[int] = (), salt: bytes = b"",
+        prompt_ids: Sequence[int] = (), salt: bytes = b"", structured: bool = False,
     ) -> Selection:  # fmt: skip
         """The blueprint of a query: analysis, then cache or policy, then what its conversation had.
 
         Args:
-            text, token_ids, context: as for `profile`.
+            text, token_ids, context, structured: as for `profile`.
             prompt_ids: of the whole prompt, which may go on with one that `began`.
             salt: whose.
 
@@ -80,12 +83,12 @@ class BlueprintChooser:
             QBEError: the budget cannot be met.
         """
         start = time.perf_counter()
-        profile = self.profile(text, token_ids, policy, context)
+        profile = self.profile(text, token_ids, policy, context, structured)
         analysed = time.perf_counter()
         with about("bits"):
             asked, cached = self.blueprint(policy, profile, budget)
         turn = None if policy.reads_prompt else self.conversations.find(salt, prompt_ids)
-        kept = asked if turn is None else turn.kept(asked, budget, profile.context, self._table)
+        kept = asked if turn is None else turn.kept(asked, budget, profile, self._table)
         chosen = time.perf_counter()
         return Selection(profile, asked, kept, cached, (analysed - start) * 1e3, (chosen - analysed) * 1e3)
 
@@ -112,14 +115,20 @@ class BlueprintChooser:
         profile = replace(profile, score=moved(profile.score, cause.kind))
         return profile, self.blueprint(self.policy(policy), profile, budget)[0]
 
-    def profile(self, text: str, token_ids: Sequence[int], policy: Policy, context: int) -> QueryProfile:
+    def profile(
+        self, text: str, token_ids: Sequence[int], policy: Policy, context: int, structured: bool = False
+    ) -> QueryProfile:
         """What a policy is told of a query.
 
         Args:
             text, token_ids: to analyse, and its token ids.
             context: tokens of the prompt and of the longest answer.
+            structured: whether the answer must have a form, by a schema, a grammar or tools.
         """
-        return self.within(self.analyzer.analyze(text, token_ids, tier=policy.analysis_tier), context)
+        found = self.analyzer.analyze(text, token_ids, tier=policy.analysis_tier)
+        if structured:
+            found = replace(found, features={**found.features, STRUCTURED: 1.0})
+        return self.within(found, context)
 
     def within(self, profile: QueryProfile, context: int) -> QueryProfile:
         """The profile with a context that the model can have."""
@@ -137,7 +146,10 @@ class BlueprintChooser:
                 f"bits: ask for at most {widest}, or start with {_WIDER[widest < 8]}",
                 field="bits",
             )
-        budget = replace(budget, refresh=False, cascade=False)  # of these no policy chooses otherwise
+        # Of these no policy chooses otherwise.
+        budget = replace(
+            budget, refresh=False, cascade=False, refresh_interval=None, refresh_count=None, best_effort=False
+        )
         turbo = TURBO_KINDS.get(str(budget.kv_bits))
         if turbo is not None:  # policies choose numbers of bits
             budget = replace(budget, kv_bits=None)
@@ -148,6 +160,15 @@ class BlueprintChooser:
         if turbo is not None:
             blueprint = replace(blueprint, kv_bits=(turbo,) * self._table.layers, first_kv_bits=None)
         return blueprint, cached
+
+    def pace(self, budget: Budget) -> Pace:
+        """How soon an answer gives cause for another blueprint."""
+        return self._pace.asked(budget)
+
+    def thresholds(self, budget: Budget) -> Thresholds | None:
+        """When its windows are hard or easy to predict: as learned from records, else as those of the built-in text;
+        None where neither is known."""
+        return self._learned or of_text(self._table.text, self.pace(budget).interval)
 
     def policy(self, name: str | None) -> Policy:
         """The policy of that name, or the default one. Raises QBEError where it cannot serve this model."""

@@ -25,7 +25,10 @@ def choose(
         APIError, QBEError: the prompt or its bounds cannot be served.
     """
     params, wanted = asked.params, asked.terms.contract
-    plain = Request(prompt, params, tools=asked.tools, variables=asked.variables, cache_salt=asked.client.cache_salt)
+    plain = Request(
+        prompt, params, tools=asked.tools, structured=asked.structure is not None, variables=asked.variables,
+        cache_salt=asked.client.cache_salt,
+    )  # fmt: skip
     counts = wanted.max_cost is not None or wanted.max_latency_ms is not None
     tokens = len(engine.choose(plain, fits=True)[0]) if counts else 0
     limits = contract.budget(asked.terms, tokens, params.max_tokens, asked.n, lowest, speed)

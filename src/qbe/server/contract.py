@@ -71,6 +71,9 @@ def terms(
         raise _contradiction("bits", "stands for both bounds: leave out min_bits and max_bits, or bits")
     if exact is not None and contract.refresh:
         raise _contradiction("refresh", "chooses among bits: leave out bits, or refresh")
+    for name in ("refresh_interval", "refresh_count"):
+        if getattr(contract, name) is not None and not contract.refresh:
+            raise _contradiction(name, "is for refresh: ask for that, too, or leave it out")
     if low is not None and high is not None and low > high:
         raise _contradiction("min_bits", f"is {low:g}, above max_bits, which is {high:g}")
     for name, bits in (("bits", exact), ("min_bits", low)):
@@ -111,7 +114,7 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
     rest: dict[str, Any] = {
         "tier": given.tier, "activation_bits": c.activation_bits or given.tier_settings.activation_bits,
         "high_precision_tokens": c.high_precision_tokens, "kv_bits": c.kv_bits, "kv_error": c.kv_error,
-        "cascade": c.cascade,
+        "cascade": c.cascade, "best_effort": c.best_effort,
     }  # fmt: skip
     if c.bits is not None:
         return Budget(bits=c.bits, **rest)
@@ -120,7 +123,8 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
         fast = speed.most_bits(c.max_latency_ms, prompt_tokens, tokens)
         most = most if fast is None else max(least, min(most, fast))
     low, high = (max(least, min(b, most)) for b in given.within or given.tier_range)
-    return Budget(within=(low, high), refresh=c.refresh, **rest)
+    pace = {"refresh_interval": c.refresh_interval, "refresh_count": c.refresh_count} if c.refresh else {}
+    return Budget(within=(low, high), refresh=c.refresh, **pace, **rest)
 
 
 def check(settings: Settings, lowest: float) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 
-from qbe.budget import MOST_KV_ERROR, check_kv_bits
+from qbe.budget import MOST_KV_ERROR, MOST_PACE, check_kv_bits
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS
 from qbe.errors import QBEError
 from qbe.server.messages import Lenient, Message, without_nulls
@@ -29,6 +29,7 @@ def _kv_bits(value: Any) -> Any:
 KVBits = Annotated[
     Annotated[float, Field(ge=KV_BITS[0], le=FULL_BITS)] | Literal["turbo2", "turbo4"], BeforeValidator(_kv_bits)
 ]
+Pace = Annotated[int, Field(strict=True, ge=1, le=MOST_PACE)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
@@ -80,6 +81,10 @@ class Contract(BaseModel):
         max_cost: the most that the request may cost, in the server's currency; bounds the bits.
         policy: which policy chooses the bits.
         refresh: choose again within the range while the answer is hard or easy; not beside `bits`.
+        refresh_interval, refresh_count: with `refresh`: tokens after which the answer is looked at, and looks in a row
+            that must say the same; left out, those of `[refresh]` in the settings.
+        best_effort: leave out what this model or server cannot do, and name it in `usage.qbe.ignored`, rather than
+            refuse.
         cascade: let each token's attention move the bits of later layers, around the same average.
         speculate: draft tokens and check several at once where that is faster.
     """
@@ -97,6 +102,9 @@ class Contract(BaseModel):
     max_cost: Annotated[float, Field(gt=0)] | None = None
     policy: Annotated[str, Field(max_length=64)] | None = None
     refresh: StrictBool = False
+    refresh_interval: Pace | None = None
+    refresh_count: Pace | None = None
+    best_effort: StrictBool = False
     cascade: StrictBool = False
     speculate: StrictBool = False
 

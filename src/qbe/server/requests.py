@@ -117,8 +117,9 @@ class Frame:
         found = usage(asked.terms, groups, asked.hidden, joules, source)
         if asked.structure is not None:
             found["qbe"] |= await self._form(asked.structure, answers)
-        if asked.ignored:
-            found["qbe"]["ignored"] = list(asked.ignored)
+        ours = dict.fromkeys(f"qbe.{name}" for group in groups for r in group for name in r.ignored)
+        if asked.ignored or ours:
+            found["qbe"]["ignored"] = [*asked.ignored, *ours]
         return found
 
     async def _form(self, structure: Structure, answers: Sequence[Answer]) -> dict[str, Any]:

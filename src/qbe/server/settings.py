@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 
-from qbe.budget import TIER_BITS
+from qbe.budget import MOST_PACE, TIER_BITS
 from qbe.records.ledger import UNIT
+from qbe.refresh.thresholds import RUN, WINDOW
 from qbe.server.energy import intensity
 from qbe.sites import FULL_BITS
 
@@ -183,6 +184,18 @@ class Weights(_SettingsTable):
     rows: Literal["exact", "shared"] = "shared"
 
 
+class Refresh(_SettingsTable):
+    """Of requests with `refresh` that do not say themselves; read as the server starts.
+
+    Attributes:
+        interval: tokens after which an answer is looked at.
+        count: looks in a row that must find it hard, or easy, for other bits.
+    """
+
+    interval: Annotated[int, Strict(), Field(ge=1, le=MOST_PACE)] = WINDOW
+    count: Annotated[int, Strict(), Field(ge=1, le=MOST_PACE)] = RUN
+
+
 class Energy(_SettingsTable):
     """Budgets of power and carbon, which shift the default tier between its floor and its high end.
 
@@ -297,6 +310,7 @@ class Settings(_SettingsTable):
     queues: Queues = Queues()
     logs: Logs = Logs()
     weights: Weights = Weights()
+    refresh: Refresh = Refresh()
     energy: Energy = Energy()
     http: Http = Http()
     batches: Batches = Batches()

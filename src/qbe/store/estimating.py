@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def estimate_model(
         for i in reversed(range(len(layers))):
             found.layer(i, weights)
             step()
-    return found.sensitivity(), found.kv
+        logits = walk.run(kv_tokens).logits
+    text = None if logits is None else sensitivity.text_difficulty(logits.flatten(0, 1))
+    return replace(found.sensitivity(), text=text), found.kv
 
 
 def estimate_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> Sensitivity:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from qbe.hardware import free_memory
 from qbe.models import load_model
 from qbe.models.gguf_split import part_files
 from qbe.progress import bar
-from qbe.sites import KVSite, SiteTable
+from qbe.sites import KVSite, SiteTable, TextDifficulty
 from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, sensitivity_table
 from qbe.store.native_products import measure_native
 from qbe.store.nesting import with_store
@@ -55,6 +56,7 @@ def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progres
             sensitivity.measure_activations(model, table, tokens, lambda _: step()),
             sensitivity.difficult_entropy(model, table, tokens),
             measure_native(model, table, tokens, lambda _: step()),
+            measure_text(model, tokenizer, table),
         )
 
 
@@ -73,7 +75,7 @@ def with_stored(table: SiteTable, measured: Sensitivity, folder: Path) -> SiteTa
 def with_measured(table: SiteTable, measured: Sensitivity) -> SiteTable:
     """The table with what was measured."""
     table = table.with_sensitivity(measured.weights, measured.activations, measured.native)
-    return replace(table, difficult_entropy=measured.difficult_entropy)
+    return replace(table, difficult_entropy=measured.difficult_entropy, text=measured.text)
 
 
 def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> tuple[KVSite, ...]:
@@ -81,6 +83,21 @@ def measure_kv(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: 
     tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True, model=model)
     with bar("measuring KV sensitivity", table.layers, progress) as step:
         return kv_sensitivity.measure(model, table, tokens, step)
+
+
+@torch.inference_mode()
+def measure_text(
+    model: nn.Module, tokenizer: Any, table: SiteTable | None = None
+) -> TextDifficulty | None:  # fmt: skip
+    """How hard the built-in text is to predict, from one forward pass, for the refreshes of answers (`qbe.refresh`).
+
+    Args:
+        table: of nested sites that are read at 16 bits meanwhile; None: at what they are set to.
+    """
+    tokens = sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True, model=model)
+    with nullcontext() if table is None else sensitivity.full_bits(model, table):
+        logits = sensitivity.logits_of(model, tokens.to(next(model.parameters()).device))
+    return sensitivity.text_difficulty(logits)
 
 
 def _fits_in_float32(path: Path, device: torch.device) -> bool:

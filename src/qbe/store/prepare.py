@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from qbe.errors import QBEError
 from qbe.files import cache_dir, make_folder
-from qbe.models import load_model, pull
+from qbe.models import LoadedModel, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.gguf_split import READER, part_files
 from qbe.models.load import quiet
@@ -30,7 +30,7 @@ from qbe.store.calibrate import WINDOW, beginning, read_tokens
 from qbe.store.draft import writing
 from qbe.store.estimating import estimate_into, estimate_model, write_estimated
 from qbe.store.layerwise import NotLayered, page_locked
-from qbe.store.measure import measure_into, measure_kv, measure_model, with_measured, with_stored
+from qbe.store.measure import measure_into, measure_kv, measure_model, measure_text, with_measured, with_stored
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 from qbe.store.nesting import nest_model, nestable, smooth_model, with_store
 from qbe.store.placement import place, place_of
@@ -123,8 +123,19 @@ def _from_store(
     place(loaded.model, device, originals, most_bits)
     table = with_store(table, loaded.model)
     if measured is not None:
+        if measured.text is None:  # a store of an older version, or one that is known
+            measured = _with_text(measured, loaded, folder)
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
     return PreparedModel(loaded.model, loaded.tokenizer, table, name)
+
+
+def _with_text(measured: Sensitivity, loaded: LoadedModel, folder: Path) -> Sensitivity:
+    """With how hard the built-in text is to predict, from a forward pass of the model as it is loaded; it is kept in
+    the folder where that can be written."""
+    text = measure_text(loaded.model, loaded.tokenizer)
+    if text is not None and os.access(folder, os.W_OK):
+        sensitivity_table.add_text(folder, text)
+    return replace(measured, text=text)
 
 
 def prepare_in_memory(
@@ -163,6 +174,8 @@ def prepare_in_memory(
             place(model, device, "device")  # the measurement reads all of them again and again
             measured = measure_model(model, tokenizer, table, progress=progress)
             kv = measure_kv(model, tokenizer, table, progress=progress)
+        if measured.text is None:
+            measured = replace(measured, text=measure_text(model, tokenizer))
     place(model, device, originals, most_bits)
     table = with_store(table, model)
     if measured is not None:

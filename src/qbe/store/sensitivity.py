@@ -21,7 +21,8 @@ from torch.distributions import Categorical
 
 from qbe.errors import QBEError
 from qbe.kernels.reference.activations import precision_word
-from qbe.sites import FULL_BITS, SiteTable
+from qbe.kernels.reference.difficulty import difficulty
+from qbe.sites import FULL_BITS, SiteTable, TextDifficulty
 from qbe.store.nested_tensor import NestedTensor
 
 Way = TypeVar("Way", bound=Hashable)  # of lowering a site
@@ -42,12 +43,14 @@ class Sensitivity:
         difficult_entropy: see `difficult_entropy`; None when not measured.
         native: site name -> format -> KL of its product in that format (`qbe.store.native_products`); empty when not
             measured.
+        text: how hard the built-in text is to predict; None when not measured.
     """
 
     weights: Measured
     activations: Measured = field(default_factory=dict)
     difficult_entropy: float | None = None
     native: dict[str, dict[str, float]] = field(default_factory=dict)
+    text: TextDifficulty | None = None
 
 
 def calibration_tokens(
@@ -179,6 +182,15 @@ def difficult_entropy(model: nn.Module, table: SiteTable, tokens: torch.Tensor) 
         logits = logits_of(model, tokens.to(next(model.parameters()).device))
     parts = [Categorical(logits=rows.float(), validate_args=False).entropy() for rows in logits.split(32)]
     return float(torch.cat(parts).quantile(1 - DIFFICULT))
+
+
+def text_difficulty(logits: torch.Tensor) -> TextDifficulty | None:
+    """How hard the tokens after these logits [tokens, vocabulary] are to predict; None where some are no numbers."""
+    parts = [difficulty(rows.float(), rows.argmax(-1)) for rows in logits.split(32)]
+    _, entropies, margins = torch.cat(parts, -1).cpu()
+    if not bool(entropies.isfinite().all() and margins.isfinite().all()):
+        return None
+    return TextDifficulty(*(tuple(round(v, 4) for v in values.tolist()) for values in (entropies, margins)))
 
 
 @contextmanager

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from qbe.errors import QBEError
 from qbe.files import write_text
+from qbe.sites import TextDifficulty
 from qbe.store.sensitivity import Sensitivity
 
 NAME = "sensitivity.json"
@@ -24,7 +26,15 @@ def write(folder: Path, measured: Sensitivity, about: Mapping[str, Any]) -> None
         "difficult_entropy": measured.difficult_entropy,
         "native": _rounded(measured.native),
     }
+    if measured.text is not None:
+        tables["text"] = asdict(measured.text)
     write_text(folder / NAME, json.dumps(tables, indent=1) + "\n")
+
+
+def add_text(folder: Path, text: TextDifficulty) -> None:
+    """Adds how hard the built-in text is to a table without it. Raises QBEError when the disk refuses."""
+    tables = json.loads((folder / NAME).read_text())
+    write_text(folder / NAME, json.dumps({**tables, "text": asdict(text)}, indent=1) + "\n")
 
 
 def estimated(folder: Path) -> bool:
@@ -40,7 +50,8 @@ def _rounded(measured: Mapping[str, Mapping[Any, float]]) -> dict[str, dict[str,
 
 
 def read(folder: Path) -> Sensitivity | None:
-    """What was measured of a checkpoint; None when nothing was. Older folders lack native products, or all but weights.
+    """What was measured of a checkpoint; None when nothing was. Older folders lack the text's difficulty, native
+    products, or all but weights.
 
     Raises:
         QBEError: the file is damaged.
@@ -57,9 +68,15 @@ def read(folder: Path) -> Sensitivity | None:
         native = {str(n): {str(f): float(kl) for f, kl in of.items()} for n, of in raw.get("native", {}).items()}
         entropy = raw.get("difficult_entropy")
         entropy = None if entropy is None else float(entropy)
+        text = None
+        if raw.get("text") is not None:
+            text = TextDifficulty(*(tuple(map(float, raw["text"][name])) for name in ("entropies", "margins")))
         numbers = [kl for table in (weights, activations, native) for of in table.values() for kl in of.values()]
-        if not all(map(math.isfinite, [*numbers, entropy or 0.0])):
+        told = () if text is None else (*text.entropies, *text.margins)
+        if not all(map(math.isfinite, [*numbers, entropy or 0.0, *told])):
             raise ValueError("a value is not a finite number")
-        return Sensitivity(weights, activations, entropy, native)
+        if text is not None and len(text.entropies) != len(text.margins):
+            raise ValueError("the text has fewer margins than entropies, or more")
+        return Sensitivity(weights, activations, entropy, native, text)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); delete it, and it is measured again") from error

@@ -26,7 +26,7 @@ from qbe.vllm import metrics, transfer
 from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
 from qbe.vllm.cache_salt import cache_salt, own_salt
 from qbe.vllm.config import QBEConfig
-from qbe.vllm.request_options import RequestOptions
+from qbe.vllm.request_options import RequestOptions, able
 from qbe.vllm.served import ServedModel
 
 MOST_TEXT = 1 << 16  # characters of `qbe_text` that are looked at: other requests wait meanwhile
@@ -44,10 +44,16 @@ class FrontEnd:
         self.context = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.chooser = make_chooser(model, Analyzer(_embedding(model)), self.context)
 
-    def choose(self, prompt: Any, asked: RequestOptions, max_tokens: int | None) -> BlueprintPayload:
+    def choose(
+        self, prompt: Any, asked: RequestOptions, max_tokens: int | None, structured: bool = False
+    ) -> BlueprintPayload:
         """The blueprint of a prompt, which prompts with the same cache salt keep that go on with it.
 
-        Raises QBEError for a budget that cannot be met, or a prompt that cannot be analysed.
+        Args:
+            structured: whether the answer must have a form.
+
+        Raises:
+            QBEError: a budget that cannot be met, or a prompt that cannot be analysed.
         """
         ids = prompt.get("prompt_token_ids")
         if not ids:
@@ -63,10 +69,11 @@ class FrontEnd:
         policy = self.chooser.policy(asked.policy)
         if policy.reads_prompt or policy.has_routers:
             raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")
+        able(asked.budget, policy, self.chooser)
         context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)
         text_ms = (time.perf_counter() - start) * 1e3
         salt = own_salt(prompt.get("cache_salt")).encode()
-        selected = self.chooser.select(policy, text, token_ids, context, asked.budget, ids, salt)
+        selected = self.chooser.select(policy, text, token_ids, context, asked.budget, ids, salt, structured)
         blueprint, profile, budget = selected.blueprint, selected.profile, asked.budget
         self.chooser.began(blueprint, budget, profile.context, ids, salt)
         return BlueprintPayload(
@@ -94,7 +101,9 @@ def admit(config: QBEConfig, prompt: Any, params: Any) -> None:
     """
     args = {k: v for k, v in (params.extra_args or {}).items() if k != KEY}  # that of an earlier prompt
     try:
-        payload = front_end(config.served).choose(prompt, RequestOptions.of(args), params.max_tokens)
+        structured = getattr(params, "structured_outputs", None) is not None
+        asked = RequestOptions.of(args)
+        payload = front_end(config.served).choose(prompt, asked, params.max_tokens, structured)
         if config.fetches:
             payload = transfer.taken(payload, args.get("kv_transfer_params"), config.served.table)
         blueprint = payload.blueprint(config.served.table)

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qbe.budget import Budget
+from qbe.compatibility import Situation, check_request
 from qbe.errors import QBEError
+from qbe.policies import Policy
+from qbe.selection.selector import BlueprintChooser
 from qbe.sites import FULL_BITS
 
 PREFIX = "qbe_"
@@ -61,3 +64,11 @@ class RequestOptions:
         if any("\ud800" <= c <= "\udfff" for c in args.get("qbe_text", "")):
             raise QBEError("qbe_text has half a surrogate pair, which is no character")
         return cls(budget, args.get("qbe_policy"), args.get("qbe_text"))
+
+
+def able(budget: Budget, policy: Policy, chooser: BlueprintChooser) -> None:
+    """Raises QBEError for a budget of which something would do nothing here."""
+    situation = Situation(
+        vllm=True, scored=policy.reads_score, thresholds=budget.refresh and chooser.thresholds(budget) is not None
+    )
+    check_request(["refresh"] if budget.refresh else [], situation)

@@ -43,8 +43,12 @@ class PlannedScheduler(Scheduler):
         super().add_request(request)
         payload = BlueprintPayload.find(request.sampling_params)
         if payload is not None and request.request_id not in self._answers:
-            monitor = Monitor(thresholds.load(self._model.name)) if payload.budget["refresh"] else None
+            monitor = Monitor(self._thresholds()) if payload.budget["refresh"] else None
             self._answers[request.request_id] = RequestState(payload, self._model.table, request.arrival_time, monitor)
+
+    def _thresholds(self) -> thresholds.Thresholds | None:
+        """As `BlueprintChooser.thresholds`, which the front end has asked."""
+        return thresholds.load(self._model.name) or thresholds.of_text(self._model.table.text)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from qbe.compatibility import Situation, check_request
 from qbe.engine.extensions.extension import Extension
 from qbe.engine.scheduling.sequence import Sequence
 
@@ -10,15 +13,17 @@ class HighPrecisionTokens(Extension):
     """The sampler leaves how hard a token was to predict; its row's precision follows from that.
 
     Args:
-        packed: whether a row has a precision of its own. A plan of one row, as recurrent models have it, could not
-            compute such a sequence again after a preemption.
+        situation: of the engine. A plan of one row, as recurrent models have it, could not compute such a sequence
+            again after a preemption.
     """
 
-    def __init__(self, packed: bool) -> None:
-        self._packed = packed
+    def __init__(self, situation: Callable[[], Situation]) -> None:
+        self._situation = situation
 
     def admit(self, sequence: Sequence) -> None:
-        if not self._packed or sequence.blueprint.full_activations is sequence.blueprint:
+        if sequence.difficulty.threshold is not None:
+            check_request(["high_precision_tokens"], self._situation())
+        if sequence.blueprint.full_activations is sequence.blueprint:  # they have 16 bits already
             sequence.difficulty.threshold = None
 
     def advance(self, sequence: Sequence, token: int | None) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from qbe.blueprint import Blueprint
+from qbe.compatibility import Situation, check_request
 from qbe.engine.adaptive.cascade import Cascade
 from qbe.engine.extensions.extension import Extension
 from qbe.engine.scheduling.scheduler import Scheduler
@@ -17,19 +19,21 @@ class BlueprintRefresh(Extension):
     """Exchanges blueprints between two steps; pages that are written stay.
 
     Args:
-        packed: whether a row has a precision of its own; where it has not, nobody's answer is watched for a refresh.
+        situation: of the engine; where a row has no precision of its own, nothing can be exchanged.
         cascade: what moves the rows of some, if anything does.
     """
 
-    def __init__(self, pool: PagePool, scheduler: Scheduler, packed: bool, cascade: Cascade | None) -> None:
+    def __init__(
+        self, pool: PagePool, scheduler: Scheduler, situation: Callable[[], Situation], cascade: Cascade | None
+    ) -> None:
         self._pool = pool
         self._scheduler = scheduler
-        self._packed = packed
+        self._situation = situation
         self._cascade = cascade
 
     def admit(self, sequence: Sequence) -> None:
-        if not self._packed:
-            sequence.difficulty.monitor = None
+        if sequence.difficulty.monitor is not None:
+            check_request(["refresh"], self._situation())
         if sequence.attention.watched and self._scheduler.paging.capacity(sequence) < self._scheduler.length(sequence):
             # Pages of fewer bits need a staging page beside them. A cache so small that this is most of it holds more
             # at 16 bits, and nobody asked for fewer.

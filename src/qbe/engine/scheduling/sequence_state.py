@@ -70,12 +70,16 @@ class BoundedReads:
 
     Attributes:
         pages_read: below 16 bits, by its tokens, once for each layer and key head.
+        best_effort: whether the answer goes on without a bound where none can be kept any more; else it ends.
+        dropped: whether that has happened.
         pages_raised, host_bytes: those of them that were read again from their originals, and the bytes of that.
     """
 
     pages_read: int = 0
     pages_raised: int = 0
     host_bytes: int = 0
+    best_effort: bool = False
+    dropped: bool = False
 
     def count(self, read: int, raised: int, nbytes: int) -> None:
         """Add what was counted in a step (`qbe.kernels.ops.bounded_attention`)."""
