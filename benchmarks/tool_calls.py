@@ -1,7 +1,7 @@
 """Function calls at fewer bits: whether name and arguments are right, and how far the call's tokens move.
 
     python benchmarks/tool_calls.py [--model NAME] [--data DIR] [--items N] [--calls N] [--bits 4,5,6,8,16]
-        [--json FILE]
+        [--minutes N] [--json FILE]
 
 Items are spread over BFCL's simple and multiple questions (`bfcl/` in `--data`, $QBE_DATA or ../shared/data), with the
 prompt and the grammar that `qbe serve` makes of `tools`. Every site has the same bits (the store needs them: `qbe
@@ -22,8 +22,10 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -247,21 +249,47 @@ def measure_answers(model: Model, asked: list[Question], bits: Sequence[int]) ->
     return rows
 
 
-def measure_movement(
-    model: Model, what: str, texts: Sequence[tuple[list[int], list[int]]], bits: Sequence[int],
-    allowed: Callable[[int], torch.Tensor] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    moved: dict[tuple[int, bool], list[Movement]] = {}
-    for i, (prompt, reference) in enumerate(texts):
-        full = model.logits(prompt, reference, FULL_BITS)
-        mask = None if allowed is None else allowed(i)
+@dataclass(frozen=True)
+class Text:
+    """A prompt and a reference, as token ids; `asked` is the question that it is a call for."""
+
+    of: str
+    prompt: list[int]
+    reference: list[int]
+    asked: Question | None = None
+
+
+def texts_of(model: Model, name: str, asked: Sequence[Question], data: Path) -> list[Text]:
+    """Calls and ordinary answers in turn."""
+    tokenizer = model.engine.tokenizer
+    calls = [
+        Text("calls", encode(model.messages(q), tokenizer, name)[2], _ids(tokenizer, q.call), q) for q in asked
+    ]  # fmt: skip
+    longest = round(float(np.mean([len(t.reference) for t in calls])))
+    items = [encode_item(item, tokenizer) for item in read_training(data, len(calls), ("alpaca",))]
+    ordinary = [Text("ordinary", e.prompt_ids, e.reference_ids[:longest]) for e in items if e.reference_ids]
+    return [t for pair in zip_longest(calls, ordinary) for t in pair if t is not None]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def measure_movement(model: Model, texts: Sequence[Text], bits: Sequence[int], ends: float) -> list[dict[str, Any]]:
+    """Of as many of the texts as there is time for."""
+    moved: dict[tuple[str, bool, int], list[Movement]] = {}
+    for text in texts:
+        if time.monotonic() > ends:
+            break
+        full = model.logits(text.prompt, text.reference, FULL_BITS)
+        mask = None if text.asked is None else model.allowed(text.asked, text.reference)
         for b in bits:
-            now = model.logits(prompt, reference, b)
-            moved.setdefault((b, False), []).append(Movement.of(full, now))
+            now = model.logits(text.prompt, text.reference, b)
+            moved.setdefault((text.of, False, b), []).append(Movement.of(full, now))
             if mask is not None:
-                moved.setdefault((b, True), []).append(Movement.of(full, now, mask))
+                moved.setdefault((text.of, True, b), []).append(Movement.of(full, now, mask))
     rows = []
-    for (b, structured), found in sorted(moved.items()):
+    for (what, structured, b), found in sorted(moved.items()):
         tokens = [m.tokens for m in found]
         rows.append({
             "of": what, "bits": b, "structured": structured,
@@ -290,21 +318,18 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=64)
     parser.add_argument("--calls", type=int, default=120)
     parser.add_argument("--bits", default="4,5,6,8,16")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="for teacher forcing; the texts after that are left out"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bits, model = [int(b) for b in args.bits.split(",")], Model(args.model)
-    tokenizer, lower = model.engine.tokenizer, [b for b in bits if b < FULL_BITS]
+    lower = [b for b in bits if b < FULL_BITS]
 
-    asked, texts = questions(args.data / "bfcl", args.calls), []
-    for q in asked:
-        prompt = encode(model.messages(q), tokenizer, args.model)[2]
-        texts.append((prompt, list(tokenizer(q.call, add_special_tokens=False)["input_ids"])))
-    moved = measure_movement(model, "calls", texts, lower, lambda i: model.allowed(asked[i], texts[i][1]))
-    plain = [encode_item(item, tokenizer) for item in read_training(args.data, args.calls, ("alpaca",))]
-    longest = round(float(np.mean([len(r) for _, r in texts])))
-    ordinary = [(e.prompt_ids, e.reference_ids[:longest]) for e in plain if e.reference_ids]
-    moved += measure_movement(model, "ordinary", ordinary, lower)
-    right = measure_answers(model, questions(args.data / "bfcl", args.items), bits)
+    ends = time.monotonic() + args.minutes * 60
+    asked = questions(args.data / "bfcl", args.calls)
+    moved = measure_movement(model, texts_of(model, args.model, asked, args.data), lower, ends)
+    right = measure_answers(model, questions(args.data / "bfcl", args.items), bits) if args.items else []
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "moved": moved, "right": right}, indent=1) + "\n")
 

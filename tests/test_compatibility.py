@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import qbe
 from conftest import byte_tokenizer
 from engine_models import CONFIGS
 from qbe.budget import Budget
-from qbe.compatibility import ANYWHERE, ENGINE, REQUEST, SITUATIONS, Situation, check_request, limit
+from qbe.compatibility import ANYWHERE, ENGINE, REQUEST, SITUATIONS, Situation, check_engine, check_request, limit
 from qbe.engine.execution.runner import Runner
 from qbe.engine.result import Result
 from qbe.errors import QBEError
@@ -43,7 +44,7 @@ class Started:
     compiled: bool
 
 
-def start(kind: str, monkeypatch: pytest.MonkeyPatch) -> Started:
+def start(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     """Compiling takes minutes, so that it is only counted."""
     torch.manual_seed(0)
     name, arguments = CONFIGS[KINDS[kind]]
@@ -59,17 +60,17 @@ def start(kind: str, monkeypatch: pytest.MonkeyPatch) -> Started:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = qbe.Engine(
-            model, tokenizer=byte_tokenizer(), device="cpu", records=False, blueprint_cache=False, compile=True,
-            speculate=True, rows="shared", tune=True, kv_tokens=640, max_batch_tokens=48,
+            model, tokenizer=byte_tokenizer(), device="cpu", records=False, blueprint_cache=folder / kind, compile=True,
+            speculate=True, rows="shared", tune=True, kv_tokens=640, max_batch_tokens=48, analysis_tier=3,
         )  # fmt: skip
     return Started(engine, [str(w.message) for w in caught], bool(compiled))
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def started(request: pytest.FixtureRequest) -> Iterator[tuple[str, Started]]:
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Started]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qbe.sites.ACTIVATION_LOSS", 1e9)  # random sites cost more than real ones: all take 8 bits
-        found = start(request.param, patch)
+        found = start(request.param, tmp_path_factory.mktemp("cache"), patch)
         found.engine._table = replace(found.engine.table, difficult_entropy=0.0)  # all tokens are hard
         yield request.param, found
         found.engine.close()
@@ -91,6 +92,8 @@ OF_ENGINE: dict[str, Callable[[Started], bool]] = {
     "rows": lambda s: s.engine.core.plan.shared is not None,
     "tune": lambda s: s.engine._tuner is not None,
     "kv_tokens": lambda s: s.engine.core.pool.num_pages == 640 // 64,
+    "analysis_tier": lambda s: s.engine.explain("hi").profile.tier == 3,
+    "blueprint_cache": lambda s: [s.engine.explain("hello").cache for _ in range(2)][1] == "exact",
     "max_batch_tokens": lambda s: steps_of_a_prompt(s.engine) > 1,
 }
 """Whether an option that the engine was started with has had its effect."""
@@ -188,3 +191,15 @@ def test_inside_vllm_arguments_that_it_cannot_honour_are_unknown() -> None:
         with pytest.raises(QBEError, match="unknown argument"):
             RequestOptions.of({f"qbe_{option}": 1})
     assert "refresh" not in refused
+
+
+def test_a_policy_with_demands_of_its_own_says_which_options_it_leaves_unused() -> None:
+    learned = SITUATIONS["a learned policy"]
+    for option in ("analysis_tier", "blueprint_cache"):
+        with pytest.warns(RuntimeWarning, match=f"{option} does nothing here, because the policy"):
+            check_engine([option], learned)
+
+
+def test_a_tokenizer_that_would_not_be_used_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(QBEError, match="tokenizer is for a model given in memory"):
+        qbe.Engine(str(tiny_folder), tokenizer=byte_tokenizer())

@@ -88,6 +88,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "kv_measured",
         "long_prompts",
         "refresh",
+        "ignored",
         "bytes_per_token",
         "bytes_per_token_16bit",
         "ratio",

@@ -36,6 +36,8 @@ class Situation:
         thresholds: it is known when an answer is hard (`qbe.refresh.thresholds`).
         scored: the policy gives another score other bits.
         trained: `qbe train cascade` has run for the model.
+        own_tier: the policy needs an analysis tier of its own.
+        cacheable: blueprints of the policy can be kept for queries that are alike.
         bounded, high_precision: the request has `kv_error`, or `high_precision_tokens`.
         originals_full: host memory for 16-bit originals of pages has ended.
         vllm: the engine is vLLM.
@@ -52,6 +54,8 @@ class Situation:
     thresholds: bool = True
     scored: bool = True
     trained: bool = True
+    own_tier: bool = False
+    cacheable: bool = True
     bounded: bool = False
     high_precision: bool = False
     originals_full: bool = False
@@ -93,9 +97,12 @@ ENGINE = (
           f"{_STATE}, so that its sequences share no step"),
     Limit("speculate", "said", lambda s: not s.fixed_shapes, "its decode steps have no fixed shapes in this dtype; "
           "choose another dtype, or leave it out"),
-    Limit("rows", "said", lambda s: s.recurrent, f"{_STATE}, so that its sequences share no step; each reads its own bits"),
+    Limit("rows", "said", lambda s: s.recurrent,
+          f"{_STATE}, so that its sequences share no step; each reads its own bits"),
     Limit("tune", "said", lambda s: not s.cuda, "only kernels on a GPU are tuned"),
     Limit("kv_tokens", "said", lambda s: not s.attention, _NO_CACHE),
+    Limit("analysis_tier", "said", lambda s: s.own_tier, "the policy needs an analysis tier of its own"),
+    Limit("blueprint_cache", "said", lambda s: not s.cacheable, "the policy has to be asked for every query"),
     Limit("max_batch_tokens", "said", lambda s: s.recurrent, f"{_STATE}: a prompt is read in one step, however long"),
 )  # fmt: skip
 """What the engine is started with; the first limit of an option that is met counts."""
@@ -132,7 +139,7 @@ REQUEST = (
 
 ANYWHERE = (
     "model", "tokenizer", "policy", "dtype", "device", "originals", "most_bits", "max_sequences", "records",
-    "blueprint_cache", "analysis_tier", "refresh_interval", "refresh_count", "progress",
+    "refresh_interval", "refresh_count", "progress",
     "bits", "tier", "activation_bits", "within", "best_effort", "min_bits", "max_bits", "max_latency_ms", "max_cost",
 )  # fmt: skip
 """Options of an engine, a budget and HTTP's `qbe` that have their effect everywhere. A test holds that no other is left
@@ -148,6 +155,7 @@ SITUATIONS = {
     "on a GPU": Situation(cuda=True),
     "`compile` without `speculate`": Situation(drafts=False),
     "a policy that does not read the score": Situation(scored=False),
+    "a learned policy": Situation(scored=False, own_tier=True, cacheable=False),
     "nothing measured": Situation(measured=False, thresholds=False, scored=False),
     "in vLLM": Situation(cuda=True, vllm=True),
 }

@@ -170,8 +170,14 @@ class Engine(Requests):
             prepared.name,
             _sink(records),
         )
-        sizes = {"max_batch_tokens": max_batch_tokens, "kv_tokens": kv_tokens, "tune": tune or None}
-        check_engine([name for name, given in sizes.items() if given is not None], self.core.situation)
+        cached = blueprint_cache if isinstance(blueprint_cache, str | Path) else None  # else nobody asked for one
+        given = {"max_batch_tokens": max_batch_tokens, "kv_tokens": kv_tokens, "tune": tune or None,
+                 "analysis_tier": analysis_tier, "blueprint_cache": cached}  # fmt: skip
+        situation = replace(
+            self.core.situation, own_tier=default.analysis_tier not in (None, analysis_tier),
+            cacheable=default.cache_version is not None,
+        )  # fmt: skip
+        check_engine([name for name, value in given.items() if value is not None], situation)
         self._host = TunerHost(self._lock, self.core)
         self._tuner = Tuner(self.core.device, self._host) if tune and self.core.device.type == "cuda" else None
 

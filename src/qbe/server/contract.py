@@ -123,8 +123,9 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
         fast = speed.most_bits(c.max_latency_ms, prompt_tokens, tokens)
         most = most if fast is None else max(least, min(most, fast))
     low, high = (max(least, min(b, most)) for b in given.within or given.tier_range)
-    pace = {"refresh_interval": c.refresh_interval, "refresh_count": c.refresh_count} if c.refresh else {}
-    return Budget(within=(low, high), refresh=c.refresh, **pace, **rest)
+    return Budget(
+        within=(low, high), refresh=c.refresh, refresh_interval=c.refresh_interval, refresh_count=c.refresh_count, **rest
+    )  # fmt: skip
 
 
 def check(settings: Settings, lowest: float) -> None:
