@@ -124,7 +124,8 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
         most = most if fast is None else max(least, min(most, fast))
     low, high = (max(least, min(b, most)) for b in given.within or given.tier_range)
     return Budget(
-        within=(low, high), refresh=c.refresh, refresh_interval=c.refresh_interval, refresh_count=c.refresh_count, **rest
+        within=(low, high), refresh=c.refresh, refresh_interval=c.refresh_interval, refresh_count=c.refresh_count,
+        **rest,
     )  # fmt: skip
 
 
