@@ -231,7 +231,7 @@ def test_interval_and_count_are_set_by_engine_and_request() -> None:
 
 
 def test_a_first_start_can_refresh_and_so_can_a_store_of_an_older_version(tiny_folder: Path, nested: str) -> None:
-    """Nothing was learned: the store says when an answer is hard, and is told where it does not know."""
+    """Nothing was learned: the store says when an answer is hard; where it does not, the start finds out."""
     params = qbe.SamplingParams(max_tokens=64, ignore_eos=True, seed=0)
     budget = Budget(refresh=True, refresh_interval=1, refresh_count=1)
     table = Path(nested) / "sensitivity.json"
@@ -242,6 +242,5 @@ def test_a_first_start_can_refresh_and_so_can_a_store_of_an_older_version(tiny_f
         with qbe.Engine(model, device="cpu", records=False, blueprint_cache=False) as engine:
             assert engine.table.text is not None
             assert engine.generate("a b c d", params, budget=budget).refreshes
-    now = json.loads(table.read_text())
-    assert {**now, "text": None} == {**known, "text": None}
-    assert now["text"]["entropies"] == pytest.approx(known["text"]["entropies"], rel=0.1, abs=0.1)
+    assert "text" not in json.loads(table.read_text()), "a folder that somebody made is left as it is"
+    table.write_text(json.dumps(known))

@@ -124,16 +124,16 @@ def _from_store(
     table = with_store(table, loaded.model)
     if measured is not None:
         if measured.text is None:  # a store of an older version, or one that is known
-            measured = _with_text(measured, loaded, folder)
+            measured = _with_text(measured, loaded, None if folder == path else folder)
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
     return PreparedModel(loaded.model, loaded.tokenizer, table, name)
 
 
-def _with_text(measured: Sensitivity, loaded: LoadedModel, folder: Path) -> Sensitivity:
+def _with_text(measured: Sensitivity, loaded: LoadedModel, folder: Path | None) -> Sensitivity:
     """With how hard the built-in text is to predict, from a forward pass of the model as it is loaded; it is kept in
-    the folder where that can be written."""
+    the folder of a store in the cache. A folder that somebody made is left as it is."""
     text = measure_text(loaded.model, loaded.tokenizer)
-    if text is not None and os.access(folder, os.W_OK):
+    if text is not None and folder is not None and os.access(folder, os.W_OK):
         sensitivity_table.add_text(folder, text)
     return replace(measured, text=text)
 
