@@ -18,9 +18,9 @@ CLASSES = (
 )
 
 
-# The least average for an answer that must be a call or JSON, within what tier and request allow. From 5 bits to 6 the
-# divergence of SmolLM2's calls falls to 0.4 of itself, beyond its intervals; on nine calls, and whether more calls are
-# right was not measured (docs/measurements/quality-weights.md, Function calls).
+# The least average for an answer that must be a call or JSON, within what tier and request allow. A precaution, because
+# users of other engines report broken calls at 4 bits: our nine calls did not show that they need it
+# (docs/measurements/quality-weights.md, Function calls).
 STRUCTURED_BITS = 6.0
 STRUCTURED = "structured"  # the feature
 
