@@ -108,9 +108,7 @@ def test_keys_and_values_of_draft_tokens_are_those_of_plain_steps() -> None:
         while len(s.output_ids) < 70:
             made.step()
         block_ids = torch.tensor([p.block_id for p in s.pages])
-        kept.append(
-            [t[0, :, :99].clone() for layer in range(4) for t in made.pool.read(layer, block_ids)]
-        )
+        kept.append([t[0, :, :99].clone() for layer in range(4) for t in made.pool.read(layer, block_ids)])
         assert s.computed >= 99
         if speculate:
             assert 0 < told(s).accepted < told(s).drafted
