@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from qbe.bench.speculate import CHOSEN, WITHOUT, Free
+from qbe.bench.speculate import CHOSEN, WITHOUT, FreeDrafts
 from qbe.blueprint import Blueprint
 from qbe.datasets.items import DATASETS, encode, read
 from qbe.engine.core import Core
@@ -105,7 +105,7 @@ def main() -> None:
     blueprint = Blueprint.of("identity", core.table, (args.bits,) * len(core.table.nested))
     lowest, everyone = min(core.table.gears()), {NGRAM_DRAFTER, *core.table.gears()}
     ways = {
-        WITHOUT: None, CHOSEN: (Costs(), everyone), f"drafts at {lowest} bits": (Free(args.bits), {lowest}),
+        WITHOUT: None, CHOSEN: (Costs(), everyone), f"drafts at {lowest} bits": (FreeDrafts(args.bits), {lowest}),
         WITHOUT + QUEUE: None, CHOSEN + QUEUE: (Costs(), everyone),
     }  # fmt: skip
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from qbe.server.admission import sunk
 from qbe.server.contract import budget, terms
+from qbe.server.energy.tier_bits import tier_bits
 from qbe.server.errors import APIError
 from qbe.server.protocol import Contract
 from qbe.server.settings import Settings, Tier
@@ -138,6 +138,7 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"n": 129}, "n"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"best_of": 2}, "best_of"),
+        ({"qbe": []}, "qbe"),
     ],
 )
 def test_a_wrong_body_is_refused_by_its_field(server: Running, body: dict[str, Any], field: str) -> None:
@@ -250,10 +251,10 @@ def test_a_tier_without_bits_has_its_own(tmp_path: Path) -> None:
 
 def test_a_browned_out_tier_sinks_to_its_floor_and_no_further() -> None:
     tier = Tier(bits=(5.0, 7.0), floor=4.0)
-    assert sunk(tier, 0.0) == (5.0, 7.0)
-    assert sunk(tier, 0.5) == (4.5, 5.5)
-    assert sunk(tier, 1.0) == (4.0, 4.0)
-    assert sunk(Tier(bits=(5.0, 7.0)), 1.0) == (5.0, 7.0)
+    assert tier_bits(tier, 0.0) == (5.0, 7.0)
+    assert tier_bits(tier, 0.5) == (4.5, 5.5)
+    assert tier_bits(tier, 1.0) == (4.0, 4.0)
+    assert tier_bits(Tier(bits=(5.0, 7.0)), 1.0) == (5.0, 7.0)
     given = terms("default", Contract(min_bits=6.0), Settings(), 1.0)
     assert budget(given, 1, 1, 1, 4.0, Speed()).within == (6.0, 6.0)  # what was asked for stays
 

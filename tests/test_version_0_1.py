@@ -259,3 +259,13 @@ def test_qbe_data_names_the_data_sets(home: Path, monkeypatch: pytest.MonkeyPatc
     done = run("train", "paq", "--model", "store", "--limit", "1", cwd=home)
     assert done.returncode == 2
     assert b"no data here" in done.stderr
+
+
+def test_both_names_of_a_field_are_refused() -> None:
+    from pydantic import ValidationError
+
+    from qbe.server.protocol import Contract
+
+    assert Contract.model_validate({"careful_tokens": True}).high_precision_tokens
+    with pytest.raises(ValidationError, match="older name of high_precision_tokens: give one of them"):
+        Contract.model_validate({"careful_tokens": True, "high_precision_tokens": False})

@@ -122,7 +122,7 @@ for _name, _does in (
     ("engine", "Decode steps by batch and mix of precisions, exact and shared, beside all rows at 16 bits."),
     ("switch", "The time that a change of blueprint between two steps adds."),
     ("batch", "A batch of mixed precisions against all rows at the highest, and a launch per precision."),
-    ("kv", "Attention over KV pages of 16, 8, 4, 2 and mixed bits, sealing them, and their memory."),
+    ("kv", "Attention over KV pages of 16, 8, 4, 2 and mixed bits, quantising them, and their memory."),
 ):
     _command(_name, _does)
 

@@ -14,9 +14,9 @@ from qbe.errors import QBEError
 
 def quantize(
     model: Annotated[str, typer.Argument(help="hub id, transformers folder, GGUF file or built-in name")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder to write; it must not exist yet")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder to write; new, or empty")],
     group_size: Annotated[int, typer.Option(help="inputs that share a scale, a multiple of 64")] = 64,
-    slices: Annotated[str, typer.Option(help="widths of the slices, most significant first")] = "4,2,2",
+    slices: Annotated[str, typer.Option(help="bits of the slices, most significant first")] = "4,2,2",
     calibrate: Annotated[
         Path | None, typer.Option(help="text to choose the codes on (minutes; better at 6 bits and fewer)")
     ] = None,

@@ -28,7 +28,7 @@ def paq(
     limit: Annotated[int, typer.Option(help="prompts of each data set at most, spread over it")] = 100,
     dtype: Dtype = "float32", device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Train PAQ's router: the smallest width that is enough for a prompt, by perplexity on training data.
+    """Train PAQ's router: the fewest bits that are enough for a prompt, by perplexity on training data.
 
     What was measured is kept: an interrupted run goes on, and one with a higher --limit adds to it.
     """

@@ -141,6 +141,8 @@ def wrong_body(error: ValidationError) -> APIError:
     """What is wrong with a body, and in which field. Of several things the first."""
     first = _first(error.errors(include_url=False, include_context=False, include_input=False))
     said = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] in ("model_type", "model_attributes_type"):  # its own words name a class of ours
+        said = "it must be an object"
     # Pydantic's names for the members of a union are no fields.
     parts = [str(part) for part in first["loc"]]
     if parts[:1] == [_FORMAT]:

@@ -111,7 +111,9 @@ class Contract(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _names_of_version_0_1(cls, body: object) -> object:
-        if isinstance(body, dict) and "careful_tokens" in body and "high_precision_tokens" not in body:
+        if isinstance(body, dict) and "careful_tokens" in body:
+            if "high_precision_tokens" in body:
+                raise ValueError("careful_tokens is the older name of high_precision_tokens: give one of them")
             rest = {k: v for k, v in body.items() if k != "careful_tokens"}
             return {**rest, "high_precision_tokens": body["careful_tokens"]}
         return body
