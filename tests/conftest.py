@@ -164,7 +164,7 @@ def nested(tiny_folder: Path, home: Path) -> str:
     """The tiny model as `qbe quantize` writes it."""
     from cli_process import qbe as run
 
-    out = home / "nested"
+    out = home / "quantised"  # not "nested": the cache has its stores there
     done = run("quantize", str(tiny_folder), "-o", str(out), "--json", home=home)
     assert done.returncode == 0, done.stderr.decode()
     described = json.loads(done.stdout)

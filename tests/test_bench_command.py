@@ -120,7 +120,8 @@ def test_a_picture_has_quartiles_and_colours_no_noise(monkeypatch: pytest.Monkey
     [
         (
             ["bench", "nonsense"],
-            "'nonsense': choose linears, decode, prefill, switch, batch, kv, speculate, serve; see 'qbe bench --help'",
+            "'nonsense': choose linears, decode, prefill, engine, switch, batch, kv, speculate, serve; "
+            "see 'qbe bench --help'",
         ),
         (["bench", "linear"], "'linear': choose linears,"),
         (["bench", "linears", "--device", "tpu"], "tpu"),

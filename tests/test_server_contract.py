@@ -138,7 +138,6 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"n": 129}, "n"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"best_of": 2}, "best_of"),
-        ({"qbe": []}, "qbe"),
     ],
 )
 def test_a_wrong_body_is_refused_by_its_field(server: Running, body: dict[str, Any], field: str) -> None:
