@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from qbe.records.ledger import Ledger
 from qbe.server.batches import lines as batch_lines
 from qbe.server.batches.protocol import Batch
 from qbe.server.batches.store import BatchStore
+from qbe.server.batches.upload import Form
 from qbe.server.errors import APIError
 from qbe.server.keys import ANYONE, Client, digest
 from qbe.server.settings import Batches, Key
@@ -289,3 +291,26 @@ def test_long_lines_and_many_lines_are_refused(tmp_path: Path) -> None:
     assert batch_lines.check(path, CHAT, 5, 1000) == (5, [])
     assert batch_lines.check(path, CHAT, 4, 1000)[1][0]["code"] == "too_many_requests"
     assert batch_lines.check(path, CHAT, 5, 40)[1][0]["code"] == "line_too_long"
+
+
+@pytest.mark.parametrize(
+    "part", [b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\nb\r\n', b"--x\r\nA: " + b"b" * 70_000 + b"\r\n"]
+)
+def test_what_stands_beside_a_file_is_bounded(part: bytes, tmp_path: Path) -> None:
+    form = Form(b"x", tmp_path / "file", 1 << 20)
+    parts = iter([part] * 2000)
+    with pytest.raises(APIError) as refusal:
+        collections.deque(map(form.write, parts), maxlen=0)
+    assert refusal.value.status in (400, 413)
+    assert len(form.fields) < 2
+
+
+def test_a_file_counts_by_itself(tmp_path: Path) -> None:
+    form = Form(b"x", tmp_path / "file", 1 << 20)
+    form.write(b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n')
+    for _ in range(10):
+        form.write(b"a" * 100_000)
+    form.write(b"\r\n--x--\r\n")
+    form.close()
+    assert form.ended
+    assert (tmp_path / "file").stat().st_size == 1_000_000

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from qbe.compatibility import Situation
-from qbe.engine.able import able
 from qbe.engine.adaptive.activation_statistics import ActivationStats
 from qbe.engine.chooser import Choice, Chooser
 from qbe.engine.core import Core
@@ -22,6 +21,7 @@ from qbe.engine.running_request import RunningRequest
 from qbe.engine.sampling.logprobs import prompt_scoring
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.engine.stop_tokens import special_tokens
+from qbe.engine.unsupported_options import without_unsupported
 from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
@@ -83,7 +83,7 @@ class Requests:
             self.core.check_tokens("prompt", [t for t in request.prompt if isinstance(t, int)])
         with about("policy"):
             situation = self._situation(request)
-        budget, ignored = able(request, situation)
+        budget, ignored = without_unsupported(request, situation)
         ids, chosen = self._chooser.choose(replace(request, budget=budget), fits)
         return ids, replace(chosen, ignored=ignored)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from qbe.analysis.profile import QueryProfile
-from qbe.engine.able import no_bound
 from qbe.engine.adaptive.routing import Read
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.result import Request, Result
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.unsupported_options import bound_was_dropped
 from qbe.explain import Explanation
 from qbe.records import Record
 from qbe.records.record import Times, Work
@@ -83,7 +83,7 @@ class RunningRequest:
             accepted_tokens=running.speculation.accepted if running.speculation else 0,
             shared_bits=running.shared_reads.average_bits,
             cached_parts=tuple(running.blueprint_history.written(running.paging.cached)), asked=chosen.asked,
-            ignored=dict(chosen.ignored) | (no_bound() if running.bounded.dropped else {}),
+            ignored=dict(chosen.ignored) | (bound_was_dropped() if running.bounded.dropped else {}),
         )  # fmt: skip
         return self.result
 

@@ -26,7 +26,7 @@ from qbe.vllm import metrics, transfer
 from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
 from qbe.vllm.cache_salt import cache_salt, own_salt
 from qbe.vllm.config import QBEConfig
-from qbe.vllm.request_options import RequestOptions, able
+from qbe.vllm.request_options import RequestOptions, check_supported
 from qbe.vllm.served import ServedModel
 
 MOST_TEXT = 1 << 16  # characters of `qbe_text` that are looked at: other requests wait meanwhile
@@ -69,7 +69,7 @@ class FrontEnd:
         policy = self.chooser.policy(asked.policy)
         if policy.reads_prompt or policy.has_routers:
             raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")
-        able(asked.budget, policy, self.chooser)
+        check_supported(asked.budget, policy, self.chooser)
         context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)
         text_ms = (time.perf_counter() - start) * 1e3
         salt = own_salt(prompt.get("cache_salt")).encode()

@@ -66,7 +66,7 @@ class RequestOptions:
         return cls(budget, args.get("qbe_policy"), args.get("qbe_text"))
 
 
-def able(budget: Budget, policy: Policy, chooser: BlueprintChooser) -> None:
+def check_supported(budget: Budget, policy: Policy, chooser: BlueprintChooser) -> None:
     """Raises QBEError for a budget of which something would do nothing here."""
     situation = Situation(
         vllm=True, scored=policy.reads_score, thresholds=budget.refresh and chooser.thresholds(budget) is not None

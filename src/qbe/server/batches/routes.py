@@ -15,15 +15,14 @@ from qbe.files import cache_dir
 from qbe.server.batches.protocol import Batch, BatchRequest
 from qbe.server.batches.runner import BatchRunner
 from qbe.server.batches.store import DAY_S, BatchStore
-from qbe.server.batches.upload import Form, receive
+from qbe.server.batches.upload import FRAME_BYTES, Form, receive
 from qbe.server.endpoints import ENDPOINTS
 from qbe.server.errors import APIError
-from qbe.server.paging import Page, page_of
+from qbe.server.pagination import Page, page_of
 from qbe.server.service import Service
 
 _BY_PATH = {endpoint.path: endpoint for endpoint in ENDPOINTS}
 _MOST_ACTIVE = 64  # batches of a key
-_FRAME_BYTES = 64 * 1024  # of a form, beside the file
 
 
 def begin_batches(service: Service) -> BatchRunner:
@@ -96,7 +95,7 @@ def add_batches(app: FastAPI, service_of: Callable[[FastAPI], Service], about: d
             raise APIError(409, f"the batch is {batch.status} already", param="batch_id", code="batch_over")
         if batch.status != "cancelling":
             batch = batch.become("cancelling", store.now)
-            await asyncio.to_thread(store.put, batch)
+            store.put(batch)  # in the event loop: the runner must not end it meanwhile
             app.state.batches.wake()
         return batch.describe()
 
@@ -119,7 +118,7 @@ def _add_files(
                            retry_after=1)  # fmt: skip
         most = min(settings.file_bytes, store.room(key))
         declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > most + _FRAME_BYTES:
+        if declared.isdigit() and int(declared) > most + FRAME_BYTES:
             raise APIError(413, f"file: it has more than {most} bytes, which is what this key may send now",
                            param="file", code="file_too_large")  # fmt: skip
         uploading.add(key)

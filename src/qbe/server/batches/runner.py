@@ -285,6 +285,7 @@ class BatchRunner:
         await asyncio.gather(*running.writes, return_exceptions=True)
         if outcome == "expired":
             await self._give_up(batch, running)
+        self._count(batch.id)
         output, errors = self._paths(batch.id)
         name = f"file-{batch.id.removeprefix('batch_')}"
         names = {f"{kind}_file_id": f"{name}-{kind}" for kind, path in (("output", output), ("error", errors))

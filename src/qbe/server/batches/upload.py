@@ -12,7 +12,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from qbe.server.errors import APIError
 
-_FIELD_BYTES = 4096  # of everything beside the file
+FRAME_BYTES = 64 * 1024  # of everything beside the file: fields, and what stands between them
 _FORM = "send it as multipart/form-data, with 'file' and 'purpose'"
 
 
@@ -32,7 +32,7 @@ class Form:
     def __init__(self, boundary: bytes, path: Path, most: int) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        self._path, self._left, self._field_bytes = path, most, 0
+        self._path, self._left, self._frame_bytes = path, most, 0
         self._file: IO[bytes] | None = None
         self._header = self._value = b""
         self._disposition = b""
@@ -47,10 +47,13 @@ class Form:
 
     def write(self, data: bytes) -> None:
         """More of the form. Raises APIError for what is none, or too large."""
+        self._frame_bytes += len(data)
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise APIError(400, f"the form is wrong ({error}): {_FORM}", code="invalid_form") from None
+        if self._frame_bytes > FRAME_BYTES:
+            raise APIError(413, f"the form has more than {FRAME_BYTES} bytes beside the file", code="body_too_large")
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -87,14 +90,12 @@ class Form:
         if self._in_file:
             assert self._file is not None
             self._left -= end - start
+            self._frame_bytes -= end - start
             if self._left < 0:
                 raise APIError(413, "file: it is larger than this server takes, or than its key may keep",
                                param="file", code="file_too_large")  # fmt: skip
             self._file.write(data[start:end])
             return
-        self._field_bytes += end - start
-        if self._field_bytes > _FIELD_BYTES:
-            raise APIError(413, f"the form's fields have more than {_FIELD_BYTES} bytes", code="body_too_large")
         self._content += data[start:end]
 
     def _end(self) -> None:

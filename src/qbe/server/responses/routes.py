@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from qbe.server.paging import Page, page_of
+from qbe.server.pagination import Page, page_of
 from qbe.server.responses.protocol import InputItem
 from qbe.server.service import Service
 

@@ -19,12 +19,12 @@ _WITHOUT: dict[str, dict[str, Any]] = {
 """Options of a budget, and what it is without them."""
 
 
-def no_bound() -> dict[str, str]:
+def bound_was_dropped() -> dict[str, str]:
     """What is said of a request whose bound on attention's error could not be kept to its end."""
     return check_request(["kv_error"], Situation(originals_full=True), best_effort=True)
 
 
-def able(request: Request, situation: Situation) -> tuple[Budget, dict[str, str]]:
+def without_unsupported(request: Request, situation: Situation) -> tuple[Budget, dict[str, str]]:
     """Its budget without options that do nothing here, and which these are, with a line of each that says why.
 
     Raises:
