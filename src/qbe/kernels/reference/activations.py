@@ -2,6 +2,9 @@
 
 A row's precision is one int32: the weight's bits in the lowest byte, the activations' bits in the next one. 0 there
 means 16 bits, so that a plain number of bits is a valid one.
+
+Of experts there are thousands, so that each has a byte for a row: the weight's bits, and 128 more where the
+activations have 8.
 """
 
 from __future__ import annotations
@@ -11,11 +14,23 @@ import torch
 from qbe.sites import FULL_BITS
 
 EIGHT = 8  # the one width of activations below 16 bits
+EIGHT_IN_BYTE = 128  # what says so in an expert's byte
 
 
 def precision_word(weight_bits: int, activation_bits: int = FULL_BITS) -> int:
     """What a plan's cell holds for a row that reads these bits."""
     return weight_bits if activation_bits >= FULL_BITS else weight_bits | activation_bits << 8
+
+
+def precision_byte(weight_bits: int, activation_bits: int = FULL_BITS) -> int:
+    """The same for an expert, of which the plan holds a byte."""
+    return weight_bits if activation_bits >= FULL_BITS else weight_bits | EIGHT_IN_BYTE
+
+
+def word_of_byte(precision_bytes: torch.Tensor) -> torch.Tensor:
+    """uint8 precision bytes -> int32 precision words."""
+    wide = precision_bytes.to(torch.int32)
+    return (wide & (EIGHT_IN_BYTE - 1)) | torch.where(wide >= EIGHT_IN_BYTE, EIGHT << 8, 0).to(torch.int32)
 
 
 def weight_bits(precision_words: torch.Tensor) -> torch.Tensor:

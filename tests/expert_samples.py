@@ -1,0 +1,87 @@
+"""Small layers of nested experts, and what to call them with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qbe.format.codes import quantise
+from qbe.format.layout import SliceLayout
+from qbe.format.packing import pack
+from qbe.kernels.ops.nested_experts import ExpertMatrices
+from qbe.kernels.reference.activations import precision_byte
+
+SLICES = (4, 2, 2)
+
+
+def matrices(
+    weight: torch.Tensor,
+    precision: torch.Tensor,
+    slices: tuple[int, ...] = SLICES,
+    group_size: int = 64,
+    bias: torch.Tensor | None = None,
+    keep_original: bool = True,
+) -> ExpertMatrices:
+    """Experts of weights [E, N, K], as a store nests them."""
+    layout = SliceLayout.of(slices)
+    packed, meta, exponents = [], [], []
+    for one in weight:
+        codes, planes, exponent = quantise(one, layout, group_size)
+        packed.append(pack(codes, layout))
+        meta.append(planes)
+        exponents.append(exponent)
+    return ExpertMatrices(
+        torch.stack(packed), torch.stack(meta), torch.tensor(exponents, dtype=torch.int32), precision,
+        weight.contiguous() if keep_original else None, bias,
+    )  # fmt: skip
+
+
+def layer(
+    experts: int,
+    hidden: int,
+    inner: int,
+    plan_rows: int = 4,
+    dtype: torch.dtype = torch.float32,
+    bits: tuple[int, ...] = (4, 6, 8, 16),
+    activation_bits: tuple[int, ...] = (16,),
+    biased: bool = False,
+    slices: tuple[int, ...] = SLICES,
+    group_size: int = 64,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """gate_up, down and slices of a random layer; each row of the plan reads each expert at bits of its own."""
+    made = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made).to(dtype)
+
+    def precision() -> torch.Tensor:
+        choices = torch.tensor([precision_byte(b, a) for b in bits for a in activation_bits], dtype=torch.uint8)
+        return choices[torch.randint(len(choices), (plan_rows, experts), generator=made)]
+
+    def one(outputs: int, inputs: int) -> ExpertMatrices:
+        weight, bias = normal(experts, outputs, inputs) / inputs**0.5, normal(experts, outputs) if biased else None
+        return matrices(weight, precision(), slices, group_size, bias, 16 in bits)
+
+    return {"gate_up": one(2 * inner, hidden), "down": one(hidden, inner), "slices": slices}
+
+
+def tokens(
+    count: int,
+    hidden: int,
+    experts: int,
+    top: int,
+    plan_rows: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+) -> dict[str, torch.Tensor]:
+    """x, topk_ids, topk_weights and rows of so many tokens, each of which chooses `top` different experts."""
+    made = torch.Generator().manual_seed(seed)
+    scores = torch.rand(count, experts, generator=made)
+    return {
+        "x": torch.randn(count, hidden, generator=made).to(dtype),
+        "topk_ids": scores.topk(top, dim=-1).indices,
+        "topk_weights": torch.rand(count, top, generator=made).to(dtype),
+        "rows": torch.randint(plan_rows, (count,), generator=made).to(torch.int32),
+    }
