@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_samples import SLICES, layer, tokens
 
+from expert_samples import SLICES, layer, tokens
 from qbe.errors import QBEError
 from qbe.kernels.ops.nested_experts import ExpertMatrices, nested_experts
 from qbe.kernels.reference.nested_experts import nested_experts as reference
