@@ -40,6 +40,19 @@ static void round_to_eight(const void *x, int dtype, int64_t k, int64_t kp, int6
 #ifdef X86
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma")))
 
+/* Cascade Lake and Ice Lake multiply bytes (VNNI) but know no bfloat16. The functions below are compiled with its instructions
+   and ask before they use one; no compiler makes them of other code. */
+INLINE int has_bf16(void) { return __builtin_cpu_supports("avx512bf16"); }
+
+/* 16 numbers in bfloat16, rounded to nearest even. */
+TARGET_AVX512 INLINE __m256i sixteen_bfloat16(__m512 v) {
+    if (has_bf16()) return (__m256i)_mm512_cvtneps_pbh(v);
+    const __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+
 /* Numbers [i, i + 16) of a row of k; zero past its end. */
 TARGET_AVX512 INLINE __m512 load_sixteen(const char *x, int dtype, int64_t k, int64_t i) {
     const __mmask16 in = k - i >= 16 ? 0xFFFF : k > i ? (__mmask16)((1 << (k - i)) - 1) : 0;
@@ -53,7 +66,7 @@ TARGET_AVX512 INLINE __m512 load_sixteen(const char *x, int dtype, int64_t k, in
 TARGET_AVX512 INLINE void store_sixteen(void *to, int dtype, __mmask16 in, __m512 v) {
     if (dtype == FLOAT32) _mm512_mask_storeu_ps(to, in, v);
     else if (dtype == FLOAT16) _mm256_mask_storeu_epi16(to, in, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    else _mm256_mask_storeu_epi16(to, in, (__m256i)_mm512_cvtneps_pbh(v));
+    else _mm256_mask_storeu_epi16(to, in, sixteen_bfloat16(v));
 }
 
 /* The bytes of 16 numbers, given s of their group. */

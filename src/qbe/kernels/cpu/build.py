@@ -171,6 +171,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_multiply.restype = long
     lib.qbe_multiply_many.argtypes = [pointer] * 2 + [long] * 2 + [integer] * 3
     lib.qbe_multiply_many.restype = long
+    lib.qbe_experts.argtypes = lib.qbe_sum_experts.argtypes = [pointer] + [integer] * 2
+    lib.qbe_experts.restype = lib.qbe_sum_experts.restype = long
     lib.qbe_dequantise.argtypes = [pointer] * 4 + [long] * 2 + [integer] * 4
     lib.qbe_dequantise.restype = long
     lib.qbe_paged_attention.argtypes = [pointer] * 11 + [integer] * 2

@@ -64,7 +64,7 @@ TARGET_AVX512 INLINE void dot_full_bf16(const char *weight, const char *const *x
                     const char *x[FULL_TILE], *weight = j->original + n * bytes;                                     \
                     float y[FULL_TILE];                                                                              \
                     for (int i = 0; i < m; i++)                                                                      \
-                        x[i] = own ? own + (r + i - r0) * j->w.kp * 4 : j->given + j->row_full[r + i] * bytes;       \
+                        x[i] = own ? own + (r + i - r0) * j->w.kp * 4 : given_row(j, j->row_full[r + i]);            \
                     /* constants: sums stay in registers */                                                          \
                     switch (m + FULL_TILE * (j->dtype == FLOAT32 ? 0 : own ? 1 : 2)) {                               \
                     case 1: dot_full_floats(weight, x, j->k, y, 1, FLOAT32, FLOAT32); break;                         \
@@ -91,7 +91,9 @@ TARGET_AVX512 INLINE void dot_full_bf16(const char *weight, const char *const *x
 #define BY_FLOATS(M) dot_full_floats(weight, x, j->k, y, M, BFLOAT16, BFLOAT16)
 DEFINE_FULL(scalar, , BY_FLOATS)
 #ifdef X86
-#define BY_BF16(M) dot_full_bf16(weight, x, j->k, y, M)
 DEFINE_FULL(avx2, TARGET_AVX2, BY_FLOATS)
+#define BY_BF16(M) \
+    if (has_bf16()) dot_full_bf16(weight, x, j->k, y, M); \
+    else BY_FLOATS(M)
 DEFINE_FULL(avx512, TARGET_AVX512, BY_BF16)
 #endif

@@ -26,7 +26,8 @@ typedef struct {
     Rows planes[2];
 } Few;
 
-/* One weight to multiply with or to dequantise; its rows are taken in chunks from the counter `next`. */
+/* One weight to multiply with or to dequantise; its rows are taken in chunks from the counter `next`. To multiply, callers set w,
+   dtype, y_dtype, y, y_stride, words, given, x_row, given_rows, k, bias, bias_dtype and original. */
 typedef struct {
     Weight w;
     atomic_llong next, loading; /* rows of the weight, rows of x */
@@ -48,7 +49,9 @@ typedef struct {
     OfGroup *of_group;       /* [groups, rows] (AVX-512) */
     int shares;              /* x is another job's */
     int tiles;               /* use AMX */
-    const char *given;       /* x itself, [rows, k] of `dtype` */
+    const char *given;       /* x itself, [.., k] of `dtype` */
+    const int32_t *x_row;    /* which of its rows are multiplied, or NULL: the first ones */
+    int64_t given_rows;      /* how many */
     const void *bias;
     int bias_dtype;
     /* multiply, the rows of x at 16 bits */
@@ -70,6 +73,11 @@ typedef struct {
     float *scratch;          /* per thread: scales and offsets, and the like */
     int64_t scratch_floats;
 } Jobs;
+
+/* A row of x by its number among those that are multiplied. */
+INLINE const char *given_row(const Job *j, int64_t row) {
+    return (const char *)j->given + (j->x_row ? j->x_row[row] : row) * j->k * (j->dtype == FLOAT32 ? 4 : 2);
+}
 
 INLINE void store(const Job *j, int64_t row, int64_t n, float value) {
     if (j->bias)

@@ -70,8 +70,8 @@ const char *qbe_source_hash(void) { return QBE_SOURCE_HASH; }
 int qbe_best_backend(void) {
 #ifdef X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-        return has_tiles() ? TILES : AVX512;
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"))
+        return has_bf16() && has_tiles() ? TILES : AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
 #endif
     return SCALAR;
@@ -127,22 +127,18 @@ TARGET_AVX512 static void avx512_round(void *arg) {
 
 static void load_scalar(Job *j, int64_t r) {
     const int32_t row = j->row[r];
-    const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
-    load_float(from, j->dtype, j->k, &j->w, has_eight(j->words[row]), 0, (float *)(j->x + r * j->x_bytes));
+    load_float(given_row(j, row), j->dtype, j->k, &j->w, has_eight(j->words[row]), 0, (float *)(j->x + r * j->x_bytes));
 }
 
 DEFINE_WORK(scalar, )
 #ifdef X86
 static void load_avx2(Job *j, int64_t r) {
     const int32_t row = j->row[r];
-    const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
-    load_float(from, j->dtype, j->k, &j->w, has_eight(j->words[row]), 1, (float *)(j->x + r * j->x_bytes));
+    load_float(given_row(j, row), j->dtype, j->k, &j->w, has_eight(j->words[row]), 1, (float *)(j->x + r * j->x_bytes));
 }
 
 static void load_avx512(Job *j, int64_t r) {
-    const int32_t row = j->row[r];
-    const char *from = j->given + row * j->k * (j->dtype == FLOAT32 ? 4 : 2);
-    fixed_point(from, j->dtype, j->k, j->w.kp, j->w.groups, j->planes[r], j->x + r * j->x_bytes, j->of_group + r, j->rows);
+    fixed_point(given_row(j, j->row[r]), j->dtype, j->k, j->w.kp, j->w.groups, j->planes[r], j->x + r * j->x_bytes, j->of_group + r, j->rows);
 }
 
 TARGET_AVX512 INLINE void multiply_avx512(const Job *j, int at, int64_t n0, int64_t n1, int64_t r0, int64_t r1, float *scratch) {
@@ -195,6 +191,100 @@ static const Recipe *recipes(const Layout *layout) {
 }
 #endif
 
+/* Whether two jobs have the same rows of x laid out alike: in one order, in as many planes, which precisions they read or not. */
+static int same_rows(const Job *a, const Job *b) {
+    const size_t bytes = (size_t)b->given_rows * 4;
+    return a->given == b->given && a->x_row == b->x_row && a->given_rows == b->given_rows && a->w.kp == b->w.kp
+           && a->w.groups == b->w.groups && a->full == b->full && a->full_eight == b->full_eight
+           && !memcmp(a->row, b->row, bytes) && !memcmp(a->planes, b->planes, bytes);
+}
+
+static char *take(char **memory, size_t bytes) {
+    char *taken = *memory;
+    *memory += aligned(bytes);
+    return taken;
+}
+
+/* Bytes of x for an input, as the backend's load function leaves it. */
+INLINE int64_t bytes_of_input(int backend) { return backend < AVX512 ? 4 : 2; }
+
+INLINE int takes_pairs(int backend, int64_t rows) {
+#ifdef X86
+    return backend == AVX512 && rows > INT16_MOST;
+#else
+    return 0;
+#endif
+}
+
+/* Room that a job's rows need beside its scratch, and the floats of scratch that a thread needs for it. */
+static size_t job_bytes(const Job *j, int threads, int backend, int64_t *scratch) {
+    const Weight *w = &j->w;
+    const int64_t rows = j->given_rows;
+    int64_t floats = 2 * chunk_rows(w->n, w->kp, threads, 0) * w->groups, eight = 0;
+#ifdef X86
+    if (backend >= AVX512) {
+        floats = int16_floats(w) * int16_tiles(chunk_rows(w->n, w->kp, threads, takes_pairs(backend, rows)), rows);
+        if (floats < few_floats(w)) floats = few_floats(w);
+    }
+#endif
+    if (*scratch < floats) *scratch = floats;
+    for (int64_t r = 0; r < rows; r++) eight += weight_bits(j->words[r]) >= FULL_BITS && has_eight(j->words[r]);
+    return aligned((size_t)(rows * w->kp * bytes_of_input(backend))) + aligned((size_t)(rows * w->groups) * sizeof(OfGroup))
+           + 3 * aligned((size_t)rows * 4) + aligned((size_t)(eight * w->kp) * 4);
+}
+
+/* Orders a job's rows and gives them their room; of the jobs before it one may have x laid out alike. Returns the inputs to load. */
+static int64_t plan_job(Job *j, const Job *before, int threads, int backend, char **memory) {
+    const size_t numbers = (size_t)j->given_rows * 4;
+    const int64_t kp = j->w.kp;
+    j->chunk = chunk_rows(j->w.n, kp, threads, takes_pairs(backend, j->given_rows));
+    j->x_bytes = kp * bytes_of_input(backend);
+    j->row = (int32_t *)take(memory, numbers), j->precision = (int32_t *)take(memory, numbers);
+    j->planes = (int32_t *)take(memory, numbers);
+    sort_rows(j);
+#ifdef X86
+    if (backend == AVX512) choose_int16(j);
+    if (backend >= AVX512) j->recipe = recipes(j->w.layout), j->tiles = backend == TILES;
+#endif
+    const Job *same = j->x_row ? j : before; /* rows picked out of x are nobody else's */
+    while (same < j && !same_rows(same, j)) same++;
+    if (same < j) {
+        j->x = same->x, j->of_group = same->of_group, j->x_eight = same->x_eight, j->shares = 1;
+    } else {
+        j->x = take(memory, (size_t)(j->rows * j->x_bytes));
+        j->of_group = (OfGroup *)take(memory, (size_t)(j->rows * j->w.groups) * sizeof(OfGroup));
+        j->x_eight = (float *)take(memory, (size_t)(j->full_eight * kp) * 4);
+        for (int64_t r = 0; r < j->full_eight; r++)
+            round_to_eight(given_row(j, j->row_full[j->full - j->full_eight + r]), j->dtype, j->k, kp, j->w.groups,
+                           j->x_eight + r * kp);
+    }
+#ifdef X86
+    if (backend >= AVX512) choose_few(j);
+#endif
+    return j->shares ? 0 : j->rows * kp;
+}
+
+/* Every job's y[r] = x[r] @ W(words[r]).T + bias, of weights with the same slices. What a caller sets of a job is in job.c; its
+   rows at 16 bits have an original. Returns 0, or -2: out of memory (nothing was done). */
+static int64_t run_jobs(Job *job, int64_t count, int threads, int backend) {
+    int64_t weights = 0, scratch = 0, loads = 0;
+    size_t size = 0;
+    for (Job *j = job; j < job + count; j++) weights += j->w.n * j->w.kp;
+    if (weights == 0) return 0;
+    threads = useful_threads(threads, weights);
+    for (Job *j = job; j < job + count; j++) size += job_bytes(j, threads, backend, &scratch);
+    scratch = (int64_t)aligned((size_t)scratch * 4) / 4;
+    char *const memory = aligned_alloc(64, size + (size_t)(threads * scratch) * 4), *left = memory;
+    if (!memory) return -2;
+    Jobs jobs = {.job = job, .count = count, .scratch_floats = scratch};
+    for (Job *j = job; j < job + count; j++) loads += plan_job(j, job, threads, backend, &left);
+    jobs.scratch = (float *)left;
+    RUN(&jobs, backend, useful_threads(threads, loads), load);
+    RUN(&jobs, backend, threads, multiply);
+    free(memory);
+    return 0;
+}
+
 /* One weight of a call. */
 typedef struct {
     const uint8_t *packed, *meta;
@@ -207,16 +297,10 @@ typedef struct {
     int32_t bias_dtype, y_dtype; /* y in x's, or in FLOAT32 */
 } Matrix;
 
-/* Whether two jobs have the rows of x laid out alike: in one order, in as many planes, which precisions they read or not. */
-static int same_rows(const Job *a, const Job *b, int64_t rows) {
-    return a->w.kp == b->w.kp && a->w.groups == b->w.groups && a->full == b->full && a->full_eight == b->full_eight
-           && !memcmp(a->row, b->row, (size_t)rows * 4) && !memcmp(a->planes, b->planes, (size_t)rows * 4);
-}
-
-static char *take(char **memory, size_t bytes) {
-    char *taken = *memory;
-    *memory += aligned(bytes);
-    return taken;
+static int missing_original(const int32_t *words, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++)
+        if (weight_bits(words[r]) >= FULL_BITS) return 1;
+    return 0;
 }
 
 /* y[r] = x[r] @ W(bits[r]).T + bias, for weights with the same slices and inputs. x [rows, k] of `dtype`
@@ -224,82 +308,22 @@ static char *take(char **memory, size_t bytes) {
    no original (nothing was done); -2: out of memory (nothing was done). */
 int64_t qbe_multiply_many(const void *x, const Matrix *matrix, int64_t count, int64_t rows, int32_t dtype, int32_t threads,
                           int32_t backend) {
-    const int64_t row_bytes = matrix->shape->k * (dtype == FLOAT32 ? 4 : 2);
-    int64_t weights = 0, scratch = 0;
-    size_t size = aligned((size_t)count * sizeof(Job));
-    for (const Matrix *m = matrix; m < matrix + count; m++) {
-        for (int64_t r = 0; r < rows; r++)
-            if (weight_bits(m->bits[r]) >= FULL_BITS && !m->original) return -1;
-        weights += m->shape->n * m->shape->kp;
-    }
-    if (weights == 0 || rows == 0) return 0;
-    threads = useful_threads(threads, weights);
-#ifdef X86
-    const int pairs = backend == AVX512 && rows > INT16_MOST;
-#else
-    const int pairs = 0;
-#endif
-
-    const int64_t per = backend < AVX512 ? 4 : 2; /* bytes of x for an input */
-    for (const Matrix *m = matrix; m < matrix + count; m++) {
-        const Shape *s = m->shape;
-        int64_t floats = 2 * chunk_rows(s->n, s->kp, threads, 0) * s->groups, eight = 0;
-#ifdef X86
-        const Weight w = weight_of(m->packed, m->meta, s);
-        if (backend >= AVX512) {
-            floats = int16_floats(&w) * int16_tiles(chunk_rows(s->n, s->kp, threads, pairs), rows);
-            if (floats < few_floats(&w)) floats = few_floats(&w);
-        }
-#endif
-        for (int64_t r = 0; r < rows; r++) eight += weight_bits(m->bits[r]) >= FULL_BITS && has_eight(m->bits[r]);
-        size += aligned((size_t)(rows * s->kp * per)) + aligned((size_t)(rows * s->groups) * sizeof(OfGroup))
-                + 3 * aligned((size_t)rows * 4) + aligned((size_t)(eight * s->kp) * 4);
-        scratch = scratch > floats ? scratch : floats;
-    }
-    scratch = (int64_t)aligned((size_t)scratch * 4) / 4;
-    char *const memory = aligned_alloc(64, size + (size_t)(threads * scratch) * 4), *left = memory;
-    if (!memory) return -2;
-    Jobs jobs = {.job = (Job *)take(&left, (size_t)count * sizeof(Job)), .scratch_floats = scratch};
-
-    int64_t loads = 0;
+    int64_t used = 0;
+    for (const Matrix *m = matrix; m < matrix + count; m++)
+        if (!m->original && missing_original(m->bits, rows)) return -1;
+    if (rows == 0) return 0;
+    Job *const job = calloc((size_t)count, sizeof *job);
+    if (!job) return -2;
     for (const Matrix *m = matrix; m < matrix + count; m++) {
         if (m->shape->n == 0) continue;
-        const Shape *s = m->shape;
-        Job j = {.w = weight_of(m->packed, m->meta, s), .dtype = dtype, .y_dtype = m->y_dtype, .y = m->y,
-                 .y_stride = m->y_stride, .words = m->bits,
-                 .bias = m->bias, .bias_dtype = m->bias_dtype, .x_bytes = s->kp * per, .k = s->k,
-                 .original = m->original, .given = x};
-        j.chunk = chunk_rows(s->n, s->kp, threads, pairs);
-        j.row = (int32_t *)take(&left, (size_t)rows * 4), j.precision = (int32_t *)take(&left, (size_t)rows * 4);
-        j.planes = (int32_t *)take(&left, (size_t)rows * 4);
-        sort_rows(&j, rows);
-#ifdef X86
-        if (backend == AVX512) choose_int16(&j);
-        if (backend >= AVX512) j.recipe = recipes(&s->layout), j.tiles = backend == TILES;
-#endif
-        const Job *same = jobs.job; /* one that has x laid out alike */
-        while (same < jobs.job + jobs.count && !same_rows(same, &j, rows)) same++;
-        if (same < jobs.job + jobs.count) {
-            j.x = same->x, j.of_group = same->of_group, j.x_eight = same->x_eight, j.shares = 1;
-        } else {
-            j.x = take(&left, (size_t)(j.rows * j.x_bytes));
-            j.of_group = (OfGroup *)take(&left, (size_t)(j.rows * s->groups) * sizeof(OfGroup));
-            j.x_eight = (float *)take(&left, (size_t)(j.full_eight * s->kp) * 4);
-            for (int64_t r = 0; r < j.full_eight; r++)
-                round_to_eight((const char *)x + j.row_full[j.full - j.full_eight + r] * row_bytes, dtype, s->k, s->kp, s->groups,
-                               j.x_eight + r * s->kp);
-            loads += j.rows * s->kp;
-        }
-#ifdef X86
-        if (backend >= AVX512) choose_few(&j);
-#endif
-        jobs.job[jobs.count++] = j;
+        const Job j = {.w = weight_of(m->packed, m->meta, m->shape), .dtype = dtype, .y_dtype = m->y_dtype, .y = m->y,
+                       .y_stride = m->y_stride, .words = m->bits, .bias = m->bias, .bias_dtype = m->bias_dtype,
+                       .k = m->shape->k, .original = m->original, .given = x, .given_rows = rows};
+        job[used++] = j;
     }
-    jobs.scratch = (float *)left;
-    RUN(&jobs, backend, useful_threads(threads, loads), load);
-    RUN(&jobs, backend, threads, multiply);
-    free(memory);
-    return 0;
+    const int64_t failed = run_jobs(job, used, threads, backend);
+    free(job);
+    return failed;
 }
 
 /* The same for one weight, y contiguous. */
@@ -341,3 +365,5 @@ int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, co
     free(jobs.scratch);
     return 0;
 }
+
+#include "experts.c"

@@ -1,8 +1,9 @@
 /* Which rows of x are multiplied together. Included by nested.c. */
 
 /* The rows of x in the order of their precisions into j->row and j->precision, those at 16 bits last. */
-static void sort_rows(Job *j, int64_t rows) {
+static void sort_rows(Job *j) {
     const Layout *l = j->w.layout;
+    const int64_t rows = j->given_rows;
     int64_t at = 0;
     for (int i = 0; i <= l->precisions; i++) /* ascending, so that equal precisions are neighbours */
         for (int eight = 0; eight < 2; eight++)
