@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from bench_samples import CPU, LIMITS, LINEARS, THIN, TOKEN, described
-from qbe.bench import batch, decode, engine, linears, prefill, switch
+from qbe.bench import batch, decode, engine, experts, linears, prefill, switch
 from qbe.bench.engines import DecodeRun, blueprint_at, core_of, peers_of
+from qbe.bench.expert_layers import ExpertShape
 from qbe.bench.machine import hardware, measure_limits
 from qbe.bench.measure import Failed
 from qbe.bench.passes import WHOLE
@@ -45,6 +46,19 @@ def test_linears(device: torch.device) -> None:
     moved = 64 * 128 / 2 + 4 * 64 * 2 + 2 * 5 * (64 + 128)
     found = next(r for r in rows if (r["what"], r["bits"]) == ("a", 4) and "M 5" in r["shape"])
     assert found["limit"] == pytest.approx(max(moved / LIMITS.bandwidth, 2 * 5 * 64 * 128 / LIMITS.flops) * 1e6)
+
+
+def test_experts(device: torch.device) -> None:
+    shape = ExpertShape("tiny", 4, 2, 64, 128, copies=2)
+    rows = described(experts.run(device, LIMITS, experts.ExpertSizes((shape,), tokens=(1, 3), rounds=3)), device)
+    assert {r["bits"] for r in rows} == {4, 4.5, 6, 8, "4+6+8", 16}
+    assert {r["peer"] for r in rows if r["bits"] == 4} == {experts.LOOP, experts.GROUPED, experts.OWN_16}
+    assert all(r["peer_value"] for r in rows if r["peer"] != experts.GROUPED)
+    # two experts of one token: weights at 4 bits, four planes of their scales, a row of bfloat16 in and out
+    weights = 3 * 64 * 128
+    moved = 2 * (weights / 2 + 4 * weights / 64) + 2 * 2 * 64
+    found = next(r for r in rows if r["bits"] == 4 and "M 1," in r["shape"])
+    assert found["limit"] == pytest.approx(max(moved / LIMITS.bandwidth, 2 * 2 * weights / LIMITS.flops) * 1e3)
 
 
 def test_batch(device: torch.device) -> None:

@@ -15,7 +15,9 @@ from qbe.kvcache.pages import KVShape, PagePool
 from qbe.kvcache.prompt import PromptSpan
 from qbe.sites import KVBits
 
-pytestmark = pytest.mark.skipif(build.backend() != "avx512", reason="needs AVX-512 with bfloat16")
+pytestmark = pytest.mark.skipif(
+    build.backend() != "avx512" or not dispatch.multiplies_bfloat16(), reason="needs AVX-512 with bfloat16"
+)
 SCALING = 0.2
 FULL: list[KVBits] = [16]
 MIXED: list[KVBits] = [4, 8, 68, 16, 66, 2]

@@ -58,6 +58,7 @@ def test_a_cpu_multiplies_by_the_compiled_kernel_up_to_its_bounds(
 ) -> None:
     """Of rows, and of those at 16 bits; also on paths that this machine lacks."""
     monkeypatch.setattr(on_cpu.build, "backend", lambda: path)
+    monkeypatch.setattr(on_cpu, "multiplies_bfloat16", lambda: path in ("avx512", "amx"))
     for dtype, (rows, full) in bounds.items():
         assert (on_cpu.many_rows(dtype), on_cpu.many_full(dtype)) == (rows, full)
         assert on_cpu.multiplies(dtype) == (dtype is not torch.float16 or rows > 0)
@@ -68,6 +69,16 @@ def test_a_cpu_multiplies_by_the_compiled_kernel_up_to_its_bounds(
     assert on_cpu.any_rows_in_float32() == (path in ("avx512", "amx"))
     assert on_cpu.dequantised_rows(torch.bfloat16, 64) == bounds[torch.bfloat16][0]
     assert on_cpu.dequantised_rows(torch.bfloat16, 65) == (sys.maxsize if path == "amx" else bounds[torch.bfloat16][0])
+
+
+def test_avx512_without_bfloat16_leaves_such_products_to_torch_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And prompts' attention altogether."""
+    monkeypatch.setattr(on_cpu.build, "backend", lambda: "avx512")
+    query = torch.zeros(1, 8, dtype=torch.bfloat16)
+    for has, rows in ((True, 24), (False, 16)):
+        monkeypatch.setattr(on_cpu, "multiplies_bfloat16", lambda has=has: has)
+        assert on_cpu.many_full(torch.bfloat16) == rows
+        assert on_cpu.attends_prompts(query, 0.0) == has
 
 
 def test_pages_are_read_by_the_compiled_kernel_in_one_dtype_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from qbe.files import check_writable
 if TYPE_CHECKING:
     from qbe.bench.report import BenchmarkReport
 
-BENCHMARKS = ("linears", "decode", "prefill", "switch", "batch", "kv", "speculate", "engine", "serve")
+BENCHMARKS = ("linears", "experts", "decode", "prefill", "switch", "batch", "kv", "speculate", "engine", "serve")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -117,6 +117,7 @@ def _command(name: str, does: str) -> Callable[..., None]:
 
 for _name, _does in (
     ("linears", "All linear layers of a token against cuBLAS, tinygemm, torchao (GPU) or F.linear (CPU)."),
+    ("experts", "The experts of a mixture-of-experts layer at several bits against own 16 bits and torch in bfloat16."),
     ("decode", "Whole decode steps against the same engine at 16 bits, transformers and llama.cpp."),
     ("prefill", "Reading a prompt of 2 048 tokens at several bits against 16 bits and llama.cpp."),
     ("engine", "Decode steps by batch and mix of precisions, exact and shared, beside all rows at 16 bits."),

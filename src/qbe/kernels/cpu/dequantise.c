@@ -116,6 +116,6 @@ TARGET_AVX512 static void avx512_row(const Job *j, int64_t n, const float *scale
 }
 
 static void avx512_dequantise(void *arg) {
-    dequantise_chunks(arg, ((Jobs *)arg)->job->dtype == FLOAT32 ? avx2_row : avx512_row);
+    dequantise_chunks(arg, ((Jobs *)arg)->job->dtype == FLOAT32 || !has_bf16() ? avx2_row : avx512_row);
 }
 #endif

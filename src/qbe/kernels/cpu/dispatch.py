@@ -10,15 +10,19 @@ nested_linear(s)     compiled: fewer rows than `many_rows`, and fewer than `many
                      16 bits
 paged attention,     compiled: float32 and bfloat16
 pages                reference: other dtypes, and without a compiler
-prompt attention     compiled: bfloat16 with AVX-512 but no tiles (AMX), which torch's own attention uses
+nested_experts       as nested_linear, by the rows of each expert
+prompt attention     compiled: bfloat16 with AVX-512 and its instructions for bfloat16 (Cascade Lake and Ice Lake lack
+                     them), but no tiles (AMX), which torch's own attention uses
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
 
+from qbe.hardware import detect
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES, ROW_DTYPES
 from qbe.kernels.reference.activations import weight_bits
@@ -27,7 +31,7 @@ from qbe.sites import FULL_BITS
 # From this many rows on torch's product wins (benchmarks/cpu_crossover.py): at 16 bits, and without VNNI with a weight
 # dequantised for it.
 MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
-# The same at 16 bits with AVX-512 where torch has no tiles: SmolLM2's layers take 27 ms in place of 33 at 16 rows, 32
+# The same at 16 bits with AVX-512 and its bfloat16 where torch has no tiles: SmolLM2's layers take 27 ms in place of 33 at 16 rows, 32
 # in place of 35 at 24, as much at 30 (one thread of an AMD EPYC with Zen 5).
 FULL_ROWS = 24
 TILED_ROWS = 96  # the same of bfloat16 where torch multiplies it by tiles (AMX), and so does the kernel up to there
@@ -44,9 +48,16 @@ def many_rows(dtype: torch.dtype) -> int:
     return 0 if path == "torch" else MANY_ROWS.get(dtype, 0)
 
 
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16."""
+    return "bf16" in detect(torch.device("cpu")).extensions
+
+
 def many_full(dtype: torch.dtype) -> int:
     """The same of rows at 16 bits, which the compiled kernel does not read in float16."""
-    return FULL_ROWS if build.backend() == "avx512" and dtype is torch.bfloat16 else MANY_ROWS.get(dtype, 1)
+    wide = build.backend() == "avx512" and dtype is torch.bfloat16 and multiplies_bfloat16()
+    return FULL_ROWS if wide else MANY_ROWS.get(dtype, 1)
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -86,6 +97,7 @@ def attends_prompts(query: torch.Tensor, softcap: float) -> bool:
         and softcap == 0
         and query.shape[-1] % 2 == 0
         and build.backend() == "avx512"
+        and multiplies_bfloat16()
     )
 
 
