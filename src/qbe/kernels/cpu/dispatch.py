@@ -31,8 +31,8 @@ from qbe.sites import FULL_BITS
 # From this many rows on torch's product wins (benchmarks/cpu_crossover.py): at 16 bits, and without VNNI with a weight
 # dequantised for it.
 MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
-# The same at 16 bits with AVX-512 and its bfloat16 where torch has no tiles: SmolLM2's layers take 27 ms in place of 33 at 16 rows, 32
-# in place of 35 at 24, as much at 30 (one thread of an AMD EPYC with Zen 5).
+# The same at 16 bits with AVX-512 and its bfloat16 where torch has no tiles: SmolLM2's layers take 27 ms in place of 33
+# at 16 rows, 32 in place of 35 at 24, as much at 30 (one thread of an AMD EPYC with Zen 5).
 FULL_ROWS = 24
 TILED_ROWS = 96  # the same of bfloat16 where torch multiplies it by tiles (AMX), and so does the kernel up to there
 TILE_INPUTS = 32  # that such a tile takes at a time

@@ -14,6 +14,7 @@ import torch
 from qbe.kernels.cpu import build, dispatch
 from qbe.kernels.cpu.geometry import ROW_DTYPES, geometry
 from qbe.kernels.cpu.nested_linear import nested_linear, readable, readable_bias
+from qbe.kernels.ops.expert_arguments import check_experts
 from qbe.kernels.ops.nested_experts import ACTIVATIONS, ExpertMatrices
 from qbe.kernels.reference.activations import weight_bits, word_of_byte
 from qbe.kernels.reference.nested_experts import gated
@@ -88,8 +89,8 @@ def nested_experts(
         gate_up_packed, gate_up_meta, gate_up_exponents, gate_up_precision, gate_up_original, gate_up_bias
     )
     down = ExpertMatrices(down_packed, down_meta, down_exponents, down_precision, down_original, down_bias)
+    check_experts(x, topk_ids, topk_weights, rows, gate_up, down)
     layer = _Layer(gate_up, down, tuple(slices), (activation, interleaved, alpha, limit))
-    layer.check(x, topk_ids, topk_weights, rows)
     out = torch.empty(x.shape, dtype=x.dtype)
     if out.numel() == 0 or topk_ids.shape[1] == 0:
         return out.zero_()
@@ -118,30 +119,7 @@ class _Layer:
     ) -> None:
         self.gate_up, self.down, self.slices, self.gate = gate_up, down, slices, gate
         self.experts = gate_up.packed.shape[0]
-        self.hidden, both = down.meta.shape[-2], gate_up.meta.shape[-2]
-        self.inner = both // 2
-        if both % 2:
-            raise RuntimeError(f"gate and up have {both} outputs together, which is no even number")
-
-    def check(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, rows: torch.Tensor) -> None:
-        """With `geometry`, everything that C will touch: it trusts its pointers."""
-        if x.dim() != 2 or x.shape[1] != self.hidden:
-            raise RuntimeError(f"x is {list(x.shape)}, but these experts take and give rows of {self.hidden}")
-        if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
-            raise RuntimeError(
-                f"{len(x)} tokens need as many rows of experts and of weights, not {list(topk_ids.shape)} and "
-                f"{list(topk_weights.shape)}"
-            )
-        if topk_ids.dtype not in (torch.int32, torch.int64):
-            raise RuntimeError(f"numbers of experts are int32 or int64, not {topk_ids.dtype}")
-        if rows.dtype is not torch.int32 or rows.shape != x.shape[:1]:
-            raise RuntimeError(f"rows must be int32 [{len(x)}], one per token, not {rows.dtype} {list(rows.shape)}")
-        plan_rows = self.gate_up.precision.shape[0]
-        for name, one, outputs, inputs in (
-            ("gate_up", self.gate_up, 2 * self.inner, self.hidden),
-            ("down", self.down, self.hidden, self.inner),
-        ):
-            _check_matrices(name, one, (self.experts, outputs, inputs), plan_rows)
+        self.hidden, self.inner = down.meta.shape[2], gate_up.meta.shape[2] // 2
 
     def run(
         self,
@@ -244,30 +222,6 @@ class _Layer:
 
     def _outside_of_the_plan(self) -> RuntimeError:
         return RuntimeError(f"a token's row is not among the {len(self.gate_up.precision)} of the plan")
-
-
-def _check_matrices(name: str, one: ExpertMatrices, shape: tuple[int, int, int], plan_rows: int) -> None:
-    experts, outputs, _ = shape
-    for part, dtype in (("packed", torch.uint8), ("meta", torch.uint8), ("exponents", torch.int32)):
-        tensor = getattr(one, part)
-        if tensor.dtype is not dtype or not tensor.is_contiguous() or len(tensor) != experts:
-            raise RuntimeError(
-                f"{name}'s {part} must be contiguous {dtype} of {experts} experts, not {tensor.dtype} "
-                f"{list(tensor.shape)}"
-            )
-    precision = one.precision
-    if precision.dtype is not torch.uint8 or precision.shape != (plan_rows, experts):
-        raise RuntimeError(
-            f"{name}'s precision must be uint8 {[plan_rows, experts]}, not {precision.dtype} {list(precision.shape)}"
-        )
-    if experts > 1 and precision.stride(1) != 1:
-        raise RuntimeError(f"{name}'s precision must be contiguous in its last dimension")
-    if one.meta.dim() != 4 or one.meta.shape[2] != outputs:
-        raise RuntimeError(f"{name}'s meta is {list(one.meta.shape)}, but these experts have {outputs} outputs there")
-    for part, wanted in (("original", shape), ("bias", shape[:2])):
-        tensor = getattr(one, part)
-        if tensor is not None and tensor.shape != wanted:
-            raise RuntimeError(f"{name}'s {part} must be {list(wanted)}, not {list(tensor.shape)}")
 
 
 def _matrices(

@@ -104,5 +104,6 @@ OP = register(
     f"nested_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor rows, {_matrices('gate_up')}, "
     f"{_matrices('down')}, int[] slices, str activation, bool interleaved, float alpha, float limit) -> Tensor",
     cpu="qbe.kernels.cpu.nested_experts:nested_experts",
+    cuda="qbe.kernels.triton.nested_experts:nested_experts",
     fake=_fake,
 )

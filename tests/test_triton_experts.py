@@ -1,0 +1,153 @@
+"""The Triton kernels of `qbe::nested_experts` against the reference (see `test_triton_kernel`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from expert_samples import layer, tokens
+from qbe.kernels.ops.nested_experts import ACTIVATIONS, ExpertMatrices
+from qbe.kernels.reference.nested_experts import nested_experts as reference
+from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, on_gpu, run_in_interpreter
+
+if CUDA or INTERPRET:
+    from qbe.kernels.triton import nested_experts as triton_experts
+    from qbe.kernels.triton.expert_order import order_pairs
+
+EXPERTS = 5
+# Two linear layers one after the other; the first one's results are rounded (the interpreter cuts bfloat16).
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2 if INTERPRET else 1e-2}
+
+
+def moved(given: dict[str, Any]) -> dict[str, Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, ExpertMatrices):
+            return ExpertMatrices(*(None if t is None else t.to(DEVICE) for t in value))
+        return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+    return {name: one(value) for name, value in given.items()}
+
+
+def run(given: dict[str, Any], made: dict[str, Any], *gate: Any) -> torch.Tensor:
+    return triton_experts.nested_experts(
+        *given.values(), *made["gate_up"], *made["down"], made["slices"], *(gate or ("silu", False, 1.0, 0.0))
+    )
+
+
+def check(given: dict[str, Any], made: dict[str, Any], *gate: Any) -> torch.Tensor:
+    given, made = moved(given), moved(made)
+    found, expected = run(given, made, *gate), reference(**given, **made, **_named(*gate))
+    assert found.dtype == expected.dtype
+    assert (found.float() - expected.float()).norm() <= TOLERANCE[found.dtype] * expected.float().norm()
+    return found
+
+
+def _named(*gate: Any) -> dict[str, Any]:
+    return dict(zip(("activation", "interleaved", "alpha", "limit"), gate, strict=False))
+
+
+@pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@on_device
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_activations(activation: str, interleaved: bool) -> None:
+    made = layer(EXPERTS, 100, 40, biased=True, activation_bits=(16, 8))
+    check(tokens(5, 100, EXPERTS, 2), made, activation, interleaved, 1.702, 0.7 if interleaved else 0.0)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("count", "group"), [(1, 64), (9, 128), (40, 64)])
+def test_equals_reference(count: int, group: int, dtype: torch.dtype) -> None:
+    made = layer(EXPERTS, 200, 72, dtype=dtype, bits=(1, 4, 6, 7, 8, 16), activation_bits=(16, 8), group_size=group)
+    check(tokens(count, 200, EXPERTS, 3, dtype=dtype), made)
+
+
+@on_device
+def test_other_slices() -> None:
+    check(tokens(4, 70, 3, 2), layer(3, 70, 40, slices=(3, 1, 1, 1, 2), bits=(3, 4, 5, 8, 16)))
+
+
+@on_device
+def test_prompts_by_dequantised_weights() -> None:
+    """Enough rows for the largest tiles; one expert has one row, and one none."""
+    made, given = layer(4, 64, 32, dtype=torch.float16), tokens(140, 64, 4, 2, dtype=torch.float16)
+    given["topk_ids"] = torch.tensor([0, 1]).repeat(140, 1)
+    given["topk_ids"][7, 1] = 3
+    assert triton_experts.tile_rows(140, 2, 4) == triton_experts.MOST_ROWS
+    check(given, made)
+
+
+@on_device
+def test_numbers_of_no_expert_add_nothing() -> None:
+    made, given = layer(EXPERTS, 64, 64), tokens(6, 64, EXPERTS, 2)
+    given["topk_ids"][3], given["topk_ids"][5, 1] = EXPERTS, -1
+    assert check(given, made)[3].eq(0).all()
+    given["topk_ids"].fill_(EXPERTS)
+    assert check(given, made).eq(0).all()
+
+
+@on_device
+def test_without_originals_the_widest_slice_serves() -> None:
+    made, given = layer(EXPERTS, 64, 64, bits=(4, 8)), tokens(6, 64, EXPERTS, 2)
+    asked = {**made, **{n: made[n]._replace(precision=made[n].precision.clamp(max=4)) for n in ("gate_up", "down")}}
+    for name in ("gate_up", "down"):
+        asked[name].precision.fill_(16)
+        made[name].precision.fill_(8)
+    given, made, asked = moved(given), moved(made), moved(asked)
+    assert torch.equal(run(given, asked), run(given, made))
+
+
+@on_device
+def test_rows_do_not_depend_on_others() -> None:
+    made = moved(layer(EXPERTS, 130, 48, dtype=torch.bfloat16, activation_bits=(16, 8)))
+    given = moved(tokens(12, 130, EXPERTS, 2, dtype=torch.bfloat16))
+    together = run(given, made)
+    for some in ([0], [3, 7], [10, 9, 8, 7, 6]):
+        assert torch.equal(run({n: t[some] for n, t in given.items()}, made), together[some])
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("count", "top", "experts", "tile"), [(1, 1, 1, 16), (7, 3, 5, 2), (40, 4, 37, 4), (600, 2, 3, 16)]
+)
+def test_every_pair_is_in_one_tile_of_its_expert(count: int, top: int, experts: int, tile: int) -> None:
+    made = torch.Generator().manual_seed(count)
+    ids = torch.randint(-1, experts + 1, (count, top), generator=made, dtype=torch.int32)
+    precision = torch.randint(256, (2, experts), generator=made, dtype=torch.uint8)
+    rows = torch.randint(2, (count,), generator=made, dtype=torch.int32)
+    order = order_pairs(*(t.to(DEVICE) for t in (ids, rows, precision, precision)), tile)
+    found: dict[int, list[int]] = {}
+    for expert, first in zip(order.tile_expert.tolist(), order.tile_first.tolist(), strict=True):
+        if expert >= 0:
+            end = int(order.first[expert + 1])
+            assert first < end
+            found.setdefault(expert, []).extend(order.order[first : min(first + tile, end)].tolist())
+    flat = ids.flatten()
+    assert found == {e: pairs for e in range(experts) if (pairs := (flat == e).nonzero().flatten().tolist())}
+    for pair, expert in enumerate(flat.tolist()):
+        if 0 <= expert < experts:
+            byte = int(precision[rows[pair // top], expert])
+            assert int(order.down_words[pair]) == int(order.gate_up_words[pair]) == byte % 128 + (byte > 127) * 0x800
+
+
+@on_gpu
+def test_one_graph_serves_every_choice() -> None:
+    made, given = moved(layer(EXPERTS, 128, 64)), moved(tokens(8, 128, EXPERTS, 2))
+    run(given, made)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(given, made)
+    for seed in (2, 3):
+        for name, tensor in moved(tokens(8, 128, EXPERTS, 2, seed=seed)).items():
+            given[name].copy_(tensor)
+        made["down"].precision.copy_(made["down"].precision.flip(0))
+        graph.replay()
+        assert torch.equal(out, run(given, made))
