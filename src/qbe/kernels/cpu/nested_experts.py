@@ -1,7 +1,8 @@
 """`qbe::nested_experts` on the CPU: one call of the compiled kernel for all experts of a layer.
 
-An expert with so many rows that torch's product would win there (`dispatch.many_rows`) is multiplied by itself, as two
-linear layers (`qbe.kernels.cpu.nested_linear`); so are those with rows that the compiled kernel cannot read.
+An expert with so many rows that torch's product wins there (`dispatch.many_rows`) is multiplied by itself, as two
+linear layers (`qbe.kernels.cpu.nested_linear`). So are all of them without a compiled kernel, and where a row asks for
+an original that it cannot read (float16, or another dtype than x's).
 """
 
 from __future__ import annotations
