@@ -71,7 +71,7 @@ def test_equals_reference(count: int, group: int, dtype: torch.dtype) -> None:
 
 @on_device
 def test_other_slices() -> None:
-    check(tokens(4, 70, 3, 2), layer(3, 70, 40, slices=(3, 1, 1, 1, 2), bits=(3, 4, 5, 8, 16)))
+    check(tokens(3, 64, 2, 1), layer(2, 64, 16, slices=(3, 1, 1, 1, 2), bits=(3, 4, 5, 8, 16)))
 
 
 @on_device

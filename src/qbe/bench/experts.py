@@ -74,7 +74,8 @@ def _measured(
     layers: Layers, tokens: int, activation_bits: int, limits: Roofline, rounds: int, tick: Callable[[], None]
 ) -> list[Row]:
     given = rows_of(layers, tokens)
-    plan = {case: layers.precision(tokens, bits, activation_bits) for case, bits in CASES.items()}
+    cases = {case: bits for case, bits in CASES.items() if case != MIXED or tokens >= 3}
+    plan = {case: layers.precision(tokens, bits, activation_bits) for case, bits in cases.items()}
     expected = layers.loop(given, 0)
     for precision in plan.values():
         check(layers.nested(given, 0, precision), expected)
@@ -84,7 +85,7 @@ def _measured(
     mine, theirs = take_turns(ours, peers, rounds, tick)
     clock = "" if layers.device.type == "cuda" or torch.get_num_threads() > 1 else "CPU time of one thread"
     rows: list[Row] = []
-    for case in CASES:
+    for case in cases:
         beside: dict[str, Outcome] = dict(theirs)
         if case != 16:
             beside[OWN_16] = mine[16]
