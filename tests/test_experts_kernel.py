@@ -50,7 +50,7 @@ def test_the_reference_is_a_mixture_of_experts(bits: int) -> None:
     gate, up = torch.einsum("th,enh->etn", given_["x"], _plain(made["gate_up"], hidden, bits)).chunk(2, -1)
     each = torch.einsum("eti,ehi->eth", torch.nn.functional.silu(gate) * up, _plain(made["down"], inner, bits))
     share = torch.zeros(7, EXPERTS).scatter_(1, given_["topk_ids"], given_["topk_weights"])
-    expected = torch.einsum("te,eth->th", share, each)
+    expected = torch.einsum("ts,sth->th", share, each)
     torch.testing.assert_close(reference(**given_, **made), expected, rtol=1e-4, atol=1e-4)
 
 
