@@ -45,26 +45,32 @@ def layer(
     dtype: torch.dtype = torch.float32,
     bits: tuple[int, ...] = (4, 6, 8, 16),
     activation_bits: tuple[int, ...] = (16,),
+    down_activation_bits: tuple[int, ...] = (16,),
     biased: bool = False,
     slices: tuple[int, ...] = SLICES,
     group_size: int = 64,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """gate_up, down and slices of a random layer; each row of the plan reads each expert at bits of its own."""
+    """gate_up, down and slices of a random layer; each row of the plan reads each expert at bits of its own.
+
+    What down reads has been rounded on the way, and in 8 bits the last bit of a number may make a step of 1/127 of the
+    largest: where results are compared closely, only gate_up has 8-bit activations.
+    """
     made = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=made).to(dtype)
 
-    def precision() -> torch.Tensor:
-        choices = torch.tensor([precision_byte(b, a) for b in bits for a in activation_bits], dtype=torch.uint8)
+    def precision(activations: tuple[int, ...]) -> torch.Tensor:
+        choices = torch.tensor([precision_byte(b, a) for b in bits for a in activations], dtype=torch.uint8)
         return choices[torch.randint(len(choices), (plan_rows, experts), generator=made)]
 
-    def one(outputs: int, inputs: int) -> ExpertMatrices:
+    def one(outputs: int, inputs: int, activations: tuple[int, ...]) -> ExpertMatrices:
         weight, bias = normal(experts, outputs, inputs) / inputs**0.5, normal(experts, outputs) if biased else None
-        return matrices(weight, precision(), slices, group_size, bias, 16 in bits)
+        return matrices(weight, precision(activations), slices, group_size, bias, 16 in bits)
 
-    return {"gate_up": one(2 * inner, hidden), "down": one(hidden, inner), "slices": slices}
+    gate_up, down = one(2 * inner, hidden, activation_bits), one(hidden, inner, down_activation_bits)
+    return {"gate_up": gate_up, "down": down, "slices": slices}
 
 
 def tokens(

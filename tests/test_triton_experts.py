@@ -70,6 +70,16 @@ def test_equals_reference(count: int, group: int, dtype: torch.dtype) -> None:
 
 
 @on_device
+def test_down_reads_eight_bits() -> None:
+    """What it gives is far nearer to the reference with 8-bit activations than to that with 16."""
+    made, given_ = layer(EXPERTS, 64, 64, bits=(8,), down_activation_bits=(8,)), tokens(6, 64, EXPERTS, 2)
+    full = {**made, "down": made["down"]._replace(precision=made["down"].precision & 127)}
+    found = run(moved(given_), moved(made)).cpu()
+    near, far = ((found - reference(**given_, **m)).norm() for m in (made, full))
+    assert near < far / 3
+
+
+@on_device
 def test_other_slices() -> None:
     check(tokens(3, 64, 2, 1), layer(2, 64, 16, slices=(3, 1, 1, 1, 2), bits=(3, 4, 5, 8, 16)))
 
@@ -106,7 +116,7 @@ def test_without_originals_the_widest_slice_serves() -> None:
 
 @on_device
 def test_rows_do_not_depend_on_others() -> None:
-    made = moved(layer(EXPERTS, 130, 48, dtype=torch.bfloat16, activation_bits=(16, 8)))
+    made = moved(layer(EXPERTS, 130, 48, dtype=torch.bfloat16, activation_bits=(16, 8), down_activation_bits=(16, 8)))
     given = moved(tokens(12, 130, EXPERTS, 2, dtype=torch.bfloat16))
     together = run(given, made)
     for some in ([0], [3, 7], [10, 9, 8, 7, 6]):
