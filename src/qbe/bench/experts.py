@@ -83,8 +83,8 @@ def _measured(
     peers: dict[str, Sample | Failed] = {LOOP: _sample(layers, partial(layers.loop, given))}
     peers[GROUPED] = attempt(partial(_grouped, layers, given, expected))
     mine, theirs = take_turns(ours, peers, rounds, tick)
-    waits = layers.device.type == "cuda" or torch.get_num_threads() > 1
-    clock = "" if waits else "CPU time of one thread; the limit is wall time"
+    wall_clock = layers.device.type == "cuda" or torch.get_num_threads() > 1
+    clock = "" if wall_clock else "CPU time of one thread; the limit is wall time"
     rows: list[Row] = []
     for case in cases:
         beside: dict[str, Outcome] = dict(theirs)
