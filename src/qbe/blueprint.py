@@ -13,6 +13,7 @@ from qbe.errors import QBEError
 from qbe.sites import ATTENTION_ROLES, FULL_BITS, TURBO, KVBits, SiteTable, kv_number_bits
 
 CONTROLLERS = ("cascade", "routers")
+_MANY = 1000  # sites, as only models with experts have them
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,13 @@ class Blueprint:
         for gears in (weight_bits, activation_bits):
             if len(gears) != len(table.nested):
                 raise QBEError(f"a blueprint for {len(gears)} sites does not fit a model with {len(table.nested)}")
-        for site, bits, activation in zip(table.nested, weight_bits, activation_bits, strict=True):
+        sites = table.nested
+        kinds = {
+            (s.gears, s.activation_gears, w, a) for s, w, a in zip(sites, weight_bits, activation_bits, strict=True)
+        }
+        if all(w in gears and a in widths for gears, widths, w, a in kinds):
+            sites = ()  # most sites are alike, and experts are thousands
+        for site, bits, activation in zip(sites, weight_bits, activation_bits, strict=False):
             if bits not in site.gears:
                 have = ", ".join(map(str, site.gears))
                 raise QBEError(f"{bits} bits are not in the store of {site.name} (it has {have}); choose one of those")
@@ -158,7 +165,11 @@ class Blueprint:
         return () if self.dynamic_precision is None else (self.dynamic_precision,)
 
     def average_weight_bits(self, table: SiteTable) -> float:
-        """Mean gear over the weights of the nested sites, bits per weight."""
+        """Mean bits over all weights that a token reads: experts by their use, and what is not nested at 16."""
+        return table.reads.average_bits(self.weight_bits)
+
+    def nested_weight_bits(self, table: SiteTable) -> float:
+        """Mean gear over the weights in the nested store, whether a token reads them or not."""
         total = sum(s.parameters * b for s, b in zip(table.nested, self.weight_bits, strict=True))
         return total / max(1, table.nested_parameters)
 
@@ -174,12 +185,7 @@ class Blueprint:
 
     def bytes_per_token(self, table: SiteTable) -> int:
         """Bytes of weights and scales that decoding one token reads at batch 1; the KV cache is not counted."""
-        bits = iter(self.weight_bits)
-        total = 0
-        for site in table:
-            gear = next(bits) if site.nested else FULL_BITS
-            total += site.bytes_at.get(gear, site.parameters * gear // 8)
-        return total
+        return table.reads.nbytes(self.weight_bits)
 
     def describe(self, table: SiteTable) -> dict[str, Any]:
         """The blueprint as JSON: policy, average bits, one entry per nested site and the KV bits of every layer."""
@@ -193,6 +199,7 @@ class Blueprint:
             "policy": self.policy,
             "key": self.key,
             "average_weight_bits": round(self.average_weight_bits(table), 4),
+            "nested_weight_bits": round(self.nested_weight_bits(table), 4),
             "average_kv_bits": round(self.average_kv_bits(table), 4),
             "kv_error": self.kv_error,
             "dynamic_precision": dynamic,
@@ -205,14 +212,16 @@ class Blueprint:
 
 def tokens_by_bits(blueprint: Blueprint, table: SiteTable, tokens: int) -> dict[int, int]:
     """Gear -> how many of so many computed tokens count towards it: each by the gear's share of the weights."""
-    return {g: round(tokens * n / table.nested_parameters) for g, n in weights_by_bits(blueprint, table).items()}
+    return {g: round(tokens * n / table.reads.weights) for g, n in weights_by_bits(blueprint, table).items()}
 
 
-def weights_by_bits(blueprint: Blueprint, table: SiteTable) -> dict[int, int]:
-    """Gear -> weights of the nested sites that are read at it."""
-    found: dict[int, int] = {}
-    for site, gear in zip(table.nested, blueprint.weight_bits, strict=True):
-        found[gear] = found.get(gear, 0) + site.parameters
+def weights_by_bits(blueprint: Blueprint, table: SiteTable) -> dict[int, float]:
+    """Bits -> weights that a token reads at them, what is not nested included."""
+    found: dict[int, float] = {}
+    for size, gear in zip(table.reads.sizes.tolist(), blueprint.weight_bits, strict=True):
+        found[gear] = found.get(gear, 0.0) + size
+    if table.reads.fixed:
+        found[FULL_BITS] = found.get(FULL_BITS, 0.0) + table.reads.fixed
     return found
 
 
@@ -259,4 +268,8 @@ def _bound(blueprint: Blueprint) -> float:
 def _digest(*parts: object) -> str:
     import hashlib
 
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+    # Thousands of experts are bytes in a microsecond, and text in milliseconds; short ones keep the keys that they had.
+    plain = [
+        bytes(p) if isinstance(p, tuple) and len(p) >= _MANY and all(type(b) is int for b in p) else p for p in parts
+    ]
+    return hashlib.blake2b(repr(tuple(plain)).encode(), digest_size=8).hexdigest()

@@ -14,6 +14,8 @@ from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
 
+from qbe.reads import TokenReads
+
 
 class Role(StrEnum):
     """What a site does in the network. The fused forms are for models that store two matrices as one."""
@@ -61,6 +63,8 @@ ACTIVATION_LOSS = 1e-3
 # The same of sites that multiply long prompts in a GPU's own format. They are those that looked best on the few tokens
 # of the calibration text: on other text up to 1.5 times as much was measured (docs/quality.md).
 NATIVE_LOSS = ACTIVATION_LOSS / 2
+# Roles that multiply a token by no matrix: vectors, a row that is looked up, a state. Averages in bits leave them out.
+_NO_MATRIX = frozenset({Role.NORM, Role.EMBEDDING, Role.SSM_STATE})
 KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
 TURBO = 64  # added to 2 or 4: that many bits, keys in TurboQuant's form (`qbe.format.kv_blocks`)
 TURBO_KINDS = {"turbo2": TURBO | 2, "turbo4": TURBO | 4}  # name in budgets -> what stands for it among KV bits
@@ -83,12 +87,17 @@ class Site:
         shape: of its weight, `(out_features, in_features)` for a linear layer.
         is_linear: whether it is an `nn.Linear`; only those can be nested.
         gears: weight precisions it can run at, ascending; `(16,)` when it is not in the nested store.
-        bytes_at: gear -> bytes read from memory to use this site for one token (scales included).
+        bytes_at: gear -> bytes read from memory to use this site for one token (scales included); of one expert's
+            matrix for a token that uses the expert.
         sensitivity: gear -> KL divergence (nats per token) of the logits when this site alone runs at that gear;
-            empty when not measured.
+            empty when not measured. Of an expert it is a mean over all tokens, those included that do not use it.
         activation_sensitivity: the same for the precision of its inputs, at 16-bit weights.
         native_sensitivity: format -> the same when this site alone is multiplied in that 8-bit format, inputs and
             weight with a scale per row, as a GPU that has it can do with a long prompt (`SiteTable.native`).
+        use: share of the tokens that read it: of experts as counted, or k of E where nobody counted; 0 for what runs
+            once for an image or a sound.
+        expert: index of the expert that it is a matrix of; None for every other site, and for experts that are not
+            nested, whose matrices are one site together.
     """
 
     name: str
@@ -101,6 +110,8 @@ class Site:
     sensitivity: Mapping[int, float] = field(default_factory=dict)
     activation_sensitivity: Mapping[int, float] = field(default_factory=dict)
     native_sensitivity: Mapping[str, float] = field(default_factory=dict)
+    use: float = 1.0
+    expert: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -109,6 +120,11 @@ class Site:
         for d in self.shape:
             n *= d
         return n
+
+    @property
+    def read_weights(self) -> float:
+        """Weights that a token is multiplied by here, mean over the tokens: what an average in bits is over."""
+        return 0.0 if self.role in _NO_MATRIX or len(self.shape) < 2 else self.parameters * self.use
 
     @property
     def nested(self) -> bool:
@@ -199,8 +215,13 @@ class SiteTable:
 
     @cached_property
     def nested_parameters(self) -> int:
-        """Weights over which a budget in average bits is counted."""
+        """Weights in the nested store."""
         return sum(s.parameters for s in self.nested)
+
+    @cached_property
+    def reads(self) -> TokenReads:
+        """What a token reads of the weights: over these a budget in average bits is counted."""
+        return TokenReads.of(self.sites, FULL_BITS)
 
     @cached_property
     def measured(self) -> bool:

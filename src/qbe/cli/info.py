@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,7 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
     import torch
 
     from qbe.store import checkpoint, sensitivity_table
+    from qbe.store.experts import nested_experts
     from qbe.store.nested_linears import nested_linears
     from qbe.store.nested_tensor import NestedTensor
     from qbe.store.prepare import prepare, store_folder
@@ -39,14 +41,17 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
     table = prepared.table
     manifest = checkpoint.read_manifest(folder)
     weights = [weight for _, _, weight in nested_linears(prepared.model)]
-    nested_bytes = sum(w.nested_bytes() for w in weights)
-    plain = {p.data_ptr() for p in prepared.model.parameters() if not isinstance(p, NestedTensor)}
-    tied = sum(w.numel() for w in weights if w.original is not None and w.original.data_ptr() in plain)
+    experts = [matrices for _, matrices in nested_experts(prepared.model)]
+    nested_bytes = sum(w.nested_bytes() for w in weights) + sum(m.nested_bytes() for m in experts)
+    own = {p.data_ptr() for p in prepared.model.parameters() if not isinstance(p, NestedTensor)}
+    stacked = sum(math.prod(m.shape) for m in experts)
+    tied = sum(w.numel() for w in weights if w.original is not None and w.original.data_ptr() in own)
     return {
         "model": model,
         "type": prepared.model.config.model_type,
         "dtype": str(prepared.model.dtype).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in prepared.model.parameters()) - tied,
+        "parameters": sum(p.numel() for p in prepared.model.parameters()) - tied + stacked,
+        "parameters_read": round(table.reads.weights),
         "layers": table.layers,
         "roles": _roles(table),
         "unknown": [s.name for s in table.unknown],

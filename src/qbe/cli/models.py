@@ -69,9 +69,16 @@ def info(
     device: Annotated[
         str | None, typer.Option(help="say what memory an engine there will take, and load nothing: auto, cpu or cuda")
     ] = None,
-    originals: Originals = None, most_bits: MostBits = None, kv_tokens: KVTokens = None, as_json: Json = False,
+    originals: Originals = None, most_bits: MostBits = None, kv_tokens: KVTokens = None,
+    experts: Annotated[
+        Path | None, typer.Option(help="write a picture: layer by expert, how often each is used and its bits (PNG)")
+    ] = None,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show a model's sites and roles, its nested store and this machine; with --device the memory it will take."""
+    if experts is not None:
+        _experts(model, device, experts, as_json)
+        return
     if device is not None:
         _memory(model, device, originals, most_bits, kv_tokens, as_json)
         return
@@ -82,6 +89,22 @@ def info(
     from qbe.cli.info import render
 
     out.print(render(described))
+
+
+def _experts(model: str, device: str | None, picture: Path, as_json: bool) -> None:
+    import torch
+
+    from qbe.eval.expert_map import describe, draw
+    from qbe.store.prepare import prepare
+
+    if device is not None:
+        raise QBEError("--device says what memory an engine will take and loads nothing: leave it out, or --experts")
+    table = prepare(model, device=torch.device("cpu"), progress=err.is_terminal).table
+    draw(table, model, picture)
+    if as_json:
+        print_json({"model": model, "picture": str(picture), "experts": describe(table)})
+    else:
+        print(f"wrote {picture}")
 
 
 def _memory(

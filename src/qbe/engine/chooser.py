@@ -61,7 +61,7 @@ class Chooser(BlueprintChooser):
         self._tokenizer, self._model_name = tokenizer, model_name
         self._full_bytes = sum(s.bytes_at.get(FULL_BITS, s.parameters * FULL_BITS // 8) for s in table)
         self._prompt_format = detect(model.get_input_embeddings().weight.device).prompt_format
-        self._weights = [model.get_submodule(site.name).weight for site in table.nested]
+        self._weights = [None if s.expert is not None else model.get_submodule(s.name).weight for s in table.nested]
 
     @cached_property
     def context_limit(self) -> ContextLimit | None:

@@ -14,9 +14,13 @@ from qbe.engine.scheduling.kv_size import default_kv_tokens
 from qbe.format.layout import SliceLayout, padded
 from qbe.kvcache.cache import decoder_config, probe_shapes
 from qbe.kvcache.pages import page_bytes, pages_for
+from qbe.store.experts import expert_layers, nested_experts, served_on
+from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.placement import place_of, tiled_size
+
+CPU = torch.device("cpu")  # experts have the canonical layout everywhere
 
 if TYPE_CHECKING:
     from qbe.engine.core import Core
@@ -58,18 +62,21 @@ def of_engine(core: Core) -> Memory:
         return Memory(weights, originals, kv, 0, core.plan.nbytes)
     graphs = core.graph_bytes
     kept = [w.original for _, _, w in nested_linears(core.model) if w.original is not None]
+    kept += [m.original for _, m in nested_experts(core.model) if m.original is not None]
     host = sum(w.nbytes for w in kept if w.is_pinned())
     rest = reserved(core.device) - weights - (originals - host) - kv - graphs
     return Memory(weights, originals, kv, graphs, max(0, rest))
 
 
 def _of_model(model: nn.Module) -> tuple[int, int]:
-    nested = [weight for _, _, weight in nested_linears(model)]
+    nested: list[NestedTensor | NestedExperts] = [weight for _, _, weight in nested_linears(model)]
+    nested += [matrices for _, matrices in nested_experts(model)]
     plain = {p.data_ptr(): p.nbytes for p in model.parameters() if not isinstance(p, NestedTensor)}
     others = {w.original.data_ptr(): w.original.nbytes for w in nested if w.original is not None}
-    buffers = sum(b.nbytes for b in model.buffers())
-    originals = {address: size for address, size in others.items() if address not in plain}
-    return sum(w.nested_bytes() for w in nested) + sum(plain.values()) + buffers, sum(originals.values())
+    stored = {id(b) for m in nested if isinstance(m, NestedExperts) for b in m.buffers()}
+    buffers = sum(b.nbytes for b in model.buffers() if id(b) not in stored)
+    own = {at: size for at, size in others.items() if at not in plain}
+    return sum(w.nested_bytes() for w in nested) + sum(plain.values()) + buffers, sum(own.values())
 
 
 def predicted(
@@ -100,12 +107,18 @@ def predicted(
     if most_bits is not None and most_bits in layout.precisions:
         layout = SliceLayout.of(layout.slices[: layout.precisions.index(most_bits) + 1])
     sites = {f"{name}.weight" for name in nestable(tag(model))}
+    stacks = {f"{e.name}.{p}": e for e in expert_layers(model) for p in e.parameters} if served_on(device) else {}
     tied = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name not in sites}
     weights = full = 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in sites:
             weights += nested_size(parameter.shape[0], parameter.shape[1], layout, nesting.group_size, device)
             full += 0 if id(parameter) in tied else parameter.numel() * dtype.itemsize
+        elif (layer := stacks.get(name)) is not None:
+            experts, n, k = parameter.shape
+            n, k = (k, n) if layer.transposed else (n, k)
+            weights += experts * nested_size(n, k, layout, nesting.group_size, CPU)
+            full += parameter.numel() * dtype.itemsize
         elif tied[id(parameter)] == name:
             weights += parameter.numel() * dtype.itemsize
     weights += sum(b.nbytes for b in model.buffers())

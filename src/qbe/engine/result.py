@@ -72,7 +72,7 @@ class Result:
         pages_read: pages below 16 bits that its tokens read in bounded mode, once for each token, layer and key head.
         pages_raised: those of them that were read again at 16 bits.
         host_bytes: bytes of these, most of them in host memory.
-        routed: gear -> weights of the nested sites that a token read at it, on average, where routers chose that within
+        routed: bits -> weights that a token read at them, on average, where routers chose that within
             the forward pass (`qbe.engine.adaptive.routing`); empty where the blueprints say it.
         parts: the blueprints that it had and how many of the computed tokens each; more than one after a refresh.
         refreshes: where its blueprint was exchanged while it wrote, and why.
@@ -145,9 +145,9 @@ class Result:
 
     @property
     def average_weight_bits(self) -> float:
-        """Mean gear over the weights of the nested sites, and over tokens where these differ: what was asked for."""
+        """Mean bits over all weights that a token reads, and over tokens where these differ: what was asked for."""
         if self.routed:
-            return sum(g * n for g, n in self.routed.items()) / self.table.nested_parameters
+            return sum(g * n for g, n in self.routed.items()) / self.table.reads.weights
         average = _average(self.parts, self.table)
         return self.blueprint.average_weight_bits(self.table) if average is None else average
 
@@ -157,14 +157,19 @@ class Result:
         return self.average_weight_bits + self.shared_bits
 
     @property
+    def nested_weight_bits(self) -> float:
+        """Mean gear over the weights in the nested store, as the blueprint has it that it began with."""
+        return self.blueprint.nested_weight_bits(self.table)
+
+    @property
     def tokens_by_bits(self) -> dict[int, int]:
         """Gear -> tokens computed at it. Sites differ within a token: it counts by its share of weights."""
         if self.routed:
-            return {g: round(self.computed_tokens * n / self.table.nested_parameters) for g, n in self.routed.items()}
+            return {g: round(self.computed_tokens * n / self.table.reads.weights) for g, n in self.routed.items()}
         by_bits: dict[int, float] = {}
         for blueprint, tokens in self.parts or ((self.blueprint, self.computed_tokens),):
             for bits, weights in weights_by_bits(blueprint, self.table).items():
-                by_bits[bits] = by_bits.get(bits, 0) + tokens * weights / self.table.nested_parameters
+                by_bits[bits] = by_bits.get(bits, 0) + tokens * weights / self.table.reads.weights
         return {bits: round(count) for bits, count in by_bits.items()}
 
     @property
@@ -197,6 +202,7 @@ class Result:
                 "read_weight_bits": round(self.read_weight_bits, 4),
                 "asked_weight_bits": round(self.asked_weight_bits, 4),
                 "cached_weight_bits": None if self.cached_weight_bits is None else round(self.cached_weight_bits, 4),
+                "nested_weight_bits": round(self.nested_weight_bits, 4),
                 "average_kv_bits": round(self.average_kv_bits, 4),
                 "kv_error": self.kv_error,
                 "kv_pages_read": self.pages_read,

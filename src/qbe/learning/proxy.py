@@ -74,6 +74,7 @@ def pairs_of(
     pairs: list[Pair] = []
     places: dict[tuple[int, ...], int] = {}
     left = {"other": 0, "asked_for": 0, "outdated": 0}
+    average = table.reads.average_bits
     for record in records:
         tick()
         tier, names = record.analysis_tier, NAMES.get(min(record.analysis_tier or 0, 2), ())
@@ -91,7 +92,7 @@ def pairs_of(
         )
         if record.budget_bits is not None or profile.least_bits:  # of the latter no proxy is asked
             left["asked_for"] += 1
-        elif abs(_average(record.weight_bits, table) - _average(_bits(policy, profile, budget, table), table)) > SAME:
+        elif abs(average(record.weight_bits) - average(_bits(policy, profile, budget, table))) > SAME:
             left["outdated"] += 1
         else:
             pairs.append(Pair(profile, budget, places.setdefault(tuple(record.weight_bits), len(places))))
@@ -123,7 +124,7 @@ def train(
     if version is None:
         raise QBEError(f"the policy '{policy_name}' reads more than a record holds: no proxy can be learned of it")
     pairs, distinct, left = pairs_of(records, policy, table, tick)
-    averages = np.array([_average(bits, table) for bits in distinct])
+    averages = np.array([table.reads.average_bits(bits) for bits in distinct])
     centres = clusters(averages, np.bincount([p.gears for p in pairs], minlength=len(distinct)))
     tensors: dict[str, npt.NDArray[Any]] = {}
     tiers: list[dict[str, Any]] = []
@@ -157,10 +158,6 @@ def train(
 
 def _bits(policy: Policy, profile: QueryProfile, budget: Budget, table: SiteTable) -> tuple[int, ...]:
     return policy.blueprint(profile, budget, table).weight_bits
-
-
-def _average(bits: Sequence[int], table: SiteTable) -> float:
-    return sum(s.parameters * b for s, b in zip(table.nested, bits, strict=True)) / table.nested_parameters
 
 
 def _fit(

@@ -1,31 +1,42 @@
-"""Bits per site under a budget of average bits: a multiple-choice knapsack, solved exactly by SciPy's HiGHS.
+"""Bits per site under a budget of average bits: a multiple-choice knapsack, solved exactly by SciPy's HiGHS, and by a
+Lagrangian (`qbe.policies.lagrangian`) where experts are thousands of sites.
 
-Minimise the summed sensitivity (KL of the logits when a site alone is lowered) subject to the average over weights.
+Minimise the summed sensitivity (KL of the logits when a site alone is lowered) subject to the average over all weights
+that a token reads; an expert's sensitivity and weights both count by how often it is used.
 That the damage of single sites adds up is the linearity theorem of HIGGS (Malinovskii et al., 2024).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from qbe.budget import Budget
 from qbe.errors import QBEError
+from qbe.policies import lagrangian
 from qbe.sites import Role, SiteTable
 
 TOLERANCE = 0.05  # average bits a solution may stay below its budget
+LARGE = 1000  # sites from which a Lagrangian takes over; models without experts have a few hundred
 NODES = 500  # of the search; the incumbent is used after that, the same one on a busy machine as on an idle one
 TIME_LIMIT = 20.0  # seconds, for what never ends: a search takes a tenth of one, and mostly one node
 
 
-def allocate(table: SiteTable, average_bits: float, floors: Mapping[Role, int]) -> tuple[int, ...]:
+def allocate(
+    table: SiteTable, average_bits: float, floors: Mapping[Role, int], fixed: Mapping[int, int] = MappingProxyType({})
+) -> tuple[int, ...]:
     """The gear of every nested site with the least total sensitivity at an average of at most `average_bits`.
 
     Args:
         table: with measured sensitivities.
         floors: role -> lowest gear. They give way, all together, when the budget cannot be met with them.
+        fixed: place of a nested site -> the gear that it has in any case.
 
     Raises:
         QBEError: the sensitivities were not measured, or even the lowest gears exceed the budget.
@@ -34,27 +45,39 @@ def allocate(table: SiteTable, average_bits: float, floors: Mapping[Role, int]) 
         raise QBEError(
             "this model has no sensitivity table: run 'qbe quantize' on it, or use --policy uniform", field="policy"
         )
-    lowest = _average(table, [s.gears[0] for s in table.nested])
+    lowest = table.reads.lowest_average
     if average_bits < lowest - 1e-9:
         raise QBEError(
-            f"a budget of {average_bits:g} bits cannot be met: this store's lowest average is {lowest:.2f}; "
-            "raise --bits or quantise the model with narrower slices"
+            f"a budget of {average_bits:g} bits cannot be met: this store's lowest average is "
+            f"{lowest + 0.005:.2f}, all weights counted; raise --bits or quantise the model with narrower slices"
         )
-    sizes = [s.parameters for s in table.nested]
+    sizes, most = table.reads.sizes, table.reads.of_nested(average_bits)
     for rules in (floors, {}):
-        for least in (average_bits - TOLERANCE, 0.0):  # a model with few sites may have no assignment that close
-            gears = solve(_costs(table, rules), sizes, average_bits, least)
-            if gears is not None:
-                return gears
+        if len(sizes) >= LARGE:
+            gears, costs = _matrix(table, tuple(rules.items()))
+            for i, gear in fixed.items():
+                costs[i, gears != gear] = math.inf
+            found = lagrangian.solve(gears, costs, sizes, most)
+            if found is not None:
+                return found
+            continue
+        few = _costs(table, rules)
+        for i, gear in fixed.items():
+            few[i] = {gear: few[i].get(gear, 0.0)}
+        for least in (most - TOLERANCE, 0.0):  # a model with few sites may have no assignment that close
+            found = solve(few, sizes.tolist(), most, least)
+            if found is not None:
+                return found
     raise QBEError(f"no assignment was found for a budget of {average_bits:g} bits; try a higher one")
 
 
-def _average(table: SiteTable, gears: list[int]) -> float:
-    return sum(s.parameters * g for s, g in zip(table.nested, gears, strict=True)) / table.nested_parameters
+def reachable(bits: float, budget: Budget, table: SiteTable) -> float:
+    """The average; a range's, which nobody asked for by number, is no lower than what can be met."""
+    return bits if budget.bits is not None else max(bits, table.reads.lowest_average)
 
 
 def solve(
-    costs: Sequence[Mapping[int, float]], sizes: Sequence[int], most: float, least: float = 0.0
+    costs: Sequence[Mapping[int, float]], sizes: Sequence[float], most: float, least: float = 0.0
 ) -> tuple[int, ...] | None:
     """The gear of every site with the least total cost at an average of `least` to `most` bits; None if there is none.
 
@@ -95,3 +118,23 @@ def _costs(table: SiteTable, floors: Mapping[Role, int]) -> list[dict[int, float
         {g: s.sensitivity.get(g, 0.0) for g in s.gears if g >= min(floors.get(s.role, 0), s.gears[-1])}
         for s in table.nested
     ]
+
+
+def _matrix(
+    table: SiteTable, floors: tuple[tuple[Role, int], ...]
+) -> tuple[lagrangian.Places, lagrangian.Numbers]:  # fmt: skip
+    """All gears, and each site's sensitivities at them: infinite below its role's floor and where it lacks the gear."""
+    gears, costs, kinds = _sensitivities(table)
+    lowest = np.array([min(dict(floors).get(role, 0), own[-1]) for role, own in kinds])
+    costs = costs.copy()
+    costs[gears < lowest[:, None]] = math.inf
+    return gears, costs
+
+
+@lru_cache(maxsize=4)
+def _sensitivities(
+    table: SiteTable,
+) -> tuple[lagrangian.Places, lagrangian.Numbers, tuple[tuple[Role, tuple[int, ...]], ...]]:
+    gears = sorted({g for kind in {s.gears for s in table.nested} for g in kind})
+    rows = [[s.sensitivity.get(g, math.inf) for g in gears] for s in table.nested]
+    return np.array(gears), np.array(rows, np.float64).clip(0.0), tuple((s.role, s.gears) for s in table.nested)

@@ -90,7 +90,7 @@ def dynamic_precision(
         excess: bits of the average that the tokens so far had more than their blueprints say, summed.
         tokens: in which that shall be made up for.
     """
-    average = sum(b * s.parameters for b, s in zip(weight_bits, table.nested, strict=True)) / table.nested_parameters
+    average = table.reads.average_bits(weight_bits)
     if not routers.blocks or not 0 < level_of(routers, table, weight_bits, average) < LEVELS - 1:
         return None
     level = level_of(routers, table, weight_bits, average - excess / tokens)

@@ -129,8 +129,8 @@ def _for_all(table: SiteTable, bits: float) -> tuple[int, ...]:
 def _allocation(table: SiteTable, costs: Numbers, bits: float) -> tuple[int, ...]:
     """The exact allocation of costs [sites, gears] at an average of `bits`."""
     rows = [dict(zip(s.gears, row, strict=True)) for s, row in zip(table.nested, costs, strict=True)]
-    sizes = [s.parameters for s in table.nested]
-    gears = solve(rows, sizes, bits, bits - TOLERANCE) or solve(rows, sizes, bits)
+    sizes, most = table.reads.sizes.tolist(), table.reads.of_nested(bits)
+    gears = solve(rows, sizes, most, most - TOLERANCE) or solve(rows, sizes, most)
     if gears is None:
         raise QBEError(f"no assignment was found for a budget of {bits:g} bits; try a higher one")
     return gears

@@ -12,7 +12,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
-from qbe.policies.allocate import TOLERANCE
+from qbe.policies.allocate import TOLERANCE, reachable
 from qbe.policies.base import Policy
 from qbe.policies.kv import allocate_kv
 from qbe.sites import FULL_BITS, SiteTable
@@ -41,7 +41,7 @@ class RandomPolicy(Policy):
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for a budget below the store's lowest average."""
-        wanted = budget.average_for(profile.score, profile.least_bits)
+        wanted = reachable(budget.average_for(profile.score, profile.least_bits), budget, table)
         facts = (self.seed, profile.score, profile.prompt_class, sorted(profile.features.items()))
         draw = np.random.default_rng(int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()))
         kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
@@ -55,12 +55,13 @@ def _draw(table: SiteTable, wanted: float, draw: np.random.Generator) -> tuple[i
     """A gear for every nested site; their average is at most `wanted` bits and, if the sites allow it, close to it."""
     below = [g for g in table.gears() if g < FULL_BITS]
     gears = np.asarray(below if below and wanted <= below[-1] else table.gears())
-    if wanted < gears[0] - 1e-9:
+    if wanted < table.reads.lowest_average - 1e-9:
         raise QBEError(
-            f"the random policy cannot meet a budget of {wanted:g} bits: this store's lowest width is {gears[0]}; "
-            "raise --bits or quantise the model with narrower slices"
+            f"the random policy cannot meet a budget of {wanted:g} bits: this store's lowest average is "
+            f"{table.reads.lowest_average:.4g}; raise --bits or quantise the model with narrower slices"
         )
-    sizes = np.asarray([s.parameters for s in table.nested]) / table.nested_parameters
+    wanted = table.reads.of_nested(wanted)
+    sizes = table.reads.sizes / table.reads.sizes.sum()
     p = _most_entropy(gears, wanted)
     best, closest = np.zeros(len(sizes), dtype=int), -1.0
     for _ in range(TRIES):

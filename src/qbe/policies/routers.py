@@ -55,6 +55,11 @@ def blocks_of(table: SiteTable, head: bool = False) -> tuple[RoutedBlock, ...]:
     Raises:
         QBEError: a model that has none.
     """
+    if any(s.expert is not None for s in table.nested):
+        raise QBEError(
+            f"{table.model_name or 'this model'} has nested experts, for which there are no routers yet; choose "
+            "another policy, and leave the cascade out"
+        )
     blocks: list[tuple[str, list[int]]] = []
     for index, site in enumerate(table.nested):
         name = site.name.rpartition(".")[0]
@@ -86,8 +91,9 @@ def static_gears(table: SiteTable, bits: float) -> tuple[int, ...]:
 def bits_left(table: SiteTable, blocks: Sequence[RoutedBlock], gears: Sequence[int], bits: float) -> float:
     """The average over the sites of these blocks that gives all sites `bits`, where the others have these gears."""
     routed = {s for block in blocks for s in block.sites}
-    taken = sum(s.parameters * gears[i] for i, s in enumerate(table.nested) if i not in routed)
-    return (bits * table.nested_parameters - taken) / sum(table.nested[i].parameters for i in routed)
+    sizes = table.reads.sizes
+    taken = FULL_BITS * table.reads.fixed + sum(sizes[i] * g for i, g in enumerate(gears) if i not in routed)
+    return float((bits * table.reads.weights - taken) / sum(sizes[i] for i in routed))
 
 
 def networks(tensors: Mapping[str, Array], count: int) -> tuple[Network, ...]:

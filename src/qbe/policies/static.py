@@ -7,7 +7,7 @@ from functools import lru_cache
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
-from qbe.policies.allocate import allocate
+from qbe.policies.allocate import allocate, reachable
 from qbe.policies.base import Policy
 from qbe.policies.kv import allocate_kv
 from qbe.sites import FULL_BITS, SiteTable
@@ -29,7 +29,7 @@ class StaticPolicy(Policy):
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for a budget below the store's lowest average, or without measured sensitivities."""
         kv_bits = FULL_BITS if budget.kv_bits is None else float(budget.kv_bits)
-        gears = _allocation(table, budget.bits_for(0.5, profile.least_bits))
+        gears = _allocation(table, reachable(budget.bits_for(0.5, profile.least_bits), budget, table))
         return Blueprint.of(
             self.name, table, gears, table.activations(budget.activation_bits), allocate_kv(table, kv_bits)
         )

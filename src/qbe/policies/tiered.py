@@ -11,7 +11,7 @@ from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.policies import kv
-from qbe.policies.allocate import allocate
+from qbe.policies.allocate import allocate, reachable
 from qbe.policies.base import Policy
 from qbe.sites import Role, SiteTable
 
@@ -37,9 +37,7 @@ class TieredPolicy(Policy):
 
     def blueprint(self, profile: QueryProfile, budget: Budget, table: SiteTable) -> Blueprint:
         """Raises QBEError for a budget below the store's lowest average, or without measured sensitivities."""
-        bits = budget.average_for(profile.score, profile.least_bits)
-        if budget.bits is None:
-            bits = max(table.gears()[0], bits)
+        bits = reachable(budget.average_for(profile.score, profile.least_bits), budget, table)
 
         def weights() -> tuple[Blueprint, int]:
             blueprint = Blueprint.of(

@@ -63,7 +63,7 @@ class Account:
         self.bits = self._chosen.blueprint.average_weight_bits(self._chosen.table)
         self._priced_bits = min(self.bits, self._chosen.asked_bits)
         weights = weights_by_bits(self._chosen.blueprint, self._chosen.table)
-        self._shares = {bits: n / max(1, self._chosen.table.nested_parameters) for bits, n in weights.items()}
+        self._shares = {bits: n / self._chosen.table.reads.weights for bits, n in weights.items()}
         self._kv_bits = self._chosen.blueprint.average_kv_bits(self._chosen.table)
         self._cached, self.written = 0, [0] * len(job.requests)
         self._results: list[Result | None] = [None] * len(job.requests)

@@ -92,6 +92,7 @@ def usage(
             "read_weight_bits": _mean([r.read_weight_bits for r in results], weights),
             "asked_weight_bits": _mean([r.asked_weight_bits for r in results], weights),
             "cached_weight_bits": _mean_of_cached(firsts),
+            "nested_weight_bits": _mean([r.nested_weight_bits for r in results], weights),
             "average_kv_bits": _mean([r.average_kv_bits for r in results], weights),
             "tokens_by_bits": {str(bits): by_bits[bits] for bits in sorted(by_bits)},
             "policy": firsts[0].blueprint.policy,

@@ -145,8 +145,7 @@ class Service:
 
     def _prepared(self, engine: Engine) -> Engine:
         """In the engine's thread: what is made of an engine once."""
-        total = sum(s.parameters * s.gears[0] for s in engine.table.nested)
-        self._lowest = total / max(1, engine.table.nested_parameters) or 1.0
+        self._lowest = engine.table.reads.lowest_average
         self._grammars = Grammars(engine)
         self.observer.begin(engine.core)
         self.quotas.load(self._ledger)

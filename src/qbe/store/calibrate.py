@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from qbe.hardware import NumberFormat, detect
 from qbe.progress import bar
 from qbe.sites import FULL_BITS
 from qbe.store import descent, kept
+from qbe.store.experts import ExpertLayer, Multiply, install, original_products, tapped
+from qbe.store.matrices import Matrices
+from qbe.store.nest_experts import assembled
 from qbe.store.nested_linears import NestedWeightConfig, set_weight
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.tuning import Nested, tune
@@ -86,7 +90,7 @@ def calibrate(
     *,
     progress: bool,
 ) -> None:
-    """Nests the linears called `names`, in place, with codes chosen on a text.
+    """Nests the linears called `names`, and all experts, in place, with codes chosen on a text.
 
     Sites that the text never reaches, or whose inputs are not all numbers, are rounded plainly, with a warning.
 
@@ -98,18 +102,22 @@ def calibrate(
         QBEError: a weight that cannot be nested, or a disk that refuses.
     """
     layout = SliceLayout.of(config.slices)
-    linears: dict[str, nn.Linear] = {n: model.get_submodule(n) for n in names}  # type: ignore[misc]
+    matrices = Matrices(model)
+    names = [*names, *matrices.experts]
     done: dict[str, Nested] = {}
-    for name, linear in linears.items():
-        if keep is not None and (found := _load(keep, name, linear, layout, config.group_size)) is not None:
+    for name in names:
+        if (
+            keep is not None
+            and (found := _load(keep, name, matrices.weight(name), layout, config.group_size)) is not None
+        ):
             done[name] = found
     left = [n for n in names if n not in done]
     plain = []
     with bar("calibrating weights", len(left), progress) as step:
-        for some in _batches({n: linears[n].in_features for n in left}):
+        for some in _batches({n: matrices.inputs(n) for n in left}):
             moments = second_moments(model, some, tokens, progress=progress)
             for name in some:
-                weight = linears[name].weight.detach()
+                weight = matrices.weight(name)
                 codes, meta, exponent = quantise(weight.cpu(), layout, config.group_size)
                 hessian = damped(moments.get(name))
                 if hessian is None:
@@ -118,14 +126,24 @@ def calibrate(
                     codes, meta = descent.descend(weight.cpu(), hessian, codes, meta, exponent, layout)
                 done[name] = codes, meta, exponent
                 if keep is not None:
-                    _save(keep, name, linears[name], done[name])
+                    _save(keep, name, weight, done[name])
                 step()
     if plain:
         warnings.warn(f"{len(plain)} sites got no usable inputs from the calibration text and are rounded plainly, "
                       f"{plain[0]} for example", stacklevel=2)  # fmt: skip
     done = tune(model, {n: done[n] for n in names}, layout, tokens, keep, progress=progress)
-    for name, linear in linears.items():
-        set_weight(linear, _tensor(linear.weight.detach(), done[name], layout, config))
+    for name in names:
+        if name not in matrices.experts:
+            linear: Any = model.get_submodule(name)
+            set_weight(linear, _tensor(linear.weight.detach(), done[name], layout, config))
+    without = replace(config, keep_original=False)
+    for layer in matrices.layers:
+        for parameter in layer.parameters:
+
+            def chosen(e: int, layer: ExpertLayer = layer, parameter: str = parameter) -> NestedTensor:
+                return _tensor(layer.weight(parameter, e), done[layer.site(parameter, e)], layout, without)
+
+            install(layer, parameter, assembled(layer, parameter, config, chosen))
 
 
 def damped(hessian: torch.Tensor | None) -> torch.Tensor | None:
@@ -140,7 +158,9 @@ def damped(hessian: torch.Tensor | None) -> torch.Tensor | None:
 def second_moments(
     model: nn.Module, names: list[str], tokens: torch.Tensor, *, progress: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Mean outer product of the inputs of linears on a text, float32 [K, K] on the CPU; not of those never called.
+    """Mean outer product of the inputs of linears and experts on a text, float32 [K, K] on the CPU.
+
+    Those that were never called have none.
 
     A token counts by how much the answer feels what a site's output is off by there: by the root mean square of what
     comes back to the output of noise at the logits that has the covariance of a drawn next token. Its mean square is
@@ -151,20 +171,33 @@ def second_moments(
     seen: list[_Call] = []
 
     def hook(name: str) -> Callable[..., torch.Tensor]:
-        def watch(_module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-            if not out.requires_grad:
-                out = out.requires_grad_().clone()  # which others may write to
-            seen.append(_Call(name, args[0].detach().flatten(0, -2)))
-            out.register_hook(seen[-1].observe)
-            return out
+        return lambda _module, args, out: saw(name, args[0], out)
 
-        return watch
+    def saw(name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if not out.requires_grad:
+            out = out.requires_grad_().clone()  # which others may write to
+        seen.append(_Call(name, x.detach().flatten(0, -2)))
+        out.register_hook(seen[-1].observe)
+        return out
+
+    def watching(layer: ExpertLayer) -> Multiply:
+        product = original_products(layer)
+
+        def multiply(parameter: str, e: int, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            y, name = product(parameter, e, x, tokens), layer.site(parameter, e)
+            return saw(name, x, y) if name in wanted else y
+
+        return multiply
 
     device = next(model.parameters()).device
     fast = NumberFormat.BF16 in detect(device).formats  # gradients are noisy anyway
     noise = torch.Generator(device).manual_seed(0)
     learning = [p for p in model.parameters() if p.requires_grad]
-    hooks = [model.get_submodule(n).register_forward_hook(hook(n)) for n in names]
+    matrices, wanted = Matrices(model), set(names)
+    plain = [n for n in names if n not in matrices.experts]
+    hooks = [model.get_submodule(n).register_forward_hook(hook(n)) for n in plain]
+    taps = ExitStack()
+    taps.enter_context(tapped(list(matrices.layers_of(names)), watching))
     try:
         for p in learning:
             p.requires_grad_(False)
@@ -184,6 +217,7 @@ def second_moments(
                 seen.clear()
                 step()
     finally:
+        taps.close()
         for h in hooks:
             h.remove()
         for p in learning:
@@ -242,26 +276,26 @@ def _file(keep: Path, name: str) -> Path:
     return keep / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors"
 
 
-def _digest(linear: nn.Linear) -> str:
+def _digest(weight: torch.Tensor) -> str:
     """Of the weight as it is now: a site's result belongs to it, smoothing included."""
-    raw = linear.weight.detach().cpu().contiguous().view(torch.uint8)
+    raw = weight.cpu().contiguous().view(torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
-def _save(keep: Path, name: str, linear: nn.Linear, nested: Nested) -> None:
-    about = {"site": name, "weight": _digest(linear), "exponent": str(nested[2]), "settings": SETTINGS}
+def _save(keep: Path, name: str, weight: torch.Tensor, nested: Nested) -> None:
+    about = {"site": name, "weight": _digest(weight), "exponent": str(nested[2]), "settings": SETTINGS}
     kept.keep(_file(keep, name), {"codes": nested[0], "meta": nested[1]}, about)
 
 
-def _load(keep: Path, name: str, linear: nn.Linear, layout: SliceLayout, group_size: int) -> Nested | None:
+def _load(keep: Path, name: str, weight: torch.Tensor, layout: SliceLayout, group_size: int) -> Nested | None:
     """What an earlier calibration left of a site; None when nothing usable is there."""
     found = kept.kept(_file(keep, name))
     if found is None:
         return None
     tensors, about = found
-    if (about.get("site"), about.get("settings")) != (name, SETTINGS) or about.get("weight") != _digest(linear):
+    if (about.get("site"), about.get("settings")) != (name, SETTINGS) or about.get("weight") != _digest(weight):
         return None
-    n, k = linear.weight.shape
+    n, k = weight.shape
     groups = -(-k // group_size)
     wanted = {"codes": (n, groups * group_size), "meta": (2 * len(layout.precisions), n, groups)}
     if {part: tuple(t.shape) for part, t in tensors.items()} != wanted:

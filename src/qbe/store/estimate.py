@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributions import Categorical
@@ -26,6 +27,8 @@ from qbe.kernels.reference import eight_bit_rows
 from qbe.kernels.reference.activations import eight_bits
 from qbe.kernels.reference.nested_linear import dequantise
 from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KEEPS_ACTIVATIONS, Role
+from qbe.store.expert_use import ExpertUse, shrunk
+from qbe.store.experts import ExpertLayer, Multiply, expert_layers, tapped
 from qbe.store.kv_estimate import KVEstimate
 from qbe.store.layerwise import Layerwise, NotLayered, Pass, on
 from qbe.store.nested_tensor import NestedTensor
@@ -91,6 +94,8 @@ def _read(nested: NestedTensor, bits: int) -> torch.Tensor:
 
 def ways_of(role: Role, precisions: Sequence[int]) -> list[Way]:
     """Every way of lowering a site that is told."""
+    if role is Role.MOE_EXPERT:
+        return [*precisions, ACTIVATIONS]
     return [*precisions, *(() if role in KEEPS_ACTIVATIONS else (ACTIVATIONS, *eight_bit_rows.DTYPES))]
 
 
@@ -118,7 +123,12 @@ class Estimate:
             {names[id(m)]: m for m in layer.modules() if names[id(m)] in sites and isinstance(m, nn.Linear)}
             for layer in walk.layers
         ]
-        outside = set(sites) - {n for some in self._of_layer for n in some}
+        stacked = expert_layers(walk.model)
+        inside = [{id(m) for m in layer.modules()} for layer in walk.layers]
+        self._experts_of_layer = [[e for e in stacked if id(e.module) in some] for some in inside]
+        of_experts = {name for some in self._experts_of_layer for e in some for name, _, _ in e.sites()}
+        self.counts: dict[str, int] = {}
+        outside = set(sites) - {n for some in self._of_layer for n in some} - of_experts
         self._head = names[id(walk.head.module)]
         if outside - {self._head}:
             raise NotLayered
@@ -176,7 +186,8 @@ class Estimate:
 
             return forward
 
-        with torch.enable_grad(), ExitStack() as stack:
+        experts = ExpertErrors(self._precisions, passed.tokens)
+        with torch.enable_grad(), tapped(self._experts_of_layer[i], experts.watching), ExitStack() as stack:
             for name, module in sites.items():
                 module.forward = multiplying(name, module, ways_of(self._roles[name], self._precisions))  # type: ignore[method-assign, assignment]
                 stack.callback(delattr, module, "forward")
@@ -184,14 +195,19 @@ class Estimate:
             out = passed.call(i, walk.layers[i], states)
             for draw in range(self._draws):
                 sums.clear()
+                experts.sums.clear()
                 last = draw + 1 == self._draws
                 (self._gradients[draw],) = torch.autograd.grad(
                     out, states, self._gradients[draw], retain_graph=not last
                 )
-                for name, product in sums.items():
+                for name, product in (*sums.items(), *experts.sums.items()):
                     totals[name] = totals.get(name, 0.0) + product.double().square().sum(1)
-        if set(totals) != set(sites):
+        if set(totals) - set(experts.counts) != set(sites):
             raise NotLayered  # it multiplies by a weight without calling its layer
+        self.counts |= experts.counts
+        for name in (n for e in self._experts_of_layer[i] for n, _, _ in e.sites()):
+            if name not in totals:  # no token of the text used it
+                self.counts[name], totals[name] = 0, torch.zeros(len(ways_of(Role.MOE_EXPERT, self._precisions)))
         count = 2 * self._draws * passed.tokens.numel()
         for name, total in totals.items():
             ways = ways_of(self._roles[name], self._precisions)
@@ -222,20 +238,67 @@ class Estimate:
                 kl = torch.log1p(torch.expm1(change).mean(-1)) * HEAD_TOKENS / (HEAD_TOKENS - 1)
                 found[way] = max(0.0, float(kl.mean()))
 
-    def sensitivity(self) -> Sensitivity:
-        """All that was found, once every layer is done."""
+    def sensitivity(self, use: ExpertUse | None = None) -> Sensitivity:
+        """All that was found, once every layer is done; of experts as `qbe.store.expert_use.shrunk` has it."""
+        for layer in (e for some in self._experts_of_layer for e in some if use is not None):
+            for parameter in layer.parameters:
+                names = [layer.site(parameter, e) for e in range(layer.count)]
+                counts = np.array([self.counts[n] for n in names], np.float64)
+                for way in ways_of(Role.MOE_EXPERT, self._precisions):
+                    damage = np.array([self._found[n][way] for n in names])
+                    tokens = self._pass.tokens.numel()
+                    expected = shrunk(damage, counts, tokens, use.shares(layer.name))  # type: ignore[union-attr]
+                    for name, value in zip(names, expected, strict=True):
+                        self._found[name][way] = float(value)
         weights, activations, native = {}, {}, {}
         for name, of in self._found.items():
             weights[name] = {FULL_BITS: 0.0, **{g: of[g] for g in self._precisions}}
             if ACTIVATIONS in of:
                 activations[name] = {FULL_BITS: 0.0, ACTIVATION_GEARS[0]: of[ACTIVATIONS]}
-                native[name] = {form: of[form] for form in eight_bit_rows.DTYPES if of[form] > 0}
+                native[name] = {form: of[form] for form in eight_bit_rows.DTYPES if of.get(form, 0.0) > 0}
         return Sensitivity(weights, activations, self.difficult_entropy, native)
 
     @property
     def kv(self) -> Any:
         """Key heads (`qbe.sites.KVSite`), once every layer is done."""
         return () if self._kv is None else self._kv.sites()
+
+
+class ExpertErrors:
+    """What lowering each expert changes, dotted with the gradients that come back to it.
+
+    Attributes:
+        sums: site -> float32 [ways, texts], of the backward passes since it was cleared.
+        counts: site -> tokens that used it.
+    """
+
+    def __init__(self, precisions: Sequence[int], tokens: torch.Tensor) -> None:
+        self._ways, self._texts = ways_of(Role.MOE_EXPERT, precisions), tokens.shape
+        self.sums: dict[str, torch.Tensor] = {}
+        self.counts: dict[str, int] = {}
+
+    def watching(self, layer: ExpertLayer) -> Multiply:
+        """The layer's products, watched."""
+
+        def multiply(parameter: str, e: int, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            weight, bias, nested = layer.weight(parameter, e), layer.bias(parameter), layer.nested(parameter)
+            assert nested is not None
+            y, name = linear(x, weight, None if bias is None else bias[e]), layer.site(parameter, e)
+            texts, length = self._texts
+            text = tokens % (texts * length) // length
+            with torch.no_grad():
+                wrong = errors(x.detach(), weight, nested.expert(e), self._ways)
+
+            def add(gradient: torch.Tensor) -> None:
+                product = torch.einsum("wtn,tn->wt", wrong, gradient.float())
+                of_texts = product.new_zeros(len(self._ways), texts).index_add_(1, text, product)
+                self.sums[name] = self.sums.get(name, 0.0) + of_texts
+
+            self.counts[name] = len(tokens)
+            y.register_hook(add)
+            return y
+
+        return multiply
 
 
 def gradient_of_drawn(

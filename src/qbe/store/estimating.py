@@ -12,10 +12,13 @@ from torch import nn
 from qbe.models import load_model
 from qbe.progress import bar
 from qbe.sites import KVSite, SiteTable
-from qbe.store import checkpoint, kv_sensitivity, kv_table, sensitivity, sensitivity_table
+from qbe.store import checkpoint, expert_use, kv_sensitivity, kv_table, sensitivity, sensitivity_table
 from qbe.store.estimate import DRAWS, Estimate
+from qbe.store.expert_use import ExpertUse, counting
+from qbe.store.experts import nested_experts
 from qbe.store.layerwise import Layerwise, NotLayered, page_locked
 from qbe.store.measure import measure_into
+from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.nesting import with_store
 from qbe.store.sensitivity import Sensitivity, decoder_layers
@@ -32,32 +35,47 @@ def texts_of(model: nn.Module, tokenizer: Any) -> tuple[torch.Tensor, torch.Tens
 
 
 def estimate_model(
-    model: nn.Module, tokenizer: Any, table: SiteTable, device: torch.device, *, progress: bool
-) -> tuple[Sensitivity, tuple[KVSite, ...]]:
-    """Sensitivities of a nested model that has its 16-bit originals.
+    model: nn.Module, tokenizer: Any, table: SiteTable, device: torch.device, use: ExpertUse | None = None, *,
+    progress: bool,
+) -> tuple[Sensitivity, tuple[KVSite, ...], ExpertUse]:  # fmt: skip
+    """Sensitivities of a nested model that has its 16-bit originals, and how often its experts are used.
 
     Args:
+        use: as it was counted; None counts on the built-in text.
         device: where it is computed; the model is moved there a layer at a time.
 
     Raises:
         NotLayered: it has to be measured.
     """
     layers = decoder_layers(model, table)
-    weights: dict[str, NestedTensor] = {s.name: model.get_submodule(s.name).weight for s in table.nested}  # type: ignore[misc]
+    weights: dict[str, NestedTensor] = {}
+    for site in table.nested:
+        if site.expert is None:
+            weights[site.name] = model.get_submodule(site.name).weight  # type: ignore[assignment]
+    stacks = dict(nested_experts(model))
+    like: NestedTensor | NestedExperts = next(iter(weights.values())) if weights else next(iter(stacks.values()))
     with bar("estimating sensitivity", len(layers) + 1, progress) as step:
         tokens, kv_tokens = texts_of(model, tokenizer)
         walk = Layerwise(model, layers, device)
         roles = {s.name: s.role for s in table.nested}
-        precisions = next(iter(weights.values())).layout.precisions
-        found = Estimate(walk, roles, tokens, kv_tokens, precisions)
+        with counting(model) as counted:
+            found = Estimate(walk, roles, tokens, kv_tokens, like.layout.precisions)
+        use = counted if use is None or not use.tokens else use
         step()
-        found.head(lambda rows: NestedTensor.from_weight(rows, *_like(weights), keep_original=False))
+        found.head(lambda rows: NestedTensor.from_weight(rows, like.slices, like.group_size, keep_original=False))
         for i in reversed(range(len(layers))):
             found.layer(i, weights)
             step()
         logits = walk.run(kv_tokens).logits
     text = None if logits is None else sensitivity.text_difficulty(logits.flatten(0, 1))
-    return replace(found.sensitivity(), text=text), found.kv
+    return replace(found.sensitivity(use), text=text), found.kv, use
+
+
+def count_on_text(model: nn.Module, tokenizer: Any) -> ExpertUse:
+    """How often experts are used on the built-in text."""
+    return expert_use.count(
+        model, sensitivity.calibration_tokens(tokenizer, kv_sensitivity.TOKENS, whole=True, model=model)
+    )
 
 
 def estimate_into(folder: Path, path: Path, name: str, device: torch.device, *, progress: bool) -> Sensitivity:
@@ -72,22 +90,20 @@ def estimate_into(folder: Path, path: Path, name: str, device: torch.device, *, 
     table = with_store(table, loaded.model)
     try:
         with page_locked(loaded.model, device):
-            found, kv = estimate_model(loaded.model, loaded.tokenizer, table, device, progress=progress)
+            stored = expert_use.read(folder)
+            found, kv, use = estimate_model(loaded.model, loaded.tokenizer, table, device, stored, progress=progress)
     except NotLayered:
         del loaded
         return measure_into(folder, path, name, device, progress=progress)
     known = sensitivity_table.read(folder)
-    write_estimated(folder, found if known is None else None, kv)
+    write_estimated(folder, found if known is None else None, kv, use)
     return known or found
 
 
-def write_estimated(folder: Path, found: Sensitivity | None, kv: tuple[KVSite, ...]) -> None:
+def write_estimated(folder: Path, found: Sensitivity | None, kv: tuple[KVSite, ...], use: ExpertUse) -> None:
     """Writes what was estimated beside the store; None leaves what is there. Raises QBEError when the disk refuses."""
     kv_table.write(folder, kv, ABOUT)
+    if not (folder / expert_use.NAME).exists():
+        expert_use.write(folder, use, {"text": ABOUT["text"]})
     if found is not None:
         sensitivity_table.write(folder, found, ABOUT)  # last: where it is, both are
-
-
-def _like(weights: dict[str, NestedTensor]) -> tuple[list[int], int]:
-    one = next(iter(weights.values()))
-    return one.slices, one.group_size

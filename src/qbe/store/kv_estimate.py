@@ -13,6 +13,7 @@ import torch
 
 from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.sites import FULL_BITS, KVSite
+from qbe.store.experts import expert_layers, original_products, tapped
 from qbe.store.kv_sensitivity import DERIVED, MEASURED, OtherAttention, Probe, probing
 from qbe.store.layerwise import Layerwise, NotLayered, Pass, first
 
@@ -105,7 +106,7 @@ class KVEstimate:
                 self._compare(i, native)
                 probe.notes, probe.product, probe.squares = True, None, None
                 directly = 0.0
-                with torch.enable_grad():
+                with torch.enable_grad(), tapped(expert_layers(layer), original_products):
                     states = self._pass.hidden(i).detach().requires_grad_()
                     out = self._pass.call(i, layer, states)
                     for draw in range(DRAWS):

@@ -49,7 +49,8 @@ def measure_into(folder: Path, path: Path, name: str, device: torch.device, *, p
 def measure_model(model: nn.Module, tokenizer: Any, table: SiteTable, *, progress: bool) -> Sensitivity:
     """What `qbe.store.sensitivity` measures, on the built-in text, with a progress bar."""
     tokens = sensitivity.calibration_tokens(tokenizer, model=model)
-    passes = len(table.nested) + 2 * sum(len(s.activation_gears) > 1 for s in table.nested)
+    eight = [s for s in table.nested if len(s.activation_gears) > 1]
+    passes = len(table.nested) + len(eight) + sum(s.expert is None for s in eight)
     with bar("measuring sensitivity", passes, progress) as step:
         return Sensitivity(
             sensitivity.measure(model, table, tokens, lambda _: step()),

@@ -38,7 +38,7 @@ def measure_native(
     Raises:
         QBEError: a nested site lost its 16-bit original.
     """
-    forms = {site.name: list(DTYPES) for site in table.nested if len(site.activation_gears) > 1}
+    forms = {site.name: list(DTYPES) for site in table.nested if len(site.activation_gears) > 1 and site.expert is None}
     found = lowered_divergence(model, table, tokens, forms, multiplied_in, on_site)
     return {name: {form: kl for form, kl in of.items() if kl > 0} for name, of in found.items()}
 

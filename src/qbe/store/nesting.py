@@ -18,9 +18,11 @@ from qbe.progress import bar
 from qbe.sites import FULL_BITS, KEEPS_ACTIVATIONS, NESTABLE_ROLES, SiteTable
 from qbe.store import known, sensitivity, smoothing
 from qbe.store.calibrate import calibrate
+from qbe.store.experts import expert_layers
 from qbe.store.folding import Fold, apply_exact, edges
 from qbe.store.layerwise import Layerwise, NotLayered
 from qbe.store.native_formats import is_native, stored_bytes
+from qbe.store.nest_experts import expert_sites, nest_layer
 from qbe.store.nested_linears import NestedWeightConfig, set_weight
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.sensitivity import decoder_layers
@@ -47,7 +49,10 @@ def nestable(table: SiteTable) -> list[str]:
 
 
 def with_store(table: SiteTable, model: nn.Module) -> SiteTable:
-    """The table with the gears and bytes of the nested weights found in `model`, and the bytes of native formats."""
+    """The table with the gears and bytes of the nested weights found in `model`, and the bytes of native formats.
+
+    Nested experts become a site for each expert's matrix.
+    """
     modules = dict(model.named_modules())
     sites = []
     for site in table:
@@ -59,7 +64,7 @@ def with_store(table: SiteTable, model: nn.Module) -> SiteTable:
             if now >= as_tagged:  # not yet counted as it is stored, which is less
                 site = replace(site, bytes_at={FULL_BITS: now - as_tagged + stored_bytes(weight)})
         sites.append(site)
-    return replace(table, sites=tuple(sites))
+    return replace(table, sites=tuple(expert_sites(sites, model)))
 
 
 def nest_skeleton(model: nn.Module, name: str, config: NestedWeightConfig, sites: Collection[str] | None) -> SiteTable:
@@ -121,6 +126,7 @@ def nest_model(
     progress: bool,
 ) -> SiteTable:
     """Nests every nestable site of a model in place, except layers in one of torchao's formats; returns the site table.
+    Experts are nested, too, every one with its own codes.
 
     Args:
         text: int64 [windows, tokens] to choose the codes on (`qbe.store.calibrate`); without it weights are rounded.
@@ -132,7 +138,8 @@ def nest_model(
     """
     table = tag(model, name=name)
     names = [n for n in nestable(table) if not is_native(model.get_submodule(n).weight)]
-    if not names:
+    experts = expert_layers(model)
+    if not names and not experts:
         raise QBEError(
             f"{name} has no linear layer that can be nested (see 'qbe info'); QBE cannot change its precision"
         )
@@ -144,9 +151,11 @@ def nest_model(
     if text is not None:
         calibrate(model, names, text, config, keep, progress=progress)
         return with_store(table, model)
-    with bar("nesting weights", len(names), progress) as step:
+    with bar("nesting weights", len(names) + sum(len(e.parameters) for e in experts), progress) as step:
         for site in names:
             module: Any = model.get_submodule(site)
             set_weight(module, _nested_on(module.weight, config, device))
             step()
+        for layer in experts:
+            nest_layer(layer, config, device, step)
     return with_store(table, model)

@@ -13,6 +13,8 @@ from qbe.format.codes import CHUNK
 from qbe.format.layout import SliceLayout
 from qbe.format.packing import of_rows
 from qbe.kernels.reference.nested_linear import dequantise
+from qbe.store.experts import expert_layers, install, nested_experts, remove, served_on
+from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_linears import nested_linears, set_weight
 from qbe.store.nested_tensor import NestedTensor
 
@@ -48,12 +50,20 @@ def place(model: nn.Module, device: torch.device, originals: str | None, most_bi
         QBEError: another place, or bits that the store does not have.
     """
     nested, originals = nested_linears(model), place_of(originals, device)
+    for layer in [] if served_on(device) else expert_layers(model):
+        remove(layer)  # they run at 16 bits there
     if originals == "none":
         for _, _, weight in nested:
             drop_original(weight)
+        for _, matrices in nested_experts(model):
+            matrices.drop_original()
     for name, _, weight in nested:
         if most_bits is not None and most_bits not in (have := weight.layout.precisions):
             raise QBEError(f"most_bits is {most_bits}, but the store has {', '.join(map(str, have))}; {name} is of it")
+    for layer in expert_layers(model):
+        for parameter in layer.parameters:
+            if (stack := layer.nested(parameter)) is not None:
+                install(layer, parameter, _narrowed_experts(stack, most_bits, device))
     if device.type == "cpu":
         for _, module, weight in nested:
             set_weight(module, narrowed(weight, most_bits, device))
@@ -64,6 +74,9 @@ def place(model: nn.Module, device: torch.device, originals: str | None, most_bi
     owners = {p.data_ptr(): name for name, p in model.named_parameters()}
     tied = {n: owners[a] for n, w in weights.items() if (a := _address(w.original)) in owners}
     model.to(device)
+    for _, matrices in nested_experts(model):
+        if matrices.original is not None and originals == "host":
+            matrices.original = matrices.original.cpu().pin_memory()
     parameters = dict(model.named_parameters())
     for name, module, weight in nested:
         original = weight.original
@@ -104,6 +117,13 @@ def narrowed(weight: NestedTensor, most_bits: int | None, device: torch.device) 
         there.packed, there.meta, bits, there.slices, there.group_size, there.exponent, there.in_features,
         weight.logical_dtype, weight.original,
     )  # fmt: skip
+
+
+def _narrowed_experts(matrices: NestedExperts, most_bits: int | None, device: torch.device) -> NestedExperts:
+    if most_bits is None or most_bits >= matrices.layout.total_bits:
+        return matrices
+    each = [narrowed(matrices.expert(e), most_bits, device) for e in range(len(matrices))]
+    return NestedExperts.of(each, matrices.original)
 
 
 def drop_original(weight: NestedTensor) -> None:

@@ -6,15 +6,17 @@ import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
 from qbe.hardware import detect
 from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
-from qbe.kernels.reference.activations import precision_word
+from qbe.kernels.reference.activations import EIGHT_IN_BYTE, precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
-from qbe.sites import Role, SiteTable
+from qbe.sites import FULL_BITS, Role, SiteTable
+from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.shared_rows import SharedRows
 
@@ -26,8 +28,11 @@ class Plan:
     """Precision of every nested site for every row of a step. Kernels read it; `write` changes a few bytes of it.
 
     Attributes:
-        precision_words: int32 `[nested sites, max_rows]`: the weight's bits in the lowest byte, the activations' in the
-            next one (`qbe.kernels.reference.activations`).
+        precision_words: int32 `[nested sites but experts, max_rows]`: the weight's bits in the lowest byte, the
+            activations' in the next one (`qbe.kernels.reference.activations`).
+        expert_bytes: uint8 `[columns, expert sites]`: of each blueprint a byte for every expert's matrix. Experts are
+            thousands, so that rows do not have them each, but the number of their blueprint's column:
+        row_columns: int32 `[max_rows]`.
         dynamic_precision: int32 `[max_rows]`: who may move a row's words while a step runs
             (`DynamicPrecision.code`); 0: nobody. An op that does so writes to `precision_words`, whose next
             step begins with the blueprint's bits again.
@@ -50,21 +55,25 @@ class Plan:
     ) -> None:
         self.table, self.max_rows, self.device = table, max_rows, device
         self.shared = SharedRows(table) if shared and max_rows > 1 else None
-        sites = len(table.nested)
+        self._plain = [i for i, s in enumerate(table.nested) if s.expert is None]
+        self._experts = [i for i, s in enumerate(table.nested) if s.expert is not None]
+        sites = len(self._plain)
         self._rows = torch.zeros(sites + 2, max_rows, dtype=torch.int32, device=device)
         self.precision_words, self.dynamic_precision, self.head_dynamic_precision = (
             self._rows[:sites],
             self._rows[sites],
             self._rows[sites + 1],
         )
-        lowest = torch.tensor([s.gears[0] for s in table.nested], dtype=torch.int32)
-        self.precision_words.copy_(
-            lowest[:, None]
-        )  # valid from the start: whoever runs the model before a write reads the least
-        heads = [i for i, s in enumerate(table.nested) if s.role is Role.OUTPUT_HEAD] if head_sees_kept else []
+        # Valid from the start: whoever runs the model before a write reads the least.
+        lowest = [s.gears[0] for s in table.nested]
+        self.precision_words.copy_(torch.tensor([lowest[i] for i in self._plain], dtype=torch.int32)[:, None])
+        heads = [at for at, i in enumerate(self._plain) if table.nested[i].role is Role.OUTPUT_HEAD and head_sees_kept]
         self._of_kept = [*heads, sites + 1] if heads else []
         capacity = max(_CACHED_BLUEPRINTS, max_rows)
         self._columns = torch.zeros(capacity, sites + 2, dtype=torch.int32, device=device)
+        least = torch.tensor([lowest[i] for i in self._experts], dtype=torch.uint8)
+        self.expert_bytes = least.repeat(capacity, 1).to(device)
+        self.row_columns = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._column_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._weights: list[NestedTensor] = []
         self._told = False  # whether any weight holds a `uniform`
@@ -73,19 +82,28 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes on its device."""
-        return self._rows.nbytes + self._columns.nbytes
+        return self._rows.nbytes + self._columns.nbytes + self.expert_bytes.nbytes + self.row_columns.nbytes
 
     def bind(self, model: nn.Module) -> None:
-        """Let every nested linear layer of `model` read its words here: `weight.bits` becomes a view of its row.
+        """Let every nested linear layer of `model` read its words here: `weight.bits` becomes a view of its row. Nested
+        experts likewise read their bytes.
 
         It is told, too, whether it multiplies long prompts in the device's own 8-bit format, and to give logits as they
         are.
         """
         form = detect(self.device).prompt_format
-        self._weights = [model.get_submodule(site.name).weight for site in self.table.nested]  # type: ignore[misc]
-        natives = self.table.native(form, [w.multiplies_natively for w in self._weights])
+        sites = [self.table.nested[i] for i in self._plain]
+        self._weights = [model.get_submodule(site.name).weight for site in sites]  # type: ignore[misc]
+        able = dict(zip(self._plain, (w.multiplies_natively for w in self._weights), strict=True))
+        natives = self.table.native(form, [able.get(i, False) for i in range(len(self.table.nested))])
+        for at, i in enumerate(self._experts):
+            site = self.table.nested[i]
+            if site.expert == 0:
+                matrices = model.get_submodule(site.name.rpartition(".")[0])
+                assert isinstance(matrices, NestedExperts)
+                matrices.precision, matrices.rows = self.expert_bytes[:, at : at + len(matrices)], self.row_columns
         for site, weight, precision_words, native in zip(
-            self.table.nested, self._weights, self.precision_words, natives, strict=True
+            sites, self._weights, self.precision_words, (natives[i] for i in self._plain), strict=True
         ):
             weight.bits, weight.native = precision_words, DTYPES[form] if form and native else None
             weight.float32_output = site.role is Role.OUTPUT_HEAD
@@ -121,6 +139,7 @@ class Plan:
         self._tell([b for b, _ in tokens], sum(n for _, n in tokens))
         index = torch.tensor(owners + kept_owners).to(self.device, non_blocking=True)
         self._rows[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
+        self.row_columns[: len(owners)] = index[: len(owners)]
         if kept_owners:
             columns = self._columns.index_select(0, index[len(owners) :])
             for row in self._of_kept:
@@ -147,6 +166,7 @@ class Plan:
         """
         if len(self.table.nested):
             self._rows[:, : columns.shape[0]] = self._columns.index_select(0, columns).T
+            self.row_columns[: columns.shape[0]] = columns
 
     def forget(self) -> None:
         """What the rows hold is not what `write` wrote last."""
@@ -161,7 +181,7 @@ class Plan:
         if tokens < UNIFORM_ROWS and not self._told:
             return
         self._told = tokens >= UNIFORM_ROWS
-        columns = {b.linear_key: _precision_words(b) for b in blueprints}.values() if self._told else ()
+        columns = {b.linear_key: self._precision_words(b) for b in blueprints}.values() if self._told else ()
         steered = any(b.dynamic_precision is not None for b in blueprints)
         for i, weight in enumerate(self._weights):
             precision_words = {column[i] for column in columns}
@@ -179,12 +199,17 @@ class Plan:
         else:
             _, column = self._column_of.popitem(last=False)
             self._written = None  # the column may be the one that was written
-        self._columns[column].copy_(torch.tensor(_precision_words(blueprint), dtype=torch.int32), non_blocking=True)
+        words = torch.tensor(self._precision_words(blueprint), dtype=torch.int32)
+        self._columns[column].copy_(words, non_blocking=True)
+        if self._experts:
+            gears = np.array([blueprint.weight_bits, blueprint.activation_bits])[:, self._experts]
+            eight = np.where(gears[1] < FULL_BITS, EIGHT_IN_BYTE, 0)
+            self.expert_bytes[column].copy_(torch.from_numpy((gears[0] + eight).astype(np.uint8)), non_blocking=True)
         self._column_of[key] = column
         return column
 
-
-def _precision_words(blueprint: Blueprint) -> list[int]:
-    """The blueprint's column: a word for each site, and its dynamic precision, of the layers and of the head."""
-    dynamic_precision = 0 if blueprint.dynamic_precision is None else blueprint.dynamic_precision.code
-    return [*map(_word, blueprint.weight_bits, blueprint.activation_bits), dynamic_precision, dynamic_precision]
+    def _precision_words(self, blueprint: Blueprint) -> list[int]:
+        """The blueprint's column: a word for each site but experts; its dynamic precision, of layers and of head."""
+        dynamic_precision = 0 if blueprint.dynamic_precision is None else blueprint.dynamic_precision.code
+        weights, activations = blueprint.weight_bits, blueprint.activation_bits
+        return [*(_word(weights[i], activations[i]) for i in self._plain), dynamic_precision, dynamic_precision]

@@ -25,10 +25,11 @@ from qbe.models.config_check import check_limits
 from qbe.models.gguf_split import READER, part_files
 from qbe.models.load import quiet
 from qbe.sites import SiteTable
-from qbe.store import checkpoint, kept, known, kv_table, sensitivity_table, superseded
+from qbe.store import checkpoint, expert_use, kept, known, kv_table, sensitivity_table, superseded
 from qbe.store.calibrate import WINDOW, beginning, read_tokens
 from qbe.store.draft import writing
-from qbe.store.estimating import estimate_into, estimate_model, write_estimated
+from qbe.store.estimating import ABOUT, count_on_text, estimate_into, estimate_model, write_estimated
+from qbe.store.expert_use import ExpertUse, count, with_use
 from qbe.store.layerwise import NotLayered, page_locked
 from qbe.store.measure import measure_into, measure_kv, measure_model, measure_text, with_measured, with_stored
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
@@ -121,7 +122,7 @@ def _from_store(
         elif missing_all and need_sensitivity:
             measured = estimate_into(folder, path, name, device, progress=progress)
     place(loaded.model, device, originals, most_bits)
-    table = with_store(table, loaded.model)
+    table = with_use(with_store(table, loaded.model), expert_use.read(folder))
     if measured is not None:
         if measured.text is None:  # a store of an older version, or one that is known
             measured = _with_text(measured, loaded, None if folder == path else folder)
@@ -166,18 +167,22 @@ def prepare_in_memory(
     table = nest_model(model, name, nesting, device=device, progress=progress)
     originals = place_of(originals, device)
     measured: Sensitivity | None = None
+    use: ExpertUse | None = None
     if need_sensitivity:
         found = known.read(known_as) if known_as is not None else None
         try:
-            measured, kv = found or estimate_model(model, tokenizer, table, device, progress=progress)
+            measured, kv, use = (
+                (*found, None) if found else estimate_model(model, tokenizer, table, device, progress=progress)
+            )
         except NotLayered:
             place(model, device, "device")  # the measurement reads all of them again and again
             measured = measure_model(model, tokenizer, table, progress=progress)
+            use = count_on_text(model, tokenizer)
             kv = measure_kv(model, tokenizer, table, progress=progress)
         if measured.text is None:
             measured = replace(measured, text=measure_text(model, tokenizer))
     place(model, device, originals, most_bits)
-    table = with_store(table, model)
+    table = with_use(with_store(table, model), use)
     if measured is not None:
         table = with_measured(table, measured).with_kv(kv)
     return PreparedModel(model, tokenizer, table, name)
@@ -275,6 +280,9 @@ def quantise_to(
             tokens = read_tokens(text, loaded.tokenizer, context)
             digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
             keep = cache_dir() / "calibration" / f"{fingerprint(path, config)}-{digest}"
+        use = ExpertUse() if tokens is None else count(loaded.model, tokens, progress=progress)
+        if text is not None:
+            expert_use.write(partial, use, {"text": text.name})
         known_as = known.find(loaded.model, config)
         folds = smooth_model(
             loaded.model, loaded.tokenizer, config, known_as=known_as, device=device, progress=progress
@@ -290,10 +298,12 @@ def quantise_to(
         checkpoint.write_nested(partial, loaded.model, name, folds=folds, known_as=known_as)
         if measure is None and not known.bring(partial, known_as):
             try:
-                found = estimate_model(loaded.model, loaded.tokenizer, table, device, progress=progress)
+                found = estimate_model(loaded.model, loaded.tokenizer, table, device, use, progress=progress)
                 write_estimated(partial, *found)
             except NotLayered:
                 measure = True
+        if tokens is None and not (partial / expert_use.NAME).exists():
+            expert_use.write(partial, count_on_text(loaded.model, loaded.tokenizer), ABOUT)
         del loaded
         if measure:
             measure_into(partial, path, name, device, progress=progress)

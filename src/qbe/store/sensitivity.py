@@ -20,9 +20,11 @@ from torch import nn
 from torch.distributions import Categorical
 
 from qbe.errors import QBEError
-from qbe.kernels.reference.activations import precision_word
+from qbe.kernels.reference.activations import precision_byte, precision_word
 from qbe.kernels.reference.difficulty import difficulty
-from qbe.sites import FULL_BITS, SiteTable, TextDifficulty
+from qbe.sites import FULL_BITS, Site, SiteTable, TextDifficulty
+from qbe.store.experts import nested_experts
+from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_tensor import NestedTensor
 
 Way = TypeVar("Way", bound=Hashable)  # of lowering a site
@@ -109,7 +111,7 @@ def measure_activations(
     """The same for the inputs of every nested site that may have fewer bits, at 16-bit weights."""
     gears = {s.name: s.activation_gears[:-1] for s in table.nested if len(s.activation_gears) > 1}
 
-    def rounding(layer: nn.Linear, gear: int) -> AbstractContextManager[None]:
+    def rounding(layer: nn.Linear | ExpertMatrix, gear: int) -> AbstractContextManager[None]:
         return _reading(layer, precision_word(FULL_BITS, gear))
 
     return _with_full(lowered_divergence(model, table, tokens, gears, rounding, on_site))
@@ -120,8 +122,16 @@ def _with_full(measured: Measured) -> Measured:
 
 
 @contextmanager
-def _reading(layer: nn.Linear, precision: int) -> Iterator[None]:
-    """Inside, the layer reads this word of precision for every row."""
+def _reading(layer: nn.Linear | ExpertMatrix, precision: int) -> Iterator[None]:
+    """Inside, the layer, or one expert's matrix, reads this word of precision for every row."""
+    if isinstance(layer, ExpertMatrix):
+        before, at = layer.matrices.precision.clone(), layer.expert
+        layer.matrices.precision[:, at] = precision_byte(precision & 255, precision >> 8 or FULL_BITS)
+        try:
+            yield
+        finally:
+            layer.matrices.precision.copy_(before)
+        return
     weight: NestedTensor = layer.weight  # type: ignore[assignment]
     before, weight.bits = weight.bits, _one(precision, weight.device)
     try:
@@ -136,7 +146,7 @@ def lowered_divergence(
     table: SiteTable,
     tokens: torch.Tensor,
     ways: Mapping[str, Sequence[Way]],
-    lower: Callable[[nn.Linear, Way], AbstractContextManager[None]],
+    lower: Callable[[Any, Way], AbstractContextManager[None]],
     on_site: Callable[[str], None] | None = None,
 ) -> dict[str, dict[Way, float]]:
     """What lowering one site alone does, for some sites of a model that otherwise runs at 16 bits.
@@ -145,7 +155,7 @@ def lowered_divergence(
         model: a transformers causal LM whose nested sites hold NestedTensors with their originals.
         tokens: int64 [segments, tokens].
         ways: site name -> the ways to lower it.
-        lower: lowers a nested layer in one of these ways, as long as its context is open.
+        lower: lowers a nested layer, or an `ExpertMatrix`, in one of these ways, as long as its context is open.
         on_site: called with each site's name when it is done.
 
     Returns:
@@ -168,7 +178,7 @@ def lowered_divergence(
             found = measured[site.name] = {}
             with replay(layers[:replayed], outputs):
                 for way in ways[site.name]:
-                    with lower(model.get_submodule(site.name), way):  # type: ignore[arg-type]
+                    with lower(place_of_site(model, site), way):
                         found[way] = divergence(reference, probabilities, logits_of(model, tokens))
             if on_site is not None:
                 on_site(site.name)
@@ -193,24 +203,48 @@ def text_difficulty(logits: torch.Tensor) -> TextDifficulty | None:
     return TextDifficulty(*(tuple(round(v, 4) for v in values.tolist()) for values in (entropies, margins)))
 
 
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """One expert of nested ones."""
+
+    matrices: NestedExperts
+    expert: int
+
+
+def place_of_site(model: nn.Module, site: Site) -> Any:
+    """The layer of a nested site, or the `ExpertMatrix`."""
+    if site.expert is None:
+        return model.get_submodule(site.name)
+    matrices = model.get_submodule(site.name.rpartition(".")[0])
+    assert isinstance(matrices, NestedExperts)
+    return ExpertMatrix(matrices, site.expert)
+
+
 @contextmanager
 def full_bits(model: nn.Module, table: SiteTable) -> Iterator[dict[str, NestedTensor]]:
-    """Inside, every nested site runs at 16 bits; yields their weights by name.
+    """Inside, every nested site runs at 16 bits; yields the weights of those that are layers by name.
 
     Raises:
         QBEError: a nested site lost its 16-bit original.
     """
     modules = dict(model.named_modules())
-    weights: dict[str, NestedTensor] = {s.name: modules[s.name].weight for s in table.nested}
+    weights: dict[str, NestedTensor] = {s.name: modules[s.name].weight for s in table.nested if s.expert is None}
+    experts = nested_experts(model)
+    precisions = [matrices.precision.clone() for _, matrices in experts]
     before = {name: w.bits for name, w in weights.items()}
-    for name, weight in weights.items():
-        if weight.original is None:
+    originals = {name: w.original for name, w in weights.items()} | {name: m.original for name, m in experts}
+    for name, original in originals.items():
+        if original is None:
             raise QBEError(f"{name} was stored without its 16-bit weight, so its sensitivity cannot be measured")
     try:
         for weight in weights.values():
             weight.bits = _one(FULL_BITS, weight.device)
+        for _, matrices in experts:
+            matrices.set_bits(FULL_BITS)
         yield weights
     finally:
+        for (_, matrices), precision in zip(experts, precisions, strict=True):
+            matrices.precision.copy_(precision)
         for name, weight in weights.items():
             weight.bits = before[name]
 

@@ -60,6 +60,8 @@ class SharedRows:
     """
 
     def __init__(self, table: SiteTable) -> None:
+        # An expert sees few rows of a step, so that each reads what it asked for.
+        self._apart = [i for i, s in enumerate(table.nested) if s.expert is not None]
         self._known: OrderedDict[frozenset[str], Mapping[str, SharedRow]] = OrderedDict()  # least recently used first
         self._cost = functools.lru_cache(maxsize=_KEPT)(functools.partial(_cost, table))
 
@@ -80,12 +82,21 @@ class SharedRows:
         highest = tuple(map(max, zip(*fixed, strict=True)))
         found = {}
         for key, blueprint in distinct.items():
-            if blueprint.dynamic_precision is not None or blueprint.weight_bits == highest:
+            raised = self._with_own_experts(highest, blueprint.weight_bits)
+            if blueprint.dynamic_precision is not None or blueprint.weight_bits == raised:
                 found[key] = SharedRow(blueprint, 0.0, 0)
                 continue
-            (bits, nbytes), (own, own_bytes) = self._cost(highest), self._cost(blueprint.weight_bits)
-            found[key] = SharedRow(replace(blueprint, weight_bits=highest), bits - own, nbytes - own_bytes)
+            (bits, nbytes), (own, own_bytes) = self._cost(raised), self._cost(blueprint.weight_bits)
+            found[key] = SharedRow(replace(blueprint, weight_bits=raised), bits - own, nbytes - own_bytes)
         return found
+
+    def _with_own_experts(self, highest: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
+        if not self._apart:
+            return highest
+        bits = list(highest)
+        for i in self._apart:
+            bits[i] = own[i]
+        return tuple(bits)
 
 
 def _cost(table: SiteTable, weight_bits: tuple[int, ...]) -> tuple[float, int]:

@@ -29,6 +29,7 @@ from qbe.format.layout import SliceLayout
 from qbe.hardware import NumberFormat, detect
 from qbe.progress import bar
 from qbe.store import kept
+from qbe.store.matrices import Matrices
 from qbe.store.sensitivity import divergence
 
 Nested = tuple[torch.Tensor, torch.Tensor, int]  # codes, meta and scale exponent of a site
@@ -57,7 +58,7 @@ def tune(
     activations of one window and its probabilities twice, and 32 bytes for each group and precision.
 
     Args:
-        model: the 16-bit model, whose linears `nested` names; it is left as it is.
+        model: the 16-bit model, whose linears and experts' matrices `nested` names; it is left as it is.
         nested: of each site, by name: codes, meta and scale exponent.
         tokens: int64 [windows, tokens]; of a single window nothing can be held out, and nothing is done.
         keep: folder for what is reached after every window; an interrupted call goes on from there.
@@ -124,7 +125,7 @@ class _Run:
                 # The gradient that the divergence, mean over the tokens, has.
                 pull = logits.detach().float().softmax(-1).sub_(wanted).div_(len(wanted)).to(logits.dtype)
                 gradients = torch.autograd.grad(logits, list(weights.values()), pull, allow_unused=True)
-                called = [(s, g) for s, g in zip(sites.values(), gradients, strict=True) if g is not None]
+                called = [(s, g) for s, g in zip(sites.values(), gradients, strict=True) if g is not None and g.any()]
                 for site, gradient in called:
                     site.observe(gradient)
                 typical = torch.cat([site.size().flatten() for site, _ in called]).median()
@@ -159,8 +160,9 @@ def _sites(
     model: nn.Module, nested: Mapping[str, Nested], layout: SliceLayout, widths: Sequence[int], device: torch.device
 ) -> dict[int, dict[str, _Site]]:
     sites: dict[int, dict[str, _Site]] = {b: {} for b in widths}
+    matrices = Matrices(model)
     for name, (codes, meta, exponent) in nested.items():
-        weight: Any = model.get_submodule(name).weight
+        weight = matrices.weight(name)
         codes, meta = codes.to(device), meta.to(device)  # once for all precisions
         for bits in widths:
             sites[bits][name] = _Site(codes, meta, exponent, layout, bits, weight)
@@ -260,7 +262,7 @@ def _held_out(model: nn.Module, sites: Mapping[int, Mapping[str, _Site]], tokens
 
 def _logits(model: nn.Module, window: torch.Tensor, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
     """Of a window, int64 [tokens], with these weights in place of the 16-bit ones: [tokens, V]."""
-    swapped = {f"{n}.weight": w for n, w in (weights or {}).items()}
+    swapped = Matrices(model).parameters(weights) if weights else {}
     inputs: dict[str, Any] = {"input_ids": window[None], "use_cache": False}
     # Not the embedding that an output head shares its weight with: that is not nested.
     return functional_call(model, swapped, kwargs=inputs, tie_weights=False).logits[0]

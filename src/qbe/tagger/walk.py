@@ -112,6 +112,7 @@ class _Walker:
                 shape=tuple(main.shape),
                 is_linear=linear,
                 bytes_at={FULL_BITS: _bytes_per_token(list(parameters.values()), role, place)},
+                use=_use(role, place),
             )
 
     def _role(self, name: str, module: nn.Module, place: Scope) -> Role:
@@ -170,7 +171,19 @@ def _one_each(path: str, parameters: dict[str, nn.Parameter], role: Role, place:
         groups.setdefault(owner, []).append(tensor)
     for key, tensors in groups.items():
         size = _bytes_per_token(tensors, role, place)
-        yield Site(f"{path}.{key}", role, place.layer, tuple(parameters[key].shape), bytes_at={FULL_BITS: size})
+        yield Site(
+            f"{path}.{key}", role, place.layer, tuple(parameters[key].shape), bytes_at={FULL_BITS: size},
+            use=_use(role, place),
+        )  # fmt: skip
+
+
+def _use(role: Role, place: Scope) -> float:
+    """Share of the decoded tokens that read the site, as far as the configuration says."""
+    if place.region in ENCODER_SIDE:
+        return 0.0
+    if role is Role.MOE_EXPERT and place.experts is not None:
+        return place.experts.active / place.experts.count
+    return 1.0
 
 
 def _bytes_per_token(tensors: list[nn.Parameter], role: Role, place: Scope) -> int:

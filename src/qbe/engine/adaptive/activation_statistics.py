@@ -79,7 +79,7 @@ def collecting(
     hooks = [
         model.get_submodule(site.name).register_forward_pre_hook(hook(at))
         for at, site in enumerate(table.nested)
-        if site.role is not Role.OUTPUT_HEAD  # it sees one row of a prompt
+        if site.expert is None and site.role is not Role.OUTPUT_HEAD  # it sees one row of a prompt
     ]
     try:
         yield

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qbe.blueprint import Blueprint, controller_code
+from qbe.blueprint import Blueprint, controller_code, weights_by_bits
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.errors import QBEError
 from qbe.kernels.ops.routing import route
@@ -122,15 +122,15 @@ class Read:
     """What a routed request's tokens read, each on average.
 
     Attributes:
-        weights: gear -> weights of the nested sites. bytes: of weights and scales, as `Blueprint.bytes_per_token`.
+        weights: bits -> weights, what is not nested included. bytes: as `Blueprint.bytes_per_token`.
     """
 
     weights: dict[int, float]
     bytes: int
 
     def average(self, table: SiteTable) -> float:
-        """Mean gear over the weights of the nested sites."""
-        return sum(g * n for g, n in self.weights.items()) / table.nested_parameters
+        """Mean bits over all weights that a token reads."""
+        return sum(g * n for g, n in self.weights.items()) / table.reads.weights
 
     @classmethod
     def of(cls, routed: torch.Tensor, blueprint: Blueprint, table: SiteTable) -> Read | None:
@@ -139,9 +139,7 @@ class Read:
         """
         if not routed.any():
             return None
-        weights: dict[int, float] = {}
-        for site, gear in zip(table.nested, blueprint.weight_bits, strict=True):
-            weights[gear] = weights.get(gear, 0.0) + site.parameters
+        weights = weights_by_bits(blueprint, table)
         usual = blueprint.bytes_per_token(table)
         nbytes = float(usual)
         # The layers' blocks, and the head: each has an average of its own, since a prompt's tokens have no logits.

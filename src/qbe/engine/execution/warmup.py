@@ -70,6 +70,8 @@ def linear_launches(model: nn.Module, table: SiteTable, rows: int, head_rows: in
     """
     seen: set[object] = set()
     for site in table.nested:
+        if site.expert is not None:
+            continue
         layer = model.get_submodule(site.name)
         weight = layer.weight
         assert isinstance(weight, NestedTensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
@@ -17,7 +17,8 @@ class Step:
 
     Attributes:
         tokens, rows: that went through the model, and the answers they belong to.
-        weight_bytes: of weights and scales, each read once at the highest precision that a row asks for.
+        weight_bytes: of weights and scales, each read once at the highest precision that a row asks for; experts by the
+            chance that a token uses them.
         switched: whether its rows had other blueprints than those of the step before.
         preempted: answers that gave their pages up.
         shares: ids of its answers with their tokens times the bytes of weights that one of them alone would read at
@@ -41,10 +42,13 @@ class StepObserver:
 
     def __init__(self, core: Core) -> None:
         self._core, self._preempted = core, 0
-        self._rows: tuple[str, ...] = ()  # blueprints of the last step
+        self._rows: tuple[tuple[str, int], ...] = ()  # blueprints of the last step, and their tokens where these matter
         self._alone: list[int] = []  # bytes that each of its rows would read alone
         self._together = 0
-        self._bytes: dict[frozenset[str], int] = {}  # that rows with these blueprints read
+        self._bytes: dict[
+            tuple[frozenset[str], int], int
+        ] = {}  # that rows with these blueprints read in so many tokens
+        self._shared = not core.table.reads.partial  # whether all tokens read the same weights
 
     def last(self) -> Step | None:
         """The step that has just run; None when it did nothing."""
@@ -52,26 +56,26 @@ class StepObserver:
         work, scheduler.last = scheduler.last, []
         if not work:
             return None
-        rows = tuple(w.blueprint.linear_key for w in work)
-        switched = rows != self._rows
-        if switched:
+        rows = tuple((w.blueprint.linear_key, 1 if self._shared else w.count) for w in work)
+        switched = [key for key, _ in rows] != [key for key, _ in self._rows]
+        if rows != self._rows:
             blueprints = [w.blueprint for w in work]
-            self._rows, self._together = rows, self._bytes_of(blueprints)
-            self._alone = [self._bytes_of([b]) for b in self._core.plan.read(blueprints)]
+            self._rows, self._together = rows, self._bytes_of(blueprints, sum(count for _, count in rows))
+            self._alone = [self._bytes_of([b], 1) for b in self._core.plan.read(blueprints)]
         shares = [(w.sequence.request_id, w.count * alone) for w, alone in zip(work, self._alone, strict=True)]
         preempted, self._preempted = scheduler.preempted - self._preempted, scheduler.preempted
         return Step(sum(w.count for w in work), len(work), self._together, switched, preempted, shares)
 
-    def _bytes_of(self, blueprints: list[Blueprint]) -> int:
-        key = frozenset(b.linear_key for b in blueprints)
+    def _bytes_of(self, blueprints: list[Blueprint], tokens: int) -> int:
+        key = frozenset(b.linear_key for b in blueprints), 1 if self._shared else tokens
         if key not in self._bytes:
             if len(self._bytes) == _KEPT:
                 self._bytes.clear()
-            self._bytes[key] = bytes_of_step(self._core.table, blueprints)
+            self._bytes[key] = bytes_of_step(self._core.table, blueprints, key[1])
         return self._bytes[key]
 
 
-def bytes_of_step(table: SiteTable, blueprints: list[Blueprint]) -> int:
+def bytes_of_step(table: SiteTable, blueprints: list[Blueprint], tokens: int = 1) -> int:
     """Bytes of weights and scales of a step with these rows, each site read once at the highest of its gears."""
     highest = tuple(map(max, zip(*(b.weight_bits for b in blueprints), strict=True)))
-    return replace(blueprints[0], weight_bits=highest).bytes_per_token(table)
+    return table.reads.nbytes(highest, tokens)
