@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from conftest import choose
 from moe_models import FAMILIES, tiny_moe, tiny_moe_folder
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
+from qbe.kernels.cpu import build
 from qbe.models import load_model
 from qbe.sites import Role, SiteTable
 from qbe.store import checkpoint
@@ -32,6 +35,15 @@ def logits(model: Any) -> torch.Tensor:
     with torch.inference_mode():
         found: torch.Tensor = model(input_ids=TOKENS, use_cache=False).logits
     return found
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's products, so that float32 is compared closely; those of each path are in test_experts_kernel.py."""
+    choose("torch", monkeypatch)
+    yield
+    build.backend.cache_clear()
+    build.number.cache_clear()
 
 
 @pytest.fixture(params=list(FAMILIES))

@@ -3,7 +3,8 @@
 At a price of a bit every site takes the gear that is cheapest for it. As the price falls, sites go up along the lower
 convex hulls of their costs, so that sorting all steps of all hulls by what they gain per bit gives every optimum that
 some price has (Everett 1963). The sites whose steps lie next to the price that the budget leads to are the core
-(Pisinger 1995): they are solved by dynamic programming, the others stay where any good solution has them.
+(Pisinger 1995): they are solved by dynamic programming over undominated sums (Nemhauser and Ullmann 1969), the others
+stay where any good solution has them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ Numbers = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 
 CORE = 96  # sites
-UNITS = 1 << 14  # into which what the core may have is divided; a site's bits are rounded to whole ones
-MARGIN = 16  # units by which roundings may add up
+GAP = 1e-4  # of the least cost, which a solution may be above
+SUMS = 1024  # of bits and costs that are kept at a time
 
 
 def solve(gears: Places, costs: Numbers, sizes: Numbers, most: float) -> tuple[int, ...] | None:
@@ -43,9 +44,7 @@ def solve(gears: Places, costs: Numbers, sizes: Numbers, most: float) -> tuple[i
     core = np.array(list(dict.fromkeys(site[order[nearest[: 4 * CORE]]].tolist()))[:CORE], np.int64)
     if len(core):
         left = room - float(above[sites, at].sum() - above[core, at[core]].sum())
-        better = _exact(costs[core], above[core], left)
-        if costs[core, better].sum() < costs[core, at[core]].sum():
-            at[core] = better
+        at[core] = _best(costs[core], above[core], left, at[core])
     return tuple(gears[at].tolist())
 
 
@@ -67,24 +66,31 @@ def _steps(costs: Numbers, weights: Numbers, lowest: Places) -> tuple[Numbers, N
     return np.concatenate(gains), np.concatenate(bits), np.concatenate(owners), np.concatenate(places)
 
 
-def _exact(costs: Numbers, above: Numbers, room: float) -> Places:
-    """The place of each site's gear with the least total cost, where all `above` the lowest fits into `room`."""
-    with np.errstate(over="ignore"):
-        units = np.rint(above / max(room, 1e-300) * UNITS).clip(0, UNITS + MARGIN + 1)
-    best, choices = np.zeros(UNITS + MARGIN + 1), np.zeros((len(costs), UNITS + MARGIN + 1), np.int8)
-    for i, (cost, needs) in enumerate(zip(costs, units.astype(int).tolist(), strict=True)):
-        options = np.full((len(cost), len(best)), np.inf)
-        for g, need in enumerate(needs):
-            if need < len(best) and np.isfinite(cost[g]):
-                options[g, need:] = best[: len(best) - need] + cost[g]
-        choices[i] = options.argmin(0)
-        best = options.min(0)
-    sites = np.arange(len(costs))
-    for left in range(UNITS + MARGIN, -1, -1):  # of a sum of rounded numbers the last units are not certain
-        at = np.empty(len(costs), np.int64)
-        for i in reversed(range(len(costs))):
-            at[i] = choices[i, left]
-            left -= int(units[i, at[i]])
-        if above[sites, at].sum() <= room:
+def _best(costs: Numbers, above: Numbers, room: float, at: Places) -> Places:
+    """The place of each site's gear with next to the least total cost within `room`; `at` where none is better.
+
+    Site by site all sums of bits and costs are kept that no other sum is below in both, and that the continuous optimum
+    of the later sites could still bring below what `at` costs.
+    """
+    lowest, sites = np.isfinite(costs).argmax(1), np.arange(len(costs))
+    gain, more, site, _ = _steps(costs, above, lowest)
+    order = np.argsort(-gain, kind="stable")
+    limit = costs[sites, at].sum() * (1 - GAP)
+    bits, cost, kept = np.zeros(1), np.zeros(1), []
+    for i in sites:
+        later = order[site[order] > i]
+        rooms, saved = (np.append(0.0, np.cumsum(v)) for v in (more[later], (more * gain)[later]))
+        all_bits, all_costs = (bits[:, None] + above[i]).ravel(), (cost[:, None] + costs[i]).ravel()
+        least = all_costs + costs[sites, lowest][i + 1 :].sum() - np.interp(room - all_bits, rooms, saved)
+        some = np.flatnonzero((all_bits <= room) & (least < limit))
+        some = some[np.argsort(least[some], kind="stable")[:SUMS]]
+        some = some[np.lexsort((all_costs[some], all_bits[some]))]
+        some = some[all_costs[some] < np.append(np.inf, np.minimum.accumulate(all_costs[some])[:-1])]
+        if not len(some):
             return at
-    return np.isfinite(costs).argmax(1)
+        kept.append(some)
+        bits, cost = all_bits[some], all_costs[some]
+    found, last = at.copy(), int(cost.argmin())
+    for i in reversed(sites):
+        last, found[i] = divmod(int(kept[i][last]), costs.shape[1])
+    return found
