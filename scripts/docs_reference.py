@@ -302,12 +302,13 @@ def _field_default(of: type, field: dataclasses.Field[Any]) -> str:
 
 def compatibility_page() -> str:
     """Every option that does not work everywhere, in every situation, and what is said of it there."""
-    from qbe.compatibility import ANYWHERE, ENGINE, REQUEST, SITUATIONS, limit
+    from qbe.compatibility import ANYWHERE, ENGINE, REQUEST, SITUATIONS, Situation, limit
 
     parts = [MADE, "# Compatibility\n", "Options that need something of the model, the device or the engine. "
              "*refused*: in one line, which becomes a 400 over HTTP; with `best_effort` the option is left out, and "
              "the result names it (`ignored`; over HTTP `usage.qbe.ignored`). *said*: it does nothing, and a warning "
              "as the engine starts, or the result, says so. Empty: it does what it says.\n"]  # fmt: skip
+    untrained = Situation(no_cascade="it has not been trained for this model; run 'qbe train cascade', or leave it out")
     for heading, of in (("What a request asks for", REQUEST), ("What an engine is started with", ENGINE)):
         shown = {n: s for n, s in SITUATIONS.items() if of is REQUEST or not s.vllm}
         rows: Rows = []
@@ -315,7 +316,8 @@ def compatibility_page() -> str:
             met = (limit(option, situation, of) for situation in shown.values())
             rows.append((f"`{option}`", *("" if one is None else one.outcome for one in met)))
         parts += [f"## {heading}\n", table(("option", *shown), rows)]
-        parts.append(table(("option", "otherwise", "what is said"), [(f"`{x.option}`", x.outcome, x.line) for x in of]))
+        lines = [(f"`{x.option}`", x.outcome, x.line(untrained)) for x in of]
+        parts.append(table(("option", "otherwise", "what is said"), lines))
     parts.append(f"Everywhere: {', '.join(f'`{name}`' for name in ANYWHERE)}.\n")
     return "\n".join(parts)
 

@@ -45,7 +45,10 @@ def test_default_model_at_16_bits_is_transformers_for_20_prompts(default_model: 
 def test_default_model_end_to_end(default_model: Path, device: torch.device) -> None:
     engine = Engine(device=device.type, records=False)
     three = [engine.explain(p) for p in (FACT, ARITHMETIC, CODE)]
-    assert len({e.blueprint.key for e in three}) == 3
+    assert [e.profile.prompt_class for e in three] == ["question_answering", "mathematics", "code"]
+    assert three[0].profile.score < three[1].profile.score < three[2].profile.score
+    fact, arithmetic, code = (e.blueprint.key for e in three)
+    assert fact != arithmetic == code, "a tier has few averages, so that prompts can share pages"
     for bits in (4.3, 5.0, 6.5, 8.0, 11.0):
         assert bits - 0.05 <= engine.explain(FACT, budget=Budget(bits=bits)).average_bits <= bits + 1e-6
     # By a wide margin: of the fact alone the first two words of an answer are 0.1 nats apart, which bfloat16 can turn.

@@ -16,8 +16,8 @@ from server_running import Running, running, tiny_engine
 
 SYSTEM = "You are a helpful assistant. " * 18  # a page and more than a stretch of pages
 TURNS = (
-    "Hi.",
     "Write a long and detailed essay about the history of philosophy, with many examples, and compare the schools.",
+    "Hi.",
     "Thanks!",
     "What is 2+2?",
     "Write a Python function that reverses a linked list, then prove that it is right, step by step, in every case.",

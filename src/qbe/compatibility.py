@@ -35,7 +35,8 @@ class Situation:
         measured: the sensitivities of the model's sites are known, and how hard the built-in text is.
         thresholds: it is known when an answer is hard (`qbe.refresh.thresholds`).
         scored: the policy gives another score other bits.
-        trained: `qbe train cascade` has run for the model.
+        no_cascade: why the cascade cannot be used, where `qbe train cascade` has not run, its file is damaged or the model
+            can have none (`qbe.policies.cascade.load`); what else to do, after a semicolon.
         own_tier: the policy needs an analysis tier of its own.
         cacheable: blueprints of the policy can be kept for queries that are alike.
         bounded, high_precision: the request has `kv_error`, or `high_precision_tokens`.
@@ -53,7 +54,7 @@ class Situation:
     measured: bool = True
     thresholds: bool = True
     scored: bool = True
-    trained: bool = True
+    no_cascade: str = ""
     own_tier: bool = False
     cacheable: bool = True
     bounded: bool = False
@@ -68,7 +69,8 @@ class Limit:
 
     Attributes:
         meets: whether a situation is such a one.
-        why: what is missing, as the rest of a sentence; what else to do, after a semicolon.
+        why: what is missing, as the rest of a sentence; what else to do, after a semicolon. In braces, what the situation
+            says of it.
     """
 
     option: str
@@ -76,10 +78,9 @@ class Limit:
     meets: Callable[[Situation], bool]
     why: str
 
-    @property
-    def line(self) -> str:
+    def line(self, situation: Situation) -> str:
         """What is said."""
-        why, _, instead = self.why.partition("; ")
+        why, _, instead = self.why.format(**vars(situation)).partition("; ")
         return f"{self.option} does nothing here, because {why}: {instead or 'leave it out'}"
 
 
@@ -119,7 +120,7 @@ REQUEST = (
     Limit("cascade", "refused", lambda s: s.vllm, _VLLM),
     Limit("cascade", "refused", lambda s: s.recurrent, f"{_STATE}: all of its tokens have one precision"),
     Limit("cascade", "refused", lambda s: not s.attention, "the model has no attention to go by"),
-    Limit("cascade", "refused", lambda s: not s.trained, "it was not trained for this model; 'qbe train cascade' does"),
+    Limit("cascade", "refused", lambda s: bool(s.no_cascade), "{no_cascade}"),
     Limit("kv_bits", "refused", lambda s: s.vllm, _VLLM),
     Limit("kv_bits", "said", lambda s: not s.attention, _NO_CACHE),
     Limit("kv_error", "refused", lambda s: s.vllm, _VLLM),
@@ -172,7 +173,7 @@ def check_engine(asked: Collection[str], situation: Situation) -> None:
     for option in asked:
         found = limit(option, situation, ENGINE)
         if found is not None:
-            warnings.warn(found.line, RuntimeWarning, stacklevel=3)
+            warnings.warn(found.line(situation), RuntimeWarning, stacklevel=3)
 
 
 def check_request(asked: Collection[str], situation: Situation, best_effort: bool = False) -> dict[str, str]:
@@ -187,6 +188,6 @@ def check_request(asked: Collection[str], situation: Situation, best_effort: boo
         if found is None:
             continue
         if found.outcome == "refused" and not best_effort:
-            raise QBEError(found.line, field=option)
-        ignored[option] = found.line
+            raise QBEError(found.line(situation), field=option)
+        ignored[option] = found.line(situation)
     return ignored

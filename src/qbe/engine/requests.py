@@ -89,14 +89,14 @@ class Requests:
 
     def _situation(self, request: Request) -> Situation:
         """What its options meet. Raises QBEError for an unknown policy."""
-        budget, table = request.budget, self._table
+        budget, table, no_cascade = request.budget, self._table, self._chooser.cascade
         return replace(
             self.core.situation,
             originals_full=False,  # whether that matters depends on the blueprint (`BoundedKV.admit`)
             measured=table.difficult_entropy is not None,
             scored=self._chooser.policy(request.policy).reads_score,
             thresholds=budget.refresh and self._chooser.thresholds(budget) is not None,
-            trained=not isinstance(self._chooser.cascade, QBEError),
+            no_cascade=str(no_cascade).replace(": ", "; ", 1) if isinstance(no_cascade, QBEError) else "",
             bounded=budget.kv_error is not None,
             high_precision=budget.high_precision_tokens,
         )
