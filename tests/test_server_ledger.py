@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import threading
@@ -133,12 +134,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_whatever_is_killed_everything_served_is_billed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same ledger through one death after the other, at random writes and at random times."""
+    """The same ledger through one death after the other, at random writes and at random times.
+
+    QBE_TEST_KILLS: how often it goes through four of them; 50 before a release.
+    """
     dice = random.Random()  # another run, other moments
     options = ("--model", str(home / "model"), "--policy", "uniform", "--config", str(home / "serve.toml"))
     rows: dict[str, LedgerEntry] = {}
     script = str(Path(__file__).with_name("serve_and_die.py"))
     points = [f"{where}:{dice.randint(2, 120)}" for where in ("before", "within", "after")] + [""]
+    points *= int(os.environ.get("QBE_TEST_KILLS", "1"))
     for number, point in enumerate(points):
         monkeypatch.setenv("QBE_TEST_DIES", point)
         program = (script,) if point else ("-m", "qbe")

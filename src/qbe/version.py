@@ -1,3 +1,3 @@
 """The version of QBE, where rooms below the package's front can read it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -45,7 +45,7 @@ def serve(
     keys: Annotated[Path | None, typer.Option(help="TOML file of more keys and nothing else")] = None,
     ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
     policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None,
-    max_sequences: Annotated[int, typer.Option(help="answers that are written at once")] = 16,
+    max_sequences: Annotated[int, typer.Option(min=1, help="answers that are written at once")] = 16,
     most_bits: MostBits = None, kv_tokens: KVTokens = None,
     rows: Annotated[
         str | None, typer.Option(help="exact: each request reads its own bits; shared (default): a step's highest")
