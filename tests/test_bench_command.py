@@ -126,7 +126,7 @@ def test_a_picture_has_quartiles_and_colours_no_noise(monkeypatch: pytest.Monkey
         (["bench", "linear"], "'linear': choose linears,"),
         (["bench", "linears", "--device", "tpu"], "tpu"),
         (["bench", "linears", "--device", "cuda:99"], "cuda:99"),
-        (["bench", "linears", "--rounds", "3"], "option: --rounds; see 'qbe bench linears --help'"),
+        (["bench", "linears", "--turns", "3"], "option: --turns; see 'qbe bench linears --help'"),
         (["nonsense"], "'nonsense': choose generate, chat, explain,"),
         (["--nonsense"], "--nonsense; see 'qbe --help'"),
         (["bench", "linears", "--json", "/no/such/folder/r.json"], "/no/such/folder"),

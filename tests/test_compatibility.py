@@ -120,9 +120,11 @@ def answer(engine: qbe.Engine, budget: Budget, speculate: bool) -> tuple[Result,
 
 
 def met(kind: str, started: Started, option: str, of: Any = REQUEST) -> tuple[str, str] | None:
-    """What becomes of an option that does nothing, and the line that says so; the cascade is trained for no model here."""
+    """What becomes of an option that does nothing, and its line; the cascade is trained for no model here."""
     name = started.engine.table.model_name
-    not_trained = f"the cascade has not been trained for {name}; run 'qbe train cascade --model {name}', or leave it out"
+    not_trained = (
+        f"the cascade has not been trained for {name}; run 'qbe train cascade --model {name}', or leave it out"
+    )
     situation = replace(SITUATIONS[kind], no_cascade=not_trained)
     found = limit(option, situation, of)
     return None if found is None else (found.outcome, found.line(situation))

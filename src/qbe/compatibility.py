@@ -35,8 +35,8 @@ class Situation:
         measured: the sensitivities of the model's sites are known, and how hard the built-in text is.
         thresholds: it is known when an answer is hard (`qbe.refresh.thresholds`).
         scored: the policy gives another score other bits.
-        no_cascade: why the cascade cannot be used, where `qbe train cascade` has not run, its file is damaged or the model
-            can have none (`qbe.policies.cascade.load`); what else to do, after a semicolon.
+        no_cascade: why the cascade cannot be used, where it was not trained, its file is damaged or the model can have
+            none (`qbe.policies.cascade.load`); what else to do, after a semicolon.
         own_tier: the policy needs an analysis tier of its own.
         cacheable: blueprints of the policy can be kept for queries that are alike.
         bounded, high_precision: the request has `kv_error`, or `high_precision_tokens`.
@@ -69,8 +69,8 @@ class Limit:
 
     Attributes:
         meets: whether a situation is such a one.
-        why: what is missing, as the rest of a sentence; what else to do, after a semicolon. In braces, what the situation
-            says of it.
+        why: what is missing, as the rest of a sentence; what else to do, after a semicolon. In braces, what the
+            situation says of it.
     """
 
     option: str

@@ -6,18 +6,20 @@ import datetime
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from qbe.errors import QBEError
 from qbe.files import check_writable
 
 if TYPE_CHECKING:
+    from qbe.bench.record import Record
     from qbe.bench.report import BenchmarkReport
 
 BENCHMARKS = ("linears", "experts", "decode", "prefill", "switch", "batch", "kv", "speculate", "engine", "serve")
@@ -28,6 +30,12 @@ app = typer.Typer(
 )
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Json = Annotated[Path | None, typer.Option("--json", help="write the results to this file")]
+Against = Annotated[
+    Path | None, typer.Option(help="say what got worse than in this record, and end with exit code 1 if anything did")
+]
+Taken = Annotated[
+    Path | None, typer.Option("--record", help="keep what is new or better in this record of best numbers")
+]
 Plot = Annotated[Path | None, typer.Option("--plot", help="draw the ratios into this PNG (needs matplotlib)")]
 
 
@@ -84,9 +92,24 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
-def _told(name: str, device: str, json: Path | None, plot: Path | None, sizes: Any = None) -> None:
+@dataclass(frozen=True)
+class Outputs:
+    """On which ways a report is told: into files, and beside the record `against`; None: not on this one."""
+
+    json: Path | None = None
+    plot: Path | None = None
+    against: Path | None = None
+    record: Path | None = None
+
+
+def _told(name: str, device: str, outputs: Outputs, sizes: Any = None) -> None:
     """Measure, and tell on every way that was asked for."""
-    check_writable(json=json, plot=plot)
+    from qbe.bench.record import Record
+
+    json, plot = outputs.json, outputs.plot
+    check_writable(json=json, plot=plot, record=outputs.record)
+    against = None if outputs.against is None else Record.read(outputs.against)
+    kept = Record.read(outputs.record) if outputs.record is not None and outputs.record.is_file() else Record()
     if plot is not None:
         from qbe.bench.plot import check_plot
 
@@ -105,11 +128,30 @@ def _told(name: str, device: str, json: Path | None, plot: Path | None, sizes: A
     if not out.is_terminal:  # a file need not fold its lines
         out = Console(width=max(out.width, 130))
     out.print(render(report))
+    if outputs.record is not None:
+        kept.take(report)
+        kept.write(outputs.record)
+    if against is not None:
+        _compare(report, against, out)
+
+
+def _compare(report: BenchmarkReport, record: Record, out: Console) -> None:
+    """Says what changed; exit code 1 when anything got worse."""
+    changes = record.changes(report)
+    for change in changes:
+        out.print(Text(change.line, style="green" if change.better else "red"))
+    worse = sum(not c.better for c in changes)
+    out.print(f"{record.known(report)} of {len(report.rows)} rows are in the record: {len(changes) - worse} better, "
+              f"{worse} worse")  # fmt: skip
+    if worse:
+        raise typer.Exit(1)
 
 
 def _command(name: str, does: str) -> Callable[..., None]:
-    def command(device: Device = "auto", json: Json = None, plot: Plot = None) -> None:
-        _told(name, device, json, plot)
+    def command(
+        device: Device = "auto", json: Json = None, plot: Plot = None, against: Against = None, record: Taken = None,
+    ) -> None:  # fmt: skip
+        _told(name, device, Outputs(json, plot, against, record))
 
     command.__doc__ = does
     return app.command(name)(command)
@@ -131,14 +173,16 @@ for _name, _does in (
 @app.command("speculate")
 def speculate(
     data: Annotated[Path | None, typer.Option(help="ask prompts of this folder's data sets, too, 56 in all")] = None,
-    device: Device = "auto", json: Json = None, plot: Plot = None,
+    device: Device = "auto", json: Json = None, plot: Plot = None, against: Against = None, record: Taken = None,
 ) -> None:  # fmt: skip
     """Answers with speculation against without: speed, acceptance of each drafter, same tokens."""
     from qbe.bench.speculate import sizes_for, with_traffic
     from qbe.engine.devices import pick_device
 
     sizes = sizes_for(pick_device(device))
-    _told("speculate", device, json, plot, sizes if data is None else with_traffic(sizes, data))
+    _told(
+        "speculate", device, Outputs(json, plot, against, record), sizes if data is None else with_traffic(sizes, data)
+    )
 
 
 @app.command("serve")
@@ -151,7 +195,7 @@ def serve(
         list[str] | None, typer.Option(help="bound, overhead, priority, schemas or soak; left out, all of them")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="settings file of the server whose tiers are measured")] = None,
-    device: Device = "auto", json: Json = None, plot: Plot = None,
+    device: Device = "auto", json: Json = None, plot: Plot = None, against: Against = None, record: Taken = None,
 ) -> None:  # fmt: skip
     """A real server under Azure's traces: requests within a latency bound, overhead, priority, JSON schemas."""
     from dataclasses import replace
@@ -175,4 +219,4 @@ def serve(
         load(config)  # says what is wrong with it
         settings = config.read_text(encoding="utf-8")
     sizes = replace(sizes, data=data, parts=tuple(part or PARTS), settings=settings, model=model or sizes.model)
-    _told("serve", device, json, plot, sizes)
+    _told("serve", device, Outputs(json, plot, against, record), sizes)
