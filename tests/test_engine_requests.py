@@ -52,6 +52,13 @@ def test_chat_messages_use_the_template(engine: Engine) -> None:
     assert asked.prompt_tokens == plain.prompt_tokens
 
 
+def test_a_message_may_be_empty(engine: Engine) -> None:
+    """As OpenAI's may: what its template adds is a prompt."""
+    asked = engine.generate([{"role": "user", "content": ""}], SamplingParams(max_tokens=3))
+    assert asked.prompt_tokens == engine.generate("user: \nassistant: ", SamplingParams(max_tokens=3)).prompt_tokens
+    assert 0 <= asked.profile.score <= 1
+
+
 @pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ oh", "{{ messages[0].a.b }}"])
 def test_a_chat_template_that_fails_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)

@@ -16,7 +16,8 @@ def encode(
     prompt: PromptInput, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None,
     context_limit: ContextLimit | None = None, variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int], list[int]]:  # fmt: skip
-    """The text to analyse (of a conversation: the last message that has some), its token ids, and those to run.
+    """The text to analyse (of a conversation: the last message that has some, else all that its template makes), its
+    token ids, and those to run.
 
     Args:
         model: its name, for messages.
@@ -43,8 +44,8 @@ def encode(
                 raise QBEError("a prompt is text, token ids or a conversation: messages with 'role' and 'content'")
             messages = [m for m in prompt if isinstance(m, dict)]
             texts = (text_of(m.get("content")) for m in reversed(messages))
-            text = next((t for t in texts if t.strip()), "")
             ids = _conversation(messages, tokenizer, model, tools, context_limit, variables or {})
+            text = next((t for t in texts if t.strip()), None) or tokenizer.decode(ids)
             text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     except UnicodeEncodeError as error:
         raise QBEError(f"the prompt is not valid UTF-8 (character {error.start}); convert it first") from None
