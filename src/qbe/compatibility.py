@@ -30,6 +30,7 @@ class Situation:
         attention: it has attention, and so a KV cache.
         windows, experts: it has sliding windows, or experts; no option asks for either.
         cuda: the device is a GPU.
+        device_memory: what is on the device is bounded.
         fixed_shapes: decode steps run at fixed shapes, as compiled ones and those with draft tokens do.
         drafts: decode steps have room for draft tokens.
         measured: the sensitivities of the model's sites are known, and how hard the built-in text is.
@@ -49,6 +50,7 @@ class Situation:
     windows: bool = False
     experts: bool = False
     cuda: bool = False
+    device_memory: bool = False
     fixed_shapes: bool = True
     drafts: bool = True
     measured: bool = True
@@ -120,6 +122,8 @@ REQUEST = (
     Limit("cascade", "refused", lambda s: s.vllm, _VLLM),
     Limit("cascade", "refused", lambda s: s.recurrent, f"{_STATE}: all of its tokens have one precision"),
     Limit("cascade", "refused", lambda s: not s.attention, "the model has no attention to go by"),
+    Limit("cascade", "refused", lambda s: s.device_memory, "device_memory bounds what is there to be read, which bits "
+          "that move within a forward pass do not heed"),
     Limit("cascade", "refused", lambda s: bool(s.no_cascade), "{no_cascade}"),
     Limit("kv_bits", "refused", lambda s: s.vllm, _VLLM),
     Limit("kv_bits", "said", lambda s: not s.attention, _NO_CACHE),
@@ -139,7 +143,8 @@ REQUEST = (
 """What a request asks for, likewise."""
 
 ANYWHERE = (
-    "model", "tokenizer", "policy", "dtype", "device", "originals", "most_bits", "max_sequences", "records",
+    "model", "tokenizer", "policy", "dtype", "device", "originals", "most_bits", "device_memory", "miss",
+    "max_sequences", "records",
     "refresh_interval", "refresh_count", "progress",
     "bits", "tier", "activation_bits", "within", "best_effort", "min_bits", "max_bits", "max_latency_ms", "max_cost",
 )  # fmt: skip
@@ -154,6 +159,7 @@ SITUATIONS = {
     "attention and recurrent layers": _RECURRENT,
     "recurrent layers alone": replace(_RECURRENT, attention=False),
     "on a GPU": Situation(cuda=True),
+    "with `device_memory`": Situation(device_memory=True),
     "`compile` without `speculate`": Situation(drafts=False),
     "a policy that does not read the score": Situation(scored=False),
     "a learned policy": Situation(scored=False, own_tier=True, cacheable=False),

@@ -22,6 +22,7 @@ from qbe.cli.options import (
     Chat,
     Compile,
     Device,
+    DeviceMemory,
     Dtype,
     Greedy,
     HighPrecisionTokens,
@@ -31,6 +32,7 @@ from qbe.cli.options import (
     KVTokens,
     MaxTokens,
     MinP,
+    Miss,
     Model,
     MostBits,
     Originals,
@@ -66,6 +68,7 @@ def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None, most_bits: MostBits = None,
+    device_memory: DeviceMemory = None, miss: Miss = None,
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, n: Answers = 1, chat: Chat = False,
@@ -91,7 +94,7 @@ def generate(
     )  # fmt: skip
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
-        quiet=as_json, speculate=speculate, most_bits=most_bits,
+        quiet=as_json, speculate=speculate, most_bits=most_bits, device_memory=device_memory, miss=miss,
     ) as engine:  # fmt: skip
         asked: Any = [{"role": "user", "content": text}] if chat else text
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
@@ -111,6 +114,7 @@ def chat(
     context: typer.Context, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None, most_bits: MostBits = None,
+    device_memory: DeviceMemory = None, miss: Miss = None,
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None,
@@ -134,7 +138,7 @@ def chat(
     )  # fmt: skip
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
-        most_bits=most_bits, speculate=speculate,
+        most_bits=most_bits, speculate=speculate, device_memory=device_memory, miss=miss,
     ) as engine:  # fmt: skip
         from qbe.engine.tokenize import check_chat
 

@@ -58,6 +58,12 @@ Originals = Annotated[
     str | None, typer.Option(help="16-bit weights: none (the default on a GPU), or on the host or the device")
 ]
 MostBits = Annotated[int | None, typer.Option(help="load the store up to these bits only: 4, 6 or 8")]
+DeviceMemory = Annotated[
+    str | None, typer.Option(help="bytes of weights and KV cache on the device, as in 12GiB; the rest stays on disk")
+]
+Miss = Annotated[
+    str | None, typer.Option(help="with --device-memory, of slices not there: lower (default) reads less, or wait")
+]
 KVTokens = Annotated[
     int | None, typer.Option(help="size of the KV cache in tokens of 16 bits; left out, one that fits")
 ]
@@ -86,7 +92,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object on sta
 def make_engine(
     model: str, policy: str, dtype: str, device: str, originals: str | None, kv_tokens: int | None = None,
     compile: bool = False, tune: bool = False, answers: int = 1, analysis_tier: int | None = None, quiet: bool = False,
-    speculate: bool = False, most_bits: int | None = None,
+    speculate: bool = False, most_bits: int | None = None, device_memory: str | None = None, miss: str | None = None,
 ) -> Engine:  # fmt: skip
     """The engine that the options ask for, with room for so many answers at once; `quiet` shows no progress."""
     from transformers.utils import logging
@@ -99,7 +105,8 @@ def make_engine(
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals, most_bits=most_bits,
         max_sequences=max(1, min(answers, _TOGETHER)), kv_tokens=kv_tokens, compile=compile, tune=tune,
-        speculate=speculate, analysis_tier=analysis_tier, progress=err.is_terminal and not quiet,
+        speculate=speculate, device_memory=device_memory, miss=miss, analysis_tier=analysis_tier,
+        progress=err.is_terminal and not quiet,
     )  # fmt: skip
 
 

@@ -18,7 +18,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qbe.cli.options import DEFAULT, Compile, Device, Dtype, KVTokens, Model, MostBits, Originals, Policy, Tune
+from qbe.cli.options import (
+    DEFAULT,
+    Compile,
+    Device,
+    DeviceMemory,
+    Dtype,
+    KVTokens,
+    Miss,
+    Model,
+    MostBits,
+    Originals,
+    Policy,
+    Tune,
+)
 from qbe.errors import QBEError
 
 if TYPE_CHECKING:
@@ -46,7 +59,7 @@ def serve(
     ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
     policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="answers that are written at once")] = 16,
-    most_bits: MostBits = None, kv_tokens: KVTokens = None,
+    most_bits: MostBits = None, device_memory: DeviceMemory = None, miss: Miss = None, kv_tokens: KVTokens = None,
     rows: Annotated[
         str | None, typer.Option(help="exact: each request reads its own bits; shared (default): a step's highest")
     ] = None,
@@ -100,8 +113,9 @@ def serve(
         from qbe.server.service import Service
 
         make = functools.partial(
-            _engine, watched, model, originals, most_bits, rows, policy=policy, dtype=dtype, device=device,
-            max_sequences=max_sequences, kv_tokens=kv_tokens, compile=compile, speculate=speculate, tune=tune,
+            _engine, watched, model, originals=originals, most_bits=most_bits, rows=rows, device_memory=device_memory,
+            miss=miss, policy=policy, dtype=dtype, device=device, max_sequences=max_sequences, kv_tokens=kv_tokens,
+            compile=compile, speculate=speculate, tune=tune,
         )  # fmt: skip
         services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
         return services[0]
@@ -132,9 +146,7 @@ def _check_installed() -> None:
             raise QBEError(f"the server needs {name}: pip install 'qbe[serve]'")
 
 
-def _engine(
-    watched: Watched, model: str, originals: str | None, most_bits: int | None, rows: str | None, **options: Any
-) -> Engine:  # fmt: skip
+def _engine(watched: Watched, model: str, **options: Any) -> Engine:
     """The engine, made in the thread that steps it; what the command does not say of its weights the settings do."""
     from transformers.utils import logging as advice
 
@@ -142,11 +154,11 @@ def _engine(
     from qbe.records import RecordStore, RecordWriter
 
     advice.set_verbosity_error()
-    weights, refresh = watched.current.weights, watched.current.refresh
-    most = weights.most_bits if most_bits is None else most_bits
+    refresh = watched.current.refresh
+    for name, value in watched.current.weights.model_dump().items():
+        options[name] = value if options[name] is None else options[name]
     return Engine(
-        model, originals=originals or weights.originals, most_bits=most, rows=weights.rows if rows is None else rows,
-        records=RecordWriter(RecordStore()), progress=sys.stderr.isatty(), refresh_interval=refresh.interval,
+        model, records=RecordWriter(RecordStore()), progress=sys.stderr.isatty(), refresh_interval=refresh.interval,
         refresh_count=refresh.count, **options,
     )  # fmt: skip
 

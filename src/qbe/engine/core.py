@@ -47,6 +47,7 @@ from qbe.kvcache.allocator import PageAllocator, PageFormat
 from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
 from qbe.kvcache.originals import Originals
 from qbe.policies.per_token import TokenRouters
+from qbe.residency.residency import Residency
 from qbe.sites import KVBits, SiteTable
 
 
@@ -98,6 +99,7 @@ class Core:
         vocabulary: number of tokens the model knows.
         speculator: makes and checks draft tokens; None where no request can speculate.
         extensions: told of every request and step, in this order.
+        residency: of a nested store that is not all on the device (`qbe.engine.bounded_memory`); None: it is.
 
     Raises:
         QBEError: a model that QBE cannot run or runs wrong (`self_check`), or sizes that do not fit together.
@@ -131,6 +133,7 @@ class Core:
         longest = longest_forward(packed, self.context)
         sizes = StepSizes.of(self.device, max_batch_tokens, max_sequences, longest, speculate)
 
+        self.residency: Residency | None = None
         self.plan = bind_plan(model, table, self.device, sizes.plan_rows, shared_rows)
         with self_check.one_line(model):
             shapes, dtype = probe_shapes(model)
@@ -168,6 +171,7 @@ class Core:
             recurrent=not self.runner.packed,
             attention=self.scheduler.paged,
             cuda=self.device.type == "cuda",
+            device_memory=self.plan.limits is not None,
             fixed_shapes=self.runner.decode is not None,
             drafts=self.speculator is not None,
             originals_full=self.originals.refused,
@@ -224,17 +228,12 @@ class Core:
         return self.pool.format(kv_bits, allocator.uses)
 
     def raise_kv(self, sequence: Sequence, kv_bits: tuple[KVBits, ...]) -> None:
-        """Give a running request's pages to come these KV bits, if what it may still write then fits in the cache.
-
-        Wherever they come from: from its own attention, or from another blueprint (`refresh`).
-        """
+        """Give a running request's pages to come these KV bits, if what it may still write then fits in the cache."""
         self._refresh.raise_kv(sequence, kv_bits)
 
     def refresh(self, sequence: Sequence, blueprint: Blueprint) -> bool:
-        """Let a running request go on at this blueprint from its next step on; whether that is another one.
-
-        Pages that are written stay. Those to come get its KV bits if what the request may still write then fits.
-        """
+        """Let a running request go on at this blueprint from its next step on; whether that is another one. Pages that
+        are written stay. Those to come get its KV bits if what the request may still write then fits."""
         return self._refresh.exchange(sequence, blueprint)
 
     def add_routers(self, routers: TokenRouters) -> None:
@@ -305,15 +304,16 @@ class Core:
             accept_tokens(rows, scores, lambda s, token: outputs.append(self._advance(s, token)))
             for extension in self.extensions:
                 extension.finish(work)
-        except BaseException:
-            self._fail(work)
+        except BaseException as error:
+            self._fail(work, error)
             raise
         return outputs
 
-    def _fail(self, work: list[ScheduledTokens]) -> None:
+    def _fail(self, work: list[ScheduledTokens], error: BaseException) -> None:
         """What the step's sequences have in the cache is unknown now: they cannot go on."""
+        why = str(error) if isinstance(error, QBEError) else "the model failed while this request was in the batch"
         for sequence in {w.sequence for w in work if w.sequence.finish_reason is None}:
-            sequence.error = "the model failed while this request was in the batch"
+            sequence.error = why
             self.scheduler.finish(sequence, "error")
 
     def _advance(self, sequence: Sequence, token: int | None) -> StepOutput:

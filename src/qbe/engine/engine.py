@@ -18,6 +18,7 @@ from qbe.budget import Budget
 from qbe.cache import CacheNumbers, open_cache
 from qbe.cache.traffic import LoggedRequest
 from qbe.compatibility import check_engine
+from qbe.engine import bounded_memory
 from qbe.engine.chooser import Chooser
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
@@ -40,6 +41,7 @@ from qbe.policies.per_token import TokenRouters
 from qbe.records import RecordStore, RecordWriter
 from qbe.refresh.monitor import Pace
 from qbe.refresh.thresholds import RUN, WINDOW
+from qbe.residency.residency import Residency, ResidencyNumbers
 from qbe.store.prepare import prepare, prepare_in_memory
 from qbe.store.shared_rows import check_rows
 
@@ -58,6 +60,11 @@ class Engine(Requests):
         originals: where the 16-bit weights of nested sites live: `none` (the default on a GPU: its widest gear is then
             the store's), `host` (the default on a CPU) or `device`.
         most_bits: the widest precision of the store that is loaded, 4, 6 or 8; None loads all.
+        device_memory: bytes of weights and KV cache that may be on the device, a number or a size such as "12GiB"; None
+            bounds nothing. Slices that do not fit stay in the store's file; what is read most is brought to the device
+            while requests run. Without 16-bit originals; on a CPU only, whose main memory is meant.
+        miss: what a row does that asks for a slice which is not on the device: `lower` (None), it reads the nearest
+            precision that is, and nobody waits; or `wait`, it gets the bits that it asked for.
         max_batch_tokens: tokens per step; longer prompts are spread over steps; None: 512 on a CPU, 2048 on a GPU.
         max_sequences: requests that run at once; more wait.
         kv_tokens: size of the KV cache in tokens; None chooses one that fits.
@@ -94,6 +101,8 @@ class Engine(Requests):
         device: str = "auto",
         originals: str | None = None,
         most_bits: int | None = None,
+        device_memory: int | str | None = None,
+        miss: str | None = None,
         max_batch_tokens: int | None = None,
         max_sequences: int = 16,
         kv_tokens: int | None = None,
@@ -115,6 +124,10 @@ class Engine(Requests):
         for name, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not (isinstance(size, int) and 1 <= size < 2**40)):
                 raise QBEError(f"{name} is {size}, but must be a whole number, 1 or more and below 2^40")
+        beside = {"a model given in memory": isinstance(model, nn.Module), "compile": compile,
+                  "most_bits": most_bits is not None, "originals": originals not in (None, "none")}  # fmt: skip
+        bound = bounded_memory.check(device_memory, miss, where, beside)
+        originals = "none" if bound is not None else originals
         if isinstance(model, nn.Module):
             if dtype != "auto":
                 raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
@@ -132,6 +145,9 @@ class Engine(Requests):
                 need_sensitivity=default.needs_sensitivity, progress=progress,
             )  # fmt: skip
         self.model = prepared.model
+        residency = None
+        if bound is not None and prepared.folder is not None:
+            residency = Residency(self.model, prepared.table, prepared.folder, miss or "lower", progress)
         cascade: TokenRouters | QBEError
         try:
             cascade = load_cascade(prepared.table, can_pack(decoder_config(self.model)))
@@ -151,25 +167,13 @@ class Engine(Requests):
             raise QBEError(
                 f"kv_tokens is {kv_tokens}, but they leave too little memory on {where}: lower it"
             ) from error
-        super().__init__(
-            core,
-            Chooser(
-                default,
-                policy,
-                self.model,
-                prepared.tokenizer,
-                prepared.name,
-                core.table,
-                core.context,
-                open_cache(blueprint_cache, core.table, prepared.name),
-                analysis_tier,
-                cascade,
-                pace,
-            ),
-            prepared.tokenizer,
-            prepared.name,
-            _sink(records),
-        )
+        if residency is not None and bound is not None:
+            bounded_memory.hold(core, residency, bound)
+        chooser = Chooser(
+            default, policy, self.model, prepared.tokenizer, prepared.name, core.table, core.context,
+            open_cache(blueprint_cache, core.table, prepared.name), analysis_tier, cascade, pace,
+        )  # fmt: skip
+        super().__init__(core, chooser, prepared.tokenizer, prepared.name, _sink(records))
         cached = blueprint_cache if isinstance(blueprint_cache, str | Path) else None  # else nobody asked for one
         given = {"max_batch_tokens": max_batch_tokens, "kv_tokens": kv_tokens, "tune": tune or None,
                  "analysis_tier": analysis_tier, "blueprint_cache": cached}  # fmt: skip
@@ -185,6 +189,11 @@ class Engine(Requests):
     def memory(self) -> Memory:
         """The bytes of weights, originals, KV cache, graphs and workspace."""
         return of_engine(self.core)
+
+    @property
+    def residency(self) -> ResidencyNumbers | None:
+        """What of the nested store is on the device and what was moved; None without `device_memory`."""
+        return None if self.core.residency is None else self.core.residency.numbers
 
     @property
     def kernel_cache(self) -> KernelCache:
@@ -314,6 +323,8 @@ class Engine(Requests):
         """Cancels what still runs, ends the tuner and closes the record store."""
         if self._tuner is not None:
             self._tuner.close()
+        if self.core.residency is not None:
+            self.core.residency.close()
         super().close()
 
     def __enter__(self) -> Self:

@@ -56,7 +56,8 @@ class Memory:
 
 def of_engine(core: Core) -> Memory:
     """What a running engine takes."""
-    weights, originals = _of_model(core.model)
+    weights, originals = of_model(core.model)
+    weights -= core.residency.absent if core.residency is not None else 0
     kv = core.pool.memory.numel()
     if core.device.type != "cuda":
         return Memory(weights, originals, kv, 0, core.plan.nbytes)
@@ -68,7 +69,8 @@ def of_engine(core: Core) -> Memory:
     return Memory(weights, originals, kv, graphs, max(0, rest))
 
 
-def _of_model(model: nn.Module) -> tuple[int, int]:
+def of_model(model: nn.Module) -> tuple[int, int]:
+    """Bytes of its weights, and of originals beside nested ones; slices that are not on the device are counted, too."""
     nested: list[NestedTensor | NestedExperts] = [weight for _, _, weight in nested_linears(model)]
     nested += [matrices for _, matrices in nested_experts(model)]
     plain = {p.data_ptr(): p.nbytes for p in model.parameters() if not isinstance(p, NestedTensor)}

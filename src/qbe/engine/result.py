@@ -81,6 +81,8 @@ class Result:
         drafted_tokens: draft tokens that were verified. accepted_tokens: those that were right.
         shared_bits: how many more bits its tokens read on average than their blueprints say, because they shared steps
             with others (`rows="shared"`).
+        missed_bits: how many fewer they read, because slices were not on the device (`device_memory`).
+        misses: times that a token asked a site for more than was there; with `miss="wait"` it waited for that.
         ignored: options that were asked for and did nothing, and a line of each that says why (`qbe.compatibility`);
             `kv_error` is among them where host memory ended meanwhile.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
@@ -117,6 +119,8 @@ class Result:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     shared_bits: float = 0.0
+    missed_bits: float = 0.0
+    misses: int = 0
     cached_parts: tuple[tuple[Blueprint, int], ...] = ()
     asked: Blueprint | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)
@@ -128,9 +132,9 @@ class Result:
 
     @property
     def priced_weight_bits(self) -> float:
-        """The bits that the answer costs: those that its tokens had; no more than its own score's, where it keeps a
-        conversation's."""
-        bits = self.average_weight_bits
+        """The bits that the answer costs: those that its tokens asked for, or read where that is less; no more than its
+        own score's, where it keeps a conversation's."""
+        bits = min(self.average_weight_bits, self.read_weight_bits)
         return bits if self.asked is None or self.refreshes else min(bits, self.asked_weight_bits)
 
     @property
@@ -153,8 +157,8 @@ class Result:
 
     @property
     def read_weight_bits(self) -> float:
-        """The same of what was read: never less."""
-        return self.average_weight_bits + self.shared_bits
+        """The same of what was read: less only where slices were missing."""
+        return self.average_weight_bits + self.shared_bits - self.missed_bits
 
     @property
     def nested_weight_bits(self) -> float:
@@ -200,6 +204,7 @@ class Result:
                 },
                 "average_weight_bits": round(self.average_weight_bits, 4),
                 "read_weight_bits": round(self.read_weight_bits, 4),
+                "precision_misses": self.misses,
                 "asked_weight_bits": round(self.asked_weight_bits, 4),
                 "cached_weight_bits": None if self.cached_weight_bits is None else round(self.cached_weight_bits, 4),
                 "nested_weight_bits": round(self.nested_weight_bits, 4),

@@ -81,7 +81,8 @@ class RunningRequest:
             lowered_tokens=sum(m.shift < 0 for m in running.cascade.moves),
             drafted_tokens=running.speculation.drafted if running.speculation else 0,
             accepted_tokens=running.speculation.accepted if running.speculation else 0,
-            shared_bits=running.shared_reads.average_bits,
+            shared_bits=running.shared_reads.average_bits, missed_bits=running.missed_reads.average_bits,
+            misses=running.missed_reads.misses,
             cached_parts=tuple(running.blueprint_history.written(running.paging.cached)), asked=chosen.asked,
             ignored=dict(chosen.ignored) | (bound_was_dropped() if running.bounded.dropped else {}),
         )  # fmt: skip
@@ -105,7 +106,7 @@ class RunningRequest:
                 tokens_by_activation_bits=activation_bits, pages_read=result.pages_read,
                 pages_raised=result.pages_raised, host_bytes=result.host_bytes,
                 drafted_tokens=result.drafted_tokens, accepted_tokens=result.accepted_tokens,
-                read_weight_bits=result.read_weight_bits,
+                read_weight_bits=result.read_weight_bits, precision_misses=result.misses,
                 cached_tokens=result.cached_tokens, cached_weight_bits=result.cached_weight_bits,
             ),
             difficulty_part(difficulty.entropies, difficulty.margins, self.refreshes),
@@ -128,4 +129,4 @@ class RunningRequest:
         if speculation is not None:
             passes = tokens - speculation.accepted
             nbytes = round(nbytes * passes / max(1, tokens)) + speculation.draft_bytes
-        return nbytes + running.shared_reads.nbytes
+        return max(0, nbytes + running.shared_reads.nbytes - running.missed_reads.nbytes)

@@ -69,7 +69,7 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
         **dict.fromkeys(("pages_read", "pages_raised", "host_bytes", "drafted_tokens", "accepted_tokens"), pa.int64()),
         **dict.fromkeys(("budget_bits", "score", "average_weight_bits", "read_weight_bits", "kv_error"), pa.float64()),
         **dict.fromkeys(("asked_weight_bits", "cached_weight_bits"), pa.float64()),
-        "cached_tokens": pa.int64(),
+        **dict.fromkeys(("cached_tokens", "precision_misses"), pa.int64()),
         **dict.fromkeys(("analysis_ms", "policy_ms", "prefill_ms", "decode_ms"), pa.float64()),
         **dict.fromkeys(("weight_bits", "activation_bits"), bits),
         "kv_bits": pa.list_(bits),

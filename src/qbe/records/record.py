@@ -89,6 +89,7 @@ class Work:
         drafted_tokens, accepted_tokens: see `qbe.engine.result.Result`; None in files of older versions.
         read_weight_bits: as `average_weight_bits`, of what was read: more where steps shared it (`rows = "shared"`);
             None in files of older versions.
+        precision_misses: times that a token asked a site for more than was on the device; None in older files.
         cached_tokens, cached_weight_bits: likewise: of the prompt, and at how many bits others had computed them.
     """
 
@@ -105,6 +106,7 @@ class Work:
     read_weight_bits: float | None = None
     cached_tokens: int | None = None
     cached_weight_bits: float | None = None
+    precision_misses: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,7 @@ FIELDS = (
     "entropies", "analysis_ms", "policy_ms", "prefill_ms", "decode_ms", "error", "kv_error", "pages_read",
     "pages_raised", "host_bytes", "cluster", "cache", "margins", "refreshes", "drafted_tokens", "accepted_tokens",
     "first_kv_bits", "read_weight_bits", "asked_weight_bits", "cached_tokens", "cached_weight_bits",
+    "precision_misses",
 )  # fmt: skip
 JSON_FIELDS = frozenset(
     {

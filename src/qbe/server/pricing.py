@@ -61,7 +61,7 @@ def usage(
 ) -> dict[str, Any]:  # fmt: skip
     """Tokens, precision and cost of the answers to the prompts of one request.
 
-    It costs what the bits do that were asked for, whatever was read.
+    It costs what the bits do that were asked for, or that were read where slices were missing.
 
     Args:
         groups: for each prompt its answers.
@@ -90,6 +90,7 @@ def usage(
         "qbe": {
             "average_weight_bits": _mean([r.average_weight_bits for r in results], weights),
             "read_weight_bits": _mean([r.read_weight_bits for r in results], weights),
+            "precision_misses": sum(r.misses for r in results),
             "asked_weight_bits": _mean([r.asked_weight_bits for r in results], weights),
             "cached_weight_bits": _mean_of_cached(firsts),
             "nested_weight_bits": _mean([r.nested_weight_bits for r in results], weights),

@@ -175,12 +175,16 @@ class Weights(_SettingsTable):
     Attributes:
         originals: where the 16-bit weights of nested sites live; None: nowhere on a GPU, else on the host.
         most_bits: the widest precision of the store that is loaded; None: all of it.
+        device_memory: bytes of weights and KV cache on the device, as a number or as in "12GiB"; None: all weights fit.
+        miss: what a row does whose slice is not there: read what is (`lower`), or `wait`.
         rows: what requests of one step read: `shared`, each site at the highest bits that any of them has there, or
             `exact`, each its own.
     """
 
     originals: Literal["none", "host", "device"] | None = None
     most_bits: Annotated[int, Strict(), Field(ge=1, le=8)] | None = None
+    device_memory: Annotated[int, Strict()] | str | None = None
+    miss: Literal["lower", "wait"] | None = None
     rows: Literal["exact", "shared"] = "shared"
 
 

@@ -18,6 +18,7 @@ from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.sites import FULL_BITS, Role, SiteTable
 from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_tensor import NestedTensor
+from qbe.store.read_limits import ReadLimits
 from qbe.store.shared_rows import SharedRows
 
 _word = functools.cache(precision_word)  # there are few of them, and a column has hundreds
@@ -38,6 +39,7 @@ class Plan:
             step begins with the blueprint's bits again.
         head_dynamic_precision: likewise, of the rows that the output head sees.
         shared: raises the rows of a step to the highest bits of any; None: each reads its own.
+        limits: lowers rows to what is resident; None: everything is.
 
     The plan's `kv_bits` belong to the pages and are in `qbe.kvcache.pages.PagePool`.
 
@@ -55,6 +57,7 @@ class Plan:
     ) -> None:
         self.table, self.max_rows, self.device = table, max_rows, device
         self.shared = SharedRows(table) if shared and max_rows > 1 else None
+        self.limits: ReadLimits | None = None
         self._plain = [i for i, s in enumerate(table.nested) if s.expert is None]
         self._experts = [i for i, s in enumerate(table.nested) if s.expert is not None]
         sites = len(self._plain)
@@ -152,7 +155,12 @@ class Plan:
         return [self._column(b) for b in self.read(blueprints)] if len(self.table.nested) else [0] * len(blueprints)
 
     def read(self, blueprints: Sequence[Blueprint]) -> list[Blueprint]:
-        """What the rows of a step with these blueprints read: the same ones, unless they share it."""
+        """What the rows of a step with these blueprints read: the same ones, unless they share it or lack a slice."""
+        wanted = self.wanted(blueprints)
+        return wanted if self.limits is None else [self.limits.of(b) for b in wanted]
+
+    def wanted(self, blueprints: Sequence[Blueprint]) -> list[Blueprint]:
+        """What they would read if everything were resident."""
         if self.shared is None:
             return list(blueprints)
         read = self.shared.of(blueprints)

@@ -51,12 +51,14 @@ class PreparedModel:
         tokenizer: its tokenizer.
         table: sites with gears, bytes and, when they were measured, sensitivities.
         name: what the caller called it.
+        folder: of its nested store; None where that was made in memory.
     """
 
     model: Any
     tokenizer: Any
     table: SiteTable
     name: str
+    folder: Path | None = None
 
 
 def prepare(
@@ -127,7 +129,7 @@ def _from_store(
         if measured.text is None:  # a store of an older version, or one that is known
             measured = _with_text(measured, loaded, None if folder == path else folder)
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
-    return PreparedModel(loaded.model, loaded.tokenizer, table, name)
+    return PreparedModel(loaded.model, loaded.tokenizer, table, name, folder)
 
 
 def _with_text(measured: Sensitivity, loaded: LoadedModel, folder: Path | None) -> Sensitivity:

@@ -17,6 +17,7 @@ from qbe.engine.scheduling.sequence_state import (
     AttentionWatch,
     BoundedReads,
     CascadeState,
+    MissedReads,
     PagingState,
     SamplingState,
     SharedReads,
@@ -81,7 +82,7 @@ class Sequence:
         priority: where it stands in line.
         preemptions: how often it gave its pages up and waited again.
         before: requests that were in the engine when its turn came and other routers than its own ran; else None.
-        paging, attention, bounded, cascade, difficulty, shared_reads, sampling: see `sequence_state`.
+        paging, attention, bounded, cascade, difficulty, shared_reads, missed_reads, sampling: see `sequence_state`.
         routed: int64 [2, widths] on the device: weights that its tokens have read at each width where routers chose it
             (`qbe.engine.adaptive.routing`), of the layers and of the output head, those of tokens computed again
             counted again; None where none do.
@@ -115,6 +116,7 @@ class Sequence:
         self.cascade = CascadeState()
         self.difficulty = TokenDifficulty()
         self.shared_reads = SharedReads()
+        self.missed_reads = MissedReads()
         self.sampling = SamplingState.of(params.seed)
         self.routed: torch.Tensor | None = None
         self.activation_stats: ActivationStats | None = None

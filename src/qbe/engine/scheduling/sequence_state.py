@@ -157,6 +157,28 @@ class SharedReads:
         return self.bits / self.tokens if self.tokens else 0.0
 
 
+@dataclass(eq=False)
+class MissedReads:
+    """What its rows asked for and did not find on the device (`qbe.residency`).
+
+    Attributes:
+        tokens: as of `SharedReads`.
+        misses: times that one of them asked a site for more than was there.
+        bits: of the weights' average that were not read, summed over them.
+        nbytes: of codes that were not read, summed over the passes that gave it a token or a draft token.
+    """
+
+    tokens: int = 0
+    misses: int = 0
+    bits: float = 0.0
+    nbytes: int = 0
+
+    @property
+    def average_bits(self) -> float:
+        """Bits that a token lacked."""
+        return self.bits / self.tokens if self.tokens else 0.0
+
+
 @dataclass(frozen=True)
 class Scoring:
     """Whose logits are wanted beside the last one's (`qbe.engine.sampling.scoring`).

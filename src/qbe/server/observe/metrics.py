@@ -68,6 +68,7 @@ class Metrics:
         self.iteration = histogram("vllm:iteration_tokens_total", "tokens of a step", _TOKENS)
         self.bits = histogram("qbe:average_weight_bits", "of an answer", _BITS)
         self.read_bits = histogram("qbe:read_weight_bits", "of an answer, as its steps read them", _BITS)
+        self.misses = counter("qbe:precision_misses", "times that a token asked a site for more than was on the device")
         self.kv_bits = histogram("qbe:average_kv_bits", "of an answer", (2, 3, *_BITS))
         self.by_bits = counter("qbe:tokens_by_bits", "computed tokens by the bits of the weights they read", "bits")
         self.weight_bytes = counter("qbe:weight_bytes", "bytes of weights that steps read, each at its highest row")
@@ -119,6 +120,7 @@ class Metrics:
         self.success.labels(name, result.finish_reason).inc()
         self.bits.observe(result.average_weight_bits)
         self.read_bits.observe(result.read_weight_bits)
+        self.misses.labels(name).inc(result.misses)
         self.kv_bits.observe(result.average_kv_bits)
         self.answer_size.observe(tokens)
         for bits, count in result.tokens_by_bits.items():

@@ -58,10 +58,10 @@ class StepObserver:
             return None
         rows = tuple((w.blueprint.linear_key, 1 if self._shared else w.count) for w in work)
         switched = [key for key, _ in rows] != [key for key, _ in self._rows]
-        if rows != self._rows:
-            blueprints = [w.blueprint for w in work]
-            self._rows, self._together = rows, self._bytes_of(blueprints, sum(count for _, count in rows))
-            self._alone = [self._bytes_of([b], 1) for b in self._core.plan.read(blueprints)]
+        if rows != self._rows or self._core.plan.limits is not None:  # which change by themselves
+            read = self._core.plan.read([w.blueprint for w in work])
+            self._rows, self._together = rows, self._bytes_of(read, sum(count for _, count in rows))
+            self._alone = [self._bytes_of([b], 1) for b in read]
         shares = [(w.sequence.request_id, w.count * alone) for w, alone in zip(work, self._alone, strict=True)]
         preempted, self._preempted = scheduler.preempted - self._preempted, scheduler.preempted
         return Step(sum(w.count for w in work), len(work), self._together, switched, preempted, shares)

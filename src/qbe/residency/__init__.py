@@ -1,0 +1,1 @@
+"""Which slices of which sites are on the device, where not all of them fit there."""
