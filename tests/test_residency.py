@@ -181,9 +181,10 @@ def test_misses_are_those_of_the_experts_that_tokens_chose(stores: Callable[[str
     assert found.missed_bits == pytest.approx(lacking / found.computed_tokens / half.table.reads.weights)
 
 
-def test_rows_of_one_step_are_told_apart(stores: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoehybrid"])
+def test_rows_of_one_step_are_told_apart(stores: Callable[[str], Path], family: str) -> None:
     """One that asks for no more than is there misses nothing beside another that does."""
-    store = stores("qwen3_moe")
+    store = stores(family)
     with engine(store, device_memory=least(store)) as bounded:
         ids = [
             bounded.submit(_request(bits)) for bits in (8, 4)

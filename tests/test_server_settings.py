@@ -251,12 +251,14 @@ def test_the_settings_and_the_command_line_reach_the_engine(tmp_path: Path, monk
     from qbe.cli.serve import _engine
 
     path, made = tmp_path / "serve.toml", dict[str, Any]()
-    path.write_text("[refresh]\ninterval = 8\ncount = 2\n[weights]\nmost_bits = 6\n")
+    weights = '[weights]\nmost_bits = 6\ndevice_memory = "12GiB"\nmiss = "wait"\n'
+    path.write_text(f"[refresh]\ninterval = 8\ncount = 2\n{weights}")
     monkeypatch.setattr("qbe.engine.engine.Engine", lambda model, **options: made.update(options))
     monkeypatch.setenv("QBE_RECORDS", str(tmp_path / "records.sqlite"))
-    _engine(Watched(path), "model", None, None, None, compile=True, speculate=True)
+    _engine(Watched(path), "model", device_memory=None, miss="lower", compile=True, speculate=True)
     assert (made["refresh_interval"], made["refresh_count"], made["most_bits"]) == (8, 2, 6)
     assert made["rows"] == "shared"
+    assert (made["device_memory"], made["miss"]) == ("12GiB", "lower")
     assert made["compile"]
     assert made["speculate"]
     made["records"].close()

@@ -275,8 +275,9 @@ def _summary(result: Result) -> None:
     drafted = (
         f", {result.accepted_tokens} of {result.drafted_tokens} draft tokens accepted" if result.drafted_tokens else ""
     )
+    missed = f" ({result.read_weight_bits:.2f} read, {result.misses} misses)" if result.misses else ""
     line.append(
-        f"  {result.average_weight_bits:.2f} bits{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"
+        f"  {result.average_weight_bits:.2f} bits{missed}{eight}{kv}  {result.bytes_per_token / 1e6:.1f} MB/token"
         f"  score {result.profile.score:.2f}  {result.decode_tokens_per_s:.0f} tok/s{drafted}",
         style="dim",
     )

@@ -156,7 +156,7 @@ def _engine(watched: Watched, model: str, **options: Any) -> Engine:
     advice.set_verbosity_error()
     refresh = watched.current.refresh
     for name, value in watched.current.weights.model_dump().items():
-        options[name] = value if options[name] is None else options[name]
+        options[name] = value if options.get(name) is None else options[name]
     return Engine(
         model, records=RecordWriter(RecordStore()), progress=sys.stderr.isatty(), refresh_interval=refresh.interval,
         refresh_count=refresh.count, **options,

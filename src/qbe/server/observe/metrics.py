@@ -72,6 +72,7 @@ class Metrics:
         self.kv_bits = histogram("qbe:average_kv_bits", "of an answer", (2, 3, *_BITS))
         self.by_bits = counter("qbe:tokens_by_bits", "computed tokens by the bits of the weights they read", "bits")
         self.weight_bytes = counter("qbe:weight_bytes", "bytes of weights that steps read, each at its highest row")
+        self.slice_bytes = counter("qbe:slice_bytes_fetched", "bytes of slices that came to the device behind")
         self.switches = counter("qbe:blueprint_switches", "steps whose rows had other blueprints than the step before")
         self.blueprints = counter("qbe:blueprint_cache", "blueprints that were asked of the cache", "result")
         self.by_tier = counter("qbe:requests", "requests that ended", "tier")
@@ -99,6 +100,7 @@ class Metrics:
         name = self._model
         self.iteration.observe(step.tokens)
         self.weight_bytes.labels(name).inc(step.weight_bytes)
+        self.slice_bytes.labels(name).inc(step.fetched_bytes)
         self.preempted.labels(name).inc(step.preempted)
         self.switches.labels(name).inc(step.switched)
 

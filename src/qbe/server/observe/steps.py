@@ -17,12 +17,13 @@ class Step:
 
     Attributes:
         tokens, rows: that went through the model, and the answers they belong to.
-        weight_bytes: of weights and scales, each read once at the highest precision that a row asks for; experts by the
+        weight_bytes: of weights and scales, each read once at the highest precision that a row reads; experts by the
             chance that a token uses them.
         switched: whether its rows had other blueprints than those of the step before.
         preempted: answers that gave their pages up.
         shares: ids of its answers with their tokens times the bytes of weights that one of them alone would read at
             the bits that the step reads for it.
+        fetched_bytes: of slices that came to the device since the step before.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class Step:
     switched: bool
     preempted: int
     shares: list[tuple[str, int]]
+    fetched_bytes: int = 0
 
 
 class StepObserver:
@@ -41,7 +43,7 @@ class StepObserver:
     """
 
     def __init__(self, core: Core) -> None:
-        self._core, self._preempted = core, 0
+        self._core, self._preempted, self._fetched = core, 0, 0
         self._rows: tuple[tuple[str, int], ...] = ()  # blueprints of the last step, and their tokens where these matter
         self._alone: list[int] = []  # bytes that each of its rows would read alone
         self._together = 0
@@ -64,7 +66,10 @@ class StepObserver:
             self._alone = [self._bytes_of([b], 1) for b in read]
         shares = [(w.sequence.request_id, w.count * alone) for w, alone in zip(work, self._alone, strict=True)]
         preempted, self._preempted = scheduler.preempted - self._preempted, scheduler.preempted
-        return Step(sum(w.count for w in work), len(work), self._together, switched, preempted, shares)
+        before, residency = self._fetched, self._core.residency
+        self._fetched = 0 if residency is None else residency.numbers.fetched_bytes
+        tokens, fetched = sum(w.count for w in work), self._fetched - before
+        return Step(tokens, len(work), self._together, switched, preempted, shares, fetched)
 
     def _bytes_of(self, blueprints: list[Blueprint], tokens: int) -> int:
         key = frozenset(b.linear_key for b in blueprints), 1 if self._shared else tokens
