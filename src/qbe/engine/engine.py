@@ -161,14 +161,17 @@ class Engine(Requests):
                 cascade=None if isinstance(cascade, QBEError) else cascade, routers=default.routers(prepared.table),
                 shared_rows=rows == "shared",
             )  # fmt: skip
-        except (MemoryError, RuntimeError) as error:
-            if kv_tokens is None or not out_of_memory(error):
+            if residency is not None and bound is not None:
+                bounded_memory.hold(core, residency, bound)
+        except BaseException as error:
+            if residency is not None:
+                residency.close()
+            memory = isinstance(error, MemoryError | RuntimeError) and out_of_memory(error)
+            if kv_tokens is None or not memory:
                 raise
             raise QBEError(
                 f"kv_tokens is {kv_tokens}, but they leave too little memory on {where}: lower it"
             ) from error
-        if residency is not None and bound is not None:
-            bounded_memory.hold(core, residency, bound)
         chooser = Chooser(
             default, policy, self.model, prepared.tokenizer, prepared.name, core.table, core.context,
             open_cache(blueprint_cache, core.table, prepared.name), analysis_tier, cascade, pace,
