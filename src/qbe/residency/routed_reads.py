@@ -38,12 +38,17 @@ class Pass:
 
 
 class _Chosen(NamedTuple):
-    """By the tokens of a pass in one layer: sites [tokens, n], which of them are any, and how many slices of each were
-    there."""
+    """What the tokens of a pass chose in one layer.
 
-    sites: Counts
-    some: npt.NDArray[np.bool_]
-    there: Counts
+    Attributes:
+        layer: its number among those with experts.
+        ids: int64 [tokens, k], of experts; what is no expert's number chooses nobody.
+        there: int64 [2, tokens, k], where it may change during a step: how many slices of both matrices were there.
+    """
+
+    layer: int
+    ids: Counts
+    there: Counts | None = None
 
 
 class Reads(NamedTuple):
@@ -77,7 +82,10 @@ class RoutedReads:
         self._dense: Counts = np.array([i for i, s in enumerate(table.nested) if s.expert is None], np.int64)
         first = {s.name.rpartition(".")[0]: i for i, s in enumerate(table.nested) if s.expert == 0}
         layers = [e for e in expert_layers(model) if all(f"{e.name}.{p}" in first for p in e.parameters)]
-        self._layers = {e.name: (i, [first[f"{e.name}.{p}"] for p in e.parameters]) for i, e in enumerate(layers)}
+        self._numbers = {e.name: i for i, e in enumerate(layers)}
+        # [2, layers], of both matrices of each layer the site of the first expert; [layers]
+        self._firsts: Counts = np.array([[first[f"{e.name}.{e.parameters[m]}"] for e in layers] for m in (0, 1)])
+        self._experts: Counts = np.array([e.count for e in layers])
         self._passes: list[Pass] = []
         self._at, self._last = 0, -1  # the pass that is under way, and its layer
         self._there: Counts = np.zeros(0, np.int64)
@@ -92,10 +100,10 @@ class RoutedReads:
     @property
     def layers(self) -> list[Counts]:
         """The sites of each layer's experts."""
-        return [np.concatenate([np.arange(f, f + n) for f in firsts]) for firsts, n in self._stacks()]
-
-    def _stacks(self) -> list[tuple[list[int], int]]:
-        return [(firsts, firsts[1] - firsts[0]) for _, firsts in self._layers.values()]
+        return [
+            np.concatenate([np.arange(f, f + n) for f in firsts])
+            for firsts, n in zip(self._firsts.T.tolist(), self._experts.tolist(), strict=True)
+        ]
 
     def begin(self, passes: list[Pass]) -> None:
         """These passes come next."""
@@ -113,14 +121,14 @@ class RoutedReads:
             lack = self._lack(one.wanted[:, self._dense], self._there)
             bits = (lack @ self._weights[self._dense])[one.rows]
             if one.chosen:
-                sites = np.concatenate([c.sites for c in one.chosen], axis=1)
-                some = np.concatenate([c.some for c in one.chosen], axis=1)
-                there = np.concatenate([c.there for c in one.chosen], axis=1)
+                sites, some = self._sites(one.chosen)
+                known = [c.there for c in one.chosen if c.there is not None]
+                there = np.concatenate(known, axis=2) if known else self._levels()[sites]
                 asked = one.asked[one.rows[:, None], sites]
-                count(sites[some], asked[some], np.ones(int(some.sum())))
-                misses = misses + ((asked > there) & some).sum(axis=1)
+                count(sites[:, some], asked[:, some], np.ones((2, int(some.sum()))))
+                misses = misses + ((asked > there) & some).sum(axis=(0, 2))
                 lack = self._lack(one.wanted[one.rows[:, None], sites], there) * some
-                bits = bits + (lack * self._weights[sites]).sum(axis=1)
+                bits = bits + (lack * self._weights[sites]).sum(axis=(0, 2))
             found.append(Reads(misses, bits))
         self._passes = []
         return found
@@ -139,18 +147,24 @@ class RoutedReads:
         """A layer's experts are about to run for tokens that chose these, [tokens, k]."""
         if not self._passes:
             return  # nobody's request: the engine looks at its model
-        number, firsts = self._layers[layer.name]
+        number = self._numbers[layer.name]
         if number <= self._last:
             self._at += 1
         self._last = number
-        one, experts = self._passes[self._at], firsts[1] - firsts[0]
-        chosen = ids.numpy()[: len(one.rows)]
-        some = (chosen >= 0) & (chosen < experts)
-        sites = np.concatenate([first + np.where(some, chosen, 0) for first in firsts], axis=1)
-        some = np.concatenate([some] * len(firsts), axis=1)
-        one.chosen.append(_Chosen(sites, some, self._levels()[sites]))
-        if self._before is not None and some.any():
+        one = self._passes[self._at]
+        chosen = _Chosen(number, ids.numpy()[: len(one.rows)])
+        if self._before is not None:
+            sites, some = self._sites([chosen])
+            chosen = chosen._replace(there=self._levels()[sites])
             needed = np.zeros(len(self._weights), np.int64)
-            np.maximum.at(needed, sites[some], one.wanted[one.rows[:, None], sites][some])
+            np.maximum.at(needed, sites[:, some], one.wanted[one.rows[:, None], sites][:, some])
             which = np.flatnonzero(needed)
             self._before(which, needed[which])
+        one.chosen.append(chosen)
+
+    def _sites(self, chosen: list[_Chosen]) -> tuple[Counts, npt.NDArray[np.bool_]]:
+        """The sites [2, tokens, n] of both matrices of what was chosen, and which [tokens, n] of them are any."""
+        ids = np.concatenate([c.ids for c in chosen], axis=1)
+        layers = np.repeat([c.layer for c in chosen], [c.ids.shape[1] for c in chosen])
+        some = (ids >= 0) & (ids < self._experts[layers])
+        return self._firsts[:, layers][:, None] + np.where(some, ids, 0), some
