@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -56,5 +58,12 @@ def hold(core: Core, residency: Residency, bound: int) -> None:
             f"slices, scales and weights that are not nested {at_least(memory.weights)}, KV cache "
             f"{at_least(memory.kv)}{waits}; give at least that, or a smaller kv_tokens"
         )
+    _trim_heap()
     residency.start(core.plan, bound - rest)
     core.extensions.append(ResidentReads(residency, core.plan, core.runner.packed))
+
+
+def _trim_heap() -> None:
+    """Give the system back what loading took and freed: glibc keeps it, other C libraries have no such call."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
