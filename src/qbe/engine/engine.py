@@ -169,6 +169,7 @@ class Engine(Requests):
             prepared.tokenizer,
             prepared.name,
             _sink(records),
+            prepared.store,
         )
         cached = blueprint_cache if isinstance(blueprint_cache, str | Path) else None  # else nobody asked for one
         given = {"max_batch_tokens": max_batch_tokens, "kv_tokens": kv_tokens, "tune": tune or None,

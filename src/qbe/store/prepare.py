@@ -29,7 +29,7 @@ from qbe.store import checkpoint, expert_use, kept, known, kv_table, sensitivity
 from qbe.store.calibrate import WINDOW, beginning, read_tokens
 from qbe.store.draft import writing
 from qbe.store.estimating import ABOUT, count_on_text, estimate_into, estimate_model, write_estimated
-from qbe.store.expert_use import ExpertUse, count, with_use
+from qbe.store.expert_use import ExpertUse, count, scaled, with_use
 from qbe.store.layerwise import NotLayered, page_locked
 from qbe.store.measure import measure_into, measure_kv, measure_model, measure_text, with_measured, with_stored
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
@@ -51,12 +51,14 @@ class PreparedModel:
         tokenizer: its tokenizer.
         table: sites with gears, bytes and, when they were measured, sensitivities.
         name: what the caller called it.
+        store: digest of its store (`qbe.store.checkpoint.identity`); None where that lies in no folder.
     """
 
     model: Any
     tokenizer: Any
     table: SiteTable
     name: str
+    store: str | None = None
 
 
 def prepare(
@@ -122,12 +124,15 @@ def _from_store(
         elif missing_all and need_sensitivity:
             measured = estimate_into(folder, path, name, device, progress=progress)
     place(loaded.model, device, originals, most_bits)
-    table = with_use(with_store(table, loaded.model), expert_use.read(folder))
+    counted, served = expert_use.read(folder), expert_use.read_served(folder)
+    table = with_use(with_store(table, loaded.model), counted + served if counted and served else counted)
     if measured is not None:
         if measured.text is None:  # a store of an older version, or one that is known
             measured = _with_text(measured, loaded, None if folder == path else folder)
+        if counted and served:
+            measured = scaled(measured, counted, counted + served)
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
-    return PreparedModel(loaded.model, loaded.tokenizer, table, name)
+    return PreparedModel(loaded.model, loaded.tokenizer, table, name, checkpoint.identity(manifest))
 
 
 def _with_text(measured: Sensitivity, loaded: LoadedModel, folder: Path | None) -> Sensitivity:
