@@ -20,7 +20,9 @@ def update(folder: Path, from_records: bool, other: bool, as_json: bool) -> None
     if not from_records:
         raise QBEError("--update says which store is brought up to date; say from what, too: --from-records")
     if other:
-        raise QBEError("--update changes what a store knows of the use of its experts: leave out the options of making one")
+        raise QBEError(
+            "--update changes what a store knows of the use of its experts: leave out the options of making one"
+        )
     done = take_over(folder, RecordStore())
     if as_json:
         print_json({"folder": str(folder), **done.describe()})

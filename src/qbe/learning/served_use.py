@@ -1,4 +1,4 @@
-"""`qbe quantize --update FOLDER --from-records`: how often experts are used, as serving has counted it, goes to the store.
+"""`qbe quantize --update FOLDER --from-records`: how often experts are used goes from what was served to the store.
 
 Every served token counts as much as one of the calibration text, and half as much for each week that it is older than
 the newest one: traffic changes, and a server that rests forgets nothing. What was taken over before is replaced, so
@@ -86,5 +86,4 @@ def aged(days: Sequence[ServedUse]) -> ExpertUse:
         layer: sum(w * np.array(day.chosen[layer], np.float64) for w, day in zip(weights, days, strict=True))
         for layer in days[-1].chosen
     }
-    return ExpertUse(round(sum(w * day.tokens for w, day in zip(weights, days, strict=True))), chosen)  # type: ignore[arg-type]
-
+    return ExpertUse(round(sum(w * day.tokens for w, day in zip(weights, days, strict=True))), chosen)

@@ -1,4 +1,4 @@
-"""Records: one row for each request, kept in SQLite, exported as JSON lines or Parquet; one for a day of experts' use."""
+"""Records: one row for each request, kept in SQLite, exported as JSON lines or Parquet; and served use of experts."""
 
 from __future__ import annotations
 

@@ -63,11 +63,15 @@ class ExpertCounter:
     def begin(self, rows: int) -> None:
         """Count from here on, steps at fixed shapes of up to so many rows too. The model has run before."""
         width = max((layer.choices for layer in self._layers), default=0)
-        self._counts.zero_()
+        self.restart()
         if width:
             self._kept = torch.full((len(self._layers), rows, width), self._stride - 1, device=self._counts.device)
             for layer, kept in zip(self._layers, self._kept, strict=True):
                 layer.kept = kept
+
+    def restart(self) -> None:
+        """Forget what was counted."""
+        self._counts.zero_()
         self.tokens = 0
 
     def shapes(self, fixed: bool) -> None:

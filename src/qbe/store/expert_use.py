@@ -48,7 +48,6 @@ class ExpertUse:
         even = counts.sum() / max(1, self.tokens) / len(counts)
         return np.minimum(1.0, (counts + even) / (self.tokens + 1))
 
-
     def __add__(self, other: ExpertUse) -> ExpertUse:
         """Of both texts, layer by layer of this one."""
         chosen = {layer: counts + other.chosen.get(layer, 0.0) for layer, counts in self.chosen.items()}

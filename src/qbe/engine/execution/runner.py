@@ -213,6 +213,8 @@ class Runner:
                     self.prompts = PromptStep(self.model, self.cache, self._cache_name)
                 except RuntimeError as error:  # what dynamo and Inductor raise
                     log.warning("steps with prompts run without torch.compile: %s", str(error).splitlines()[0])
+                if self.plan.use is not None:
+                    self.plan.use.restart()  # compiling has run it
                 advance()
 
     def _forward(self, work: collections.abc.Sequence[ScheduledTokens]) -> torch.Tensor:
