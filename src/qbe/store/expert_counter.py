@@ -15,13 +15,13 @@ class LayerCounter:
 
     Attributes:
         counts: int64 [experts + 1], a view of `ExpertCounter`'s; the last one is of choices that are none.
-        kept: int64 [rows, choices], of the last step at fixed shapes; None until `ExpertCounter.begin`.
+        kept: int64 [rows, choices], of the last step that kept them; None until `ExpertCounter.begin`.
         choices: of a token; 0 until one was seen.
-        fixed: whether the step that runs has fixed shapes, so that some of its rows may be nobody's.
+        keeps: whether the step that runs keeps its choices, to be counted when it is over.
     """
 
     def __init__(self, counts: torch.Tensor) -> None:
-        self.counts, self.choices, self.fixed = counts, 0, False
+        self.counts, self.choices, self.keeps = counts, 0, False
         self.kept: torch.Tensor | None = None
         self._one = torch.ones(1, dtype=torch.long, device=counts.device)
 
@@ -29,8 +29,8 @@ class LayerCounter:
         """A step's tokens choose these experts, int64 [tokens, choices]."""
         if self.kept is None:
             self.choices = ids.shape[1]
-        if self.fixed and self.kept is not None:
-            self.kept[: ids.shape[0], : ids.shape[1]].copy_(ids)  # which of these count is known after the step
+        if self.keeps and self.kept is not None:
+            self.kept[: ids.shape[0], : ids.shape[1]].copy_(ids)
         else:
             self.counts.index_add_(0, ids.flatten().long(), self._one.expand(ids.numel()))
 
@@ -43,6 +43,7 @@ class ExpertCounter:
 
     Attributes:
         tokens: that were counted.
+        rows: of a forward that can keep its choices, at most.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -53,18 +54,19 @@ class ExpertCounter:
         self._begins = torch.arange(len(self._sizes), device=device)[:, None, None] * self._stride
         self._one = torch.ones(1, dtype=torch.long, device=device)
         self._kept: torch.Tensor | None = None
-        self._fixed = False
-        self.tokens = 0
+        self._keeps = False
+        self.tokens = self.rows = 0
         self._layers = []
         for counts, (_, matrices) in zip(self._counts, ((n, m) for n, m in nested if m is not None), strict=True):
             matrices.counter = LayerCounter(counts[: len(matrices) + 1])
             self._layers.append(matrices.counter)
 
     def begin(self, rows: int) -> None:
-        """Count from here on, steps at fixed shapes of up to so many rows too. The model has run before."""
+        """Count from here on; forwards of up to so many rows can keep their choices. The model has run before."""
         width = max((layer.choices for layer in self._layers), default=0)
         self.restart()
         if width:
+            self.rows = rows
             self._kept = torch.full((len(self._layers), rows, width), self._stride - 1, device=self._counts.device)
             for layer, kept in zip(self._layers, self._kept, strict=True):
                 layer.kept = kept
@@ -74,16 +76,18 @@ class ExpertCounter:
         self._counts.zero_()
         self.tokens = 0
 
-    def shapes(self, fixed: bool) -> None:
-        """Whether the forward that comes next has fixed shapes."""
-        if fixed is not self._fixed:
-            self._fixed = fixed
+    def keep(self, keeps: bool) -> None:
+        """Whether the forward that comes next keeps its choices until `count`, a copy for each layer, which is cheaper
+        and says in a step at fixed shapes which rows are somebody's; or adds them as it goes, however many there are.
+        """
+        if keeps is not self._keeps:
+            self._keeps = keeps
             for layer in self._layers:
-                layer.fixed = fixed
+                layer.keeps = keeps
 
     def count(self, tokens: int) -> None:
-        """A forward with so many tokens has run; in one of fixed shapes they are its first rows."""
-        if self._fixed and self._kept is not None:
+        """A forward with so many tokens has run, or of one that keeps its choices so many of the first rows count."""
+        if self._keeps and self._kept is not None:
             chosen = (self._kept[:, :tokens] + self._begins).flatten()
             self._counts.view(-1).index_add_(0, chosen, self._one.expand(len(chosen)))
         self.tokens += tokens

@@ -128,7 +128,8 @@ class Plan:
         if not len(self.table.nested):
             return
         if self.use is not None:
-            self.use.shapes(fixed=False)
+            # A compiled step with prompts is made for any number of rows, and so adds them.
+            self.use.keep(self.max_rows == 1 and sum(n for _, n in rows) <= self.use.rows)
         read = self.read([*(b for b, _ in rows), *kept])
         tokens = rows = [(b, n) for b, (_, n) in zip(read, rows, strict=False)]
         kept = read[len(rows) :]
@@ -157,7 +158,7 @@ class Plan:
         """The number of the column that each row of a step at fixed shapes reads, for `gather`; a new one goes to the
         device."""
         if self.use is not None:
-            self.use.shapes(fixed=True)
+            self.use.keep(True)
         return [self._column(b) for b in self.read(blueprints)] if len(self.table.nested) else [0] * len(blueprints)
 
     def read(self, blueprints: Sequence[Blueprint]) -> list[Blueprint]:

@@ -208,7 +208,7 @@ class Runner:
                 advance()
             if prompts and self.routing is None:
                 if self.plan.use is not None:
-                    self.plan.use.shapes(fixed=False)
+                    self.plan.use.keep(False)
                 try:
                     self.prompts = PromptStep(self.model, self.cache, self._cache_name)
                 except RuntimeError as error:  # what dynamo and Inductor raise
