@@ -120,7 +120,7 @@ def test_a_picture_has_quartiles_and_colours_no_noise(monkeypatch: pytest.Monkey
     [
         (
             ["bench", "nonsense"],
-            "'nonsense': choose linears, experts, decode, prefill, engine, switch, batch, kv, speculate, serve; "
+            "'nonsense': choose linears, experts, prefill, engine, switch, batch, kv, decode, speculate, serve; "
             "see 'qbe bench --help'",
         ),
         (["bench", "linear"], "'linear': choose linears,"),

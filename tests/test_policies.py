@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,17 @@ def test_floors_hold_until_the_budget_forbids_them() -> None:
     floors = {Role.OUTPUT_HEAD: 6}
     assert allocate(TABLE, 5.0, floors)[-1] >= 6
     assert allocate(TABLE, 4.0, floors) == (4,) * len(TABLE.nested)
+
+
+def test_tiered_goes_by_what_is_measured_of_state_spaces_too() -> None:
+    roles = {Role.ATTENTION_Q: Role.SSM_IN, Role.ATTENTION_O: Role.SSM_OUT}
+    table = replace(TABLE, sites=tuple(replace(s, role=roles.get(s.role, s.role)) for s in TABLE))
+    for bits in (4.5, 5.0, 6.0):
+        budget = Budget(bits=bits)
+        tiered, static = (policies.load(n).blueprint(profile(0.5), budget, table) for n in ("tiered", "static"))
+        assert tiered.weight_bits == static.weight_bits
+    low = [s.role for s, b in zip(table.nested, tiered.weight_bits, strict=True) if b == 4]
+    assert Role.SSM_IN in low
 
 
 def test_uniform_takes_only_the_stores_own_widths() -> None:

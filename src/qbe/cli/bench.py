@@ -160,7 +160,6 @@ def _command(name: str, does: str) -> Callable[..., None]:
 for _name, _does in (
     ("linears", "All linear layers of a token against cuBLAS, tinygemm, torchao (GPU) or F.linear (CPU)."),
     ("experts", "The experts of a mixture-of-experts layer at several bits against own 16 bits and torch in bfloat16."),
-    ("decode", "Whole decode steps against the same engine at 16 bits, transformers and llama.cpp."),
     ("prefill", "Reading a prompt of 2 048 tokens at several bits against 16 bits and llama.cpp."),
     ("engine", "Decode steps by batch and mix of precisions, exact and shared, beside all rows at 16 bits."),
     ("switch", "The time that a change of blueprint between two steps adds."),
@@ -168,6 +167,22 @@ for _name, _does in (
     ("kv", "Attention over KV pages of 16, 8, 4, 2 and mixed bits, quantising them, and their memory."),
 ):
     _command(_name, _does)
+
+
+@app.command("decode")
+def decode(
+    model: Annotated[str | None, typer.Option(help="left out, the default model; on a GPU a random 8B one")] = None,
+    device: Device = "auto", json: Json = None, plot: Plot = None, against: Against = None, record: Taken = None,
+) -> None:  # fmt: skip
+    """Whole decode steps against the same engine at 16 bits, transformers and llama.cpp."""
+    from dataclasses import replace
+
+    from qbe.bench.decode import sizes_for
+    from qbe.engine.devices import pick_device
+
+    sizes = sizes_for(pick_device(device))
+    outputs = Outputs(json, plot, against, record)
+    _told("decode", device, outputs, sizes if model is None else replace(sizes, model=model))
 
 
 @app.command("speculate")

@@ -9,12 +9,15 @@ import typer
 
 from qbe.cli.console import err, out, print_json
 from qbe.cli.options import DEFAULT, Device, Json, KVTokens, Model, MostBits, Originals
+from qbe.cli.update import update as bring_up_to_date
 from qbe.errors import QBEError
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="hub id, transformers folder, GGUF file or built-in name")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder to write; new, or empty")],
+    model: Annotated[
+        str | None, typer.Argument(help="hub id, transformers folder, GGUF file or built-in name")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder to write; new, or empty")] = None,
     group_size: Annotated[int, typer.Option(help="inputs that share a scale, a multiple of 64")] = 64,
     slices: Annotated[str, typer.Option(help="bits of the slices, most significant first")] = "4,2,2",
     calibrate: Annotated[
@@ -23,9 +26,23 @@ def quantize(
     measure: Annotated[
         bool, typer.Option("--measure", help="measure the sensitivity of each site by itself, which takes minutes")
     ] = False,
+    update: Annotated[
+        Path | None, typer.Option(help="a folder that this command wrote, to bring up to date in place")
+    ] = None,
+    from_records: Annotated[
+        bool, typer.Option("--from-records", help="with --update: how often experts were used while it was served")
+    ] = False,
     device: Device = "auto", as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write a model's nested store and its sensitivities as a folder that every command takes."""
+    if update is not None:
+        making = (model, output, group_size, slices, calibrate, measure, device)
+        bring_up_to_date(update, from_records, making != (None, None, 64, "4,2,2", None, False, "auto"), as_json)
+        return
+    if from_records:
+        raise QBEError("--from-records is for a store that was served: name it with --update FOLDER")
+    if model is None or output is None:
+        raise QBEError("say which model to quantise and where to write: qbe quantize MODEL -o FOLDER")
     from qbe.engine.devices import pick_device
     from qbe.store.nested_linears import NestedWeightConfig
     from qbe.store.prepare import quantise_to

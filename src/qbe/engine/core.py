@@ -1,7 +1,6 @@
 """The engine's loop: admit, run, sample, finish. Token ids in, token ids out; no tokenizer, no policies.
 
-What only some requests need (routers, high-precision tokens, the cascade, speculation, bounded KV, refreshes) is in
-`qbe.engine.extensions`, a file each; the loop tells them when it gets to their part.
+What only some requests need is in `qbe.engine.extensions`, a file each; the loop tells them when it gets to their part.
 """
 
 from __future__ import annotations
@@ -191,12 +190,13 @@ class Core:
         )
 
     def _prepare_decode(self, sizes: StepSizes, pages: int, compile: bool, speculate: bool, progress: bool) -> None:
-        """Decode steps at fixed shapes, where the model has them."""
-        shared = self.runner.packed and self.scheduler.paged
+        """Decode steps at fixed shapes, where the model has them; what comes now is counted."""
+        if self.plan.use is not None:
+            self.plan.use.begin(sizes.decode_rows)
         before = reserved(self.device)
-        if shared and (self.device.type == "cuda" or dispatch.reads_pages(self.pool.dtype)):
-            several = sizes.speculation_rows if speculate else 0
-            self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, several)
+        able = self.device.type == "cuda" or dispatch.reads_pages(self.pool.dtype)
+        if able and self.runner.packed and self.scheduler.paged:
+            self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, sizes.speculation_rows * speculate)
         self.graph_bytes = max(0, reserved(self.device) - before)
 
     def _speculator(self, sizes: StepSizes, ready: bool) -> Speculator | None:

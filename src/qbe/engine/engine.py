@@ -176,7 +176,7 @@ class Engine(Requests):
             default, policy, self.model, prepared.tokenizer, prepared.name, core.table, core.context,
             open_cache(blueprint_cache, core.table, prepared.name), analysis_tier, cascade, pace,
         )  # fmt: skip
-        super().__init__(core, chooser, prepared.tokenizer, prepared.name, _sink(records))
+        super().__init__(core, chooser, prepared.tokenizer, prepared.name, _sink(records), prepared.store)
         cached = blueprint_cache if isinstance(blueprint_cache, str | Path) else None  # else nobody asked for one
         given = {"max_batch_tokens": max_batch_tokens, "kv_tokens": kv_tokens, "tune": tune or None,
                  "analysis_tier": analysis_tier, "blueprint_cache": cached}  # fmt: skip

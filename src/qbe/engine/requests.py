@@ -22,11 +22,13 @@ from qbe.engine.sampling.logprobs import prompt_scoring
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.engine.stop_tokens import special_tokens
 from qbe.engine.unsupported_options import without_unsupported
+from qbe.engine.use_records import UseRecords
 from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
 from qbe.refresh.monitor import Monitor, Refresh
 from qbe.sites import FULL_BITS, SiteTable
+from qbe.store.expert_use import ExpertUse
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,13 +55,16 @@ class Requests:
         tokenizer: of the model.
         name: of the model, for records.
         records: where they go; None keeps none.
+        store: digest of the model's store, for what is counted of its experts (`qbe.engine.use_records`).
     """
 
     def __init__(
-        self, core: Core, chooser: Chooser, tokenizer: Any, name: str, records: RecordStore | RecordWriter | None
-    ) -> None:
+        self, core: Core, chooser: Chooser, tokenizer: Any, name: str, records: RecordStore | RecordWriter | None,
+        store: str | None,
+    ) -> None:  # fmt: skip
         self.core, self.tokenizer, self.name = core, tokenizer, name
         self._chooser, self._records, self._table = chooser, records, core.table
+        self._use = UseRecords(core.plan.use, store, records)
         self._closed = False
         self._lock = threading.RLock()
         self._live: dict[str, RunningRequest] = {}
@@ -69,6 +74,11 @@ class Requests:
     def table(self) -> SiteTable:
         """The model's sites."""
         return self._table
+
+    @property
+    def expert_use(self) -> ExpertUse | None:
+        """How often experts were used since the start, as of a second ago; None where none are nested, or none was."""
+        return self._use.counted
 
     def choose(self, request: Request, fits: bool = False) -> Choice:
         """Token ids of the prompt and the blueprint for it. Another thread may ask while steps run.
@@ -253,6 +263,7 @@ class Requests:
         for key in list(self._live):
             self.cancel(key)
         self._closed = True
+        self._use.look(closing=True)
         if self._records is not None:
             self._records.close()
         if self._chooser.cache is not None:
@@ -298,3 +309,4 @@ class Requests:
         result = live.finish(time.perf_counter() if now is None else now)
         if self._records is not None:
             self._records.try_append(live.record(result, self.name))
+        self._use.look()

@@ -13,23 +13,22 @@ from qbe.budget import Budget
 from qbe.policies import kv
 from qbe.policies.allocate import allocate, reachable
 from qbe.policies.base import Policy
-from qbe.sites import Role, SiteTable
+from qbe.sites import SiteTable
 
-# Where a calibration text says too little: an error in an SSM projection is carried on by the state. Not so the
-# output head, whose errors the measurement sees: a floor there took bits from where they do more, and cost SmolLM2
-# rotated 46 % more divergence at 4.5 bits (docs/quality.md).
-ROLE_FLOORS = {Role.SSM_IN: 6, Role.SSM_OUT: 6}
 CACHE_SIZE = 1024
 
 
 class TieredPolicy(Policy):
     """Average bits from score and budget; bits per site by `qbe.policies.allocate`, of the KV cache by
-    `qbe.policies.kv`, both remembered per average.
+    `qbe.policies.kv`, both remembered per average. No floors by role: the measurement sees what lowering a role does,
+    and a floor takes bits from where they do more. One of 6 bits at the output head cost SmolLM2 rotated 46 % more
+    divergence at 4.5 bits (docs/quality.md), one at SSM projections cost hybrid-moe-tiny more at 5
+    (docs/measurements/quality-weights.md).
     """
 
     name = "tiered"
     needs_sensitivity = True
-    cache_version = "4"
+    cache_version = "5"
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -41,7 +40,7 @@ class TieredPolicy(Policy):
 
         def weights() -> tuple[Blueprint, int]:
             blueprint = Blueprint.of(
-                self.name, table, allocate(table, bits, ROLE_FLOORS), table.activations(budget.activation_bits)
+                self.name, table, allocate(table, bits, {}), table.activations(budget.activation_bits)
             )
             return blueprint, blueprint.bytes_per_token(table)
 

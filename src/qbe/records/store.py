@@ -10,19 +10,22 @@ import re
 import sqlite3
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qbe.errors import QBEError
+from qbe.records import expert_use
 from qbe.records.database import Database, Schema
+from qbe.records.expert_use import ServedUse
 from qbe.records.record import FIELDS, Record
 
 SCHEMA_VERSION = 8  # 1 lacks tokens_by_activation_bits and what bounded mode did, 2 cluster and cache, 3 margins,
 # refreshes and what was drafted, 4 first_kv_bits, 5 read_weight_bits, 6 what was asked and what was cached,
-# 7 precision_misses
+# 7 precision_misses and the table of experts' use
 PAUSE_S = 5.0  # after a failed `try_append`: a stuck disk or lock may cost the engine one wait in this time
 PAGE = 500  # rows read at once
+T = TypeVar("T")
 
 # No type affinity is declared for the columns: a value comes back as it was given.
 _SCHEMA = Schema(
@@ -33,6 +36,7 @@ _SCHEMA = Schema(
     make=(
         f"CREATE TABLE IF NOT EXISTS records (seq INTEGER PRIMARY KEY AUTOINCREMENT, {', '.join(FIELDS)})",
         "CREATE UNIQUE INDEX IF NOT EXISTS records_id ON records (id)",
+        expert_use.TABLE,
     ),
     name="records",
     elsewhere="set QBE_RECORDS to another path",
@@ -79,12 +83,28 @@ class RecordStore:
 
         After a failure of the file the next attempt comes `PAUSE_S` later; the records in between are dropped.
         """
+        return self._try(record.to_row, self._insert)
+
+    def add_use(self, more: ServedUse) -> None:
+        """Adds what was counted of a store's experts to the row of its day. Raises QBEError as `append` does."""
+        with self._file.writing() as db:
+            expert_use.add(db, more)
+
+    def try_add_use(self, more: ServedUse) -> bool:
+        """`add_use` as `try_append`."""
+        return self._try(lambda: more, self.add_use)
+
+    def use_of(self, store: str) -> list[ServedUse]:
+        """What was counted of this store's experts, a row for each day, oldest first. Raises QBEError if unreadable."""
+        return expert_use.read(self._file, store)
+
+    def _try(self, make: Callable[[], T], write: Callable[[T], None]) -> bool:
         if time.monotonic() < self._paused_until:
             return False
         try:
-            row = record.to_row()
+            made = make()
             try:
-                self._insert(row)
+                write(made)
             except QBEError:
                 self._paused_until = time.monotonic() + PAUSE_S
                 raise

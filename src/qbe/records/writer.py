@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 
+from qbe.records.expert_use import ServedUse
 from qbe.records.record import Record
 from qbe.records.store import RecordStore
 
@@ -25,12 +26,19 @@ class RecordWriter:
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
-        self._queue: queue.Queue[Record | None] = queue.Queue(MOST)
+        self._queue: queue.Queue[Record | ServedUse | None] = queue.Queue(MOST)
         self._thread: threading.Thread | None = None
         self._full = False
 
     def try_append(self, record: Record) -> bool:
         """Write it soon; whether it waits for that now. Never waits itself."""
+        return self._put(record)
+
+    def try_add_use(self, more: ServedUse) -> bool:
+        """The same of what was counted of experts."""
+        return self._put(more)
+
+    def _put(self, record: Record | ServedUse) -> bool:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qbe-records", daemon=True)
             self._thread.start()
@@ -63,4 +71,7 @@ class RecordWriter:
 
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
-            self._store.try_append(record)
+            if isinstance(record, Record):
+                self._store.try_append(record)
+            else:
+                self._store.try_add_use(record)

@@ -220,7 +220,7 @@ class Service:
         """What `/metrics` shows."""
         load = await self._worker.load(2.0) if self.ready else None
         inside = 0 if self._admission is None else self._admission.inside
-        self.observer.scrape()
+        self.observer.scrape(self._worker.engine)
         self.metrics.ledger_ok.set(self._billing.works)
         return self.metrics.text(load, inside, self.brownout())
 

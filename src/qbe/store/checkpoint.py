@@ -152,6 +152,12 @@ def write_nested(
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
+def identity(manifest: Manifest) -> str:
+    """32 hex digits of a store's codes, wherever its folder lies; what is learned of it since does not change them."""
+    sums = sorted((name, str(facts.get("sha256"))) for name, facts in manifest.files.items())
+    return hashlib.blake2b(repr(sums).encode(), digest_size=16).hexdigest()
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

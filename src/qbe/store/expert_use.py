@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,10 @@ NAME = "expert_use.json"
 PRIOR = 8.0  # tokens for which the mean of a layer's experts stands in what is estimated of one of them
 
 Numbers = npt.NDArray[np.float64]
+Way = TypeVar("Way")  # of lowering a site
+
+if TYPE_CHECKING:
+    from qbe.store.sensitivity import Sensitivity
 
 
 @dataclass
@@ -42,6 +47,11 @@ class ExpertUse:
         counts = self.chosen[layer]
         even = counts.sum() / max(1, self.tokens) / len(counts)
         return np.minimum(1.0, (counts + even) / (self.tokens + 1))
+
+    def __add__(self, other: ExpertUse) -> ExpertUse:
+        """Of both texts, layer by layer of this one."""
+        chosen = {layer: counts + other.chosen.get(layer, 0.0) for layer, counts in self.chosen.items()}
+        return ExpertUse(self.tokens + other.tokens, chosen)
 
 
 @contextmanager
@@ -93,6 +103,32 @@ def with_use(table: SiteTable, use: ExpertUse | None) -> SiteTable:
     return replace(table, sites=tuple(sites))
 
 
+def stored_use(table: SiteTable) -> dict[str, Numbers]:
+    """Layer's module of experts -> the table's share of the tokens that use each; of nested experts only."""
+    shares: dict[str, dict[int, float]] = {}
+    for site in table.nested:
+        if site.expert is not None:
+            shares.setdefault(site.name.rsplit(".", 2)[0], {})[site.expert] = site.use
+    return {layer: np.array([of[e] for e in sorted(of)]) for layer, of in shares.items()}
+
+
+def moved(use: ExpertUse, before: Mapping[str, Numbers]) -> float:
+    """Share of the choices that are other experts' than before: half the summed differences of the distributions over a
+    layer's experts, mean over layers.
+
+    Args:
+        before: as `stored_use` has it.
+    """
+    pairs = [(use.shares(layer), before[layer]) for layer in use.chosen]
+    return float(np.mean([np.abs(now / now.sum() - then / then.sum()).sum() / 2 for now, then in pairs]))
+
+
+def top_tenth(use: ExpertUse) -> float:
+    """Share of the choices that go to the tenth of a layer's experts used most, one at least; mean over layers."""
+    ordered = [np.sort(counts)[::-1] for counts in use.chosen.values()]
+    return float(np.mean([o[: max(1, len(o) // 10)].sum() / max(1.0, o.sum()) for o in ordered]))
+
+
 def shrunk(damage: Numbers, counts: Numbers, tokens: int, shares: Numbers) -> Numbers:
     """What is to be expected of lowering each expert, from what a short text showed.
 
@@ -107,28 +143,96 @@ def shrunk(damage: Numbers, counts: Numbers, tokens: int, shares: Numbers) -> Nu
     return (damage * tokens + PRIOR * mean) / (counts + PRIOR) * shares
 
 
-def write(folder: Path, use: ExpertUse, about: Mapping[str, str]) -> None:
-    """Writes the counts beside the store, atomically; nothing without experts. Raises QBEError if the disk refuses."""
+def scaled(measured: Sensitivity, before: ExpertUse, now: ExpertUse) -> Sensitivity:
+    """Sensitivities of experts, which are means over all tokens, when other shares of the tokens use them.
+
+    What lowering an expert does to a token that uses it stays.
+
+    Args:
+        before: as it was when they were measured.
+    """
+    ratio = {
+        f"{layer}.{e}": share
+        for layer in before.chosen
+        for e, share in enumerate(now.shares(layer) / before.shares(layer))
+    }
+
+    def of(table: dict[str, dict[Way, float]]) -> dict[str, dict[Way, float]]:
+        found = {}
+        for name, damages in table.items():
+            parameter, _, expert = name.rpartition(".")  # LAYER.PARAMETER.EXPERT
+            times = ratio.get(f"{parameter.rpartition('.')[0]}.{expert}", 1.0)
+            found[name] = {way: damage * times for way, damage in damages.items()}
+        return found
+
+    return replace(
+        measured, weights=of(measured.weights), activations=of(measured.activations), native=of(measured.native)
+    )
+
+
+def write(
+    folder: Path, use: ExpertUse, about: Mapping[str, Any], served: ExpertUse | None = None
+) -> None:  # fmt: skip
+    """Writes the counts beside the store, atomically; nothing without experts. Raises QBEError if the disk refuses.
+
+    Args:
+        use: of the text on which sensitivities were estimated.
+        served: of what was served since.
+    """
     if use.chosen:
-        chosen = {layer: [round(float(c), 3) for c in counts] for layer, counts in use.chosen.items()}
-        write_text(folder / NAME, json.dumps({"about": dict(about), "tokens": use.tokens, "chosen": chosen}) + "\n")
+        tables = {"about": dict(about), **_described(use)}
+        if served is not None:
+            tables["served"] = _described(served)
+        write_text(folder / NAME, json.dumps(tables) + "\n")
+
+
+def _described(use: ExpertUse) -> dict[str, Any]:
+    chosen = {layer: [round(float(c), 3) for c in counts] for layer, counts in use.chosen.items()}
+    return {"tokens": use.tokens, "chosen": chosen}
 
 
 def read(folder: Path) -> ExpertUse | None:
-    """What `write` wrote; None when nothing was.
+    """The counts of the text that `write` wrote; None when nothing was.
 
     Raises:
         QBEError: the file is damaged.
     """
+    found = _read(folder)
+    return None if found is None else found[0]
+
+
+def read_served(folder: Path) -> ExpertUse | None:
+    """The same of what was served, as far as it was taken over."""
+    found = _read(folder)
+    return None if found is None else found[1]
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """What the counts are of, as `write` was given it. The file is there and whole."""
+    told: dict[str, Any] = json.loads((folder / NAME).read_text()).get("about", {})
+    return told
+
+
+def _read(folder: Path) -> tuple[ExpertUse, ExpertUse | None] | None:
     path = folder / NAME
     if not path.is_file():
         return None
     try:
         raw = json.loads(path.read_text())
-        use = ExpertUse(int(raw["tokens"]), {str(n): np.array(c, np.float64) for n, c in raw["chosen"].items()})
-        if use.tokens < 1 or not all(c.ndim == 1 and len(c) and np.isfinite(c).all() and (c >= 0).all()
-                                     for c in use.chosen.values()):  # fmt: skip
-            raise ValueError("a count is no number of at least 0")
+        use = _counts(raw)
+        served = _counts(raw["served"]) if "served" in raw else None
+        if served is not None and {n: len(c) for n, c in served.chosen.items()} != {
+            n: len(c) for n, c in use.chosen.items()
+        }:
+            raise ValueError("what was served has other experts")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QBEError(f"{path} is damaged ({error!r}); quantise the model again") from error
+    return use, served
+
+
+def _counts(raw: Mapping[str, Any]) -> ExpertUse:
+    use = ExpertUse(int(raw["tokens"]), {str(n): np.array(c, np.float64) for n, c in raw["chosen"].items()})
+    if use.tokens < 1 or not all(c.ndim == 1 and len(c) and np.isfinite(c).all() and (c >= 0).all()
+                                 for c in use.chosen.values()):  # fmt: skip
+        raise ValueError("a count is no number of at least 0")
     return use

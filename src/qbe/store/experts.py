@@ -145,6 +145,8 @@ def experts_forward(
     if not isinstance(first, NestedExperts) or not isinstance(down, NestedExperts):
         plain: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return plain
+    if first.counter is not None:
+        first.counter.see(top_k_index)
     return _multiplied(self, hidden_states, top_k_index, top_k_weights, first, down, first.rows_of(len(hidden_states)))
 
 
@@ -157,6 +159,8 @@ def _llama4_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tenso
     assert isinstance(first, NestedExperts)
     assert isinstance(down, NestedExperts)
     x, ids, weights = _routed(self, hidden_states)
+    if first.counter is not None:
+        first.counter.see(torch.where(ids < 0, len(first), ids).view(len(first), -1).T)
     rows = first.rows_of(len(x) // len(first)).repeat(len(first))
     return _multiplied(self, x, ids, weights, first, down, rows)
 

@@ -7,6 +7,7 @@ there. Each expert is laid out as `qbe.store.nested_tensor.NestedTensor` is, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from qbe.kernels.reference.activations import precision_byte, word_of_byte
 from qbe.sites import FULL_BITS
 from qbe.store.nested_tensor import NestedTensor
 
+if TYPE_CHECKING:
+    from qbe.store.expert_counter import LayerCounter
+
 
 class NestedExperts(nn.Module):
     """Weights [E, N, K] stored as nested codes.
@@ -28,6 +32,7 @@ class NestedExperts(nn.Module):
         precision: uint8 [R, E], a precision byte of each expert (`qbe.kernels.reference.activations`) for every row of
             a plan; one row where no plan is bound. Kernels read it while they run.
         rows: int32 [tokens], the row of `precision` that each token of a step reads; None: all read the first.
+        counter: is told what tokens choose, where an engine counts it (`qbe.store.expert_counter`).
         slices, group_size, in_features, logical_dtype: as of NestedTensor.
     """
 
@@ -52,6 +57,7 @@ class NestedExperts(nn.Module):
         precision = torch.full((1, len(packed)), full, dtype=torch.uint8, device=packed.device)
         self.register_buffer("precision", precision, persistent=False)
         self.rows: torch.Tensor | None = None
+        self.counter: LayerCounter | None = None
 
     @classmethod
     def of(cls, matrices: Iterable[NestedTensor], original: torch.Tensor | None) -> NestedExperts:

@@ -16,6 +16,7 @@ from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
 from qbe.kernels.reference.activations import EIGHT_IN_BYTE, precision_word
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.sites import FULL_BITS, Role, SiteTable
+from qbe.store.expert_counter import ExpertCounter
 from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_tensor import NestedTensor
 from qbe.store.read_limits import ReadLimits
@@ -40,6 +41,7 @@ class Plan:
         head_dynamic_precision: likewise, of the rows that the output head sees.
         shared: raises the rows of a step to the highest bits of any; None: each reads its own.
         limits: lowers rows to what is resident; None: everything is.
+        use: counts the experts that steps use; None: the model has none that are nested.
 
     The plan's `kv_bits` belong to the pages and are in `qbe.kvcache.pages.PagePool`.
 
@@ -78,6 +80,7 @@ class Plan:
         self.expert_bytes = least.repeat(capacity, 1).to(device)
         self.row_columns = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._column_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self.use: ExpertCounter | None = None
         self._weights: list[NestedTensor] = []
         self._told = False  # whether any weight holds a `uniform`
         self._written: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -98,6 +101,7 @@ class Plan:
         sites = [self.table.nested[i] for i in self._plain]
         self._weights = [model.get_submodule(site.name).weight for site in sites]  # type: ignore[misc]
         able = dict(zip(self._plain, (w.multiplies_natively for w in self._weights), strict=True))
+        self.use = ExpertCounter(model, self.device) if self._experts else None
         natives = self.table.native(form, [able.get(i, False) for i in range(len(self.table.nested))])
         for at, i in enumerate(self._experts):
             site = self.table.nested[i]
@@ -126,6 +130,9 @@ class Plan:
         """
         if not len(self.table.nested):
             return
+        if self.use is not None:
+            # A compiled step with prompts is made for any number of rows, and so adds them.
+            self.use.keep(self.max_rows == 1 and sum(n for _, n in rows) <= self.use.rows)
         read = self.read([*(b for b, _ in rows), *kept])
         tokens = rows = [(b, n) for b, (_, n) in zip(read, rows, strict=False)]
         kept = read[len(rows) :]
@@ -151,7 +158,10 @@ class Plan:
         self._written = None if steered else (owners, kept_owners)  # what is steered does not stay as written
 
     def columns(self, blueprints: Sequence[Blueprint]) -> list[int]:
-        """The number of the column that each row of a step reads, for `gather`; a new one goes to the device."""
+        """The number of the column that each row of a step at fixed shapes reads, for `gather`; a new one goes to the
+        device."""
+        if self.use is not None:
+            self.use.keep(True)
         return [self._column(b) for b in self.read(blueprints)] if len(self.table.nested) else [0] * len(blueprints)
 
     def read(self, blueprints: Sequence[Blueprint]) -> list[Blueprint]:

@@ -29,7 +29,7 @@ from qbe.store import checkpoint, expert_use, kept, known, kv_table, sensitivity
 from qbe.store.calibrate import WINDOW, beginning, read_tokens
 from qbe.store.draft import writing
 from qbe.store.estimating import ABOUT, count_on_text, estimate_into, estimate_model, write_estimated
-from qbe.store.expert_use import ExpertUse, count, with_use
+from qbe.store.expert_use import ExpertUse, count, scaled, with_use
 from qbe.store.layerwise import NotLayered, page_locked
 from qbe.store.measure import measure_into, measure_kv, measure_model, measure_text, with_measured, with_stored
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
@@ -52,6 +52,7 @@ class PreparedModel:
         table: sites with gears, bytes and, when they were measured, sensitivities.
         name: what the caller called it.
         folder: of its nested store; None where that was made in memory.
+        store: digest of its store (`qbe.store.checkpoint.identity`); None where that lies in no folder.
     """
 
     model: Any
@@ -59,6 +60,7 @@ class PreparedModel:
     table: SiteTable
     name: str
     folder: Path | None = None
+    store: str | None = None
 
 
 def prepare(
@@ -124,12 +126,15 @@ def _from_store(
         elif missing_all and need_sensitivity:
             measured = estimate_into(folder, path, name, device, progress=progress)
     place(loaded.model, device, originals, most_bits)
-    table = with_use(with_store(table, loaded.model), expert_use.read(folder))
+    counted, served = expert_use.read(folder), expert_use.read_served(folder)
+    table = with_use(with_store(table, loaded.model), counted + served if counted and served else counted)
     if measured is not None:
         if measured.text is None:  # a store of an older version, or one that is known
             measured = _with_text(measured, loaded, None if folder == path else folder)
+        if counted and served:
+            measured = scaled(measured, counted, counted + served)
         table = with_stored(table, measured, folder).with_kv(kv_table.read(folder))
-    return PreparedModel(loaded.model, loaded.tokenizer, table, name, folder)
+    return PreparedModel(loaded.model, loaded.tokenizer, table, name, folder, checkpoint.identity(manifest))
 
 
 def _with_text(measured: Sensitivity, loaded: LoadedModel, folder: Path | None) -> Sensitivity:

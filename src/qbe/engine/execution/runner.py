@@ -128,6 +128,7 @@ class Runner:
         fixed = self.decode if self.decode is not None and self.decode.serves(work) else None
         if fixed is not None:
             scores = fixed.run(work)
+            self._count(len(work))
             entropy.note(work, fixed.entropy, self.cache)
         else:
             logits = torch.cat([self._forward(part) for part in ([work] if self.packed else [[w] for w in work])])
@@ -206,10 +207,14 @@ class Runner:
                 self.decode.compile(size)
                 advance()
             if prompts and self.routing is None:
+                if self.plan.use is not None:
+                    self.plan.use.keep(False)
                 try:
                     self.prompts = PromptStep(self.model, self.cache, self._cache_name)
                 except RuntimeError as error:  # what dynamo and Inductor raise
                     log.warning("steps with prompts run without torch.compile: %s", str(error).splitlines()[0])
+                if self.plan.use is not None:
+                    self.plan.use.restart()  # compiling has run it
                 advance()
 
     def _forward(self, work: collections.abc.Sequence[ScheduledTokens]) -> torch.Tensor:
@@ -259,4 +264,10 @@ class Runner:
                 w.sequence.bounded.count(*counts)
         if not self._takes_keep:
             logits = logits.index_select(0, keep)
+        self._count(t)
         return logits[: len(kept)].float()
+
+    def _count(self, tokens: int) -> None:
+        """Where experts are counted: a forward of so many tokens has run."""
+        if self.plan.use is not None:
+            self.plan.use.count(tokens)

@@ -87,6 +87,17 @@ class Metrics:
         )  # fmt: skip
         self.shift = gauge("qbe:energy_shift", "of the default tier: -1 at its floor, 1 at its high end")
         self.intensity = gauge("qbe:carbon_intensity", "grams of CO2 a kilowatt-hour; NaN when unknown")
+        # Nothing is shown of these without experts; one label for each of thousands would be too many.
+        self.expert_tokens = counter("qbe:expert_tokens", "tokens whose experts were counted")
+        self.expert_top = Gauge(
+            "qbe:expert_top_tenth", "share of choices, since the start, on the tenth of a layer's experts used most",
+            ["model_name"], registry=self.registry,
+        )  # fmt: skip
+        self.expert_moved = Gauge(
+            "qbe:expert_use_moved", "share of choices, since the start, on other experts than the store expects",
+            ["model_name"], registry=self.registry,
+        )  # fmt: skip
+        self._expert_tokens = 0
         self.refused = counter("qbe:requests_refused", "requests that got an error", "status", "code")
 
     def took(self, memory: Memory) -> None:
@@ -162,6 +173,13 @@ class Metrics:
         self.watts.labels(self._model, source).set(watts)
         self.shift.set(shift)
         self.intensity.set(float("nan") if intensity is None else intensity)
+
+    def experts(self, tokens: int, top_tenth: float, moved: float) -> None:
+        """How experts are used, since the start."""
+        self.expert_tokens.labels(self._model).inc(max(0, tokens - self._expert_tokens))
+        self._expert_tokens = tokens
+        self.expert_top.labels(self._model).set(top_tenth)
+        self.expert_moved.labels(self._model).set(moved)
 
     def text(self, load: Load | None, inside: int, brownout: float) -> bytes:
         """What `/metrics` shows."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from qbe.engine.core import Core
+from qbe.engine.engine import Engine
 from qbe.engine.memory import of_engine
 from qbe.engine.result import Result
 from qbe.server.energy.governor import Governor
@@ -20,6 +21,7 @@ from qbe.server.observe.report import report
 from qbe.server.observe.steps import StepObserver
 from qbe.server.observe.traces import Traces
 from qbe.server.settings import Settings
+from qbe.store.expert_use import moved, stored_use, top_tenth
 
 if TYPE_CHECKING:
     from qbe.server.exchange import EngineRequest, Exchange
@@ -70,8 +72,11 @@ class Observer:
         await self.governor.look(self._spending)
         return False
 
-    def scrape(self) -> None:
+    def scrape(self, engine: Engine | None) -> None:
         """Somebody asks for the metrics."""
+        use = None if engine is None else engine.expert_use
+        if engine is not None and use is not None:
+            self.metrics.experts(use.tokens, top_tenth(use), moved(use, stored_use(engine.table)))
         if self._spending is not None:
             governor = self.governor
             self.metrics.energy(self._spending.watts, self._spending.source, governor.shift, governor.intensity.now)
