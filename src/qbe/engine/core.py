@@ -17,6 +17,7 @@ from qbe.compatibility import Situation, check_engine
 from qbe.engine import self_check
 from qbe.engine.adaptive.cascade import Cascade
 from qbe.engine.devices import reserved
+from qbe.engine.execution.mixers import Mixers
 from qbe.engine.execution.runner import Runner, can_pack
 from qbe.engine.extensions.bounded_kv import BoundedKV
 from qbe.engine.extensions.cascade import CascadeExtension
@@ -38,14 +39,17 @@ from qbe.engine.setup import (
     longest_forward,
     longest_sequence,
     page_pool,
+    state_pool,
 )
 from qbe.engine.speculation.accept_tokens import accept_tokens
 from qbe.engine.speculation.speculator import Speculator
 from qbe.errors import QBEError
 from qbe.kernels.cpu import dispatch
 from qbe.kvcache.allocator import PageAllocator, PageFormat
-from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
+from qbe.kvcache.cache import PagedCache, decoder_config
 from qbe.kvcache.originals import Originals
+from qbe.kvcache.probe import probe
+from qbe.kvcache.state_slots import StateSlots
 from qbe.policies.per_token import TokenRouters
 from qbe.sites import KVBits, SiteTable
 
@@ -96,6 +100,7 @@ class Core:
         context: the model's context in tokens, None when it has no limit.
         graph_bytes: of the device's memory that captured steps took.
         vocabulary: number of tokens the model knows.
+        states: the pool of the states of recurrent layers; None where the model has none.
         speculator: makes and checks draft tokens; None where no request can speculate.
         extensions: told of every request and step, in this order.
 
@@ -127,21 +132,25 @@ class Core:
         config = decoder_config(model)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        packed = can_pack(config)
+        with self_check.one_line(model):
+            kept = probe(model)
+        packed = can_pack(config) and kept.packs
         longest = longest_forward(packed, self.context)
         sizes = StepSizes.of(self.device, max_batch_tokens, max_sequences, longest, speculate)
 
         self.plan = bind_plan(model, table, self.device, sizes.plan_rows, shared_rows)
         with self_check.one_line(model):
-            shapes, dtype = probe_shapes(model)
             expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
-        self.pool = page_pool(model, shapes, dtype, self.device, self.context, kv_tokens)
+        self.states = state_pool(kept, max_sequences, self.device)
+        self.pool = page_pool(model, kept.kv, kept.dtype, self.device, self.context, kv_tokens)
         self.originals = Originals(self.pool)
         self.scheduler = self._scheduler(packed, sizes.batch_tokens, max_sequences)
-        self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
+        cache = PagedCache(config, self.pool)
+        mixers = None if self.states is None else Mixers(model, kept.mixers, cache, self.states)
+        self.runner = Runner(model, cache, self.plan, mixers, packed)
         compile_layers(self.runner, sizes, self.vocabulary, progress)
         with self_check.one_line(model):
-            self_check.check(model, self.runner, self.scheduler.allocator, self.vocabulary, expected)
+            self_check.check(model, self.runner, self.scheduler, self.vocabulary, expected)
         self.table = replace(with_kv(table, self.runner.cache), context=self.context)
         pages = longest_sequence(self.pool, self.context)
         compile_attention(self.runner, pages, progress)
@@ -165,7 +174,8 @@ class Core:
     def situation(self) -> Situation:
         """What options meet here, as far as the core knows."""
         return Situation(
-            recurrent=not self.runner.packed,
+            alone=not self.runner.packed,
+            recurrent=self.states is not None,
             attention=self.scheduler.paged,
             cuda=self.device.type == "cuda",
             fixed_shapes=self.runner.decode is not None,
@@ -182,13 +192,14 @@ class Core:
             context=self.context,
             paged=any(self.pool.shapes),
             chunked=packed,
-            reusable=packed,
+            reusable=packed and self.states is None,
+            slots=None if self.states is None else StateSlots(self.states.slots),
             format_of=lambda sequence, page: self._format(sequence.kv_bits_of(page)),
         )
 
     def _prepare_decode(self, sizes: StepSizes, pages: int, compile: bool, speculate: bool, progress: bool) -> None:
         """Decode steps at fixed shapes, where the model has them."""
-        shared = self.runner.packed and self.scheduler.paged
+        shared = self.runner.packed and self.scheduler.paged and self.states is None
         before = reserved(self.device)
         if shared and (self.device.type == "cuda" or dispatch.reads_pages(self.pool.dtype)):
             several = sizes.speculation_rows if speculate else 0

@@ -26,6 +26,7 @@ from qbe.engine.execution.tuner_host import TunerHost
 from qbe.engine.memory import Memory, of_engine
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import PromptInput, Request, Result
+from qbe.engine.scheduling.kv_size import SEQUENCES
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
 from qbe.engine.stop_tokens import eos_ids
 from qbe.engine.stream import Stream
@@ -95,7 +96,7 @@ class Engine(Requests):
         originals: str | None = None,
         most_bits: int | None = None,
         max_batch_tokens: int | None = None,
-        max_sequences: int = 16,
+        max_sequences: int = SEQUENCES,
         kv_tokens: int | None = None,
         rows: str = "exact",
         compile: bool = False,
