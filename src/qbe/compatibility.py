@@ -119,6 +119,7 @@ REQUEST = (
     Limit("refresh", "refused", lambda s: not s.thresholds, "it is not known when this model's answers are hard; "
           "'qbe quantize' finds that out, or 'qbe records --learn-refresh' from past answers"),
     Limit("cascade", "refused", lambda s: s.vllm, _VLLM),
+    Limit("cascade", "refused", lambda s: s.recurrent, f"{_STATE}, for which no cascade is trained"),
     Limit("cascade", "refused", lambda s: s.alone, f"{_ALONE}, and all of its tokens one precision"),
     Limit("cascade", "refused", lambda s: not s.attention, "the model has no attention to go by"),
     Limit("cascade", "refused", lambda s: bool(s.no_cascade), "{no_cascade}"),

@@ -18,7 +18,7 @@ from qbe.engine import self_check
 from qbe.engine.adaptive.cascade import Cascade
 from qbe.engine.devices import reserved
 from qbe.engine.execution.mixers import Mixers
-from qbe.engine.execution.runner import Runner, can_pack
+from qbe.engine.execution.runner import Runner, can_cascade, can_pack
 from qbe.engine.extensions.bounded_kv import BoundedKV
 from qbe.engine.extensions.cascade import CascadeExtension
 from qbe.engine.extensions.extension import Extension
@@ -95,8 +95,7 @@ class Core:
             than each its own.
 
     Attributes:
-        cascade: what moves their rows; None where nothing was learned, and for models of which each sequence has its
-            own forward.
+        cascade: what moves their rows; None where nothing was learned, and for models that can have none.
         context: the model's context in tokens, None when it has no limit.
         graph_bytes: of the device's memory that captured steps took.
         vocabulary: number of tokens the model knows.
@@ -156,7 +155,7 @@ class Core:
         compile_attention(self.runner, pages, progress)
 
         self.cascade: Cascade | None = None
-        if cascade is not None and packed and self.scheduler.paged:
+        if cascade is not None and can_cascade(config) and self.scheduler.paged:
             self.cascade = Cascade(cascade, table, self.plan)
             self.runner.observe = self.cascade.observe
         self._routers = Routers(self.runner)

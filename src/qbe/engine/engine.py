@@ -21,7 +21,7 @@ from qbe.compatibility import check_engine
 from qbe.engine.chooser import Chooser
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
-from qbe.engine.execution.runner import can_pack
+from qbe.engine.execution.runner import can_cascade
 from qbe.engine.execution.tuner_host import TunerHost
 from qbe.engine.memory import Memory, of_engine
 from qbe.engine.requests import Requests, locked
@@ -135,7 +135,7 @@ class Engine(Requests):
         self.model = prepared.model
         cascade: TokenRouters | QBEError
         try:
-            cascade = load_cascade(prepared.table, can_pack(decoder_config(self.model)))
+            cascade = load_cascade(prepared.table, can_cascade(decoder_config(self.model)))
         except QBEError as error:  # who asks for a cascade is told; others can do without
             cascade = error
         try:

@@ -24,6 +24,11 @@ def decoder_config(model: nn.Module) -> PretrainedConfig:
     return config
 
 
+def is_recurrent(config: PretrainedConfig) -> bool:
+    """Whether any layer carries a state from token to token."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
 def cache_argument(model: nn.Module) -> str:
     """The name under which the model's forward takes its cache."""
     names = inspect.signature(model.forward).parameters

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qbe.engine.execution.state_update import updating
 from qbe.kvcache.cache import PagedCache
 from qbe.kvcache.probe import Mixer
 from qbe.kvcache.state_pool import StatePool
@@ -123,7 +124,8 @@ class _Patched:
         self, owner: Mixers, module: nn.Module, mixer: Mixer, cache: PagedCache, pool: StatePool,
         carries: dict[type, bool],
     ) -> None:  # fmt: skip
-        self._owner, self._plain = owner, module.forward
+        self._owner, self._forward = owner, module.forward
+        self._updating = updating(module, next(module.parameters()).dtype)
         self._weights = [weight for _, _, weight in nested_linears(module)]
         self._layer: Any = cache.layers[mixer.layer]  # transformers' own
         self._states = pool.of_layer(mixer.layer)
@@ -138,6 +140,10 @@ class _Patched:
             carries[type(module)] = mixer.width is None or self._goes_on(module, mixer.width, cache, pool.slots)
         self._carries = carries[type(module)]
         module.forward = self.forward
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        with self._updating():
+            return self._forward(*args, **kwargs)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, of a step's rows `[1, T, hidden]`."""

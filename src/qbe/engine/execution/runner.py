@@ -22,7 +22,7 @@ from qbe.engine.sampling.sampler import Scores, likeliest
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_quantised, step
-from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, slot_of
+from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, slot_of
 from qbe.policies.per_token import TokenRouters
 from qbe.progress import bar
 from qbe.store.plan import Plan
@@ -41,6 +41,11 @@ def can_pack(config: PretrainedConfig) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     return not any(k.get("rope_type") in _LENGTH_DEPENDENT_ROPE for k in kinds)
+
+
+def can_cascade(config: PretrainedConfig) -> bool:
+    """Whether the cascade can be trained for it, and moves bits in it: nothing but attention mixes tokens."""
+    return can_pack(config) and not is_recurrent(config)
 
 
 def recompute_length(config: PretrainedConfig) -> int | None:
