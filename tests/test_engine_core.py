@@ -15,7 +15,7 @@ from qbe.kvcache.pages import PAGE_SIZE
 
 TOKENS = 20
 PACKED = ["llama", "qwen3", "mistral-sliding", "gemma2-softcap", "gemma3-text", "mixtral"]
-RECURRENT = ["mamba2", "jamba", "bamba", "granite-moe-hybrid", "falcon-h1"]
+RECURRENT = ["mamba", "mamba2", "jamba", "bamba", "granite-moe-hybrid", "falcon-h1", "lfm2", "qwen3-next"]
 ONE_BY_ONE = ["phi3-longrope"]
 
 

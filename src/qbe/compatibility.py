@@ -96,7 +96,7 @@ ENGINE = (
     Limit("compile", "said", lambda s: s.alone, f"{_ALONE}, and its steps have no fixed shapes"),
     Limit("compile", "said", lambda s: not s.fixed_shapes, "its decode steps have no fixed shapes in this dtype; "
           "choose another dtype, or leave it out"),
-    Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a draft token that is wrong would leave changed"),
+    Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a wrong draft token would leave changed"),
     Limit("speculate", "said", lambda s: s.alone, f"{_ALONE}, in which no draft tokens are checked"),
     Limit("speculate", "said", lambda s: not s.fixed_shapes, "its decode steps have no fixed shapes in this dtype; "
           "choose another dtype, or leave it out"),
@@ -131,7 +131,7 @@ REQUEST = (
           "pages, without which attention's error is not bounded; ask for 16 KV bits, or let it be dropped with "
           "best_effort"),
     Limit("speculate", "said", lambda s: s.vllm, _VLLM),
-    Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a draft token that is wrong would leave changed"),
+    Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a wrong draft token would leave changed"),
     Limit("speculate", "said", lambda s: s.alone, f"{_ALONE}, in which no draft tokens are checked"),
     Limit("speculate", "said", lambda s: not s.drafts, "steps have no room for draft tokens; start the engine with "
           "speculate, too"),

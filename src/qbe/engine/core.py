@@ -17,8 +17,7 @@ from qbe.compatibility import Situation, check_engine
 from qbe.engine import self_check
 from qbe.engine.adaptive.cascade import Cascade
 from qbe.engine.devices import reserved
-from qbe.engine.execution.mixers import Mixers
-from qbe.engine.execution.runner import Runner, can_cascade, can_pack
+from qbe.engine.execution.runner import can_cascade, can_pack
 from qbe.engine.extensions.bounded_kv import BoundedKV
 from qbe.engine.extensions.cascade import CascadeExtension
 from qbe.engine.extensions.extension import Extension
@@ -39,14 +38,15 @@ from qbe.engine.setup import (
     longest_forward,
     longest_sequence,
     page_pool,
+    runner_of,
+    speculator_of,
     state_pool,
 )
 from qbe.engine.speculation.accept_tokens import accept_tokens
-from qbe.engine.speculation.speculator import Speculator
 from qbe.errors import QBEError
 from qbe.kernels.cpu import dispatch
 from qbe.kvcache.allocator import PageAllocator, PageFormat
-from qbe.kvcache.cache import PagedCache, decoder_config
+from qbe.kvcache.cache import decoder_config
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.probe import probe
 from qbe.kvcache.state_slots import StateSlots
@@ -99,7 +99,7 @@ class Core:
         context: the model's context in tokens, None when it has no limit.
         graph_bytes: of the device's memory that captured steps took.
         vocabulary: number of tokens the model knows.
-        states: the pool of the states of recurrent layers; None where the model has none.
+        states: of recurrent layers, their pool; None where the model has none.
         speculator: makes and checks draft tokens; None where no request can speculate.
         extensions: told of every request and step, in this order.
 
@@ -144,9 +144,7 @@ class Core:
         self.pool = page_pool(model, kept.kv, kept.dtype, self.device, self.context, kv_tokens)
         self.originals = Originals(self.pool)
         self.scheduler = self._scheduler(packed, sizes.batch_tokens, max_sequences)
-        cache = PagedCache(config, self.pool)
-        mixers = None if self.states is None else Mixers(model, kept.mixers, cache, self.states)
-        self.runner = Runner(model, cache, self.plan, mixers, packed)
+        self.runner = runner_of(model, kept, self.pool, self.states, self.plan, packed)
         compile_layers(self.runner, sizes, self.vocabulary, progress)
         with self_check.one_line(model):
             self_check.check(model, self.runner, self.scheduler, self.vocabulary, expected)
@@ -163,7 +161,7 @@ class Core:
             self.add_routers(routers)
             self.runner.route(routers)
         self._prepare_decode(sizes, pages, compile, speculate, progress)
-        self.speculator = self._speculator(sizes, speculate or not compile)
+        self.speculator = speculator_of(self.table, self.runner, sizes, ready=speculate or not compile)
         self._refresh = BlueprintRefresh(self.pool, self.scheduler, lambda: self.situation, self.cascade)
         self.extensions = self._extensions()
         asked = {"compile": compile, "speculate": speculate, "rows": shared_rows}
@@ -204,14 +202,6 @@ class Core:
             several = sizes.speculation_rows if speculate else 0
             self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, several)
         self.graph_bytes = max(0, reserved(self.device) - before)
-
-    def _speculator(self, sizes: StepSizes, ready: bool) -> Speculator | None:
-        """What makes draft tokens, where decode steps have room for them and are `ready` for several rows of a
-        sequence."""
-        rows = min(sizes.speculation_rows, sizes.decode_rows)
-        if self.runner.decode is None or rows < 2 or not ready:
-            return None
-        return Speculator(self.table, rows, self.runner.decode.size_of)
 
     def _extensions(self) -> list[Extension]:
         """In the order in which they look at a request: one may take from it what the next one would ask for."""

@@ -26,8 +26,8 @@ from qbe.engine.execution.tuner_host import TunerHost
 from qbe.engine.memory import Memory, of_engine
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import PromptInput, Request, Result
-from qbe.engine.scheduling.kv_size import SEQUENCES
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
+from qbe.engine.scheduling.kv_size import SEQUENCES
 from qbe.engine.stop_tokens import eos_ids
 from qbe.engine.stream import Stream
 from qbe.errors import QBEError

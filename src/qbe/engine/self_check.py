@@ -113,9 +113,7 @@ def _off_by_one_unit(model: nn.Module, generator: torch.Generator) -> Iterator[N
             handle.remove()
 
 
-def check(
-    model: nn.Module, runner: Runner, scheduler: Scheduler, vocabulary: int, expected: Expected | None
-) -> None:
+def check(model: nn.Module, runner: Runner, scheduler: Scheduler, vocabulary: int, expected: Expected | None) -> None:
     """Takes the engine's steps with the tokens of `expected`.
 
     Raises:

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from qbe.engine.execution import patch_modules
+from qbe.engine.execution.mixers import Mixers
 from qbe.engine.execution.runner import Runner, use_paged_attention
 from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
 from qbe.engine.scheduling.kv_size import default_kv_tokens, state_slots
-from qbe.engine.speculation.speculator import ROWS
+from qbe.engine.speculation.speculator import ROWS, Speculator
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.kernels.cpu import native
+from qbe.kvcache.cache import PagedCache, decoder_config
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
 from qbe.kvcache.probe import Kept
 from qbe.kvcache.state_pool import StateLayout, StatePool
@@ -120,6 +122,23 @@ def state_pool(kept: Kept, sequences: int, device: torch.device) -> StatePool | 
     if slots < sequences:
         log.warning("there is room for the recurrent states of %d sequences on %s: others wait", slots, device)
     return StatePool(kept.states, slots, device)
+
+
+def runner_of(
+    model: nn.Module, kept: Kept, pool: PagePool, states: StatePool | None, plan: Plan, packed: bool
+) -> Runner:  # fmt: skip
+    """Runs steps on these pages and states; the model's recurrent layers find them, too."""
+    cache = PagedCache(decoder_config(model), pool)
+    mixers = None if states is None else Mixers(model, kept.mixers, cache, states)
+    return Runner(model, cache, plan, mixers, packed)
+
+
+def speculator_of(table: SiteTable, runner: Runner, sizes: StepSizes, ready: bool) -> Speculator | None:
+    """What makes draft tokens, where decode steps have room for them and are `ready` for several rows of a sequence."""
+    rows = min(sizes.speculation_rows, sizes.decode_rows)
+    if runner.decode is None or rows < 2 or not ready:
+        return None
+    return Speculator(table, rows, runner.decode.size_of)
 
 
 def compile_layers(runner: Runner, sizes: StepSizes, vocabulary: int, progress: bool) -> None:

@@ -1,8 +1,8 @@
 """The memory of recurrent layers: a slot for each sequence, as pages are for attention.
 
-A slot is one run of bytes. Each layer's states (Mamba's and the delta rule's recurrent state, the last inputs of a short
-convolution) have their place in it, which `StateLayout` says. All states have the dtype now that the model's own code
-keeps them in; a slot whose layers have fewer bits would be another layout of the same bytes.
+A slot is one run of bytes. Each layer's states (Mamba's and the delta rule's recurrent state, the last inputs of a
+short convolution) have their place in it, which `StateLayout` says. All states have the dtype now that the model's own
+code keeps them in; a slot whose layers have fewer bits would be another layout of the same bytes.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def check(table: SiteTable, packs: bool) -> None:
     """
     name = table.model_name or "this model"
     if not packs:
-        raise QBEError(f"{name} can have no cascade (its layers keep a state, or each sequence has a forward of its own): leave it out")
+        raise QBEError(
+            f"{name} can have no cascade (its layers keep a state, or sequences share no forward): leave it out"
+        )
     if not points_of(table):
         raise QBEError(f"{name} can have no cascade (it has no attention with nested layers behind it): leave it out")
 

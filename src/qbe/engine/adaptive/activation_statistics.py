@@ -58,12 +58,12 @@ class ActivationStats:
 @contextmanager
 def collecting(
     model: nn.Module, table: SiteTable, parts: Sequence[tuple[range, ActivationStats]], tokens: int,
-    running: Callable[[], Sequence[int] | None],
+    running: Callable[[], Sequence[int] | None] | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Inside, a forward of so many tokens adds its rows to the statistics that they belong to.
 
     Args:
-        running: which of its rows run where a module gets some of them only, as those in recurrent layers do; None:
+        running: which of its rows run where a module may get some of them only, as those in recurrent layers do; None:
             all of them.
     """
     last: list[Any] = [None, []]  # sites that read the same input read it one after the other
@@ -72,7 +72,7 @@ def collecting(
         def add(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0]
             if last[0] is not x:
-                now = running()
+                now = None if running is None else running()
                 rows = x.reshape(tokens if now is None else len(now), -1)
                 inputs = [rows[_among(rows_of, now)].float() for rows_of, _ in parts]
                 last[:] = x, [(o.square().sum(0), o.sum(0)) for o in inputs]

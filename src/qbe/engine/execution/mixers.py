@@ -2,15 +2,15 @@
 
 A step packs the tokens of its sequences into one row `[1, T]`; only attention and recurrent layers mix them. Attention
 finds its tokens through pages. A recurrent layer's own code takes sequences beside each other, and gets them so: those
-with one new token as a batch `[n, 1]`, every other one by itself, without padding. Each time the layer's cache holds the
-states of just these sequences: the pool's own memory where their slots follow one another, else a copy that goes back.
-What its weights read follows its rows, so that each keeps the precision that the plan has for it.
+with one new token as a batch `[n, 1]`, every other one by itself, without padding. Each time the layer's cache holds
+the states of just these sequences: the pool's own memory where their slots follow one another, else a copy that goes
+back. What its weights read follows its rows, so that each keeps the precision that the plan has for it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -127,15 +127,15 @@ class _Patched:
         self._owner, self._forward = owner, module.forward
         self._updating = updating(module, next(module.parameters()).dtype)
         self._weights = [weight for _, _, weight in nested_linears(module)]
-        self._layer: Any = cache.layers[mixer.layer]  # transformers' own
-        self._states = pool.of_layer(mixer.layer)
+        layer: Any = cache.layers[mixer.layer]  # transformers' own
+        self._layer, self._states = layer, pool.of_layer(mixer.layer)
         for shape, states in self._states:
-            self._layer.device, self._layer.dtype = states.device, states.dtype
+            layer.device, layer.dtype = states.device, states.dtype
             if shape.recurrent:
-                self._layer.is_recurrent_states_initialized[shape.index] = True
+                layer.is_recurrent_states_initialized[shape.index] = True
             else:
-                self._layer.is_conv_states_initialized[shape.index] = True
-                self._layer.conv_kernel_size[shape.index] = shape.size[-1]
+                layer.is_conv_states_initialized[shape.index] = True
+                layer.conv_kernel_size[shape.index] = shape.size[-1]
         if type(module) not in carries:
             carries[type(module)] = mixer.width is None or self._goes_on(module, mixer.width, cache, pool.slots)
         self._carries = carries[type(module)]

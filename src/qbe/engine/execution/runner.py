@@ -176,7 +176,8 @@ class Runner:
                     w.sequence.activation_stats.restart()
                 parts.append((range(first, first + w.count), w.sequence.activation_stats))
             first += w.count
-        running = (lambda: None) if self.mixers is None else (lambda: self.mixers.rows)
+        mixers = self.mixers
+        running = None if mixers is None else lambda: mixers.rows
         return collecting(self.model, self.plan.table, parts, tokens, running) if parts else None
 
     def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, several: int = 0) -> None:

@@ -126,7 +126,8 @@ class Scheduler:
         self.paging = Paging(allocator, chunked, reusable and paged, format_of or (lambda *_: allocator.full))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
-        self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None] = _first
+        self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None]
+        self.choose = lambda waiting, _: next(iter(waiting))
         self.prompt_tokens: Callable[[Sequence], int] = lambda _: max_batch_tokens
         self.rests: Callable[[], Callable[[Sequence], bool]] = lambda: _nobody
         self.last_to_yield: Callable[[Sequence], Any] = _rank
@@ -279,9 +280,9 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether what it needs for its present tokens is free."""
-        if self.slots is not None and not self.slots.free:
-            return False
-        return not self.paged or not self.running or self.paging.needs(sequence) <= self.allocator.free_bytes
+        slots = self.slots is None or self.slots.free > 0
+        few = self.paged and bool(self.running) and self.paging.needs(sequence) > self.allocator.free_bytes
+        return slots and not few
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
@@ -312,8 +313,7 @@ class Scheduler:
                 prompts.remove(victim)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
-        if self.slots is not None:
-            sequence.state_slot = self.slots.take()
+        sequence.state_slot = None if self.slots is None else self.slots.take()
         self.running.append(sequence)
         prompts.insert(0, sequence)
         self.paging.begin(sequence)
@@ -328,10 +328,6 @@ class Scheduler:
         before = first.before
         may = [s for s in waiting if not _routers(s) or (_routers(s) in dynamic_precision and s.request_id in before)]
         return self.choose(may, self.running) if may else None
-
-
-def _first(waiting: Collection[Sequence], _: list[Sequence]) -> Sequence:
-    return next(iter(waiting))
 
 
 def _nobody(_: Sequence) -> bool:
