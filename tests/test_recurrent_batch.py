@@ -15,6 +15,7 @@ import qbe
 from conftest import byte_tokenizer
 from engine_models import CONFIGS, NO_SITES, build, greedy, prompts, request, run
 from qbe.budget import Budget
+from qbe.engine.adaptive.activation_statistics import ActivationStats
 from qbe.engine.core import Core
 from qbe.engine.scheduling import kv_size
 from server_running import running
@@ -73,6 +74,25 @@ def test_answers_in_a_batch_of_several_precisions_are_those_of_each_alone(engine
     assert together[0].average_weight_bits < 6 < together[1].average_weight_bits == 16
     assert len({tuple(a) for a in alone}) > 5, "precisions and prompts that say the same test nothing"
     assert free_slots(engine) == 4
+
+
+def test_what_a_prompt_shows_to_a_policy_is_the_same_beside_others(engine: qbe.Engine) -> None:
+    def stats(others: list[str]) -> ActivationStats:
+        keys = [engine.submit(qbe.Request(t, PARAMS, Budget(bits=8))) for t in [*others, TEXTS[3]]]
+        found = engine.sequence(keys[-1]).activation_stats = ActivationStats.of(engine.table)
+        while not engine.started(keys[-1]):
+            engine.step()
+        for key in keys:
+            engine.cancel(key)
+            engine.take_result(key)
+        return found
+
+    alone, beside = stats([]), stats(TEXTS[:2])
+    assert alone.tokens == beside.tokens == len(TEXTS[3])
+    for a, b in zip(alone.squares + alone.sums, beside.squares + beside.sums, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))
 
 
 def test_a_cancelled_request_gives_its_slot_up_and_changes_nobody(engine: qbe.Engine) -> None:

@@ -184,7 +184,7 @@ class Engine(Requests):
 
     @property
     def memory(self) -> Memory:
-        """The bytes of weights, originals, KV cache, graphs and workspace."""
+        """The bytes of weights, originals, KV cache, recurrent states, graphs and workspace."""
         return of_engine(self.core)
 
     @property
