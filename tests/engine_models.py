@@ -86,6 +86,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_TOKENS,
         },
     ),
+    "mamba": (
+        "MambaConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 8, **_TOKENS},
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {**_DENSE, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "block_multiple_of": 8},
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            **_DENSE,
+            "head_dim": 16,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
     "jamba": (
         "JambaConfig",
         {

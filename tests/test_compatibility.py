@@ -30,6 +30,7 @@ KINDS = {
     "experts": "mixtral",
     "attention and recurrent layers": "granite-moe-hybrid",
     "recurrent layers alone": "mamba2",
+    "one sequence a forward": "phi3-longrope",
 }
 PROMPT = "one two one two " * 9
 PARAMS = qbe.SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
@@ -167,7 +168,7 @@ def test_what_a_request_asks_for(started: tuple[str, Started], option: str, monk
 
 def test_a_policy_without_a_score_cannot_be_refreshed(started: tuple[str, Started]) -> None:
     kind, found = started
-    with pytest.raises(QBEError, match="keep a state" if "recurrent" in kind else "same bits"):
+    with pytest.raises(QBEError, match="a forward of its own" if kind == "one sequence a forward" else "same bits"):
         found.engine.explain(PROMPT, budget=Budget(refresh=True), policy="uniform")
     left = found.engine.explain(PROMPT, budget=Budget(refresh=True, best_effort=True), policy="uniform")
     assert list(left.ignored) == list(left.describe()["ignored"]) == ["refresh"]

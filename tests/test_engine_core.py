@@ -15,7 +15,8 @@ from qbe.kvcache.pages import PAGE_SIZE
 
 TOKENS = 20
 PACKED = ["llama", "qwen3", "mistral-sliding", "gemma2-softcap", "gemma3-text", "mixtral"]
-ONE_BY_ONE = ["mamba2", "jamba", "bamba", "granite-moe-hybrid", "falcon-h1", "phi3-longrope"]
+RECURRENT = ["mamba", "mamba2", "jamba", "bamba", "granite-moe-hybrid", "falcon-h1", "lfm2", "qwen3-next"]
+ONE_BY_ONE = ["phi3-longrope"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,14 +32,14 @@ def llama():
     return Core(build("llama"), NO_SITES, max_batch_tokens=16, max_sequences=3, kv_tokens=512)
 
 
-@pytest.mark.parametrize("name", PACKED + ONE_BY_ONE)
+@pytest.mark.parametrize("name", PACKED + RECURRENT + ONE_BY_ONE)
 def test_greedy_ids_equal_transformers_alone_and_together(name: str) -> None:
     model = build(name)
     texts = prompts(5, 1, 40, 17)
     expected = [greedy(model, p, TOKENS) for p in texts]
     assert len({t for e in expected for t in e}) > 3, "a model that always says the same tests nothing"
     core = Core(model, NO_SITES, max_batch_tokens=16, max_sequences=3)
-    assert core.runner.packed == (name in PACKED)
+    assert core.runner.packed == (name not in ONE_BY_ONE)
     for i, (p, e) in enumerate(zip(texts, expected, strict=True)):
         assert run(core, request(f"alone {i}", p, max_tokens=TOKENS)) == [e]
     together = run(core, *(request(str(i), p, max_tokens=TOKENS) for i, p in enumerate(texts)))

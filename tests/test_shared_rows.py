@@ -275,7 +275,7 @@ def test_pages_belong_to_what_was_asked_for() -> None:
 
 
 def test_where_there_is_nothing_to_share_it_says_so() -> None:
-    model = build("mamba2")
+    model = build("phi3-longrope")
     with pytest.warns(RuntimeWarning, match="^rows does nothing here, .*: each reads its own bits$"):
         core = Core(model, tag(model), shared_rows=True)
     assert core.plan.shared is None

@@ -284,7 +284,7 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     for train in (qaq.train, mobi.train, tokenwise.train):
         with pytest.raises(QBEError, match="4 texts are too few"):
             train(prepared, items(4), 1)
-    hybrid = PreparedModel(build("mamba2"), prepared.tokenizer, prepared.table, "hybrid")
+    hybrid = PreparedModel(build("phi3-longrope"), prepared.tokenizer, prepared.table, "hybrid")
     with pytest.raises(QBEError, match="cannot have bits of their own"):
         tokenwise.train(hybrid, items(16), 1)
     untrained = SiteTable(prepared.table.sites, model_name="untrained", layers=2)

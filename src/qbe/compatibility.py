@@ -25,8 +25,8 @@ class Situation:
     """What an option meets.
 
     Attributes:
-        recurrent: the model's layers keep a state, so that every sequence has a forward of its own and all tokens of it
-            one precision.
+        alone: every sequence has a forward of its own, and all of its tokens one precision.
+        recurrent: the model's layers keep a state, which cannot be taken back and has no step of fixed shapes.
         attention: it has attention, and so a KV cache.
         windows, experts: it has sliding windows, or experts; no option asks for either.
         cuda: the device is a GPU.
@@ -45,6 +45,7 @@ class Situation:
         vllm: the engine is vLLM.
     """
 
+    alone: bool = False
     recurrent: bool = False
     attention: bool = True
     windows: bool = False
@@ -86,41 +87,42 @@ class Limit:
         return f"{self.option} does nothing here, because {why}: {instead or 'leave it out'}"
 
 
+_ALONE = "every sequence of this model has a forward of its own"
 _STATE = "the model's layers keep a state"
 _NO_CACHE = "the model has no attention, and so no KV cache"
 _VLLM = "inside vLLM the KV cache and the loop are vLLM's"
 _NOT_MEASURED = "nothing was measured of this model; start with a policy that needs sensitivities, such as tiered"
 
 ENGINE = (
-    Limit("compile", "said", lambda s: s.recurrent or not s.attention,
-          f"{_STATE}, so that its sequences share no step"),
+    Limit("compile", "said", lambda s: s.recurrent, f"{_STATE}, and its steps have no fixed shapes"),
+    Limit("compile", "said", lambda s: s.alone, f"{_ALONE}, and its steps have no fixed shapes"),
     Limit("compile", "said", lambda s: not s.fixed_shapes, "its decode steps have no fixed shapes in this dtype; "
           "choose another dtype, or leave it out"),
-    Limit("speculate", "said", lambda s: s.recurrent or not s.attention,
-          f"{_STATE}, so that its sequences share no step"),
+    Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a wrong draft token would leave changed"),
+    Limit("speculate", "said", lambda s: s.alone, f"{_ALONE}, in which no draft tokens are checked"),
     Limit("speculate", "said", lambda s: not s.fixed_shapes, "its decode steps have no fixed shapes in this dtype; "
           "choose another dtype, or leave it out"),
-    Limit("rows", "said", lambda s: s.recurrent,
-          f"{_STATE}, so that its sequences share no step; each reads its own bits"),
+    Limit("rows", "said", lambda s: s.alone, f"{_ALONE}; each reads its own bits"),
     Limit("tune", "said", lambda s: not s.cuda, "only kernels on a GPU are tuned"),
     Limit("kv_tokens", "said", lambda s: not s.attention, _NO_CACHE),
     Limit("analysis_tier", "said", lambda s: s.own_tier, "the policy needs an analysis tier of its own"),
     Limit("blueprint_cache", "said", lambda s: not s.cacheable, "the policy has to be asked for every query"),
-    Limit("max_batch_tokens", "said", lambda s: s.recurrent, f"{_STATE}: a prompt is read in one step, however long"),
+    Limit("max_batch_tokens", "said", lambda s: s.alone, f"{_ALONE}, and its prompt is read in one step"),
 )  # fmt: skip
 """What the engine is started with; the first limit of an option that is met counts."""
 
 REQUEST = (
     Limit("high_precision_tokens", "refused", lambda s: s.vllm, _VLLM),
-    Limit("high_precision_tokens", "refused", lambda s: s.recurrent, f"{_STATE}: all of its tokens have one precision"),
+    Limit("high_precision_tokens", "refused", lambda s: s.alone, f"{_ALONE}, and all of its tokens one precision"),
     Limit("high_precision_tokens", "refused", lambda s: not s.measured, _NOT_MEASURED),
-    Limit("refresh", "refused", lambda s: s.recurrent, f"{_STATE}: all of its tokens have one precision"),
+    Limit("refresh", "refused", lambda s: s.alone, f"{_ALONE}, and all of its tokens one precision"),
     Limit("refresh", "refused", lambda s: not s.scored, "the policy gives every query of a tier the same bits; choose "
           "another policy, such as tiered, or leave it out"),
     Limit("refresh", "refused", lambda s: not s.thresholds, "it is not known when this model's answers are hard; "
           "'qbe quantize' finds that out, or 'qbe records --learn-refresh' from past answers"),
     Limit("cascade", "refused", lambda s: s.vllm, _VLLM),
-    Limit("cascade", "refused", lambda s: s.recurrent, f"{_STATE}: all of its tokens have one precision"),
+    Limit("cascade", "refused", lambda s: s.recurrent, f"{_STATE}, for which no cascade is trained"),
+    Limit("cascade", "refused", lambda s: s.alone, f"{_ALONE}, and all of its tokens one precision"),
     Limit("cascade", "refused", lambda s: not s.attention, "the model has no attention to go by"),
     Limit("cascade", "refused", lambda s: s.device_memory, "device_memory bounds what is there to be read, which bits "
           "that move within a forward pass do not heed"),
@@ -133,8 +135,8 @@ REQUEST = (
           "pages, without which attention's error is not bounded; ask for 16 KV bits, or let it be dropped with "
           "best_effort"),
     Limit("speculate", "said", lambda s: s.vllm, _VLLM),
-    Limit("speculate", "said", lambda s: s.recurrent or not s.attention,
-          f"{_STATE}, so that its sequences share no step"),
+    Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a wrong draft token would leave changed"),
+    Limit("speculate", "said", lambda s: s.alone, f"{_ALONE}, in which no draft tokens are checked"),
     Limit("speculate", "said", lambda s: not s.drafts, "steps have no room for draft tokens; start the engine with "
           "speculate, too"),
     Limit("speculate", "said", lambda s: s.bounded or s.high_precision, "kv_error and high_precision_tokens say of "
@@ -158,6 +160,7 @@ SITUATIONS = {
     "experts": Situation(experts=True),
     "attention and recurrent layers": _RECURRENT,
     "recurrent layers alone": replace(_RECURRENT, attention=False),
+    "one sequence a forward": Situation(alone=True, fixed_shapes=False, drafts=False),
     "on a GPU": Situation(cuda=True),
     "with `device_memory`": Situation(device_memory=True),
     "`compile` without `speculate`": Situation(drafts=False),

@@ -16,7 +16,7 @@ from qbe.compatibility import Situation, check_engine
 from qbe.engine import self_check
 from qbe.engine.adaptive.cascade import Cascade
 from qbe.engine.devices import reserved
-from qbe.engine.execution.runner import Runner, can_pack
+from qbe.engine.execution.runner import can_cascade, can_pack
 from qbe.engine.extensions.bounded_kv import BoundedKV
 from qbe.engine.extensions.cascade import CascadeExtension
 from qbe.engine.extensions.extension import Extension
@@ -37,14 +37,18 @@ from qbe.engine.setup import (
     longest_forward,
     longest_sequence,
     page_pool,
+    runner_of,
+    speculator_of,
+    state_pool,
 )
 from qbe.engine.speculation.accept_tokens import accept_tokens
-from qbe.engine.speculation.speculator import Speculator
 from qbe.errors import QBEError
 from qbe.kernels.cpu import dispatch
 from qbe.kvcache.allocator import PageAllocator, PageFormat
-from qbe.kvcache.cache import PagedCache, decoder_config, probe_shapes
+from qbe.kvcache.cache import decoder_config
 from qbe.kvcache.originals import Originals
+from qbe.kvcache.probe import probe
+from qbe.kvcache.state_slots import StateSlots
 from qbe.policies.per_token import TokenRouters
 from qbe.residency.residency import Residency
 from qbe.sites import KVBits, SiteTable
@@ -91,11 +95,11 @@ class Core:
             than each its own.
 
     Attributes:
-        cascade: what moves their rows; None where nothing was learned, and for models of which each sequence has its
-            own forward.
+        cascade: what moves their rows; None where nothing was learned, and for models that can have none.
         context: the model's context in tokens, None when it has no limit.
         graph_bytes: of the device's memory that captured steps took.
         vocabulary: number of tokens the model knows.
+        states: of recurrent layers, their pool; None where the model has none.
         speculator: makes and checks draft tokens; None where no request can speculate.
         extensions: told of every request and step, in this order.
         residency: of a nested store that is not all on the device (`qbe.engine.bounded_memory`); None: it is.
@@ -128,28 +132,30 @@ class Core:
         config = decoder_config(model)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        packed = can_pack(config)
+        with self_check.one_line(model):
+            kept = probe(model)
+        packed = can_pack(config) and kept.packs
         longest = longest_forward(packed, self.context)
         sizes = StepSizes.of(self.device, max_batch_tokens, max_sequences, longest, speculate)
 
         self.residency: Residency | None = None
         self.plan = bind_plan(model, table, self.device, sizes.plan_rows, shared_rows)
         with self_check.one_line(model):
-            shapes, dtype = probe_shapes(model)
             expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
-        self.pool = page_pool(model, shapes, dtype, self.device, self.context, kv_tokens)
+        self.states = state_pool(kept, max_sequences, self.device)
+        self.pool = page_pool(model, kept.kv, kept.dtype, self.device, self.context, kv_tokens)
         self.originals = Originals(self.pool)
         self.scheduler = self._scheduler(packed, sizes.batch_tokens, max_sequences)
-        self.runner = Runner(model, PagedCache(config, self.pool), self.plan)
+        self.runner = runner_of(model, kept, self.pool, self.states, self.plan, packed)
         compile_layers(self.runner, sizes, self.vocabulary, progress)
         with self_check.one_line(model):
-            self_check.check(model, self.runner, self.scheduler.allocator, self.vocabulary, expected)
+            self_check.check(model, self.runner, self.scheduler, self.vocabulary, expected)
         self.table = replace(with_kv(table, self.runner.cache), context=self.context)
         pages = longest_sequence(self.pool, self.context)
         compile_attention(self.runner, pages, progress)
 
         self.cascade: Cascade | None = None
-        if cascade is not None and packed and self.scheduler.paged:
+        if cascade is not None and can_cascade(config) and self.scheduler.paged:
             self.cascade = Cascade(cascade, table, self.plan)
             self.runner.observe = self.cascade.observe
         self._routers = Routers(self.runner)
@@ -157,7 +163,7 @@ class Core:
             self.add_routers(routers)
             self.runner.route(routers)
         self._prepare_decode(sizes, pages, compile, speculate, progress)
-        self.speculator = self._speculator(sizes, speculate or not compile)
+        self.speculator = speculator_of(self.table, self.runner, sizes, ready=speculate or not compile)
         self._refresh = BlueprintRefresh(self.pool, self.scheduler, lambda: self.situation, self.cascade)
         self.extensions = self._extensions()
         asked = {"compile": compile, "speculate": speculate, "rows": shared_rows}
@@ -167,7 +173,8 @@ class Core:
     def situation(self) -> Situation:
         """What options meet here, as far as the core knows."""
         return Situation(
-            recurrent=not self.runner.packed,
+            alone=not self.runner.packed,
+            recurrent=self.states is not None,
             attention=self.scheduler.paged,
             cuda=self.device.type == "cuda",
             device_memory=self.plan.limits is not None,
@@ -185,7 +192,8 @@ class Core:
             context=self.context,
             paged=any(self.pool.shapes),
             chunked=packed,
-            reusable=packed,
+            reusable=packed and self.states is None,
+            slots=None if self.states is None else StateSlots(self.states.slots),
             format_of=lambda sequence, page: self._format(sequence.kv_bits_of(page)),
         )
 
@@ -195,17 +203,9 @@ class Core:
             self.plan.use.begin(sizes.decode_rows)
         before = reserved(self.device)
         able = self.device.type == "cuda" or dispatch.reads_pages(self.pool.dtype)
-        if able and self.runner.packed and self.scheduler.paged:
+        if able and self.runner.packed and self.scheduler.paged and self.states is None:
             self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, sizes.speculation_rows * speculate)
         self.graph_bytes = max(0, reserved(self.device) - before)
-
-    def _speculator(self, sizes: StepSizes, ready: bool) -> Speculator | None:
-        """What makes draft tokens, where decode steps have room for them and are `ready` for several rows of a
-        sequence."""
-        rows = min(sizes.speculation_rows, sizes.decode_rows)
-        if self.runner.decode is None or rows < 2 or not ready:
-            return None
-        return Speculator(self.table, rows, self.runner.decode.size_of)
 
     def _extensions(self) -> list[Extension]:
         """In the order in which they look at a request: one may take from it what the next one would ask for."""

@@ -22,12 +22,13 @@ from qbe.engine import bounded_memory
 from qbe.engine.chooser import Chooser
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
-from qbe.engine.execution.runner import can_pack
+from qbe.engine.execution.runner import can_cascade
 from qbe.engine.execution.tuner_host import TunerHost
 from qbe.engine.memory import Memory, of_engine
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
+from qbe.engine.scheduling.kv_size import SEQUENCES
 from qbe.engine.stop_tokens import eos_ids
 from qbe.engine.stream import Stream
 from qbe.errors import QBEError
@@ -104,7 +105,7 @@ class Engine(Requests):
         device_memory: int | str | None = None,
         miss: str | None = None,
         max_batch_tokens: int | None = None,
-        max_sequences: int = 16,
+        max_sequences: int = SEQUENCES,
         kv_tokens: int | None = None,
         rows: str = "exact",
         compile: bool = False,
@@ -150,7 +151,7 @@ class Engine(Requests):
             residency = Residency(self.model, prepared.table, prepared.folder, miss or "lower", progress)
         cascade: TokenRouters | QBEError
         try:
-            cascade = load_cascade(prepared.table, can_pack(decoder_config(self.model)))
+            cascade = load_cascade(prepared.table, can_cascade(decoder_config(self.model)))
         except QBEError as error:  # who asks for a cascade is told; others can do without
             cascade = error
         try:
@@ -190,7 +191,7 @@ class Engine(Requests):
 
     @property
     def memory(self) -> Memory:
-        """The bytes of weights, originals, KV cache, graphs and workspace."""
+        """The bytes of weights, originals, KV cache, recurrent states, graphs and workspace."""
         return of_engine(self.core)
 
     @property

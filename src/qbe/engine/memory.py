@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from qbe.engine.devices import reserved
-from qbe.engine.scheduling.kv_size import default_kv_tokens
+from qbe.engine.scheduling.kv_size import SEQUENCES, default_kv_tokens, state_slots
 from qbe.format.layout import SliceLayout, padded
-from qbe.kvcache.cache import decoder_config, probe_shapes
+from qbe.kvcache.cache import decoder_config
 from qbe.kvcache.pages import page_bytes, pages_for
+from qbe.kvcache.probe import probe
+from qbe.kvcache.state_pool import StateLayout
 from qbe.store.experts import expert_layers, nested_experts, served_on
 from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_linears import NestedWeightConfig, nested_linears
@@ -34,6 +36,7 @@ class Memory:
         weights: of the nested store, and of all that is not nested.
         originals: of 16-bit weights beside nested ones, wherever they are.
         kv: of the KV cache.
+        states: of recurrent layers, for all sequences that can run.
         graphs: of captured steps; 0 where it is not known yet.
         workspace: of everything else.
     """
@@ -41,6 +44,7 @@ class Memory:
     weights: int
     originals: int
     kv: int
+    states: int = 0
     graphs: int = 0
     workspace: int = 0
 
@@ -58,15 +62,15 @@ def of_engine(core: Core) -> Memory:
     """What a running engine takes."""
     weights, originals = of_model(core.model)
     weights -= core.residency.absent if core.residency is not None else 0
-    kv = core.pool.memory.numel()
+    kv, states = core.pool.memory.numel(), 0 if core.states is None else core.states.memory.numel()
     if core.device.type != "cuda":
-        return Memory(weights, originals, kv, 0, core.plan.nbytes)
+        return Memory(weights, originals, kv, states, 0, core.plan.nbytes)
     graphs = core.graph_bytes
     kept = [w.original for _, _, w in nested_linears(core.model) if w.original is not None]
     kept += [m.original for _, m in nested_experts(core.model) if m.original is not None]
     host = sum(w.nbytes for w in kept if w.is_pinned())
-    rest = reserved(core.device) - weights - (originals - host) - kv - graphs
-    return Memory(weights, originals, kv, graphs, max(0, rest))
+    rest = reserved(core.device) - weights - (originals - host) - kv - states - graphs
+    return Memory(weights, originals, kv, states, graphs, max(0, rest))
 
 
 def of_model(model: nn.Module) -> tuple[int, int]:
@@ -100,7 +104,7 @@ def predicted(
     model = load_skeleton(path)
     config = getattr(model, "config", None)
     dtype = getattr(config, "dtype", None) or torch.bfloat16
-    shapes, _ = probe_shapes(model)
+    found = probe(model)
     nesting = NestedWeightConfig()
     if checkpoint.is_checkpoint(path):
         manifest = checkpoint.read_manifest(path)
@@ -125,11 +129,13 @@ def predicted(
             weights += parameter.numel() * dtype.itemsize
     weights += sum(b.nbytes for b in model.buffers())
     kept = full if place_of(originals, device) != "none" else 0
-    each = page_bytes(shapes, dtype)
+    each = page_bytes(found.kv, dtype)
     context = getattr(decoder_config(model), "max_position_embeddings", None)
     on_device = weights + (kept if originals == "device" else 0)
     tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(context, device, each, on_device)
-    return Memory(weights, kept, (pages_for(tokens) + 1) * each if any(shapes) else 0)
+    slot = StateLayout(found.states).nbytes
+    states = (state_slots(SEQUENCES, device, slot, on_device) + 1) * slot if found.states else 0
+    return Memory(weights, kept, (pages_for(tokens) + 1) * each if any(found.kv) else 0, states)
 
 
 def nested_size(n: int, k: int, layout: SliceLayout, group_size: int, device: torch.device) -> int:

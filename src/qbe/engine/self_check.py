@@ -26,17 +26,16 @@ from torch import nn
 from qbe.blueprint import Blueprint
 from qbe.engine.execution.runner import Runner
 from qbe.engine.sampling.sampling_params import SamplingParams
-from qbe.engine.scheduling.scheduler import ScheduledTokens
+from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError
-from qbe.kvcache.allocator import PageAllocator
 from qbe.kvcache.cache import decoder_config
 from qbe.sites import SiteTable
 from qbe.store.plan import Plan
 
 _LENGTH = 4  # tokens of each request: no step has more rows than the smallest plan of a model that packs requests
-# (request, from, to) of each step's work: alone, beside a prompt, both one token.
-_STEPS = (((0, 0, 2),), ((0, 2, 3), (1, 0, 2)), ((0, 3, 4), (1, 2, 3)))
+# (request, from, to) of each step's work: alone, beside a prompt, both one token, and two tokens further.
+_STEPS = (((0, 0, 2),), ((0, 2, 3), (1, 0, 1)), ((0, 3, 4), (1, 1, 2)), ((1, 2, 4),))
 _TRIES = 3
 # Roundings are independent: their effects add as squares. Beside the modules' outputs there are at most as many again
 # in each of the two ways to compute (half a unit each), and this is above four standard deviations of their sum.
@@ -114,9 +113,7 @@ def _off_by_one_unit(model: nn.Module, generator: torch.Generator) -> Iterator[N
             handle.remove()
 
 
-def check(
-    model: nn.Module, runner: Runner, allocator: PageAllocator, vocabulary: int, expected: Expected | None
-) -> None:
+def check(model: nn.Module, runner: Runner, scheduler: Scheduler, vocabulary: int, expected: Expected | None) -> None:
     """Takes the engine's steps with the tokens of `expected`.
 
     Raises:
@@ -124,7 +121,7 @@ def check(
     """
     worst = 0.0
     for attempt in range(1, _TRIES + 1):
-        off = 0.0 if expected is None else _compare(runner, allocator, expected)
+        off = 0.0 if expected is None else _compare(runner, scheduler, expected)
         if off <= 1 or expected is None:
             return
         worst = max(worst, off)
@@ -160,10 +157,10 @@ def name(model: nn.Module) -> str:
     return f"{type(model).__name__} (model type '{getattr(config, 'model_type', '?')}')"
 
 
-def _compare(runner: Runner, allocator: PageAllocator, expected: Expected) -> float:
+def _compare(runner: Runner, scheduler: Scheduler, expected: Expected) -> float:
     """By how many times what rounding explains the worst row differs; at most 1 is right."""
-    paged = any(runner.cache.pool.shapes)
-    pages = (allocator.allocate(2) or allocator.allocate(1)) if paged else []
+    allocator, slots = scheduler.allocator, scheduler.slots
+    pages = (allocator.allocate(2) or allocator.allocate(1)) if scheduler.paged else []
     if pages is None:
         return 0.0
     lowest = blueprint(runner.plan.table)
@@ -171,15 +168,22 @@ def _compare(runner: Runner, allocator: PageAllocator, expected: Expected) -> fl
     requests = [Sequence(f"trial-{i}", tokens[i][:1], SamplingParams(max_tokens=1), lowest) for i in range(2)]
     for request, page in zip(requests, pages, strict=False):
         request.pages = [page]
-    several = not paged or len(pages) == 2
+    if slots is not None:
+        for request in requests[: slots.count]:
+            request.state_slot = slots.take()
+    several = (not scheduler.paged or len(pages) == 2) and (slots is None or slots.count > 1)
+    # Who has a forward of its own reads a prompt in one.
+    steps = _STEPS if scheduler.chunked else _STEPS[:-1]
     worst = 0.0
     try:
-        for step in _STEPS:
+        for step in steps:
             parts = [part for part in step if several or part[0] == 0]
             work = []
             for which, start, end in parts:
                 requests[which].token_ids = tokens[which][:end]
                 work.append(ScheduledTokens(requests[which], start, end - start))
+            if not work:
+                continue
             logits = runner.step(work).logits.float().cpu()
             worst = max(
                 worst,
@@ -187,6 +191,9 @@ def _compare(runner: Runner, allocator: PageAllocator, expected: Expected) -> fl
             )
     finally:
         allocator.release(pages)
+        for request in requests:
+            if slots is not None and request.state_slot is not None:
+                slots.give(request.state_slot)
     return worst
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,16 +11,22 @@ import torch
 from torch import nn
 
 from qbe.engine.execution import patch_modules
+from qbe.engine.execution.mixers import Mixers
 from qbe.engine.execution.runner import Runner, use_paged_attention
 from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
-from qbe.engine.scheduling.kv_size import default_kv_tokens
-from qbe.engine.speculation.speculator import ROWS
+from qbe.engine.scheduling.kv_size import default_kv_tokens, state_slots
+from qbe.engine.speculation.speculator import ROWS, Speculator
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.kernels.cpu import native
+from qbe.kvcache.cache import PagedCache, decoder_config
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
+from qbe.kvcache.probe import Kept
+from qbe.kvcache.state_pool import StateLayout, StatePool
 from qbe.sites import SiteTable
 from qbe.store.plan import Plan
+
+log = logging.getLogger(__name__)
 
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
@@ -88,7 +95,7 @@ def page_pool(
     """Pages for so many tokens of 16 bits, by default as many as suit the device; the model's attention reads them.
 
     Args:
-        shapes, dtype: of the numbers in them (`qbe.kvcache.cache.probe_shapes`).
+        shapes, dtype: of the numbers in them (`qbe.kvcache.probe`).
 
     Raises:
         QBEError: a model whose attention QBE cannot page, or more than the memory holds.
@@ -105,6 +112,33 @@ def page_pool(
             f"{max(0, free // each - 1) * PAGE_SIZE}: ask for fewer"
         )
     return PagePool(shapes, pages, dtype, device)
+
+
+def state_pool(kept: Kept, sequences: int, device: torch.device) -> StatePool | None:
+    """Slots for the states of so many sequences, or as many as there is room for; None for a model without states."""
+    if not kept.states:
+        return None
+    slots = state_slots(sequences, device, StateLayout(kept.states).nbytes)
+    if slots < sequences:
+        log.warning("there is room for the recurrent states of %d sequences on %s: others wait", slots, device)
+    return StatePool(kept.states, slots, device)
+
+
+def runner_of(
+    model: nn.Module, kept: Kept, pool: PagePool, states: StatePool | None, plan: Plan, packed: bool
+) -> Runner:  # fmt: skip
+    """Runs steps on these pages and states; the model's recurrent layers find them, too."""
+    cache = PagedCache(decoder_config(model), pool)
+    mixers = None if states is None else Mixers(model, kept.mixers, cache, states)
+    return Runner(model, cache, plan, mixers, packed)
+
+
+def speculator_of(table: SiteTable, runner: Runner, sizes: StepSizes, ready: bool) -> Speculator | None:
+    """What makes draft tokens, where decode steps have room for them and are `ready` for several rows of a sequence."""
+    rows = min(sizes.speculation_rows, sizes.decode_rows)
+    if runner.decode is None or rows < 2 or not ready:
+        return None
+    return Speculator(table, rows, runner.decode.size_of)
 
 
 def compile_layers(runner: Runner, sizes: StepSizes, vocabulary: int, progress: bool) -> None:

@@ -14,10 +14,8 @@ from qbe.errors import QBEError
 from qbe.kernels.ops.kv_pages import write_rows
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.attention import CACHE, DecodeLayout, OpenLayout, StepLayout
-from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
+from qbe.kvcache.pages import PAGE_SIZE, PagePool
 from qbe.sites import KVSite
-
-State = dict[int, Any]  # layer -> transformers' own cache layer with one sequence's recurrent and convolution state
 
 
 def decoder_config(model: nn.Module) -> PretrainedConfig:
@@ -27,54 +25,14 @@ def decoder_config(model: nn.Module) -> PretrainedConfig:
 
 
 def is_recurrent(config: PretrainedConfig) -> bool:
-    """Whether any layer carries a state from token to token, so that sequences cannot share a row of tokens."""
+    """Whether any layer carries a state from token to token."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
-
-
-def new_state(config: PretrainedConfig) -> State:
-    """A fresh state for one sequence: one of transformers' cache layers for every recurrent layer."""
-    layers = DynamicCache(config=config).layers
-    return {i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
 
 def cache_argument(model: nn.Module) -> str:
     """The name under which the model's forward takes its cache."""
     names = inspect.signature(model.forward).parameters
     return "past_key_values" if "past_key_values" in names else "cache_params"
-
-
-def probe_shapes(model: nn.Module) -> tuple[list[KVShape | None], torch.dtype]:
-    """Keys and values that each layer stores for a token, and their dtype, found by running one token.
-
-    The model's own code decides them (grouped heads, latent attention, sizes that differ between layers), so asking it
-    is safer than reading configurations.
-
-    Raises:
-        QBEError: a kind of attention layer that QBE has not.
-    """
-    config = decoder_config(model)
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise QBEError(f"{type(model).__name__} has chunked attention: QBE cannot run this model")
-    cache = DynamicCache(config=config)
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        model(
-            input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
-            **{cache_argument(model): cache},
-            use_cache=True,
-        )
-    shapes: list[KVShape | None] = []
-    dtype = next(model.parameters()).dtype
-    for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.numel() == 0:
-            shapes.append(None)
-        elif keys.shape[1] != values.shape[1] or hasattr(layer, "update_indexer"):
-            raise QBEError(f"{type(model).__name__} has {type(layer).__name__}s: QBE cannot run this model")
-        else:
-            shapes.append(KVShape(keys.shape[1], keys.shape[3], values.shape[3]))
-            dtype = keys.dtype
-    return shapes, dtype
 
 
 def _longest(layout: StepLayout | DecodeLayout | OpenLayout | None) -> int:
@@ -140,7 +98,10 @@ class PagedCache(Cache):
         ]
         self.heads = [0] * len(pool.shapes)
         self.calls: list[tuple[float, int | None, float | None] | None] = [None] * len(pool.shapes)
-        super().__init__(layers=[_PagedLayer(self) for _ in pool.shapes])
+        # Recurrent layers are transformers' own; whose states they hold changes as a step runs
+        # (`qbe.engine.execution.mixers`).
+        recurrent = {i: layer for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin)}
+        super().__init__(layers=[recurrent.get(i) or _PagedLayer(self) for i in range(len(pool.shapes))])
 
     @property
     def slides(self) -> bool:
@@ -161,11 +122,6 @@ class PagedCache(Cache):
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, CACHE, self)
-
-    def use_state(self, state: State) -> None:
-        """Let the recurrent layers of the next forward read and write this sequence's state."""
-        for i, layer in state.items():
-            self.layers[i] = layer
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from qbe.datasets.items import Item, encode
-from qbe.engine.execution.runner import can_pack
+from qbe.engine.execution.runner import can_cascade
 from qbe.errors import QBEError
 from qbe.kvcache.cache import decoder_config
 from qbe.learning.distil import PROMPT, Batch, Text, batched, sliced
@@ -51,7 +51,7 @@ def train(
         QBEError: what that raises; a model that can have no cascade, or whose attention does not show its weights.
     """
     table, texts = prepared.table, partial(drawn, prepared, seed)
-    check(table, can_pack(decoder_config(prepared.model)))
+    check(table, can_cascade(decoder_config(prepared.model)))
     with entropies(prepared.model, attention_of(table, points_of(table))) as seen:
         mean, deviation = _usual(prepared.model, texts(items[:: -(-len(items) // (8 * MEASURED))]), seen)
 

@@ -61,7 +61,9 @@ def train_routers(
         QBEError: too few items, a model whose tokens cannot have bits of their own, or one without 16-bit weights.
     """
     if not can_pack(decoder_config(prepared.model)):
-        raise QBEError("the tokens of this model cannot have bits of their own (its layers keep a state): train qaq")
+        raise QBEError(
+            "the tokens of this model cannot have bits of their own (each sequence has a forward of its own): train qaq"
+        )
     table, device = prepared.table, next(prepared.model.parameters()).device
     texts = texts or partial(batches, tokenizer=prepared.tokenizer, device=device)
     kept, held = map(texts, split(items, seed))

@@ -45,11 +45,13 @@ def check(table: SiteTable, packs: bool) -> None:
     """Raises QBEError for a model that has no cascade.
 
     Args:
-        packs: whether tokens of different sequences share a forward of it (`qbe.engine.execution.runner.can_pack`).
+        packs: whether tokens of different sequences share a forward of it and nothing but attention mixes them.
     """
     name = table.model_name or "this model"
     if not packs:
-        raise QBEError(f"{name} can have no cascade (its layers keep a state): leave it out")
+        raise QBEError(
+            f"{name} can have no cascade (its layers keep a state, or sequences share no forward): leave it out"
+        )
     if not points_of(table):
         raise QBEError(f"{name} can have no cascade (it has no attention with nested layers behind it): leave it out")
 

@@ -57,17 +57,24 @@ class ActivationStats:
 
 @contextmanager
 def collecting(
-    model: nn.Module, table: SiteTable, parts: Sequence[tuple[slice, ActivationStats]], tokens: int
-) -> Iterator[None]:
-    """Inside, a forward of so many tokens adds its rows to the statistics that they belong to."""
+    model: nn.Module, table: SiteTable, parts: Sequence[tuple[range, ActivationStats]], tokens: int,
+    running: Callable[[], Sequence[int] | None] | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Inside, a forward of so many tokens adds its rows to the statistics that they belong to.
+
+    Args:
+        running: which of its rows run where a module may get some of them only, as those in recurrent layers do; None:
+            all of them.
+    """
     last: list[Any] = [None, []]  # sites that read the same input read it one after the other
 
     def hook(number: int) -> Callable[..., None]:
         def add(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0]
             if last[0] is not x:
-                rows = x.reshape(tokens, -1)
-                inputs = [rows[rows_of].float() for rows_of, _ in parts]
+                now = None if running is None else running()
+                rows = x.reshape(tokens if now is None else len(now), -1)
+                inputs = [rows[_among(rows_of, now)].float() for rows_of, _ in parts]
                 last[:] = x, [(o.square().sum(0), o.sum(0)) for o in inputs]
             for (_, activation_stats), sums in zip(parts, last[1], strict=True):
                 for kind, new in zip((activation_stats.squares, activation_stats.sums), sums, strict=True):
@@ -87,4 +94,11 @@ def collecting(
         for h in hooks:
             h.remove()
     for rows_of, activation_stats in parts:
-        activation_stats.tokens += len(range(tokens)[rows_of])
+        activation_stats.tokens += len(rows_of)
+
+
+def _among(rows: range, running: Sequence[int] | None) -> slice | list[int]:
+    """Where these rows of a step are among the running ones."""
+    if running is None:
+        return slice(rows.start, rows.stop)
+    return [at for at, row in enumerate(running) if row in rows]

@@ -108,7 +108,8 @@ def check_columns(plan: Plan) -> None:
     """Raises QBEError for a model whose forwards have one column for all tokens."""
     if plan.max_rows == 1:
         raise QBEError(
-            "this model's tokens cannot have bits of their own (its layers keep a state): choose another policy"
+            "this model's tokens cannot have bits of their own (each sequence has a forward of its own): choose "
+            "another policy"
         )
 
 

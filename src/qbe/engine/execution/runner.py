@@ -16,12 +16,13 @@ from qbe.engine.adaptive import entropy
 from qbe.engine.adaptive.activation_statistics import collecting
 from qbe.engine.adaptive.routing import Routing
 from qbe.engine.execution.decode import DecodeStep, batch_sizes
+from qbe.engine.execution.mixers import Mixers, StepPart
 from qbe.engine.execution.prompt_step import PromptStep
 from qbe.engine.sampling.sampler import Scores, likeliest
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_quantised, step
-from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
+from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, slot_of
 from qbe.policies.per_token import TokenRouters
 from qbe.progress import bar
 from qbe.store.plan import Plan
@@ -35,12 +36,16 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def can_pack(config: PretrainedConfig) -> bool:
-    """Whether tokens of different sequences may share one forward: nothing but attention mixes tokens."""
-    if is_recurrent(config):
-        return False
+    """Whether tokens of different sequences may share one forward, as far as the configuration says: no token's
+    rotary frequencies depend on another's position."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     return not any(k.get("rope_type") in _LENGTH_DEPENDENT_ROPE for k in kinds)
+
+
+def can_cascade(config: PretrainedConfig) -> bool:
+    """Whether the cascade can be trained for it, and moves bits in it: nothing but attention mixes tokens."""
+    return can_pack(config) and not is_recurrent(config)
 
 
 def recompute_length(config: PretrainedConfig) -> int | None:
@@ -70,10 +75,10 @@ class Runner:
         model: a causal language model of transformers, in evaluation mode, with paged attention.
         cache: its pages.
         plan: its precisions, bound to it.
+        mixers: its recurrent layers; None where it has none.
+        packed: whether one forward serves all sequences of a step; otherwise each has its own.
 
     Attributes:
-        packed: whether one forward serves all sequences of a step; otherwise each has its own.
-        recurrent: whether the model has layers with a state.
         recompute_at: see `recompute_length`.
         decode: runs steps of one new token per sequence, once `prepare_decode` made it.
         prompts: runs other steps on a CPU, once `compile_steps` made it.
@@ -81,11 +86,11 @@ class Runner:
         routing: routers in the forward pass, if a policy has them (`route`).
     """
 
-    def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan, mixers: Mixers | None, packed: bool) -> None:
         self.model, self.cache, self.plan = model, cache, plan
+        self.mixers, self.packed = mixers, packed
         cache.attach(model)
         self.config = decoder_config(model)
-        self.packed, self.recurrent = can_pack(self.config), is_recurrent(self.config)
         self.recompute_at = recompute_length(self.config)
         self.device = plan.device
         self.decode: DecodeStep | None = None
@@ -170,9 +175,11 @@ class Runner:
             if w.sequence.activation_stats is not None and w.start < len(w.sequence.prompt_ids):
                 if w.start == 0:
                     w.sequence.activation_stats.restart()
-                parts.append((slice(first, first + w.count), w.sequence.activation_stats))
+                parts.append((range(first, first + w.count), w.sequence.activation_stats))
             first += w.count
-        return collecting(self.model, self.plan.table, parts, tokens) if parts else None
+        mixers = self.mixers
+        running = None if mixers is None else lambda: mixers.rows
+        return collecting(self.model, self.plan.table, parts, tokens, running) if parts else None
 
     def prepare_decode(self, largest: int, pages: int, compile: bool, progress: bool, several: int = 0) -> None:
         """Let steps of one new token per sequence run at fixed shapes; on a GPU from CUDA graphs.
@@ -217,6 +224,17 @@ class Runner:
                     self.plan.use.restart()  # compiling has run it
                 advance()
 
+    def _mixing(self, work: collections.abc.Sequence[ScheduledTokens]) -> AbstractContextManager[None]:
+        """In which recurrent layers find the states of the sequences of a step."""
+        if self.mixers is None:
+            return nullcontext()
+        first, parts = 0, []
+        for w in work:
+            assert w.sequence.state_slot is not None
+            parts.append(StepPart(w.sequence.state_slot, first, w.start, w.count))
+            first += w.count
+        return self.mixers.step(parts)
+
     def _forward(self, work: collections.abc.Sequence[ScheduledTokens]) -> torch.Tensor:
         ids: list[int] = []
         positions: list[int] = []
@@ -245,17 +263,12 @@ class Runner:
             arguments["position_ids"] = position_ids[None]
         if self._takes_keep:
             arguments["logits_to_keep"] = keep
-        if self.recurrent:
-            sequence = work[0].sequence
-            if sequence.recurrent is None:
-                sequence.recurrent = new_state(self.config)
-            self.cache.use_state(sequence.recurrent)
         layout = StepLayout(self.cache, spans, slot_ids, self.observe)
         collecting = self._gathering(work, t)
         if self.prompts is not None and collecting is None and self.prompts.serves(work):
             logits = self.prompts.run(layout, input_ids, position_ids, keep)
         else:
-            with collecting or nullcontext(), step(layout):
+            with collecting or nullcontext(), step(layout), self._mixing(work):
                 logits = self.model(**arguments).logits[0]
         if layout.single is not None:
             entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)

@@ -1,4 +1,4 @@
-"""How large the KV cache is when nobody says, and which key heads it has."""
+"""How large the KV cache and the state pool are when nobody says, and which key heads the former has."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from qbe.sites import SiteTable
 _DEFAULT_SEQUENCES = 4  # at full context, what the KV cache holds when its size is not given
 _CPU_KV_TOKENS = 16384
 _CUDA_KV_SHARE = 0.3  # of the memory that is free once the model is loaded
+_STATE_SHARE = 0.3  # likewise, of any device
+SEQUENCES = 16  # that an engine runs at the same time when nobody says
 
 
 def default_kv_tokens(context: int | None, device: torch.device, page_bytes: int, coming: int = 0) -> int:
@@ -28,6 +30,11 @@ def default_kv_tokens(context: int | None, device: torch.device, page_bytes: int
         return min(wanted, _CPU_KV_TOKENS)
     fits = int((free_memory(device) - coming) * _CUDA_KV_SHARE) // max(1, page_bytes) * PAGE_SIZE
     return max(PAGE_SIZE, min(wanted, fits))
+
+
+def state_slots(sequences: int, device: torch.device, slot_bytes: int, coming: int = 0) -> int:
+    """Sequences whose states there is room for, at most so many and at least one; `coming` as above."""
+    return max(1, min(sequences, int((free_memory(device) - coming) * _STATE_SHARE) // max(1, slot_bytes)))
 
 
 def with_kv(table: SiteTable, cache: PagedCache) -> SiteTable:

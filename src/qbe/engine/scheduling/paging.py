@@ -190,7 +190,7 @@ class Paging:
     def release(self, sequence: Sequence) -> None:
         """Take all of its pages back."""
         self.allocator.release(sequence.pages, sequence.paging.quantised)
-        sequence.pages, sequence.recurrent = [], None
+        sequence.pages = []
         sequence.paging.page_keys, sequence.paging.quantised = [], 0
         sequence.paging.version += 1
 

@@ -14,6 +14,7 @@ from qbe.engine.scheduling.sequence import Sequence, Status
 from qbe.errors import QBEError
 from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kvcache.allocator import PageAllocator, PageFormat
+from qbe.kvcache.state_slots import StateSlots
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Scheduler:
         paged: whether the model has attention layers and so needs pages.
         chunked: whether a prompt may be spread over steps. A prompt that may not can exceed `max_batch_tokens`.
         reusable: whether a page's contents depend on the tokens before it alone, so that sequences may share it.
+        slots: one for the states of each sequence that runs; None where the model has no recurrent layers.
         format_of: the format of a sequence's page of this number; by default 16 bits.
 
     Attributes:
@@ -111,6 +113,7 @@ class Scheduler:
         paged: bool = True,
         chunked: bool = True,
         reusable: bool = True,
+        slots: StateSlots | None = None,
         format_of: Callable[[Sequence, int], PageFormat] | None = None,
     ) -> None:
         if not 1 <= max_sequences <= max_batch_tokens:
@@ -119,11 +122,12 @@ class Scheduler:
             )
         self.allocator = allocator
         self.max_batch_tokens, self.max_sequences, self.context = max_batch_tokens, max_sequences, context
-        self.paged, self.chunked = paged, chunked
+        self.paged, self.chunked, self.slots = paged, chunked, slots
         self.paging = Paging(allocator, chunked, reusable and paged, format_of or (lambda *_: allocator.full))
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their arrival
-        self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None] = _first
+        self.choose: Callable[[Collection[Sequence], list[Sequence]], Sequence | None]
+        self.choose = lambda waiting, _: next(iter(waiting))
         self.prompt_tokens: Callable[[Sequence], int] = lambda _: max_batch_tokens
         self.rests: Callable[[], Callable[[Sequence], bool]] = lambda: _nobody
         self.last_to_yield: Callable[[Sequence], Any] = _rank
@@ -178,7 +182,7 @@ class Scheduler:
         """Take a sequence out and free its pages at once."""
         del self._by_id[sequence.request_id]
         if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
+            self._stop(sequence)
         else:
             self.waiting.remove(sequence)
         if reason == "error":  # nobody else shall find what went wrong in it
@@ -267,8 +271,21 @@ class Scheduler:
             if victim is sequence:
                 return 0
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: Sequence) -> None:
+        """It runs no more: its states are given up."""
         self.running.remove(sequence)
+        if self.slots is not None and sequence.state_slot is not None:
+            self.slots.give(sequence.state_slot)
+        sequence.state_slot = None
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether what it needs for its present tokens is free."""
+        slots = self.slots is None or self.slots.free > 0
+        few = self.paged and bool(self.running) and self.paging.needs(sequence) > self.allocator.free_bytes
+        return slots and not few
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
         self.restart(sequence)
         sequence.status, sequence.preemptions = Status.WAITING, sequence.preemptions + 1
         self.waiting.appendleft(sequence)
@@ -287,7 +304,7 @@ class Scheduler:
             sequence = self._next(rest) if rest else None
         if sequence is None or (prompts and _rank(prompts[0]) <= _rank(sequence)):
             return
-        while self.paged and self.running and self.paging.needs(sequence) > self.allocator.free_bytes:
+        while not self._has_room(sequence):
             victim = max(reversed(self.running), key=self.last_to_yield)
             if not self.yields(victim, sequence):
                 return
@@ -296,6 +313,7 @@ class Scheduler:
                 prompts.remove(victim)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
+        sequence.state_slot = None if self.slots is None else self.slots.take()
         self.running.append(sequence)
         prompts.insert(0, sequence)
         self.paging.begin(sequence)
@@ -310,10 +328,6 @@ class Scheduler:
         before = first.before
         may = [s for s in waiting if not _routers(s) or (_routers(s) in dynamic_precision and s.request_id in before)]
         return self.choose(may, self.running) if may else None
-
-
-def _first(waiting: Collection[Sequence], _: list[Sequence]) -> Sequence:
-    return next(iter(waiting))
 
 
 def _nobody(_: Sequence) -> bool:

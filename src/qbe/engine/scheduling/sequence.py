@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -89,7 +89,8 @@ class Sequence:
         activation_stats: what its prompt shows, for a policy that reads it: it then begins on nobody's pages. Else
             None.
         speculation: draft tokens for its next positions; None where nobody asked, or it cannot be.
-        recurrent: per recurrent layer transformers' cache layer with the state (`qbe.kvcache.cache.State`), or None.
+        state_slot: where its states are (`qbe.kvcache.state_pool`); None while it does not run, and in a model that has
+            no recurrent layers.
     """
 
     def __init__(self, request_id: str, prompt_ids: list[int], params: SamplingParams, blueprint: Blueprint) -> None:
@@ -121,7 +122,7 @@ class Sequence:
         self.routed: torch.Tensor | None = None
         self.activation_stats: ActivationStats | None = None
         self.speculation: Speculation | None = None
-        self.recurrent: dict[int, Any] | None = None
+        self.state_slot: int | None = None
 
     @property
     def blueprint(self) -> Blueprint:

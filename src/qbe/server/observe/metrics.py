@@ -82,8 +82,8 @@ class Metrics:
         self.tokens_by_bits = counter("qbe:joules_by_bits_tokens", "computed tokens of these", "bits", "source")
         self.watts = Gauge("qbe:power_watts", "while steps run", ["model_name", "source"], registry=self.registry)
         self.memory = Gauge(
-            "qbe:memory_bytes", "of weights, originals, KV cache, graphs and workspace", ["model_name", "use"],
-            registry=self.registry,
+            "qbe:memory_bytes", "of weights, originals, KV cache, recurrent states, graphs and workspace",
+            ["model_name", "use"], registry=self.registry,
         )  # fmt: skip
         self.shift = gauge("qbe:energy_shift", "of the default tier: -1 at its floor, 1 at its high end")
         self.intensity = gauge("qbe:carbon_intensity", "grams of CO2 a kilowatt-hour; NaN when unknown")
