@@ -15,12 +15,14 @@ from engine_models import DEVICE, build, prompts, run
 from engine_models import request as plain_request
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.compatibility import Situation
 from qbe.engine.core import Core
 from qbe.engine.extensions.high_precision import HighPrecisionTokens
 from qbe.engine.sampling.sampler import Scores, likeliest, sample
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.errors import QBEError
 from qbe.kernels.cpu.dispatch import many_rows
 from qbe.kvcache.pages import block_ids_of
 from qbe.records import RecordStore
@@ -89,7 +91,7 @@ def test_rows_are_runs_of_one_precision() -> None:
     s.difficulty.threshold = 1.0
     for entropy in (0.5, 2.0, 3.0, 0.1, 1.5):
         s.difficulty.entropies.append(entropy)
-        HighPrecisionTokens(packed=True).advance(s, 7)
+        HighPrecisionTokens(Situation).advance(s, 7)
         s.append(7)
     assert s.difficulty.high_precision_positions == {11, 12, 14}
     assert s.rows(0, 15) == [(b, 11), (b.full_activations, 2), (b, 1), (b.full_activations, 1)]
@@ -244,12 +246,18 @@ def test_pages_with_such_tokens_are_nobody_elses(threshold: float) -> None:
     assert same.output_ids == first.output_ids
 
 
-def test_models_that_cannot_pack_are_left_alone() -> None:
+def test_a_hybrid_has_such_tokens_too() -> None:
     core = core_with(0.0, "granite-moe-hybrid")
     asked = request(core, "a", prompts(12)[0], low(core.table), 6)
     run(core, asked)
-    assert asked.difficulty.threshold is None
-    assert not asked.difficulty.high_precision_positions
+    assert asked.difficulty.high_precision_positions == set(range(12, 18))
+
+
+def test_models_of_one_sequence_a_forward_refuse_them() -> None:
+    core = core_with(0.0)
+    asked = request(core, "a", prompts(12)[0], low(core.table), 6)
+    with pytest.raises(QBEError, match=r"high_precision_tokens does nothing here, because .* a forward of its own"):
+        HighPrecisionTokens(lambda: Situation(alone=True)).admit(asked)
 
 
 def test_results_and_records_tell_the_shares(tmp_path: Path) -> None:
