@@ -30,6 +30,7 @@ from qbe.format.kv_blocks import NO_ORIGINAL, quantised_pages
 from qbe.kernels.ops import bounded_attention as bounded_ops
 from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.ops.kv_pages import write_rows
+from qbe.kvcache import latent
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.pages import PAGE_SIZE, block_ids_of, pages_for
 from qbe.kvcache.prompt import PromptSpan, attend_prompt
@@ -47,7 +48,7 @@ Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor 
 CACHE = "qbe_cache"  # the attribute of an attention module that holds its `PagedCache`
 
 # Things some models ask of attention that are not built here; silently dropping one would give wrong text.
-_NOT_HONOURED = ("s_aux", "position_bias", "sinks", "head_mask")
+_NOT_HONOURED = ("position_bias", "sinks", "head_mask")
 
 
 @dataclass
@@ -228,6 +229,7 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each sequence of the step to its own pages.
@@ -237,6 +239,7 @@ def paged_attention(
         key, value: `[1, kv_heads, T, dim]` of this step; `PagedCache.update` has written them to pages already.
         sliding_window: a query at position p sees keys at p - window + 1 .. p.
         softcap: scores s become `softcap * tanh(s / softcap)`.
+        s_aux: `[heads]`, the sinks of `qbe.kernels.ops.paged_attention.paged_attention`.
 
     Returns:
         `[1, T, heads, value_dim]` and None (attention weights are not kept).
@@ -259,14 +262,19 @@ def paged_attention(
         raise QBEError(f"layer {layer} ({type(module).__name__}) reads another layer's keys: QBE cannot run this model")
     if (key.shape[1], key.shape[3], value.shape[3]) != shape.sizes:
         raise QBEError(f"{type(module).__name__} expands its keys after caching them: QBE cannot run this model")
+    absorbed: latent.Absorbed | None = getattr(module, latent.ABSORBED, None)
     window = sliding_window if sliding_window is not None else cache.windows[layer]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux.float()
+    query = query if absorbed is None else absorbed.absorb(query)
     if isinstance(layout, DecodeLayout):
-        return attend_decode(layout, layer, query, key, value, scaling, window, softcap)[None], None
-    if isinstance(layout, OpenLayout):
-        return step_attention(query, key, value, layer, scaling, window or 0, softcap or 0.0), None
-    cache.heads[layer], cache.calls[layer] = query.shape[1], (scaling, window, softcap)
-    return attend_step(layout, layer, query, key, value, scaling, window, softcap), None
+        out = attend_decode(layout, layer, query, key, value, scaling, window, softcap, sinks)[None]
+    elif isinstance(layout, OpenLayout):
+        out = step_attention(query, key, value, layer, scaling, window or 0, softcap or 0.0, sinks)
+    else:
+        cache.heads[layer], cache.calls[layer] = query.shape[1], (scaling, window, softcap, sinks)
+        out = attend_step(layout, layer, query, key, value, scaling, window, softcap, sinks)
+    return out if absorbed is None else absorbed.expand(out), None
 
 
 def attend_step(
@@ -278,21 +286,25 @@ def attend_step(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a step with prompts, `[1, T, heads, value_dim]`; its keys and values are in their pages already."""
     cache, parts = layout.cache, []
     for prompt in layout.prompts:
         q, k, v = (t.narrow(2, prompt.row, prompt.count) for t in (query, key, value))
-        parts.append(attend_prompt(cache.pool, layer, prompt, q, k, v, scaling, window, softcap))
+        parts.append(attend_prompt(cache.pool, layer, prompt, q, k, v, scaling, window, softcap, sinks))
     if layout.single is None and len(parts) == 1:
         return parts[0]
-    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    shape = cache.pool.shapes[layer]
+    assert shape is not None
+    dim = shape.key_dim if shape.latent else shape.value_dim
+    out = query.new_empty(1, query.shape[2], query.shape[1], dim)
     for prompt, part in zip(layout.prompts, parts, strict=True):
         out[:, prompt.row : prompt.row + prompt.count] = part
     if layout.single is not None:
         rows, decode = layout.single
         q, k, v = (t.index_select(2, rows) for t in (query, key, value))
-        out[0, rows] = attend_decode(decode, layer, q, k, v, scaling, window, softcap)
+        out[0, rows] = attend_decode(decode, layer, q, k, v, scaling, window, softcap, sinks)
     return out
 
 
@@ -305,6 +317,7 @@ def attend_decode(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a decode step, `[B, heads, value_dim]`; it writes the new keys and values, too."""
     pool = layout.cache.pool
@@ -318,16 +331,20 @@ def attend_decode(
     numbers = scaling, window or 0, softcap or 0.0
     if layout.several and key.is_cuda:  # all rows run at once there; a CPU writes before any row attends
         write_rows(*new[1:], pool.memory, head_offsets, layout.slots)
-    bounds, shares = layout.bounds, layout.shares
+    bounds, shares, shape = layout.bounds, layout.shares, pool.shapes[layer]
     cuts = None if shares is None or shares.windows[layer] != (window or 0) else shares.cuts[layer]
-    if bounds is None and layout.batch_invariant:
-        out = attention_ops.batch_invariant_attention(*new, *where, *numbers)
+    if shape is not None and shape.latent:
+        out = latent.attend_decode(pool, layer, new, *where[2:], *numbers, sinks)
+    elif bounds is None and layout.batch_invariant:
+        out = attention_ops.batch_invariant_attention(*new, *where, *numbers, sinks=sinks)
     elif bounds is None and cuts is not None:
-        out = attention_ops.shared_attention(*new, *where, *numbers, cuts=cuts)
+        out = attention_ops.shared_attention(*new, *where, *numbers, cuts=cuts, sinks=sinks)
     elif bounds is None:
-        out = attention_ops.paged_attention(*new, *where, *numbers)
+        out = attention_ops.paged_attention(*new, *where, *numbers, sinks)
     else:
-        out = bounded_ops.bounded_attention(*new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers)
+        out = bounded_ops.bounded_attention(
+            *new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers, sinks
+        )
     if layout.observe is not None:
         out = layout.observe(layer, out, entropy, layout.lengths, layout.rows)
     return out

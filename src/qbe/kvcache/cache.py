@@ -63,16 +63,18 @@ def probe_shapes(model: nn.Module) -> tuple[list[KVShape | None], torch.dtype]:
             **{cache_argument(model): cache},
             use_cache=True,
         )
+    latents = {getattr(m, "layer_idx", None) for m in model.modules() if hasattr(m, "expand_kv")}
     shapes: list[KVShape | None] = []
     dtype = next(model.parameters()).dtype
-    for layer in cache.layers:
+    for number, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.numel() == 0:
             shapes.append(None)
         elif keys.shape[1] != values.shape[1] or hasattr(layer, "update_indexer"):
             raise QBEError(f"{type(model).__name__} has {type(layer).__name__}s: QBE cannot run this model")
         else:
-            shapes.append(KVShape(keys.shape[1], keys.shape[3], values.shape[3]))
+            latent = number in latents and keys.shape[1] == 1
+            shapes.append(KVShape(keys.shape[1], keys.shape[3], values.shape[3], latent))
             dtype = keys.dtype
     return shapes, dtype
 
@@ -124,7 +126,7 @@ class PagedCache(Cache):
         pool: the pages.
         windows: per layer its sliding window in tokens, or None.
         heads: per layer its query heads, once a step has run.
-        calls: per layer scaling, window and soft cap of its attention, once a step has run.
+        calls: per layer scaling, window, soft cap and sinks of its attention, once a step has run.
         layout: what the rows of the step that runs now are (`qbe.kvcache.attention.step`), or None.
     """
 
@@ -139,7 +141,7 @@ class PagedCache(Cache):
             for i in range(len(pool.shapes))
         ]
         self.heads = [0] * len(pool.shapes)
-        self.calls: list[tuple[float, int | None, float | None] | None] = [None] * len(pool.shapes)
+        self.calls: list[tuple[float, int | None, float | None, torch.Tensor | None] | None] = [None] * len(pool.shapes)
         super().__init__(layers=[_PagedLayer(self) for _ in pool.shapes])
 
     @property

@@ -27,11 +27,15 @@ def block_ids_of(pages: Sequence[Page], quantised: int) -> list[int]:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one layer stores for a token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+    """What one layer stores for a token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers.
+
+    latent: one latent in the key's place and the rotary part of the keys in the value's (`qbe.kvcache.latent`).
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    latent: bool = False
 
     @property
     def numbers(self) -> int:

@@ -84,7 +84,7 @@ class Probe:
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
-        window: int | None, softcap: float | None,
+        window: int | None, softcap: float | None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Causal attention `[n, T, heads, value_dim]` of whole sequences, written out; takes `[n, heads, T, dim]`."""
         kv_heads, tokens = key.shape[1:3]
@@ -104,11 +104,15 @@ class Probe:
         scores = torch.where(own, q @ key[:, :, None].mT, q @ earlier[0][:, :, None].mT).float() * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            own_score = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, own_score], -1)
+        weights = scores.softmax(-1)
         if layer not in self.shapes:
             self.shapes[layer] = query.shape[1], kv_heads, key.shape[3], value.shape[3]
             self.entropy[layer] = _entropy(weights, seen.sum(1))
-        weights = weights.to(value.dtype)
+        weights = weights[..., :tokens].to(value.dtype)
         out = (weights * own) @ value[:, :, None] + (weights * ~own) @ earlier[1][:, :, None]
         return out.flatten(1, 2).transpose(1, 2)
 
@@ -127,14 +131,15 @@ class OtherAttention(Exception):
 def _probe_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, **_: Any,
+    softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function of transformers."""
     probe: Probe | None = getattr(module, _PROBE, None)
     if probe is None or attention_mask is not None:
         raise OtherAttention
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return probe.attend(int(module.layer_idx), query, key, value, scaling, sliding_window, softcap), None  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return probe.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _probe_attention)
@@ -192,7 +197,7 @@ def _measure(
     with probing(model, Probe()) as probe:
         outputs, logits = recorded_outputs(model, layers, tokens)
         if float((logits - native.float()).abs().max()) > 0.02 * float(native.abs().max()):
-            raise OtherAttention  # it asks for something that the probe ignores, such as attention sinks
+            raise OtherAttention  # it asks for something that the probe ignores, such as a position's bias
         reference = logits[rows]
         probabilities = reference.softmax(-1)
         for layer, (heads, kv_heads, key_dim, value_dim) in sorted(probe.shapes.items()):

@@ -16,6 +16,7 @@ from qbe.engine.adaptive import entropy
 from qbe.engine.adaptive.activation_statistics import collecting
 from qbe.engine.adaptive.routing import Routing
 from qbe.engine.execution.decode import DecodeStep, batch_sizes
+from qbe.engine.execution.latents import keep_latents
 from qbe.engine.execution.prompt_step import PromptStep
 from qbe.engine.sampling.sampler import Scores, likeliest
 from qbe.engine.scheduling.scheduler import ScheduledTokens
@@ -84,6 +85,7 @@ class Runner:
     def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan) -> None:
         self.model, self.cache, self.plan = model, cache, plan
         cache.attach(model)
+        keep_latents(model, cache)
         self.config = decoder_config(model)
         self.packed, self.recurrent = can_pack(self.config), is_recurrent(self.config)
         self.recompute_at = recompute_length(self.config)
