@@ -136,11 +136,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str) -> PreTrainedModel:
-    """A float32 model whose weights are large enough that its answers vary."""
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """A float32 model whose weights are large enough that its answers vary; `changes` of its configuration."""
     torch.manual_seed(0)
     kind, arguments = CONFIGS[name]
-    config = getattr(transformers, kind)(**arguments)
+    config = getattr(transformers, kind)(**arguments | changes)
     # transformers' SDPA has no soft cap: before 5.20 it dropped it silently.
     attention = {"attn_implementation": "eager"} if "softcap" in name else {}
     model = transformers.AutoModelForCausalLM.from_config(config, **attention)

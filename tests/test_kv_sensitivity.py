@@ -101,9 +101,9 @@ def test_the_model_is_as_before_afterwards(device: torch.device) -> None:
     assert not any(hasattr(m, kv_sensitivity._PROBE) for m in model.modules())
 
 
-@pytest.mark.parametrize("name", ["mistral-sliding", "gemma2-softcap", "qwen3", "jamba", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mistral-sliding", "gemma2-softcap", "qwen3", "jamba", "gpt-oss", "deepseek-v3"])
 def test_the_probes_attention_is_the_models(name: str) -> None:
-    """Windows, soft caps, sinks, heads of odd sizes, layers without attention."""
+    """Windows, soft caps, sinks, latents, heads of odd sizes, layers without attention."""
     model = build(name)
     sites = kv_sensitivity.measure(model, SiteTable((), name, 4), TOKENS % 199)
     assert {s.layer for s in sites} == ({1, 3} if name == "jamba" else {0, 1, 2, 3})

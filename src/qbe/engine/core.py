@@ -167,6 +167,7 @@ class Core:
         return Situation(
             recurrent=not self.runner.packed,
             attention=self.scheduler.paged,
+            latent=self.pool.latent,
             cuda=self.device.type == "cuda",
             fixed_shapes=self.runner.decode is not None,
             drafts=self.speculator is not None,
@@ -188,11 +189,11 @@ class Core:
 
     def _prepare_decode(self, sizes: StepSizes, pages: int, compile: bool, speculate: bool, progress: bool) -> None:
         """Decode steps at fixed shapes, where the model has them."""
-        shared = self.runner.packed and self.scheduler.paged
+        shared, cuda, latent = self.runner.packed and self.scheduler.paged, self.device.type == "cuda", self.pool.latent
         before = reserved(self.device)
-        if shared and (self.device.type == "cuda" or dispatch.reads_pages(self.pool.dtype)):
+        if shared and (not latent if cuda else dispatch.reads_pages(self.pool.dtype)):
             several = sizes.speculation_rows if speculate else 0
-            self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, several)
+            self.runner.prepare_decode(sizes.decode_rows, pages, compile and not latent, progress, several)
         self.graph_bytes = max(0, reserved(self.device) - before)
 
     def _speculator(self, sizes: StepSizes, ready: bool) -> Speculator | None:

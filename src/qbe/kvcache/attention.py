@@ -267,13 +267,14 @@ def paged_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.float()
     query = query if absorbed is None else absorbed.absorb(query)
+    numbers = scaling, window, softcap, sinks
     if isinstance(layout, DecodeLayout):
-        out = attend_decode(layout, layer, query, key, value, scaling, window, softcap, sinks)[None]
+        out = attend_decode(layout, layer, query, key, value, *numbers)[None]
     elif isinstance(layout, OpenLayout):
         out = step_attention(query, key, value, layer, scaling, window or 0, softcap or 0.0, sinks)
     else:
-        cache.heads[layer], cache.calls[layer] = query.shape[1], (scaling, window, softcap, sinks)
-        out = attend_step(layout, layer, query, key, value, scaling, window, softcap, sinks)
+        cache.heads[layer], cache.calls[layer] = query.shape[1], numbers
+        out = attend_step(layout, layer, query, key, value, *numbers)
     return out if absorbed is None else absorbed.expand(out), None
 
 
@@ -295,9 +296,7 @@ def attend_step(
         parts.append(attend_prompt(cache.pool, layer, prompt, q, k, v, scaling, window, softcap, sinks))
     if layout.single is None and len(parts) == 1:
         return parts[0]
-    shape = cache.pool.shapes[layer]
-    assert shape is not None
-    dim = shape.key_dim if shape.latent else shape.value_dim
+    dim = (key if query.shape[3] > key.shape[3] else value).shape[3]  # of latents, where they are attended to
     out = query.new_empty(1, query.shape[2], query.shape[1], dim)
     for prompt, part in zip(layout.prompts, parts, strict=True):
         out[:, prompt.row : prompt.row + prompt.count] = part
@@ -342,9 +341,8 @@ def attend_decode(
     elif bounds is None:
         out = attention_ops.paged_attention(*new, *where, *numbers, sinks)
     else:
-        out = bounded_ops.bounded_attention(
-            *new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers, sinks
-        )
+        noted = bounds.originals, bounds.limits, bounds.counts
+        out = bounded_ops.bounded_attention(*new, *where, *noted, *numbers, sinks)
     if layout.observe is not None:
         out = layout.observe(layer, out, entropy, layout.lengths, layout.rows)
     return out

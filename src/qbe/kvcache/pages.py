@@ -95,6 +95,11 @@ class PagePool:
         self._asked: dict[tuple[KVBits, ...], PageFormat] = {}  # the same, by what was asked for
         self.full = self.format((), Counter())
 
+    @property
+    def latent(self) -> bool:
+        """Whether any layer's pages hold latents."""
+        return any(s is not None and s.latent for s in self.shapes)
+
     def alike(self) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Layers of one shape, and their head offsets int32 `[layers, FORMATS, kv_heads]`."""
         for shape, layers in self._alike.items():

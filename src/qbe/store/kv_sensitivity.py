@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, head_layout
 from qbe.kernels.ops.kv_pages import quantise_pages, read_pages
 from qbe.sites import KVSite, SiteTable
+from qbe.store.latent import AbsorbedWeight, latent_modules
 from qbe.store.sensitivity import decoder_layers, divergence, full_bits, logits_of, recorded_outputs, replay
 
 # Measured widths; others below 16 follow from the damage being proportional to the step of the codes squared. So small
@@ -76,24 +77,31 @@ class Probe:
 
     bits: layer -> bits of its key heads; other layers keep 16.
     shapes: layer -> query heads, key heads, key and value dim. entropy: layer -> per key head mean and deviation.
+    absorbed: of attention modules whose cache holds latents.
     """
 
     bits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     entropy: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    absorbed: dict[nn.Module, AbsorbedWeight] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
         window: int | None, softcap: float | None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Causal attention `[n, T, heads, value_dim]` of whole sequences, written out; takes `[n, heads, T, dim]`."""
+        """Causal attention `[n, T, heads, value_dim]` of whole sequences, written out; takes `[n, heads, T, dim]`.
+
+        Latents in the place of keys and rotary parts in that of values take absorbed queries and give sums of latents.
+        """
         kv_heads, tokens = key.shape[1:3]
         bits = self.bits.get(layer)
-        earlier = (key, value)
+        stored, earlier = (key, value), (key, value)
         if bits is not None:
             pairs = [quantised(k[:, PAGE_SIZE:], v[:, PAGE_SIZE:], bits) for k, v in zip(key, value, strict=True)]
             keys, values = (torch.stack(x) for x in zip(*pairs, strict=True))
             earlier = torch.cat([key[:, :, :PAGE_SIZE], keys], 2), torch.cat([value[:, :, :PAGE_SIZE], values], 2)
+        if query.shape[3] > key.shape[3]:  # latents and rotary parts
+            (key, value), earlier = ((torch.cat(pair, 3), pair[0]) for pair in (stored, earlier))
         at = torch.arange(tokens, device=key.device)
         seen = at <= at[:, None]
         if window is not None:
@@ -110,7 +118,7 @@ class Probe:
             scores = torch.cat([scores, own_score], -1)
         weights = scores.softmax(-1)
         if layer not in self.shapes:
-            self.shapes[layer] = query.shape[1], kv_heads, key.shape[3], value.shape[3]
+            self.shapes[layer] = query.shape[1], kv_heads, stored[0].shape[3], stored[1].shape[3]
             self.entropy[layer] = _entropy(weights, seen.sum(1))
         weights = weights[..., :tokens].to(value.dtype)
         out = (weights * own) @ value[:, :, None] + (weights * ~own) @ earlier[1][:, :, None]
@@ -138,8 +146,10 @@ def _probe_attention(
     if probe is None or attention_mask is not None:
         raise OtherAttention
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return probe.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    layer, absorbed = int(module.layer_idx), probe.absorbed.get(module)  # type: ignore[arg-type]
+    query = query if absorbed is None else absorbed.absorb(query)
+    out = probe.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux)
+    return out if absorbed is None else absorbed.expand(out), None
 
 
 AttentionInterface.register(ATTENTION, _probe_attention)
@@ -152,6 +162,10 @@ def probing(model: nn.Module, probe: Probe) -> Iterator[Probe]:
     owners = [m for m in model.modules() if hasattr(m, "layer_idx")]
     for module in owners:
         setattr(module, _PROBE, probe)
+    latent = latent_modules(model)
+    probe.absorbed = {m: AbsorbedWeight(m) for m in latent}
+    for module in latent:
+        module.expand_kv = lambda latent, rotary: (latent, rotary)  # type: ignore[assignment]
     try:
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         yield probe
@@ -159,6 +173,8 @@ def probing(model: nn.Module, probe: Probe) -> Iterator[Probe]:
         model.set_attn_implementation(before)  # type: ignore[operator]
         for module in owners:
             delattr(module, _PROBE)
+        for module in latent:
+            del module.expand_kv  # the class's again
 
 
 @torch.inference_mode()
