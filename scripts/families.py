@@ -83,7 +83,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "intermediate_size": [96] * 4,
                      "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8, "altup_num_inputs": 2},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16},
-    "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"], "lru_width": 64},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "n_mamba_heads": 8,
                "mamba_headdim": 16, "use_shared_attention_adapter": False},
 }  # fmt: skip
@@ -113,12 +113,8 @@ def config_of(family: str) -> Any:
     """Its configuration with small sizes."""
     kind = CONFIG_MAPPING[family]
     default = kind()
-    sizes = {
-        name: value
-        for name, value in TINY.items()
-        if _takes(kind, name) and getattr(default, name, None) not in (None, 0)
-    }
-    sizes |= {name: TINY[name] for name in ("eos_token_id", "pad_token_id") if hasattr(default, name)}
+    sizes = {name: value for name, value in TINY.items() if _takes(kind, name) and _has(default, name)}
+    sizes |= {"eos_token_id": None, "pad_token_id": 0}
     if "kv_lora_rank" in sizes:  # a key for each query head; the heads' own sizes are told by their parts
         sizes["num_key_value_heads"] = sizes.get("num_attention_heads", 4)
         sizes.pop("head_dim", None)
@@ -130,10 +126,18 @@ def config_of(family: str) -> Any:
     return kind(**{name: value for name, value in sizes.items() if value is not None or name == "eos_token_id"})
 
 
-def _takes(kind: type, name: str) -> bool:
+def _takes(kind: Any, name: str) -> bool:
     """Whether a configuration of this kind can be given this size; some compute theirs."""
-    own = getattr(kind, name, None)
-    return not (isinstance(own, property) and own.fset is None)
+    own = [getattr(kind, n, None) for n in (name, kind.attribute_map.get(name, name))]
+    return not any(isinstance(o, property) and o.fset is None for o in own)
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether it is something there, and not left out by default."""
+    try:
+        return getattr(config, name, None) not in (None, 0)
+    except ValueError:  # it differs between layers
+        return True
 
 
 def made(family: str) -> nn.Module:
