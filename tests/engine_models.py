@@ -112,6 +112,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon-h1": ("FalconH1Config", {**_DENSE, **_SSM, "head_dim": 16, "mamba_d_ssm": 128}),
+    "gemma3n": (  # the last two layers read the pages of the two before
+        "Gemma3nTextConfig",
+        {
+            **_DENSE,
+            "pad_token_id": 0,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+        },
+    ),
     "gpt-oss": ("GptOssConfig", {**_DENSE, "head_dim": 16, "num_local_experts": 4, "sliding_window": 8}),
     "deepseek-v3": (
         "DeepseekV3Config",

@@ -14,7 +14,8 @@ from qbe.kvcache.attention import ATTENTION
 from qbe.kvcache.pages import PAGE_SIZE
 
 TOKENS = 20
-PACKED = ["llama", "qwen3", "mistral-sliding", "gemma2-softcap", "gemma3-text", "mixtral", "gpt-oss", "deepseek-v3"]
+PACKED = ["llama", "qwen3", "mistral-sliding", "gemma2-softcap", "gemma3-text", "mixtral", "gpt-oss", "deepseek-v3",
+          "gemma3n"]  # fmt: skip
 ONE_BY_ONE = ["mamba2", "jamba", "bamba", "granite-moe-hybrid", "falcon-h1", "phi3-longrope"]
 
 

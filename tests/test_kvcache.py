@@ -17,9 +17,9 @@ from qbe.errors import QBEError
 from qbe.format.kv_blocks import FORMATS
 from qbe.kernels.reference.rotation import rotate
 from qbe.kvcache.allocator import Page, PageAllocator, PageFormat
-from qbe.kvcache.attention import Span, StepLayout, in_runs, paged_attention, step
+from qbe.kvcache.attention import Span, StepLayout, paged_attention, step
 from qbe.kvcache.cache import PagedCache, slot_of
-from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, in_runs, pages_for
 
 MIXED = [16, 8, 4, 2, (2, 16), (16, 4)]
 

@@ -32,7 +32,7 @@ from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.ops.kv_pages import write_rows
 from qbe.kvcache import latent
 from qbe.kvcache.allocator import Page
-from qbe.kvcache.pages import PAGE_SIZE, block_ids_of, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, block_ids_of, in_runs, newly_quantised, pages_for
 from qbe.kvcache.prompt import PromptSpan, attend_prompt
 from qbe.kvcache.step_op import step_attention
 
@@ -170,22 +170,6 @@ class StepLayout:
         return [counts[s.row : s.row + s.count].sum(0).tolist() for s in self.spans]
 
 
-def newly_quantised(pages: collections.abc.Sequence[Page], start: int, end: int) -> collections.abc.Sequence[Page]:
-    """Of a sequence's pages those that are to be quantised when its tokens `[start, end)` have been written."""
-    return pages[quantised_pages(start // PAGE_SIZE) : quantised_pages(end // PAGE_SIZE)]
-
-
-def in_runs(pages: collections.abc.Sequence[Page], quantised: int, slides: bool) -> list[Page]:
-    """A sequence's pages as a decode step reads them: of the `quantised` ones, those of one format after the other.
-
-    Attention is a sum over pages in any order, and a walk is faster the seldomer their format changes. A window is told
-    by positions, so that where one slides in any layer pages stay in order.
-    """
-    if slides:
-        return list(pages)
-    return [*sorted(pages[:quantised], key=lambda p: p.format.number), *pages[quantised:]]
-
-
 def _rows(span: Span, width: int, slides: bool) -> torch.Tensor:
     """For each token of a span its table and its table of originals, `width` entries each, its length and its row.
 
@@ -256,10 +240,11 @@ def paged_attention(
             raise QBEError(f"{type(module).__name__} needs attention with '{name}': QBE cannot run this model")
     if attention_mask is not None or kwargs.get("is_causal") is False:
         raise QBEError(f"{type(module).__name__} needs a mask that is not causal: QBE runs causal models")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    own = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = cache.sources.get(own, own)
     shape = cache.pool.shapes[layer]
     if shape is None:
-        raise QBEError(f"layer {layer} ({type(module).__name__}) reads another layer's keys: QBE cannot run this model")
+        raise QBEError(f"layer {own} ({type(module).__name__}) reads another layer's keys: QBE cannot run this model")
     if (key.shape[1], key.shape[3], value.shape[3]) != shape.sizes:
         raise QBEError(f"{type(module).__name__} expands its keys after caching them: QBE cannot run this model")
     absorbed: latent.Absorbed | None = getattr(module, latent.ABSORBED, None)
@@ -269,12 +254,12 @@ def paged_attention(
     query = query if absorbed is None else absorbed.absorb(query)
     numbers = scaling, window, softcap, sinks
     if isinstance(layout, DecodeLayout):
-        out = attend_decode(layout, layer, query, key, value, *numbers)[None]
+        out = attend_decode(layout, layer, query, key, value, *numbers, watched=layer == own)[None]
     elif isinstance(layout, OpenLayout):
-        out = step_attention(query, key, value, layer, scaling, window or 0, softcap or 0.0, sinks)
+        out = step_attention(query, key, value, own, scaling, window or 0, softcap or 0.0, sinks)
     else:
         cache.heads[layer], cache.calls[layer] = query.shape[1], numbers
-        out = attend_step(layout, layer, query, key, value, *numbers)
+        out = attend_step(layout, layer, query, key, value, *numbers, watched=layer == own)
     return out if absorbed is None else absorbed.expand(out), None
 
 
@@ -288,8 +273,12 @@ def attend_step(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
+    watched: bool = True,
 ) -> torch.Tensor:
-    """Attention of a step with prompts, `[1, T, heads, value_dim]`; its keys and values are in their pages already."""
+    """Attention of a step with prompts, `[1, T, heads, value_dim]`; its keys and values are in their pages already.
+
+    watched: whether its entropy is noted and the layout's observer called; not for a layer that reads another's pages.
+    """
     cache, parts = layout.cache, []
     for prompt in layout.prompts:
         q, k, v = (t.narrow(2, prompt.row, prompt.count) for t in (query, key, value))
@@ -303,7 +292,7 @@ def attend_step(
     if layout.single is not None:
         rows, decode = layout.single
         q, k, v = (t.index_select(2, rows) for t in (query, key, value))
-        out[0, rows] = attend_decode(decode, layer, q, k, v, scaling, window, softcap, sinks)
+        out[0, rows] = attend_decode(decode, layer, q, k, v, scaling, window, softcap, sinks, watched)
     return out
 
 
@@ -317,13 +306,17 @@ def attend_decode(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
+    watched: bool = True,
 ) -> torch.Tensor:
-    """Attention of a decode step, `[B, heads, value_dim]`; it writes the new keys and values, too."""
+    """Attention of a decode step, `[B, heads, value_dim]`; it writes the new keys and values, too.
+
+    watched: as of `attend_step`.
+    """
     pool = layout.cache.pool
     head_offsets = pool.head_offsets[layer]
     assert head_offsets is not None
-    entropy = layout.entropy[layer] if layout.entropy else None
-    if entropy is None:  # the first step of all
+    entropy = layout.entropy[layer] if layout.entropy and watched else None
+    if entropy is None:  # nobody's, or the first step of all
         entropy = torch.empty(query.shape[2], query.shape[1], dtype=torch.float32, device=query.device)
     new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     where = pool.memory, head_offsets, layout.slots, layout.block_tables, layout.lengths, entropy
@@ -343,7 +336,7 @@ def attend_decode(
     else:
         noted = bounds.originals, bounds.limits, bounds.counts
         out = bounded_ops.bounded_attention(*new, *where, *noted, *numbers, sinks)
-    if layout.observe is not None:
+    if layout.observe is not None and watched:
         out = layout.observe(layer, out, entropy, layout.lengths, layout.rows)
     return out
 

@@ -16,6 +16,7 @@ from qbe.kvcache.allocator import Page
 from qbe.kvcache.attention import CACHE, DecodeLayout, OpenLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool
 from qbe.sites import KVSite
+from qbe.tagger.shared_layers import shared_layers
 
 State = dict[int, Any]  # layer -> transformers' own cache layer with one sequence's recurrent and convolution state
 
@@ -127,13 +128,14 @@ class PagedCache(Cache):
         windows: per layer its sliding window in tokens, or None.
         heads: per layer its query heads, once a step has run.
         calls: per layer scaling, window, soft cap and sinks of its attention, once a step has run.
+        sources: of each layer that keeps nothing of its own the one whose pages it reads (Gemma 3n), once attached.
         layout: what the rows of the step that runs now are (`qbe.kvcache.attention.step`), or None.
     """
 
     layout: StepLayout | DecodeLayout | OpenLayout | None
 
     def __init__(self, config: PretrainedConfig, pool: PagePool) -> None:
-        self.pool, self.layout = pool, None
+        self.pool, self.layout, self.sources = pool, None, dict[int, int]()
         # DynamicCache leaves out layers at the end that keep nothing of their own.
         layers: dict[int, Any] = dict(enumerate(DynamicCache(config=config).layers))
         self.windows: list[int | None] = [
@@ -163,6 +165,7 @@ class PagedCache(Cache):
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, CACHE, self)
+        self.sources = shared_layers(model)
 
     def use_state(self, state: State) -> None:
         """Let the recurrent layers of the next forward read and write this sequence's state."""

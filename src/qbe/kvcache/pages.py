@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qbe.errors import QBEError
-from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, head_layout
+from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, head_layout, quantised_pages
 from qbe.kernels.ops.kv_pages import quantise_pages, read_pages
 from qbe.kvcache.allocator import Page, PageFormat
 from qbe.sites import TURBO_KINDS, KVBits, kv_number_bits
@@ -23,6 +23,22 @@ def pages_for(tokens: int) -> int:
 def block_ids_of(pages: Sequence[Page], quantised: int) -> list[int]:
     """What a block table says of pages of which the first `quantised` are looked at as they are quantised."""
     return [p.quantised_block_id for p in pages[:quantised]] + [p.block_id for p in pages[quantised:]]
+
+
+def newly_quantised(pages: Sequence[Page], start: int, end: int) -> Sequence[Page]:
+    """Of a sequence's pages those that are to be quantised when its tokens `[start, end)` have been written."""
+    return pages[quantised_pages(start // PAGE_SIZE) : quantised_pages(end // PAGE_SIZE)]
+
+
+def in_runs(pages: Sequence[Page], quantised: int, slides: bool) -> list[Page]:
+    """A sequence's pages as a decode step reads them: of the `quantised` ones, those of one format after the other.
+
+    Attention is a sum over pages in any order, and a walk is faster the seldomer their format changes. A window is told
+    by positions, so that where one slides in any layer pages stay in order.
+    """
+    if slides:
+        return list(pages)
+    return [*sorted(pages[:quantised], key=lambda p: p.format.number), *pages[quantised:]]
 
 
 @dataclass(frozen=True)

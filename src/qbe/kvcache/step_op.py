@@ -72,8 +72,12 @@ def _attend(
     from qbe.kvcache.attention import attend_step
 
     layout: StepLayout = _running.layout
-    layout.cache.write(layout, layer, key, value)
-    return attend_step(layout, layer, query, key, value, scaling, window or None, softcap or None, sinks).contiguous()
+    source = layout.cache.sources.get(layer, layer)
+    if source == layer:
+        layout.cache.write(layout, layer, key, value)
+    return attend_step(
+        layout, source, query, key, value, scaling, window or None, softcap or None, sinks, source == layer
+    ).contiguous()
 
 
 register(

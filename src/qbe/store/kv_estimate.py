@@ -117,7 +117,9 @@ class KVEstimate:
                         if probe.product is not None:
                             directly = directly + probe.product.square()
                 if probe.squares is not None:
-                    self._found[i] = directly, probe.squares
+                    owner = probe.sources.get(i, i)  # whose keys these are; layers that share them come after it
+                    before = self._found.get(owner, (0.0, 0.0))
+                    self._found[owner] = directly + before[0], probe.squares + before[1]
         except OtherAttention:
             self._usable = False
         finally:

@@ -27,6 +27,7 @@ from qbe.kernels.ops.kv_pages import quantise_pages, read_pages
 from qbe.sites import KVSite, SiteTable
 from qbe.store.latent import AbsorbedWeight, latent_modules
 from qbe.store.sensitivity import decoder_layers, divergence, full_bits, logits_of, recorded_outputs, replay
+from qbe.tagger.shared_layers import shared_layers
 
 # Measured widths; others below 16 follow from the damage being proportional to the step of the codes squared. So small
 # a damage as that of 8 bits (a 289th of that of 4 by this rule, a 253rd measured, median of SmolLM2's heads) is at the
@@ -77,13 +78,14 @@ class Probe:
 
     bits: layer -> bits of its key heads; other layers keep 16.
     shapes: layer -> query heads, key heads, key and value dim. entropy: layer -> per key head mean and deviation.
-    absorbed: of attention modules whose cache holds latents.
+    absorbed: of attention modules whose cache holds latents. sources: layers that read another's keys, and which one's.
     """
 
     bits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     entropy: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     absorbed: dict[nn.Module, AbsorbedWeight] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
@@ -148,7 +150,7 @@ def _probe_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer, absorbed = int(module.layer_idx), probe.absorbed.get(module)  # type: ignore[arg-type]
     query = query if absorbed is None else absorbed.absorb(query)
-    out = probe.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux)
+    out = probe.attend(probe.sources.get(layer, layer), query, key, value, scaling, sliding_window, softcap, s_aux)
     return out if absorbed is None else absorbed.expand(out), None
 
 
@@ -162,7 +164,7 @@ def probing(model: nn.Module, probe: Probe) -> Iterator[Probe]:
     owners = [m for m in model.modules() if hasattr(m, "layer_idx")]
     for module in owners:
         setattr(module, _PROBE, probe)
-    latent = latent_modules(model)
+    latent, probe.sources = latent_modules(model), shared_layers(model)
     probe.absorbed = {m: AbsorbedWeight(m) for m in latent}
     for module in latent:
         module.expand_kv = lambda latent, rotary: (latent, rotary)  # type: ignore[assignment]

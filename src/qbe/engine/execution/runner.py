@@ -21,8 +21,9 @@ from qbe.engine.execution.prompt_step import PromptStep
 from qbe.engine.sampling.sampler import Scores, likeliest
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.errors import QBEError
-from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_quantised, step
+from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, new_state, slot_of
+from qbe.kvcache.pages import newly_quantised
 from qbe.policies.per_token import TokenRouters
 from qbe.progress import bar
 from qbe.store.plan import Plan
