@@ -76,6 +76,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "position_embedding_type": "nope"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "longcat_flash": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": _SSM,
     "moshi": {"sliding_window": 256},  # it is the context
@@ -136,7 +137,7 @@ def _has(config: Any, name: str) -> bool:
     """Whether it is something there, and not left out by default."""
     try:
         return getattr(config, name, None) not in (None, 0)
-    except ValueError:  # it differs between layers
+    except RuntimeError:  # it differs between layers
         return True
 
 
