@@ -253,8 +253,8 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "# Model families\n",
         f"What became of a tiny random model of every causal family of transformers {transformers.__version__}, in "
         f"float32 on a CPU: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}.\n",
-        f"- *works*: the greedy answers to three prompts ({TOKENS} tokens each), alone and two in a batch, are those of "
-        "transformers; it runs with weights of 4, 6 and 8 bits, and with KV pages of 4 bits.",
+        f"- *works*: the greedy answers to three prompts ({TOKENS} tokens each), alone and two in a batch, are those "
+        "of transformers; it runs with weights of 4, 6 and 8 bits, and with KV pages of 4 bits.",
         "- *16 bits*: the answers are right, and fewer bits are refused.",
         "- *refused*: in this line, before any work is done.",
         "- *not made*: transformers itself makes no model of it from small sizes, or it does not run there.\n",

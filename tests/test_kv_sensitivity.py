@@ -101,7 +101,10 @@ def test_the_model_is_as_before_afterwards(device: torch.device) -> None:
     assert not any(hasattr(m, kv_sensitivity._PROBE) for m in model.modules())
 
 
-@pytest.mark.parametrize("name", ["mistral-sliding", "gemma2-softcap", "qwen3", "jamba", "gpt-oss", "deepseek-v3", "gemma3n"])
+ATTENTION = ["mistral-sliding", "gemma2-softcap", "qwen3", "jamba", "gpt-oss", "deepseek-v3", "gemma3n"]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
 def test_the_probes_attention_is_the_models(name: str) -> None:
     """Windows, soft caps, sinks, latents, heads of odd sizes, layers without attention or with another's keys."""
     model = build(name)

@@ -1,4 +1,4 @@
-"""Latent attention: absorbed weights at every row's bits, attention over pages of latents, and models that have both."""
+"""Latent attention: absorbed weights at every row's bits, attention over pages of latents, models that have both."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def test_attention_over_pages_of_latents(start: int, count: int, window: int, si
         at = start + row
         edge = quantised_pages(at // PAGE_SIZE) * PAGE_SIZE
         own = slice(edge - prompt.first_staging_page * PAGE_SIZE, at + 1 - prompt.first_staging_page * PAGE_SIZE)
-        latents, rotary = (
-            torch.cat([q[0, 0, :edge], e[0, 0, own]]) for q, e in zip(quantised, exact, strict=True)
-        )
+        latents, rotary = (torch.cat([q[0, 0, :edge], e[0, 0, own]]) for q, e in zip(quantised, exact, strict=True))
         expected, entropy = written_out(query[0, :, row], latents, rotary, window, sinks)
         torch.testing.assert_close(found[0, row], expected, rtol=1e-4, atol=1e-5)
     end = start + count
@@ -165,5 +163,5 @@ def test_it_runs_from_the_public_api(kv_bits: int) -> None:
         result = engine.generate("one two " * 30, params, budget=qbe.Budget(bits=8, kv_bits=kv_bits))
         assert len(result.token_ids) == 8
         assert (result.average_kv_bits < 16) == (kv_bits < 16)
-        with pytest.raises(QBEError, match="kv_error does nothing here, because .* latents"):
+        with pytest.raises(QBEError, match=r"kv_error does nothing here, because .* latents"):
             engine.generate("one", params, budget=qbe.Budget(bits=8, kv_bits=4, kv_error=0.1))

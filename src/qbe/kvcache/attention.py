@@ -14,7 +14,6 @@ tokens of a bounded prompt therefore run as those of decode steps do, each as a 
 
 from __future__ import annotations
 
-import collections.abc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -31,7 +31,9 @@ class AbsorbedWeight:
         projection = getattr(module, "kv_b_proj", None)
         sizes = [getattr(module, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         if not isinstance(projection, nn.Linear) or projection.bias is not None or None in sizes:
-            raise QBEError(f"{type(module).__name__} expands its latents in a way of its own: QBE cannot run this model")
+            raise QBEError(
+                f"{type(module).__name__} expands its latents in a way of its own: QBE cannot run this model"
+            )
         self._projection = projection
         self._nope, _, self._value = sizes
 

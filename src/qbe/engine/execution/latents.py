@@ -27,7 +27,5 @@ def keep_latents(model: nn.Module, cache: PagedCache) -> None:
         module.expand_kv = functools.partial(_unexpanded, cache, expand)  # type: ignore[assignment]
 
 
-def _unexpanded(
-    cache: PagedCache, expand: Callable[..., _Pair], latent: torch.Tensor, rotary: torch.Tensor
-) -> _Pair:
+def _unexpanded(cache: PagedCache, expand: Callable[..., _Pair], latent: torch.Tensor, rotary: torch.Tensor) -> _Pair:
     return expand(latent, rotary) if cache.layout is None else (latent, rotary)

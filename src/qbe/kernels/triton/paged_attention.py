@@ -106,7 +106,8 @@ def walk(
     decode_attention_kernel[(batch * kv_heads, parts)](
         query, key, value, memory, memory.view(key.dtype), head_offsets, slots, block_tables, lengths, means, sums,
         noted.notes, noted.raised, rotated, None if sinks is None else sinks.contiguous(), query.stride(0),
-        query.stride(1), query.stride(2), key.stride(0), key.stride(1), key.stride(2), value.stride(0), value.stride(1), value.stride(2), block_tables.stride(0),
+        query.stride(1), query.stride(2), key.stride(0), key.stride(1), key.stride(2), value.stride(0),
+        value.stride(1), value.stride(2), block_tables.stride(0),
         block_tables.stride(1) if block_tables.dim() == 3 else 0, block_tables.shape[-1] + 1, scaling, softcap, parts,
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(8, triton.next_power_of_2(repeat)), BK=wide, BV=max(16, triton.next_power_of_2(value_dim)),

@@ -64,10 +64,10 @@ def _attend_before(
     do_not_specialize=[
         "start", "end", "begin", "first_staging_page", "rows", "scaling", "softcap", "staging_pages_ptr",
     ]
-)
+)  # fmt: skip
 def prompt_attention_kernel(
-    q_ptr, keys_ptr, values_ptr, numbers_ptr, head_offsets_ptr, staging_pages_ptr, sinks_ptr, out_ptr, q_head, q_row, q_one,
-    start, end, begin, first_staging_page, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, numbers_ptr, head_offsets_ptr, staging_pages_ptr, sinks_ptr, out_ptr, q_head, q_row,
+    q_one, start, end, begin, first_staging_page, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     TOGETHER: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     STRETCH: tl.constexpr,
@@ -168,7 +168,8 @@ def prompt_attention(
     together = 4 if small and repeat % 4 == 0 else 2 if wide and repeat % 2 == 0 else 1
     prompt_attention_kernel[(pages, heads // together)](
         query, keys, values, memory.view(query.dtype), head_offsets, staging_pages,
-        None if sinks is None else sinks.contiguous(), out, query.stride(0), query.stride(1), query.stride(2), start, end, first * PAGE_SIZE,
+        None if sinks is None else sinks.contiguous(), out, query.stride(0), query.stride(1), query.stride(2),
+        start, end, first * PAGE_SIZE,
         quantised_pages(start // PAGE_SIZE), keys.shape[1], scaling, softcap,
         HEADS=heads, KV_HEADS=kv_heads, TOGETHER=together, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         ITEM=query.element_size(), BK=max(16, triton.next_power_of_2(key_dim)),
