@@ -34,8 +34,8 @@ class AbsorbedWeight:
             raise QBEError(
                 f"{type(module).__name__} expands its latents in a way of its own: QBE cannot run this model"
             )
-        self._projection = projection
-        self._nope, _, self._value = sizes
+        self._projection: nn.Linear = projection
+        self._nope, self._value = int(sizes[0]), int(sizes[2])  # type: ignore[arg-type]
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Queries `[n, heads, T, nope + rope]` as latents meet them, `[n, heads, T, rank + rope]`."""

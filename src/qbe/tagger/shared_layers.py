@@ -10,4 +10,4 @@ def shared_layers(model: nn.Module) -> dict[int, int]:
     kind that does."""
     attention = [m for m in model.modules() if hasattr(m, "is_kv_shared_layer")]
     kept = {m.layer_type: m.layer_idx for m in attention if m.store_full_length_kv}
-    return {m.layer_idx: kept[m.layer_type] for m in attention if m.is_kv_shared_layer}  # type: ignore[index, misc]
+    return {m.layer_idx: kept[m.layer_type] for m in attention if m.is_kv_shared_layer}  # type: ignore[misc]

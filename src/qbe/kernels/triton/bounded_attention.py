@@ -74,8 +74,8 @@ def _attend(
     raised = torch.empty(batch, kv_heads, dtype=torch.int32, device=query.device)
     out = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
     where = memory, head_offsets, slots
-    numbers = scaling, window, softcap, sinks
-    walk(query, key, value, *where, block_tables, lengths, entropy, *numbers, out, Noted(notes=notes))
+    numbers = scaling, window, softcap
+    walk(query, key, value, *where, block_tables, lengths, entropy, *numbers, sinks, out, Noted(notes=notes))
     raise_pages_kernel[(batch * kv_heads,)](
         notes, pages + 1, out, head_offsets, block_tables, block_tables.stride(0), originals, originals.stride(0),
         lengths, limits, counts, None if sinks is None else sinks.contiguous(), again, raised,
@@ -83,5 +83,5 @@ def _attend(
         KV_HEADS=kv_heads, REPEAT=heads // kv_heads, VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)),
         BP=wide, WINDOW=window, num_warps=min(16, max(4, wide // 512)),
     )  # fmt: skip
-    walk(query, key, value, *where, again, lengths, entropy, *numbers, out, Noted(raised=raised))
+    walk(query, key, value, *where, again, lengths, entropy, *numbers, sinks, out, Noted(raised=raised))
     return out
