@@ -252,7 +252,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "<!-- Made by scripts/families.py. -->",
         "# Model families\n",
         f"What became of a tiny random model of every causal family of transformers {transformers.__version__}, in "
-        f"float32 on a CPU: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}.\n",
+        f"float32 on a CPU: {', '.join(f'{n} *{status}*' for status, n in counts.items() if n)}.\n",
         f"- *works*: the greedy answers to three prompts ({TOKENS} tokens each), alone and two in a batch, are those "
         "of transformers; it runs with weights of 4, 6 and 8 bits, and with KV pages of 4 bits.",
         "- *16 bits*: the answers are right, and fewer bits are refused.",

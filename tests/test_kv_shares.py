@@ -95,11 +95,7 @@ def test_answers_are_those_of_attention_that_finds_out_for_itself(
 
     texts, found, calls = prompts(700, 40, 129), [], []
     served, pay = attention_ops.shared_attention, Shares.pay
-    monkeypatch.setattr(
-        attention_ops,
-        "shared_attention",
-        lambda *given, cuts, sinks: calls.append(None) or served(*given, cuts=cuts, sinks=sinks),
-    )
+    monkeypatch.setattr(attention_ops, "shared_attention", lambda *a, **kw: calls.append(None) or served(*a, **kw))
     monkeypatch.setattr(decode_attention, "FEW", 0)  # else so few pages are cut evenly
     decode_attention.parts_for.cache_clear()
     for shared in (False, True):

@@ -104,7 +104,8 @@ def _forward(model: nn.Module, plan: Plan, tokens: torch.Tensor) -> torch.Tensor
 @contextmanager
 def _off_by_one_unit(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
     """Every number that a module without modules of its own puts out is one unit in the last place up or down."""
-    absorbed = {m.kv_b_proj for m in latent_modules(model) if isinstance(m.kv_b_proj.weight, NestedTensor)}
+    projections = [m.get_submodule("kv_b_proj") for m in latent_modules(model)]
+    absorbed = {p for p in projections if isinstance(p.weight, NestedTensor)}
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():

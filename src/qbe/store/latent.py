@@ -9,6 +9,7 @@ weight is read once a step at each row's bits, and not once for every token of t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,13 +30,15 @@ class AbsorbedWeight:
 
     def __init__(self, module: nn.Module) -> None:
         projection = getattr(module, "kv_b_proj", None)
-        sizes = [getattr(module, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-        if not isinstance(projection, nn.Linear) or projection.bias is not None or None in sizes:
+        nope, value = (getattr(module, name, None) for name in ("qk_nope_head_dim", "v_head_dim"))
+        known = isinstance(projection, nn.Linear) and projection.bias is None
+        if not (known and isinstance(nope, int) and isinstance(value, int)):
             raise QBEError(
                 f"{type(module).__name__} expands its latents in a way of its own: QBE cannot run this model"
             )
-        self._projection: nn.Linear = projection
-        self._nope, self._value = int(sizes[0]), int(sizes[2])  # type: ignore[arg-type]
+        self._projection: Any = projection
+        self._nope: int = nope
+        self._value: int = value
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Queries `[n, heads, T, nope + rope]` as latents meet them, `[n, heads, T, rank + rope]`."""
@@ -54,11 +57,10 @@ class AbsorbedWeight:
     def _weights(self, rows: int) -> Iterator[tuple[torch.Tensor | slice, torch.Tensor]]:
         """Which of a step's rows read the weight as `[heads, nope + value, rank]`; for each precision among them."""
         weight = self._projection.weight
-        if not isinstance(weight, NestedTensor) or weight.bits.shape[0] == 1:
-            gear = weight.gear_of(int(weight.bits)) if isinstance(weight, NestedTensor) else None
-            yield slice(None), self._by_head(weight if gear is None else weight.at_gear(gear))
+        if not isinstance(weight, NestedTensor):
+            yield slice(None), self._by_head(weight)
             return
-        words = weight.bits[:rows]
+        words = weight.bits if weight.bits.shape[0] == 1 else weight.bits[:rows]
         gears = {word: weight.gear_of(word) for word in words.unique().tolist()}
         if len(set(gears.values())) == 1:
             yield slice(None), self._by_head(weight.at_gear(next(iter(gears.values()))))

@@ -87,8 +87,8 @@ def paged_attention(
 
 def shared_attention(*arguments: Any) -> torch.Tensor:
     """The op of that name, whose cuts come before sinks."""
-    cuts, sinks = (*arguments[12:], None)[:2]
-    return paged_attention(*arguments[:12], sinks, cuts)
+    first, cuts, sinks = arguments[:12], arguments[12], arguments[13] if len(arguments) > 13 else None
+    return paged_attention(*first, sinks=sinks, cuts=cuts)  # type: ignore[misc]
 
 
 batch_invariant_attention = functools.partial(paged_attention, batch_invariant=True)
