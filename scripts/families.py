@@ -67,11 +67,15 @@ TINY: dict[str, Any] = {
     # embeddings of each layer, and layers that share their keys
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2,
 }  # fmt: skip
+NEEDED = {"head_dim", "num_key_value_heads", "n_routed_experts"}  # also where a default is None: the checkpoint has it
 _SSM = {"num_heads": 8, "head_dim": 16}
 # What a family needs besides; None leaves a size out.
 ALSO: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1,
+                    "num_experts_per_tok": 2},
+    "dots1": {"n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+                    "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "position_embedding_type": "nope"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -85,6 +89,7 @@ ALSO: dict[str, dict[str, Any]] = {
                      "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8, "altup_num_inputs": 2},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16},
     "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"], "lru_width": 64},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "n_mamba_heads": 8,
                "mamba_headdim": 16, "use_shared_attention_adapter": False},
 }  # fmt: skip
@@ -98,6 +103,10 @@ OTHERS = {
     "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "llama4", "phi4_multimodal", "qwen3_5",
     "qwen3_5_moe", "qwen4_exp",
 }  # fmt: skip
+
+
+class TooLong(BaseException):
+    """A family has had its time. No Exception: what the engine catches becomes a refusal."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +145,10 @@ def _takes(kind: Any, name: str) -> bool:
 def _has(config: Any, name: str) -> bool:
     """Whether it is something there, and not left out by default."""
     try:
-        return getattr(config, name, None) not in (None, 0)
+        left_out = getattr(config, name, None) in (None, 0)
     except RuntimeError:  # it differs between layers
         return True
+    return not left_out or (name in NEEDED and hasattr(config, name))
 
 
 def made(family: str) -> nn.Module:
@@ -221,10 +231,10 @@ def _line(error: BaseException) -> str:
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError when the block takes longer."""
+    """Raises TooLong when the block takes longer."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"longer than {seconds} s")
+        raise TooLong(f"longer than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -281,7 +291,7 @@ def main() -> None:
             try:
                 with limited(SECONDS):
                     outcomes.append(tried(family))
-            except TimeoutError as e:
+            except TooLong as e:
                 outcomes.append(Outcome(family, "", "not made", str(e)))
             gc.collect()
             advance()
