@@ -36,6 +36,7 @@ struct Arguments {
     int *cuts;
     float *means, *sums;
     int *spans;
+    const float *sinks;
     u16 *out;
     float *entropy;
     int strides[11];
@@ -64,7 +65,7 @@ template <int DIM, bool F16, bool SOFTCAP>
 static void call_combine() {
     const Arguments &a = given_arguments;
     const int *s = a.strides, heads = a.kv_heads * a.repeat;
-    combine<DIM, F16, SOFTCAP>(a.query, a.key, a.value, a.memory, a.head_offsets, a.slots, a.means, a.sums, a.spans, a.out,
+    combine<DIM, F16, SOFTCAP>(a.query, a.key, a.value, a.memory, a.head_offsets, a.slots, a.means, a.sums, a.spans, a.sinks, a.out,
                                a.entropy, s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], heads, a.scaling,
                                a.softcap, a.kv_heads, a.repeat, a.batch * heads);
 }

@@ -136,6 +136,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon-h1": ("FalconH1Config", {**_DENSE, **_SSM, "head_dim": 16, "mamba_d_ssm": 128}),
+    "gemma3n": (  # the last two layers read the pages of the two before
+        "Gemma3nTextConfig",
+        {
+            **_DENSE,
+            "pad_token_id": 0,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+        },
+    ),
     "gpt-oss": ("GptOssConfig", {**_DENSE, "head_dim": 16, "num_local_experts": 4, "sliding_window": 8}),
     "deepseek-v3": (
         "DeepseekV3Config",
@@ -160,11 +177,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str) -> PreTrainedModel:
-    """A float32 model whose weights are large enough that its answers vary."""
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """A float32 model whose weights are large enough that its answers vary; `changes` of its configuration."""
     torch.manual_seed(0)
     kind, arguments = CONFIGS[name]
-    config = getattr(transformers, kind)(**arguments)
+    config = getattr(transformers, kind)(**arguments | changes)
     # transformers' SDPA has no soft cap: before 5.20 it dropped it silently.
     attention = {"attn_implementation": "eager"} if "softcap" in name else {}
     model = transformers.AutoModelForCausalLM.from_config(config, **attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from qbe.kernels.reference.bounded_attention import bounded_attention as referen
 from qbe.kernels.reference.bounded_attention import number_error, page_bounds, pages_to_raise
 from qbe.kernels.reference.kv_pages import quantise
 from qbe.kernels.reference.paged_attention import paged_attention as plain
-from test_paged_attention import PLAIN, SHAPES, TOLERANCE, case, copied, on_gpu_order
+from test_paged_attention import PLAIN, SHAPES, TOLERANCE, case, copied, on_gpu_order, with_sinks
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
 if INTERPRET:
@@ -82,9 +83,10 @@ def at_16_bits(arguments: dict[str, Any]) -> dict[str, Any]:
     size=st.sampled_from([1e-6, 0.3, 1.0, 40.0, 3e4]),
     offset=st.sampled_from([0.0, 1.0, -300.0]),
     softcap=st.sampled_from([0.0, 2.0]),
+    sink=st.sampled_from([-math.inf, -5.0, 0.0, 8.0]),
     seed=st.integers(0, 2**20),
 )
-def test_the_true_error_never_exceeds_the_bound(bits, sharp, size, offset, softcap, seed) -> None:
+def test_the_true_error_never_exceeds_the_bound(bits, sharp, size, offset, softcap, sink, seed) -> None:
     """In float64, for any pages read again, of one query head."""
     g = torch.Generator().manual_seed(seed)
     dims, scaling = (8, 5), sharp / 8**0.5
@@ -107,15 +109,16 @@ def test_the_true_error_never_exceeds_the_bound(bits, sharp, size, offset, softc
 
     def attend(keys: list[torch.Tensor], values: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.cat(keys) @ q * scaling
-        weights = (torch.tanh(scores / softcap) * softcap if softcap else scores).softmax(0)
-        return weights, weights @ torch.cat(values)
+        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+        weights = torch.cat([scores, torch.tensor([sink], dtype=torch.float64)]).softmax(0)
+        return weights, weights[:-1] @ torch.cat(values)
 
     _, wanted = attend(*true)
     weights, _ = attend(*read)
     pages = torch.arange(len(bits)).repeat_interleave(PAGE_SIZE)
     bounds = page_bounds(
-        q[None], weights[None], torch.cat(read[1])[None], torch.stack(errors[0])[None], torch.cat(errors[1])[None],
-        pages, scaling,
+        q[None], weights[None, :-1], torch.cat(read[1])[None], torch.stack(errors[0])[None], torch.cat(errors[1])[None],
+        pages, scaling, weights[-1:],
     )[0]  # fmt: skip
     for chosen in (0, 2 ** len(bits) - 1, seed % 2 ** len(bits)):
         again = [bool(chosen >> p & 1) for p in range(len(bits))]
@@ -137,8 +140,9 @@ def test_what_is_not_read_again_adds_up_to_less_than_allowed(found: list[float],
 
 
 @on_cpu
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (130, 0.0), (0, 3.0)])
-def test_limits_are_kept(window: int, softcap: float) -> None:
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(0, 0.0, False), (130, 0.0, False), (0, 3.0, False),
+                                                          (0, 0.0, True)])  # fmt: skip
+def test_limits_are_kept(window: int, softcap: float, sinks: bool) -> None:
     """From nothing read again to everything, and the error of each head is within its limit."""
     limits = [float("inf"), 1e20, 0.5, 0.05, 0.0]
     arguments, _host = bounded_case("llama", [400] * 5, limits, flat=0.05, formats=[16, 8, 4, (8, 16)])
@@ -148,6 +152,8 @@ def test_limits_are_kept(window: int, softcap: float) -> None:
         arguments[name] = arguments[name][2:3].repeat(5, 1)
     arguments["slots"] = arguments["slots"][2:3].repeat(5)
     arguments |= {"window": window, "softcap": softcap}
+    if sinks:
+        arguments["sinks"] = torch.linspace(-2, 6, 8, device=DEVICE)
     wanted = plain(**at_16_bits(arguments))
     lowest = plain(**{k: v for k, v in copied(arguments).items() if k not in ("originals", "limits", "counts")})
     found = reference(**arguments)
@@ -208,6 +214,7 @@ def test_the_cpu_kernel_is_the_reference(path: str, shape: str, dtype: torch.dty
     counts = same(arguments, dtype, bounded_attention)
     assert 0 < sum(raised for _, raised, _ in counts) < sum(checked for checked, _, _ in counts)
     same(arguments | {"window": 100, "softcap": 2.0}, dtype, bounded_attention)
+    same(with_sinks(arguments), dtype, bounded_attention)
 
 
 @on_cpu
@@ -257,6 +264,12 @@ def test_the_triton_kernels_are_the_reference(shape: str, dtype: torch.dtype) ->
 def test_the_triton_kernels_with_windows_and_soft_caps() -> None:
     arguments, _host = bounded_case("smollm", LENGTHS, LIMITS)
     same(arguments | {"window": 100, "softcap": 2.0}, torch.float32)
+
+
+@on_device
+def test_the_triton_kernels_with_sinks() -> None:
+    arguments, _host = bounded_case("smollm", LENGTHS, LIMITS)
+    same(with_sinks(arguments), torch.float32)
 
 
 @on_device

@@ -56,7 +56,7 @@ def logits(c: Core, r: Sequence, steps: int) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2-softcap", "jamba"])
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2-softcap", "gpt-oss", "jamba"])
 def test_threshold_0_is_16_bits(name: str) -> None:
     prompt = prompts(480)[0]  # on to where a stretch of pages begins, so that short windows see a quantised one
     wanted = logits(core(name), request("r", prompt, kv(16), max_tokens=90), 60)
@@ -77,8 +77,8 @@ def test_a_huge_threshold_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     kernel, compared = bounded_ops.bounded_attention, []
 
     def both(*arguments: Any) -> torch.Tensor:
-        *shared, entropy, _, _, _, scaling, window, softcap = arguments
-        plain = attention_ops.paged_attention(*shared, entropy.clone(), scaling, window, softcap)
+        *shared, entropy, _, _, _, scaling, window, softcap, sinks = arguments
+        plain = attention_ops.paged_attention(*shared, entropy.clone(), scaling, window, softcap, sinks)
         out = kernel(*arguments)
         torch.testing.assert_close(out, plain, rtol=1e-5, atol=1e-5)
         compared.append(len(out))

@@ -28,6 +28,7 @@ KINDS = {
     "attention": "llama",
     "sliding windows": "mistral-sliding",
     "experts": "mixtral",
+    "latent attention": "deepseek-v3",
     "attention and recurrent layers": "granite-moe-hybrid",
     "recurrent layers alone": "mamba2",
     "one sequence a forward": "phi3-longrope",

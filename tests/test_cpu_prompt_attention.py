@@ -24,16 +24,21 @@ MIXED: list[KVBits] = [4, 8, 68, 16, 66, 2]
 ODD: list[KVBits] = [(2, 16), 4, (8, 68)]
 
 
-def attended(pool: PagePool, prompt: PromptSpan, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def attended(
+    pool: PagePool, prompt: PromptSpan, query: torch.Tensor, window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     shape, head_offsets = pool.shapes[0], pool.head_offsets[0]
     assert shape is not None
     assert head_offsets is not None
     assert dispatch.attends_prompts(query, 0.0)
     where = prompt.block_ids, prompt.staging_pages, prompt.start
-    return prompt_attention(query[0], pool.memory, head_offsets, *where, shape.sizes, SCALING, window or 0)
+    return prompt_attention(query[0], pool.memory, head_offsets, *where, shape.sizes, SCALING, window or 0, sinks)
 
 
-def written_out(pool: PagePool, prompt: PromptSpan, query: torch.Tensor, window: int | None) -> torch.Tensor:
+def written_out(
+    pool: PagePool, prompt: PromptSpan, query: torch.Tensor, window: int | None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     quantised, exact = (pool.read(0, block_ids) for block_ids in (prompt.block_ids, prompt.staging_pages))
     rows = []
     for row in range(prompt.count):
@@ -46,7 +51,10 @@ def written_out(pool: PagePool, prompt: PromptSpan, query: torch.Tensor, window:
             for s, e in zip(quantised, exact, strict=True)
         )
         q = query[0, :, row].float().unflatten(0, (k.shape[0], -1))
-        weights = (torch.einsum("hrd,hkd->hrk", q, k.float()) * SCALING).softmax(-1)
+        scores = torch.einsum("hrd,hkd->hrk", q, k.float()) * SCALING
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(*scores.shape[:2], 1)], 2)
+        weights = scores.softmax(-1)[..., : k.shape[1]]
         rows.append(torch.einsum("hrk,hkd->hrd", weights, v.float()).flatten(0, 1))
     return torch.stack(rows)
 
@@ -68,6 +76,16 @@ def test_it_is_attention(
     # Rounding: of the weights to 2^-9 of themselves, so at most that of the largest value; of the result once more.
     largest = max(float(pool.read(0, e)[1].nan_to_num().abs().max()) for e in (prompt.block_ids, prompt.staging_pages))
     torch.testing.assert_close(found, expected, rtol=2**-8, atol=largest * 2**-9)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("bits", [FULL, MIXED])
+def test_sinks(bits: Sequence[KVBits], window: int | None) -> None:
+    pool, prompt, query = prompt_in_pages(KVShape(2, 40, 24), 6, 290, 100, bits, torch.bfloat16)
+    sinks = torch.tensor([-torch.inf, -2.0, 0.0, 1.0, 3.0, 60.0])
+    found, expected = (f(pool, prompt, query, window, sinks) for f in (attended, written_out))
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=2**-6)
+    assert found[:, 5].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("window", [None, 70])

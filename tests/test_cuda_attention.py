@@ -23,12 +23,12 @@ from kv_samples import Memory
 from qbe.kernels.cpu.build import compiled
 from qbe.kernels.cuda import decode_attention
 from qbe.kernels.reference.paged_attention import paged_attention as reference
-from test_paged_attention import MIXED, case, copied, on_cpu, on_gpu_order, same
+from test_paged_attention import MIXED, case, copied, on_cpu, on_gpu_order, same, with_sinks
 from test_triton_kernel import CUDA, DEVICE
 
 HERE = Path(__file__).parent
 POINTERS = ("query", "key", "value", "memory", "head_offsets", "slots", "block_tables", "lengths", "cuts", "means",
-            "sums", "spans", "out", "entropy")  # fmt: skip
+            "sums", "spans", "sinks", "out", "entropy")  # fmt: skip
 NUMBERS = ("parts", "start", "least", "batch", "kv_heads", "repeat", "window", "count")
 
 
@@ -77,7 +77,7 @@ def kernel_of(cut: Cut, late: bool) -> Any:
     def kernel(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, memory: torch.Tensor, head_offsets: torch.Tensor,
         slots: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor, entropy: torch.Tensor, scaling: float,
-        window: int, softcap: float,
+        window: int, softcap: float, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         batch, heads, dim = query.shape
         pairs, repeat = batch * key.shape[1], heads // key.shape[1]
@@ -103,6 +103,7 @@ def kernel_of(cut: Cut, late: bool) -> Any:
             means,
             sums,
             spans,
+            sinks,
             out,
             entropy,
         )
@@ -154,6 +155,13 @@ def test_every_precision_alone(shape: str, bits: int) -> None:
 def test_windows_and_soft_caps(window: int, softcap: float) -> None:
     arguments = case("smollm", [1, 63, 64, 65, 66, 399], torch.float16, MIXED)
     check(arguments | {"window": window, "softcap": softcap}, torch.float16)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("shape", ["smollm", "eight queries"])
+def test_sinks(shape: str, window: int) -> None:
+    arguments = with_sinks(case(shape, [1, 63, 64, 65, 66, 399], torch.float16, MIXED))
+    check(arguments | {"window": window}, torch.float16)
 
 
 @pytest.mark.parametrize("formats", [[16, 4, 2, 8, 68, 66, 4, 4], [16, 8, 4], [16]], ids=str)

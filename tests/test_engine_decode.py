@@ -19,7 +19,7 @@ from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.kvcache import attention
 from qbe.kvcache.pages import PAGE_SIZE, pages_for
 
-PACKED = ["llama", "qwen3", "mistral-sliding", "gemma2-softcap", "gemma3-text"]
+PACKED = ["llama", "qwen3", "mistral-sliding", "gemma2-softcap", "gemma3-text", "gpt-oss", "deepseek-v3", "gemma3n"]
 TOKENS = 20
 
 

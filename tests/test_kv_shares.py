@@ -54,7 +54,7 @@ def test_attention_takes_shares_of_its_own_window_only(
     """A model may call a layer with another window than its configuration has."""
     taken = []
     monkeypatch.setattr(attention_ops, "paged_attention", lambda *given: taken.append(None) or given[0])
-    monkeypatch.setattr(attention_ops, "shared_attention", lambda *given, cuts: taken.append(cuts) or given[0])
+    monkeypatch.setattr(attention_ops, "shared_attention", lambda *given, cuts, sinks: taken.append(cuts) or given[0])
     shares = Shares(pool, [None] * LAYERS)
     one = torch.zeros(1, dtype=torch.long)
     cache: Any = SimpleNamespace(pool=pool)
@@ -67,7 +67,7 @@ def test_attention_takes_shares_of_its_own_window_only(
 
 
 def test_a_batch_invariant_step_has_an_attention_of_its_own(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_ops, "batch_invariant_attention", lambda *given: given[0] + 1)
+    monkeypatch.setattr(attention_ops, "batch_invariant_attention", lambda *given, sinks: given[0] + 1)
     one = torch.zeros(1, dtype=torch.long)
     cache: Any = SimpleNamespace(pool=pool)
     layout = DecodeLayout(cache, one, one[None], one + 1, [], batch_invariant=True)
@@ -95,9 +95,7 @@ def test_answers_are_those_of_attention_that_finds_out_for_itself(
 
     texts, found, calls = prompts(700, 40, 129), [], []
     served, pay = attention_ops.shared_attention, Shares.pay
-    monkeypatch.setattr(
-        attention_ops, "shared_attention", lambda *given, cuts: calls.append(None) or served(*given, cuts=cuts)
-    )
+    monkeypatch.setattr(attention_ops, "shared_attention", lambda *a, **kw: calls.append(None) or served(*a, **kw))
     monkeypatch.setattr(decode_attention, "FEW", 0)  # else so few pages are cut evenly
     decode_attention.parts_for.cache_clear()
     for shared in (False, True):

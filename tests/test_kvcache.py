@@ -17,9 +17,9 @@ from qbe.errors import QBEError
 from qbe.format.kv_blocks import FORMATS
 from qbe.kernels.reference.rotation import rotate
 from qbe.kvcache.allocator import Page, PageAllocator, PageFormat
-from qbe.kvcache.attention import Span, StepLayout, in_runs, paged_attention, step
+from qbe.kvcache.attention import Span, StepLayout, paged_attention, step
 from qbe.kvcache.cache import PagedCache, slot_of
-from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, in_runs, pages_for
 
 MIXED = [16, 8, 4, 2, (2, 16), (16, 4)]
 
@@ -138,7 +138,7 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
     total = sum(pages_for(start + n) for start, n, _ in spans)
     pool = PagePool([KVShape(kv_heads, key_dim, value_dim)], 4 * total, dtype, device)
     cache = PagedCache(LlamaConfig(num_hidden_layers=1), pool)
-    cache.calls[0] = scale, window, softcap  # as after a first step
+    cache.calls[0] = scale, window, softcap, None  # as after a first step
     allocator = PageAllocator(4 * total, pool.full)
     allocator.release(allocator.allocate(4 * total)[::2])
     module = SimpleNamespace(layer_idx=0, qbe_cache=cache)
@@ -185,7 +185,7 @@ def test_every_sequence_attends_to_its_own_pages(device, spans, window, softcap,
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # the soft cap path has a float32 softmax
 
 
-@pytest.mark.parametrize("what", [{"s_aux": torch.ones(2)}, {"position_bias": torch.ones(1)}])
+@pytest.mark.parametrize("what", [{"head_mask": torch.ones(2)}, {"position_bias": torch.ones(1)}])
 def test_what_attention_cannot_honour_is_named(what: dict[str, torch.Tensor]) -> None:
     pool = PagePool([KVShape(2, 8, 8)], 1, torch.float32, torch.device("cpu"))
     cache = PagedCache(LlamaConfig(num_hidden_layers=1), pool)
@@ -207,5 +207,5 @@ def test_a_decode_step_reads_full_pages_of_one_format_in_a_run_unless_a_window_s
     pool = PagePool([KVShape(1, 8, 8)], 2, torch.float32, torch.device("cpu"))
     cache = PagedCache(LlamaConfig(num_hidden_layers=1), pool)
     assert not cache.slides
-    cache.calls[0] = 1.0, 7, None
+    cache.calls[0] = 1.0, 7, None, None
     assert cache.slides

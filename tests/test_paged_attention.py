@@ -76,15 +76,25 @@ def case(
     return (arguments, memory) if with_memory else arguments
 
 
+def with_sinks(arguments: dict[str, object]) -> dict[str, object]:
+    """The same with a sink for most heads: of every weight, and one above all scores."""
+    query = arguments["query"]
+    sinks = torch.linspace(-4, 4, query.shape[1], device=query.device)
+    sinks[0], sinks[-1] = float("-inf"), 60.0
+    return arguments | {"sinks": sinks}
+
+
 def copied(arguments: dict[str, object]) -> dict[str, object]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 3.0), (40, 3.0)])
-def test_the_reference_is_attention_over_the_whole_sequence(window: int, softcap: float) -> None:
+def test_the_reference_is_attention_over_the_whole_sequence(window: int, softcap: float, sinks: bool) -> None:
     arguments = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in
                  case("smollm", [1, 64, 65, 33, 200], torch.float32, MIXED).items()}  # fmt: skip
     arguments |= {"window": window, "softcap": softcap}
+    arguments = with_sinks(arguments) if sinks else arguments
     out = reference(**arguments)
     for i, n in enumerate(arguments["lengths"].tolist()):
         block_ids = arguments["block_tables"][i, : -(-n // PAGE_SIZE)]
@@ -93,8 +103,9 @@ def test_the_reference_is_attention_over_the_whole_sequence(window: int, softcap
             scores = k[head // 3, :n] @ arguments["query"][i, head] / 8
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
             seen = torch.arange(n) >= n - (window or n)
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(0)
-            torch.testing.assert_close(out[i, head], weights @ v[head // 3, :n])
+            scores = scores.masked_fill(~seen, float("-inf"))
+            weights = torch.cat([scores, arguments["sinks"][head, None]] if sinks else [scores]).softmax(0)
+            torch.testing.assert_close(out[i, head], weights[:n] @ v[head // 3, :n])
             entropy = torch.distributions.Categorical(probs=weights).entropy()
             torch.testing.assert_close(arguments["entropy"][i, head], entropy, rtol=1e-4, atol=1e-5)
     for row in (0, 3):  # the new tokens are in their pages
@@ -125,6 +136,14 @@ def test_the_cpu_kernel_is_the_reference(path: str, shape: str, dtype: torch.dty
 def test_windows_and_soft_caps_on_the_cpu(path: str, window: int, softcap: float) -> None:
     arguments = on_cpu(case("smollm", [1, 63, 64, 65, 66, 399], torch.float32, MIXED))
     same(arguments | {"window": window, "softcap": softcap}, torch.float32, cpu_kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 4.0)])
+def test_sinks_on_the_cpu(path: str, dtype: torch.dtype, window: int, softcap: float) -> None:
+    for shape in ("smollm", "eight queries", "no groups"):
+        arguments = with_sinks(on_cpu(case(shape, [1, 63, 64, 65, 399], dtype, MIXED)))
+        same(arguments | {"window": window, "softcap": softcap}, dtype, cpu_kernel)
 
 
 @pytest.mark.parametrize("sharp", [1e-3, 1.0, 60.0])
@@ -171,6 +190,8 @@ def test_a_sequence_does_not_depend_on_its_batch_on_the_cpu(path: str) -> None:
         ("query", torch.zeros(2, 10, 64)),
         ("query", torch.zeros(2, 9, 32)),
         ("value", torch.zeros(2, 2, 64)),
+        ("sinks", torch.zeros(8)),
+        ("sinks", torch.zeros(9, dtype=torch.bfloat16)),
     ],
 )
 def test_what_does_not_belong_together_is_refused(name: str, value: torch.Tensor) -> None:
@@ -183,7 +204,8 @@ def test_what_does_not_belong_together_is_refused(name: str, value: torch.Tensor
 def test_the_op_is_well_formed() -> None:
     arguments = case("smollm", [3, 20], torch.float32)
     schema = torch.ops.qbe.paged_attention.default
-    torch.library.opcheck(schema, tuple(t.cpu() if isinstance(t, torch.Tensor) else t for t in arguments.values()))
+    for given in (arguments, with_sinks(arguments)):
+        torch.library.opcheck(schema, tuple(t.cpu() if isinstance(t, torch.Tensor) else t for t in given.values()))
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
@@ -268,6 +290,14 @@ def test_rows_of_one_sequence_see_those_before_them(window: int) -> None:
 def test_windows_and_soft_caps(window: int, softcap: float) -> None:
     arguments = case("smollm", [1, 63, 64, 65, 66, 399], torch.float32, MIXED)
     same(arguments | {"window": window, "softcap": softcap}, torch.float32)
+
+
+@on_device
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 4.0)])
+def test_sinks(window: int, softcap: float) -> None:
+    for shape in ("smollm", "no groups"):
+        arguments = with_sinks(case(shape, [1, 63, 64, 65, 399], torch.float32, MIXED))
+        same(arguments | {"window": window, "softcap": softcap}, torch.float32)
 
 
 @on_device

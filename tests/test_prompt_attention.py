@@ -35,18 +35,20 @@ def test_in_the_interpreter() -> None:
     ],
 )
 def test_the_kernel_is_attention_page_by_page(dtype, start, count, window, softcap, bits) -> None:
+    """With sinks where the start is a round number."""
     if INTERPRET and dtype == torch.bfloat16:
         pytest.skip("the interpreter cuts bfloat16 instead of rounding it")
     from qbe.kernels.triton.prompt_attention import prompt_attention
 
     shape = KVShape(2, 40, 24)
     pool, prompt, query = prompt_in_pages(shape, 6, start, count, bits, dtype, DEVICE)
-    expected = attend_by_page(pool, 0, prompt, query, 0.2, window, softcap)
+    sinks = None if start % 100 else torch.tensor([-torch.inf, -2.0, 0.0, 1.0, 3.0, 60.0], device=DEVICE)
+    expected = attend_by_page(pool, 0, prompt, query, 0.2, window, softcap, sinks)
     memory = pool.memory
     if INTERPRET:  # the pool has quantised its pages as a CPU's kernels read them
         memory = rearrange(memory, pool.head_offsets[0], prompt.block_ids, shape.sizes, dtype.itemsize)
     found = prompt_attention(
         query[0], memory, pool.head_offsets[0], prompt.block_ids, prompt.staging_pages, start, shape.sizes, 0.2,
-        window or 0, softcap or 0.0,
+        window or 0, softcap or 0.0, sinks,
     )  # fmt: skip
     torch.testing.assert_close(found[None], expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -40,7 +40,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     ),
     "xlstm": lambda: tf.xLSTMConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=2),
 }  # fmt: skip
-_OWN_ATTENTION = ("gpt_oss", "falcon", "deepseek_v3")  # refused for that
+_OWN_ATTENTION = ("falcon", "deepseek_v3")  # refused for that
 RIGHT: dict[str, Callable[[], Any]] = {
     name: config for name, (config, _) in (REQUIRED | ALSO).items() if name not in _OWN_ATTENTION
 } | {

@@ -29,6 +29,7 @@ class Situation:
         recurrent: the model's layers keep a state, which cannot be taken back and has no step of fixed shapes.
         attention: it has attention, and so a KV cache.
         windows, experts: it has sliding windows, or experts; no option asks for either.
+        latent: its cache holds latents (`qbe.kvcache.latent`).
         cuda: the device is a GPU.
         device_memory: what is on the device is bounded.
         fixed_shapes: decode steps run at fixed shapes, as compiled ones and those with draft tokens do.
@@ -50,6 +51,7 @@ class Situation:
     attention: bool = True
     windows: bool = False
     experts: bool = False
+    latent: bool = False
     cuda: bool = False
     device_memory: bool = False
     fixed_shapes: bool = True
@@ -89,6 +91,7 @@ class Limit:
 
 _ALONE = "every sequence of this model has a forward of its own"
 _STATE = "the model's layers keep a state"
+_LATENT = "attention over latents looks up as it runs how its projection is read"
 _NO_CACHE = "the model has no attention, and so no KV cache"
 _VLLM = "inside vLLM the KV cache and the loop are vLLM's"
 _NOT_MEASURED = "nothing was measured of this model; start with a policy that needs sensitivities, such as tiered"
@@ -96,10 +99,12 @@ _NOT_MEASURED = "nothing was measured of this model; start with a policy that ne
 ENGINE = (
     Limit("compile", "said", lambda s: s.recurrent, f"{_STATE}, and its steps have no fixed shapes"),
     Limit("compile", "said", lambda s: s.alone, f"{_ALONE}, and its steps have no fixed shapes"),
+    Limit("compile", "said", lambda s: s.latent, _LATENT),
     Limit("compile", "said", lambda s: not s.fixed_shapes, "its decode steps have no fixed shapes in this dtype; "
           "choose another dtype, or leave it out"),
     Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a wrong draft token would leave changed"),
     Limit("speculate", "said", lambda s: s.alone, f"{_ALONE}, in which no draft tokens are checked"),
+    Limit("speculate", "said", lambda s: s.latent and s.cuda, f"{_LATENT}, so that no step has fixed shapes"),
     Limit("speculate", "said", lambda s: not s.fixed_shapes, "its decode steps have no fixed shapes in this dtype; "
           "choose another dtype, or leave it out"),
     Limit("rows", "said", lambda s: s.alone, f"{_ALONE}; each reads its own bits"),
@@ -131,12 +136,15 @@ REQUEST = (
     Limit("kv_bits", "said", lambda s: not s.attention, _NO_CACHE),
     Limit("kv_error", "refused", lambda s: s.vllm, _VLLM),
     Limit("kv_error", "said", lambda s: not s.attention, _NO_CACHE),
+    Limit("kv_error", "refused", lambda s: s.latent, "its bound is on what keys and values were, and pages of this "
+          "model hold latents"),
     Limit("kv_error", "refused", lambda s: s.originals_full, "the host has no memory left for the 16-bit originals of "
           "pages, without which attention's error is not bounded; ask for 16 KV bits, or let it be dropped with "
           "best_effort"),
     Limit("speculate", "said", lambda s: s.vllm, _VLLM),
     Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a wrong draft token would leave changed"),
     Limit("speculate", "said", lambda s: s.alone, f"{_ALONE}, in which no draft tokens are checked"),
+    Limit("speculate", "said", lambda s: s.latent and s.cuda, f"{_LATENT}, so that no step has fixed shapes"),
     Limit("speculate", "said", lambda s: not s.drafts, "steps have no room for draft tokens; start the engine with "
           "speculate, too"),
     Limit("speculate", "said", lambda s: s.bounded or s.high_precision, "kv_error and high_precision_tokens say of "
@@ -158,6 +166,7 @@ SITUATIONS = {
     "attention": Situation(),
     "sliding windows": Situation(windows=True),
     "experts": Situation(experts=True),
+    "latent attention": Situation(experts=True, latent=True),
     "attention and recurrent layers": _RECURRENT,
     "recurrent layers alone": replace(_RECURRENT, attention=False),
     "one sequence a forward": Situation(alone=True, fixed_shapes=False, drafts=False),

@@ -17,8 +17,7 @@ import torch
 from qbe.bench.machine import free_bytes
 from qbe.format.kv_blocks import FULL_BITS, KV_BITS
 from qbe.kvcache.allocator import Page, PageAllocator
-from qbe.kvcache.attention import in_runs
-from qbe.kvcache.pages import KVBits, KVShape, PagePool, page_bytes, pages_for
+from qbe.kvcache.pages import KVBits, KVShape, PagePool, in_runs, page_bytes, pages_for
 
 AT_ONCE = 64  # pages that have staging pages at the same time while a case is made
 FULL = str(FULL_BITS)

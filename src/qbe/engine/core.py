@@ -176,6 +176,7 @@ class Core:
             alone=not self.runner.packed,
             recurrent=self.states is not None,
             attention=self.scheduler.paged,
+            latent=self.pool.latent,
             cuda=self.device.type == "cuda",
             device_memory=self.plan.limits is not None,
             fixed_shapes=self.runner.decode is not None,
@@ -201,19 +202,17 @@ class Core:
         """Decode steps at fixed shapes, where the model has them; what comes now is counted."""
         if self.plan.use is not None:
             self.plan.use.begin(sizes.decode_rows)
-        before = reserved(self.device)
-        able = self.device.type == "cuda" or dispatch.reads_pages(self.pool.dtype)
+        before, latent = reserved(self.device), self.pool.latent
+        able = not latent if self.device.type == "cuda" else dispatch.reads_pages(self.pool.dtype)
         if able and self.runner.packed and self.scheduler.paged and self.states is None:
-            self.runner.prepare_decode(sizes.decode_rows, pages, compile, progress, sizes.speculation_rows * speculate)
+            several = sizes.speculation_rows if speculate else 0
+            self.runner.prepare_decode(sizes.decode_rows, pages, compile and not latent, progress, several)
         self.graph_bytes = max(0, reserved(self.device) - before)
 
     def _extensions(self) -> list[Extension]:
         """In the order in which they look at a request: one may take from it what the next one would ask for."""
-        extensions: list[Extension] = [
-            self._routers,
-            HighPrecisionTokens(lambda: self.situation),
-            CascadeExtension(self.cascade),
-        ]
+        extensions: list[Extension] = [self._routers, HighPrecisionTokens(lambda: self.situation)]
+        extensions.append(CascadeExtension(self.cascade))
         if self.speculator is not None:
             extensions.append(SpeculationExtension(self.speculator, self.runner))
         if self.plan.shared is not None:

@@ -31,6 +31,8 @@ from qbe.engine.scheduling.sequence import Sequence
 from qbe.errors import QBEError
 from qbe.kvcache.cache import decoder_config
 from qbe.sites import SiteTable
+from qbe.store.latent import latent_modules
+from qbe.store.nested_tensor import NestedTensor
 from qbe.store.plan import Plan
 
 _LENGTH = 4  # tokens of each request: no step has more rows than the smallest plan of a model that packs requests
@@ -40,6 +42,9 @@ _TRIES = 3
 # Roundings are independent: their effects add as squares. Beside the modules' outputs there are at most as many again
 # in each of the two ways to compute (half a unit each), and this is above four standard deviations of their sum.
 _SAFETY = 4.0
+# What kernels that read activations as 16-bit fixed point leave of a number. The engine's steps multiply with all of it
+# where a projection is absorbed (`qbe.store.latent`), and with nothing else in its place.
+_FIXED_POINT = 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,15 @@ def _forward(model: nn.Module, plan: Plan, tokens: torch.Tensor) -> torch.Tensor
 @contextmanager
 def _off_by_one_unit(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
     """Every number that a module without modules of its own puts out is one unit in the last place up or down."""
+    projections = [m.get_submodule("kv_b_proj") for m in latent_modules(model)]
+    absorbed = {p for p in projections if isinstance(p.weight, NestedTensor)}
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return output
         signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device, output.dtype) * 2 - 1
-        return output * (1 + torch.finfo(output.dtype).eps * signs)
+        unit = torch.finfo(output.dtype).eps
+        return output * (1 + (max(unit, _FIXED_POINT) if module in absorbed else unit) * signs)
 
     handles = [m.register_forward_hook(hook) for m in model.modules() if not any(m.children())]
     try:

@@ -14,7 +14,6 @@ tokens of a bounded prompt therefore run as those of decode steps do, each as a 
 
 from __future__ import annotations
 
-import collections.abc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +29,9 @@ from qbe.format.kv_blocks import NO_ORIGINAL, quantised_pages
 from qbe.kernels.ops import bounded_attention as bounded_ops
 from qbe.kernels.ops import paged_attention as attention_ops
 from qbe.kernels.ops.kv_pages import write_rows
+from qbe.kvcache import latent
 from qbe.kvcache.allocator import Page
-from qbe.kvcache.pages import PAGE_SIZE, block_ids_of, pages_for
+from qbe.kvcache.pages import PAGE_SIZE, block_ids_of, in_runs, newly_quantised, pages_for
 from qbe.kvcache.prompt import PromptSpan, attend_prompt
 from qbe.kvcache.step_op import step_attention
 
@@ -47,7 +47,7 @@ Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor 
 CACHE = "qbe_cache"  # the attribute of an attention module that holds its `PagedCache`
 
 # Things some models ask of attention that are not built here; silently dropping one would give wrong text.
-_NOT_HONOURED = ("s_aux", "position_bias", "sinks", "head_mask")
+_NOT_HONOURED = ("position_bias", "sinks", "head_mask")
 
 
 @dataclass
@@ -169,22 +169,6 @@ class StepLayout:
         return [counts[s.row : s.row + s.count].sum(0).tolist() for s in self.spans]
 
 
-def newly_quantised(pages: collections.abc.Sequence[Page], start: int, end: int) -> collections.abc.Sequence[Page]:
-    """Of a sequence's pages those that are to be quantised when its tokens `[start, end)` have been written."""
-    return pages[quantised_pages(start // PAGE_SIZE) : quantised_pages(end // PAGE_SIZE)]
-
-
-def in_runs(pages: collections.abc.Sequence[Page], quantised: int, slides: bool) -> list[Page]:
-    """A sequence's pages as a decode step reads them: of the `quantised` ones, those of one format after the other.
-
-    Attention is a sum over pages in any order, and a walk is faster the seldomer their format changes. A window is told
-    by positions, so that where one slides in any layer pages stay in order.
-    """
-    if slides:
-        return list(pages)
-    return [*sorted(pages[:quantised], key=lambda p: p.format.number), *pages[quantised:]]
-
-
 def _rows(span: Span, width: int, slides: bool) -> torch.Tensor:
     """For each token of a span its table and its table of originals, `width` entries each, its length and its row.
 
@@ -228,6 +212,7 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each sequence of the step to its own pages.
@@ -237,6 +222,7 @@ def paged_attention(
         key, value: `[1, kv_heads, T, dim]` of this step; `PagedCache.update` has written them to pages already.
         sliding_window: a query at position p sees keys at p - window + 1 .. p.
         softcap: scores s become `softcap * tanh(s / softcap)`.
+        s_aux: `[heads]`, the sinks of `qbe.kernels.ops.paged_attention.paged_attention`.
 
     Returns:
         `[1, T, heads, value_dim]` and None (attention weights are not kept).
@@ -253,20 +239,27 @@ def paged_attention(
             raise QBEError(f"{type(module).__name__} needs attention with '{name}': QBE cannot run this model")
     if attention_mask is not None or kwargs.get("is_causal") is False:
         raise QBEError(f"{type(module).__name__} needs a mask that is not causal: QBE runs causal models")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    own = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = cache.sources.get(own, own)
     shape = cache.pool.shapes[layer]
     if shape is None:
-        raise QBEError(f"layer {layer} ({type(module).__name__}) reads another layer's keys: QBE cannot run this model")
+        raise QBEError(f"layer {own} ({type(module).__name__}) reads another layer's keys: QBE cannot run this model")
     if (key.shape[1], key.shape[3], value.shape[3]) != shape.sizes:
         raise QBEError(f"{type(module).__name__} expands its keys after caching them: QBE cannot run this model")
+    absorbed: latent.Absorbed | None = getattr(module, latent.ABSORBED, None)
     window = sliding_window if sliding_window is not None else cache.windows[layer]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux.float()
+    query = query if absorbed is None else absorbed.absorb(query)
+    numbers = scaling, window, softcap, sinks
     if isinstance(layout, DecodeLayout):
-        return attend_decode(layout, layer, query, key, value, scaling, window, softcap)[None], None
-    if isinstance(layout, OpenLayout):
-        return step_attention(query, key, value, layer, scaling, window or 0, softcap or 0.0), None
-    cache.heads[layer], cache.calls[layer] = query.shape[1], (scaling, window, softcap)
-    return attend_step(layout, layer, query, key, value, scaling, window, softcap), None
+        out = attend_decode(layout, layer, query, key, value, *numbers, watched=layer == own)[None]
+    elif isinstance(layout, OpenLayout):
+        out = step_attention(query, key, value, own, scaling, window or 0, softcap or 0.0, sinks)
+    else:
+        cache.heads[layer], cache.calls[layer] = query.shape[1], numbers
+        out = attend_step(layout, layer, query, key, value, *numbers, watched=layer == own)
+    return out if absorbed is None else absorbed.expand(out), None
 
 
 def attend_step(
@@ -278,21 +271,27 @@ def attend_step(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
+    watched: bool = True,
 ) -> torch.Tensor:
-    """Attention of a step with prompts, `[1, T, heads, value_dim]`; its keys and values are in their pages already."""
+    """Attention of a step with prompts, `[1, T, heads, value_dim]`; its keys and values are in their pages already.
+
+    watched: whether its entropy is noted and the layout's observer called; not for a layer that reads another's pages.
+    """
     cache, parts = layout.cache, []
     for prompt in layout.prompts:
         q, k, v = (t.narrow(2, prompt.row, prompt.count) for t in (query, key, value))
-        parts.append(attend_prompt(cache.pool, layer, prompt, q, k, v, scaling, window, softcap))
+        parts.append(attend_prompt(cache.pool, layer, prompt, q, k, v, scaling, window, softcap, sinks))
     if layout.single is None and len(parts) == 1:
         return parts[0]
-    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    dim = (key if query.shape[3] > key.shape[3] else value).shape[3]  # of latents, where they are attended to
+    out = query.new_empty(1, query.shape[2], query.shape[1], dim)
     for prompt, part in zip(layout.prompts, parts, strict=True):
         out[:, prompt.row : prompt.row + prompt.count] = part
     if layout.single is not None:
         rows, decode = layout.single
         q, k, v = (t.index_select(2, rows) for t in (query, key, value))
-        out[0, rows] = attend_decode(decode, layer, q, k, v, scaling, window, softcap)
+        out[0, rows] = attend_decode(decode, layer, q, k, v, scaling, window, softcap, sinks, watched)
     return out
 
 
@@ -305,30 +304,38 @@ def attend_decode(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
+    watched: bool = True,
 ) -> torch.Tensor:
-    """Attention of a decode step, `[B, heads, value_dim]`; it writes the new keys and values, too."""
+    """Attention of a decode step, `[B, heads, value_dim]`; it writes the new keys and values, too.
+
+    watched: as of `attend_step`.
+    """
     pool = layout.cache.pool
     head_offsets = pool.head_offsets[layer]
     assert head_offsets is not None
-    entropy = layout.entropy[layer] if layout.entropy else None
-    if entropy is None:  # the first step of all
+    entropy = layout.entropy[layer] if layout.entropy and watched else None
+    if entropy is None:  # nobody's, or the first step of all
         entropy = torch.empty(query.shape[2], query.shape[1], dtype=torch.float32, device=query.device)
     new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     where = pool.memory, head_offsets, layout.slots, layout.block_tables, layout.lengths, entropy
     numbers = scaling, window or 0, softcap or 0.0
     if layout.several and key.is_cuda:  # all rows run at once there; a CPU writes before any row attends
         write_rows(*new[1:], pool.memory, head_offsets, layout.slots)
-    bounds, shares = layout.bounds, layout.shares
+    bounds, shares, shape = layout.bounds, layout.shares, pool.shapes[layer]
     cuts = None if shares is None or shares.windows[layer] != (window or 0) else shares.cuts[layer]
-    if bounds is None and layout.batch_invariant:
-        out = attention_ops.batch_invariant_attention(*new, *where, *numbers)
+    if shape is not None and shape.latent:
+        out = latent.attend_decode(pool, layer, new, *where[2:], *numbers, sinks)
+    elif bounds is None and layout.batch_invariant:
+        out = attention_ops.batch_invariant_attention(*new, *where, *numbers, sinks=sinks)
     elif bounds is None and cuts is not None:
-        out = attention_ops.shared_attention(*new, *where, *numbers, cuts=cuts)
+        out = attention_ops.shared_attention(*new, *where, *numbers, cuts=cuts, sinks=sinks)
     elif bounds is None:
-        out = attention_ops.paged_attention(*new, *where, *numbers)
+        out = attention_ops.paged_attention(*new, *where, *numbers, sinks)
     else:
-        out = bounded_ops.bounded_attention(*new, *where, bounds.originals, bounds.limits, bounds.counts, *numbers)
-    if layout.observe is not None:
+        noted = bounds.originals, bounds.limits, bounds.counts
+        out = bounded_ops.bounded_attention(*new, *where, *noted, *numbers, sinks)
+    if layout.observe is not None and watched:
         out = layout.observe(layer, out, entropy, layout.lengths, layout.rows)
     return out
 

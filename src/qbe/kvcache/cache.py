@@ -16,6 +16,7 @@ from qbe.kvcache.allocator import Page
 from qbe.kvcache.attention import CACHE, DecodeLayout, OpenLayout, StepLayout
 from qbe.kvcache.pages import PAGE_SIZE, PagePool
 from qbe.sites import KVSite
+from qbe.tagger.shared_layers import shared_layers
 
 
 def decoder_config(model: nn.Module) -> PretrainedConfig:
@@ -82,14 +83,15 @@ class PagedCache(Cache):
         pool: the pages.
         windows: per layer its sliding window in tokens, or None.
         heads: per layer its query heads, once a step has run.
-        calls: per layer scaling, window and soft cap of its attention, once a step has run.
+        calls: per layer scaling, window, soft cap and sinks of its attention, once a step has run.
+        sources: of each layer that keeps nothing of its own the one whose pages it reads (Gemma 3n), once attached.
         layout: what the rows of the step that runs now are (`qbe.kvcache.attention.step`), or None.
     """
 
     layout: StepLayout | DecodeLayout | OpenLayout | None
 
     def __init__(self, config: PretrainedConfig, pool: PagePool) -> None:
-        self.pool, self.layout = pool, None
+        self.pool, self.layout, self.sources = pool, None, dict[int, int]()
         # DynamicCache leaves out layers at the end that keep nothing of their own.
         layers: dict[int, Any] = dict(enumerate(DynamicCache(config=config).layers))
         self.windows: list[int | None] = [
@@ -97,7 +99,7 @@ class PagedCache(Cache):
             for i in range(len(pool.shapes))
         ]
         self.heads = [0] * len(pool.shapes)
-        self.calls: list[tuple[float, int | None, float | None] | None] = [None] * len(pool.shapes)
+        self.calls: list[tuple[float, int | None, float | None, torch.Tensor | None] | None] = [None] * len(pool.shapes)
         # Recurrent layers are transformers' own; whose states they hold changes as a step runs
         # (`qbe.engine.execution.mixers`).
         recurrent = {i: layer for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin)}
@@ -122,6 +124,7 @@ class PagedCache(Cache):
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, CACHE, self)
+        self.sources = shared_layers(model)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qbe.errors import QBEError
-from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, head_layout
+from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, head_layout, quantised_pages
 from qbe.kernels.ops.kv_pages import quantise_pages, read_pages
 from qbe.kvcache.allocator import Page, PageFormat
 from qbe.sites import TURBO_KINDS, KVBits, kv_number_bits
@@ -25,13 +25,33 @@ def block_ids_of(pages: Sequence[Page], quantised: int) -> list[int]:
     return [p.quantised_block_id for p in pages[:quantised]] + [p.block_id for p in pages[quantised:]]
 
 
+def newly_quantised(pages: Sequence[Page], start: int, end: int) -> Sequence[Page]:
+    """Of a sequence's pages those that are to be quantised when its tokens `[start, end)` have been written."""
+    return pages[quantised_pages(start // PAGE_SIZE) : quantised_pages(end // PAGE_SIZE)]
+
+
+def in_runs(pages: Sequence[Page], quantised: int, slides: bool) -> list[Page]:
+    """A sequence's pages as a decode step reads them: of the `quantised` ones, those of one format after the other.
+
+    Attention is a sum over pages in any order, and a walk is faster the seldomer their format changes. A window is told
+    by positions, so that where one slides in any layer pages stay in order.
+    """
+    if slides:
+        return list(pages)
+    return [*sorted(pages[:quantised], key=lambda p: p.format.number), *pages[quantised:]]
+
+
 @dataclass(frozen=True)
 class KVShape:
-    """What one layer stores for a token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+    """What one layer stores for a token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers.
+
+    latent: one latent in the key's place and the rotary part of the keys in the value's (`qbe.kvcache.latent`).
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    latent: bool = False
 
     @property
     def numbers(self) -> int:
@@ -90,6 +110,11 @@ class PagePool:
         self._numbers: dict[tuple[tuple[int, ...], ...], PageFormat] = {}
         self._asked: dict[tuple[KVBits, ...], PageFormat] = {}  # the same, by what was asked for
         self.full = self.format((), Counter())
+
+    @property
+    def latent(self) -> bool:
+        """Whether any layer's pages hold latents."""
+        return any(s is not None and s.latent for s in self.shapes)
 
     def alike(self) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Layers of one shape, and their head offsets int32 `[layers, FORMATS, kv_heads]`."""

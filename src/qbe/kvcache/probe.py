@@ -125,16 +125,18 @@ def probe(model: nn.Module) -> Kept:
 
 
 def _kv_shapes(model: nn.Module, cache: DynamicCache) -> tuple[list[KVShape | None], torch.dtype]:
+    latents = {getattr(m, "layer_idx", None) for m in model.modules() if hasattr(m, "expand_kv")}
     shapes: list[KVShape | None] = []
     dtype = next(model.parameters()).dtype
-    for layer in cache.layers:
+    for number, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.numel() == 0:
             shapes.append(None)
         elif keys.shape[1] != values.shape[1] or hasattr(layer, "update_indexer"):
             raise QBEError(f"{type(model).__name__} has {type(layer).__name__}s: QBE cannot run this model")
         else:
-            shapes.append(KVShape(keys.shape[1], keys.shape[3], values.shape[3]))
+            latent = number in latents and keys.shape[1] == 1
+            shapes.append(KVShape(keys.shape[1], keys.shape[3], values.shape[3], latent))
             dtype = keys.dtype
     return shapes, dtype
 

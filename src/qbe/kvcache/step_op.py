@@ -29,6 +29,7 @@ def step_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes the step's keys and values to their pages and lets every token attend to its sequence's.
 
@@ -36,11 +37,12 @@ def step_attention(
         query: `[1, heads, T, key_dim]`. key, value: `[1, kv_heads, T, dim]`.
         window: a query sees that many last tokens; 0 means all.
         softcap: scores s become softcap * tanh(s / softcap); 0 means they stay.
+        sinks: float32 `[heads]` or None (`qbe.kernels.ops.paged_attention.paged_attention`).
 
     Returns:
         `[1, T, heads, value_dim]`.
     """
-    return torch.ops.qbe.step_attention.default(query, key, value, layer, scaling, window, softcap)
+    return torch.ops.qbe.step_attention.default(query, key, value, layer, scaling, window, softcap, sinks)
 
 
 @contextmanager
@@ -53,23 +55,34 @@ def running(layout: StepLayout) -> Iterator[None]:
         _running.layout = None
 
 
-def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, *numbers: float) -> torch.Tensor:
+def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, *rest: object) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float, window: int, softcap: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from qbe.kvcache.attention import attend_step
 
     layout: StepLayout = _running.layout
-    layout.cache.write(layout, layer, key, value)
-    return attend_step(layout, layer, query, key, value, scaling, window or None, softcap or None).contiguous()
+    source = layout.cache.sources.get(layer, layer)
+    if source == layer:
+        layout.cache.write(layout, layer, key, value)
+    return attend_step(
+        layout, source, query, key, value, scaling, window or None, softcap or None, sinks, source == layer
+    ).contiguous()
 
 
 register(
-    "step_attention(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap) "
-    "-> Tensor",
+    "step_attention(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap, "
+    "Tensor? sinks=None) -> Tensor",
     cpu=_attend,
     fake=_fake,
 )

@@ -32,9 +32,9 @@ class _Estimating(Probe):
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
-        window: int | None, softcap: float | None,
+        window: int | None, softcap: float | None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        out = super().attend(layer, query, key, value, scaling, window, softcap)
+        out = super().attend(layer, query, key, value, scaling, window, softcap, sinks)
         if not self.notes:
             return out
         kv_heads = key.shape[1]
@@ -42,7 +42,7 @@ class _Estimating(Probe):
             wrong = []
             for bits in MEASURED:
                 self.bits = {layer: (bits,) * kv_heads}
-                wrong.append(super().attend(layer, query, key, value, scaling, window, softcap) - out)
+                wrong.append(super().attend(layer, query, key, value, scaling, window, softcap, sinks) - out)
             self.bits = {}
         change = torch.stack(wrong).unflatten(3, (kv_heads, -1))  # [widths, 1, T, kv, repeat, dim]
 
@@ -117,7 +117,9 @@ class KVEstimate:
                         if probe.product is not None:
                             directly = directly + probe.product.square()
                 if probe.squares is not None:
-                    self._found[i] = directly, probe.squares
+                    owner = probe.sources.get(i, i)  # whose keys these are; layers that share them come after it
+                    before = self._found.get(owner, (0.0, 0.0))
+                    self._found[owner] = directly + before[0], probe.squares + before[1]
         except OtherAttention:
             self._usable = False
         finally:

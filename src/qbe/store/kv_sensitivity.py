@@ -25,7 +25,9 @@ from transformers import AttentionInterface
 from qbe.format.kv_blocks import FORMATS, FULL_BITS, KV_BITS, PAGE_SIZE, head_layout
 from qbe.kernels.ops.kv_pages import quantise_pages, read_pages
 from qbe.sites import KVSite, SiteTable
+from qbe.store.latent import AbsorbedWeight, latent_modules
 from qbe.store.sensitivity import decoder_layers, divergence, full_bits, logits_of, recorded_outputs, replay
+from qbe.tagger.shared_layers import shared_layers
 
 # Measured widths; others below 16 follow from the damage being proportional to the step of the codes squared. So small
 # a damage as that of 8 bits (a 289th of that of 4 by this rule, a 253rd measured, median of SmolLM2's heads) is at the
@@ -76,24 +78,32 @@ class Probe:
 
     bits: layer -> bits of its key heads; other layers keep 16.
     shapes: layer -> query heads, key heads, key and value dim. entropy: layer -> per key head mean and deviation.
+    absorbed: of attention modules whose cache holds latents. sources: layers that read another's keys, and which one's.
     """
 
     bits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     entropy: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    absorbed: dict[nn.Module, AbsorbedWeight] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
-        window: int | None, softcap: float | None,
+        window: int | None, softcap: float | None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Causal attention `[n, T, heads, value_dim]` of whole sequences, written out; takes `[n, heads, T, dim]`."""
+        """Causal attention `[n, T, heads, value_dim]` of whole sequences, written out; takes `[n, heads, T, dim]`.
+
+        Latents in the place of keys and rotary parts in that of values take absorbed queries and give sums of latents.
+        """
         kv_heads, tokens = key.shape[1:3]
         bits = self.bits.get(layer)
-        earlier = (key, value)
+        stored, earlier = (key, value), (key, value)
         if bits is not None:
             pairs = [quantised(k[:, PAGE_SIZE:], v[:, PAGE_SIZE:], bits) for k, v in zip(key, value, strict=True)]
             keys, values = (torch.stack(x) for x in zip(*pairs, strict=True))
             earlier = torch.cat([key[:, :, :PAGE_SIZE], keys], 2), torch.cat([value[:, :, :PAGE_SIZE], values], 2)
+        if query.shape[3] > key.shape[3]:  # latents and rotary parts
+            (key, value), earlier = ((torch.cat(pair, 3), pair[0]) for pair in (stored, earlier))
         at = torch.arange(tokens, device=key.device)
         seen = at <= at[:, None]
         if window is not None:
@@ -104,11 +114,15 @@ class Probe:
         scores = torch.where(own, q @ key[:, :, None].mT, q @ earlier[0][:, :, None].mT).float() * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            own_score = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, own_score], -1)
+        weights = scores.softmax(-1)
         if layer not in self.shapes:
-            self.shapes[layer] = query.shape[1], kv_heads, key.shape[3], value.shape[3]
+            self.shapes[layer] = query.shape[1], kv_heads, stored[0].shape[3], stored[1].shape[3]
             self.entropy[layer] = _entropy(weights, seen.sum(1))
-        weights = weights.to(value.dtype)
+        weights = weights[..., :tokens].to(value.dtype)
         out = (weights * own) @ value[:, :, None] + (weights * ~own) @ earlier[1][:, :, None]
         return out.flatten(1, 2).transpose(1, 2)
 
@@ -127,14 +141,17 @@ class OtherAttention(Exception):
 def _probe_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, **_: Any,
+    softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function of transformers."""
     probe: Probe | None = getattr(module, _PROBE, None)
     if probe is None or attention_mask is not None:
         raise OtherAttention
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return probe.attend(int(module.layer_idx), query, key, value, scaling, sliding_window, softcap), None  # type: ignore[arg-type]
+    layer, absorbed = int(module.layer_idx), probe.absorbed.get(module)  # type: ignore[arg-type]
+    query = query if absorbed is None else absorbed.absorb(query)
+    out = probe.attend(probe.sources.get(layer, layer), query, key, value, scaling, sliding_window, softcap, s_aux)
+    return out if absorbed is None else absorbed.expand(out), None
 
 
 AttentionInterface.register(ATTENTION, _probe_attention)
@@ -147,6 +164,10 @@ def probing(model: nn.Module, probe: Probe) -> Iterator[Probe]:
     owners = [m for m in model.modules() if hasattr(m, "layer_idx")]
     for module in owners:
         setattr(module, _PROBE, probe)
+    latent, probe.sources = latent_modules(model), shared_layers(model)
+    probe.absorbed = {m: AbsorbedWeight(m) for m in latent}
+    for module in latent:
+        module.expand_kv = lambda latent, rotary: (latent, rotary)  # type: ignore[assignment]
     try:
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         yield probe
@@ -154,6 +175,8 @@ def probing(model: nn.Module, probe: Probe) -> Iterator[Probe]:
         model.set_attn_implementation(before)  # type: ignore[operator]
         for module in owners:
             delattr(module, _PROBE)
+        for module in latent:
+            del module.expand_kv  # the class's again
 
 
 @torch.inference_mode()
@@ -192,7 +215,7 @@ def _measure(
     with probing(model, Probe()) as probe:
         outputs, logits = recorded_outputs(model, layers, tokens)
         if float((logits - native.float()).abs().max()) > 0.02 * float(native.abs().max()):
-            raise OtherAttention  # it asks for something that the probe ignores, such as attention sinks
+            raise OtherAttention  # it asks for something that the probe ignores, such as a position's bias
         reference = logits[rows]
         probabilities = reference.softmax(-1)
         for layer, (heads, kv_heads, key_dim, value_dim) in sorted(probe.shapes.items()):

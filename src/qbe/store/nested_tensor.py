@@ -19,6 +19,8 @@ from qbe.format.codes import quantise
 from qbe.format.gears import DEFAULT_SLICES
 from qbe.format.layout import SliceLayout, padded
 from qbe.format.packing import pack
+from qbe.kernels.cpu import dispatch
+from qbe.kernels.cpu import nested_linear as cpu_linear
 from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
 from qbe.kernels.ops import nested_linear as ops
 from qbe.kernels.ops.gradients import without_gradient
@@ -206,6 +208,21 @@ class NestedTensor(TorchAOBaseTensor):
         meta = self.meta.to(self.packed.device)  # it is in host memory where the tiled slices hold it too
         weight = dequantise(self.canonical_packed(), meta, self.exponent, self.slices, self.in_features, bits)
         return weight.to(self.logical_dtype)
+
+    def gear_of(self, word: int) -> int:
+        """The gear that kernels read where `bits` holds this word."""
+        asked = word & 0xFF
+        if asked >= FULL_BITS and self.original is not None:
+            return FULL_BITS
+        return max((b for b in self.layout.precisions if b <= asked), default=self.layout.precisions[0])
+
+    def at_gear(self, bits: int) -> torch.Tensor:
+        """`dequantise`, by the compiled kernel where there is one: [N, K] in the model's dtype."""
+        if bits == FULL_BITS or self.packed.device.type != "cpu" or not dispatch.dequantises(self.logical_dtype):
+            return self.dequantise(bits)
+        return cpu_linear.dequantised(
+            self.packed, self.meta, bits, self.slices, self.exponent, self.in_features, self.logical_dtype
+        )
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """torchao's name for `dequantise` at the widest gear, in `output_dtype` (default: the model's).

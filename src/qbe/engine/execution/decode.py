@@ -33,9 +33,9 @@ from qbe.engine.sampling.sampler import Scores, likeliest
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.format.kv_blocks import NO_ORIGINAL, PAGE_SIZE, quantised_pages
-from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, in_runs, step
+from qbe.kvcache.attention import Bounds, DecodeLayout, Observe, step
 from qbe.kvcache.cache import PagedCache, slot_of
-from qbe.kvcache.pages import block_ids_of
+from qbe.kvcache.pages import block_ids_of, in_runs
 from qbe.kvcache.shares import Shares
 from qbe.store.plan import Plan
 

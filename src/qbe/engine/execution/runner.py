@@ -16,13 +16,15 @@ from qbe.engine.adaptive import entropy
 from qbe.engine.adaptive.activation_statistics import collecting
 from qbe.engine.adaptive.routing import Routing
 from qbe.engine.execution.decode import DecodeStep, batch_sizes
+from qbe.engine.execution.latents import keep_latents
 from qbe.engine.execution.mixers import Mixers, StepPart
 from qbe.engine.execution.prompt_step import PromptStep
 from qbe.engine.sampling.sampler import Scores, likeliest
 from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.errors import QBEError
-from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, newly_quantised, step
+from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, slot_of
+from qbe.kvcache.pages import newly_quantised
 from qbe.policies.per_token import TokenRouters
 from qbe.progress import bar
 from qbe.store.plan import Plan
@@ -90,6 +92,7 @@ class Runner:
         self.model, self.cache, self.plan = model, cache, plan
         self.mixers, self.packed = mixers, packed
         cache.attach(model)
+        keep_latents(model, cache)
         self.config = decoder_config(model)
         self.recompute_at = recompute_length(self.config)
         self.device = plan.device

@@ -137,9 +137,12 @@ def attention_launches(cache: PagedCache, pages: int) -> Iterator[Launch]:
     widths = sorted({min(pages, 1 << i) for i in range(pages.bit_length() + 1)})
     seen: set[object] = set()
     for layer, (shape, heads, call) in enumerate(zip(pool.shapes, cache.heads, cache.calls, strict=True)):
-        if shape is None or call is None or (shape, heads, call) in seen:
+        if shape is None or call is None or shape.latent:
             continue
-        seen.add((shape, heads, call))
+        alike = (shape, heads, *call[:3], call[3] is None)
+        if alike in seen:
+            continue
+        seen.add(alike)
         yield functools.partial(pool.quantise, torch.stack([spare, spare]), layer)
         yield functools.partial(pool.read, layer, spare)
         out = torch.zeros(1, heads, shape.value_dim, dtype=pool.dtype, device=pool.device)

@@ -36,6 +36,7 @@ typedef struct {
     const uint8_t *memory;
     const int32_t *head_offsets;
     const int64_t *block_tables, *lengths;
+    const float *sinks; /* [heads] or NULL */
     char *out, *scratch;
     float *entropy;
     int64_t again_at, scratch_bytes; /* of a thread: where `Again` has its part, and all of it */
@@ -84,8 +85,11 @@ INLINE void attend(const Attention *a, Quantised quantised, int64_t b, int64_t h
         for (int m = 0; m < M; m++) rotate_query(rotated + m * key_wide, s->key_dim, turn == 0);
     }
     attention_scores(a, quantised, table, head, from, to, query, queries, key_wide, scores, room, M, DTYPE);
-    for (int m = 0; m < M; m++)
-        a->entropy[b * s->entropy_row + first + m] = softmax(scores + m * room, to - from, s->softcap);
+    float at_sink[MAX_QUERIES];
+    for (int m = 0; m < M; m++) {
+        const float sink = a->sinks ? a->sinks[first + m] : -__builtin_inff();
+        a->entropy[b * s->entropy_row + first + m] = softmax(scores + m * room, to - from, s->softcap, sink, at_sink + m);
+    }
     int64_t i = 0;
     for (; i + 4 * LANES <= wide; i += 4 * LANES)
         attention_values(a, quantised, table, head, from, to, scores, room, i, out, sums, wide, M, 4, DTYPE);
@@ -96,7 +100,7 @@ INLINE void attend(const Attention *a, Quantised quantised, int64_t b, int64_t h
         for (int64_t d = 0; d < s->value_dim; d++) out[m * wide + d] += out[sums + m * wide + d];
     }
     if (again)
-        flag_pages(a, quantised, b, head, table, query + (turns ? queries : 0), key_wide, scores, room, out, wide, M,
+        flag_pages(a, quantised, b, head, table, query + (turns ? queries : 0), key_wide, scores, room, at_sink, out, wide, M,
                    again);
     for (int m = 0; m < M; m++) {
         char *y = a->out + (b * s->heads + first + m) * s->value_dim * number;
@@ -222,11 +226,11 @@ int64_t qbe_write_rows(const void *key, const void *value, void *memory, const i
 }
 
 /* New keys and values go to their slots, then every query attends. Tensors as qbe.kernels.ops.paged_attention says, head_offsets
-   contiguous, out [batch, heads, value_dim] contiguous; bounds NULL or as qbe.kernels.ops.bounded_attention says. Returns 0; -1: a
+   contiguous, out [batch, heads, value_dim] contiguous; sinks NULL for none; bounds NULL or as qbe.kernels.ops.bounded_attention says. Returns 0; -1: a
    slot, length or page outside of the memory (nothing was done); -2: out of memory. */
 int64_t qbe_bounded_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *head_offsets,
-                              const int64_t *slots, const int64_t *block_tables, const int64_t *lengths, float *entropy,
-                              void *out, const AttentionShape *s, const Bounds *bounds, int32_t threads,
+                              const int64_t *slots, const int64_t *block_tables, const int64_t *lengths, const float *sinks,
+                              float *entropy, void *out, const AttentionShape *s, const Bounds *bounds, int32_t threads,
                               int32_t backend) {
     int64_t longest = 0, tokens = 0;
     for (int64_t b = 0; b < s->batch; b++) {
@@ -241,7 +245,7 @@ int64_t qbe_bounded_attention(const void *query, const void *key, const void *va
     /* Reading these many numbers takes longer than waking a thread. */
     if (threads < 1 || tokens * s->heads * (s->key_dim + s->value_dim) < 65536) threads = 1;
     Attention a = {.s = s, .bounds = bounds, .query = query, .memory = memory, .head_offsets = head_offsets, .block_tables = block_tables, .lengths = lengths,
-                   .entropy = entropy, .out = out, .backend = backend};
+                   .sinks = sinks, .entropy = entropy, .out = out, .backend = backend};
     const int64_t floats = 3 * s->key_dim + 2 * s->value_dim + longest + 6 * LANES;
     a.again_at = (int64_t)aligned((size_t)(4 * MAX_QUERIES * floats));
     a.scratch_bytes = a.again_at + (bounds ? (int64_t)aligned((size_t)(s->table_width * AGAIN_BYTES)) : 0);
@@ -258,8 +262,8 @@ int64_t qbe_bounded_attention(const void *query, const void *key, const void *va
 }
 
 int64_t qbe_paged_attention(const void *query, const void *key, const void *value, void *memory, const int32_t *head_offsets,
-                            const int64_t *slots, const int64_t *block_tables, const int64_t *lengths, float *entropy,
-                            void *out, const AttentionShape *s, int32_t threads, int32_t backend) {
-    return qbe_bounded_attention(query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, out, s, NULL,
-                                 threads, backend);
+                            const int64_t *slots, const int64_t *block_tables, const int64_t *lengths, const float *sinks,
+                            float *entropy, void *out, const AttentionShape *s, int32_t threads, int32_t backend) {
+    return qbe_bounded_attention(query, key, value, memory, head_offsets, slots, block_tables, lengths, sinks, entropy, out, s,
+                                 NULL, threads, backend);
 }

@@ -142,9 +142,9 @@ static void note_page(const Attention *a, Quantised quantised, const uint8_t *bl
 
 /* Marks the pages that one query row, whose notes these are, wants to be read again: `page_bounds` and
    `pages_to_raise`. */
-static void flag_row(float *notes, float allowed, const Again *again) {
+static void flag_row(float *notes, float at_sink, float allowed, const Again *again) {
     const int64_t stride = MAX_QUERIES * NOTES;
-    float least = 0, centre = 0, highest = allowed;
+    float least = at_sink, centre = 0, highest = allowed;
     for (int64_t p = 0; p < again->pages; p++) {
         const float *n = notes + p * stride;
         least += n[0] * power(-n[1]);
@@ -168,10 +168,10 @@ static void flag_row(float *notes, float allowed, const Again *again) {
 }
 
 /* The same for M query rows that have attended: `query` is scaled, `weights` [M, room] are those of all tokens they
-   see, `out` is what they got. */
+   see, `at_sink` [M] those of their sinks, `out` is what they got. */
 static void flag_pages(const Attention *a, Quantised quantised, int64_t b, int64_t head, const int64_t *table,
-                       const float *query, int64_t key_wide, const float *weights, int64_t room, const float *out,
-                       int64_t wide, int M, const Again *again) {
+                       const float *query, int64_t key_wide, const float *weights, int64_t room, const float *at_sink,
+                       const float *out, int64_t wide, int M, const Again *again) {
     const AttentionShape *s = a->s;
     const int64_t to = a->lengths[b], from = s->window && to > s->window ? to - s->window : 0;
     for (int64_t p = 0; p < again->pages; p++) {
@@ -182,5 +182,5 @@ static void flag_pages(const Attention *a, Quantised quantised, int64_t b, int64
                   again->notes + p * MAX_QUERIES * NOTES);
     }
     for (int m = 0; m < M; m++)
-        flag_row(again->notes + m * NOTES, a->bounds->limits[b] * norm_of(out + m * wide, s->value_dim), again);
+        flag_row(again->notes + m * NOTES, at_sink[m], a->bounds->limits[b] * norm_of(out + m * wide, s->value_dim), again);
 }

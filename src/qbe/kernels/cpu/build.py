@@ -175,12 +175,12 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_experts.restype = lib.qbe_sum_experts.restype = long
     lib.qbe_dequantise.argtypes = [pointer] * 4 + [long] * 2 + [integer] * 4
     lib.qbe_dequantise.restype = long
-    lib.qbe_paged_attention.argtypes = [pointer] * 11 + [integer] * 2
+    lib.qbe_paged_attention.argtypes = [pointer] * 12 + [integer] * 2
     lib.qbe_paged_attention.restype = long
-    lib.qbe_bounded_attention.argtypes = [pointer] * 12 + [integer] * 2
+    lib.qbe_bounded_attention.argtypes = [pointer] * 13 + [integer] * 2
     lib.qbe_bounded_attention.restype = long
     if hasattr(lib, "qbe_prompt_attention"):  # x86 alone has it
-        lib.qbe_prompt_attention.argtypes = [pointer] * 7 + [integer]
+        lib.qbe_prompt_attention.argtypes = [pointer] * 8 + [integer]
         lib.qbe_prompt_attention.restype = long
     lib.qbe_write_rows.argtypes = [pointer] * 6
     lib.qbe_write_rows.restype = long

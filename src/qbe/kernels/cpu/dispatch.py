@@ -71,6 +71,11 @@ def few_enough(bits: torch.Tensor, dtype: torch.dtype) -> bool:
     return count < many_rows(dtype) and (count < full or int((weight_bits(bits) >= FULL_BITS).sum()) < full)
 
 
+def dequantises(dtype: torch.dtype) -> bool:
+    """Whether the compiled kernel writes a nested weight out in this dtype."""
+    return build.backend() != "torch" and dtype in ROW_DTYPES
+
+
 def any_rows_in_float32() -> bool:
     """Whether the compiled kernel takes any number of rows whose result is to be float32."""
     return build.backend() in ("avx512", "amx")

@@ -240,25 +240,43 @@ def _dequantised(
     y = torch.empty(rows.shape[0], form.n, dtype=rows.dtype)
     for n0 in range(0, form.n, step):
         n1 = min(form.n, n0 + step)
-        failed = build.loaded().qbe_dequantise(
-            packed.data_ptr(),
-            meta.data_ptr(),
-            weight.data_ptr(),
-            form.address,
-            n0,
-            n1,
-            form.layout.precisions.index(bits),
-            ROW_DTYPES[rows.dtype],
-            _threads(),
-            build.number(),
-        )
-        if failed:
-            raise MemoryError("the CPU kernel found no memory for its working buffers")
+        _write_out(packed, meta, bits, form, n0, n1, weight)
         part = linear(rows, weight[: n1 - n0], None if bias is None else bias[n0:n1])
         if n1 - n0 == form.n:
             return part
         y[:, n0:n1] = part
     return y
+
+
+def dequantised(
+    packed: torch.Tensor, meta: torch.Tensor, bits: int, slices: Sequence[int], exponent: int, inputs: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """The whole weight [N, inputs] at these bits, below 16, in `dtype`, where `dispatch.dequantises` says so."""
+    form = geometry(packed.shape, meta.shape, inputs, tuple(slices), exponent)
+    weight = torch.empty(form.n, form.k, dtype=dtype)
+    _write_out(packed, meta, bits, form, 0, form.n, weight)
+    return weight
+
+
+def _write_out(
+    packed: torch.Tensor, meta: torch.Tensor, bits: int, form: Geometry, n0: int, n1: int, weight: torch.Tensor
+) -> None:
+    """The rows [n0, n1) of a weight at these bits, to the beginning of `weight`, in its dtype."""
+    failed = build.loaded().qbe_dequantise(
+        packed.data_ptr(),
+        meta.data_ptr(),
+        weight.data_ptr(),
+        form.address,
+        n0,
+        n1,
+        form.layout.precisions.index(bits),
+        ROW_DTYPES[weight.dtype],
+        _threads(),
+        build.number(),
+    )
+    if failed:
+        raise MemoryError("the CPU kernel found no memory for its working buffers")
 
 
 def full_rows(rows: torch.Tensor, original: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -51,6 +51,7 @@ def paged_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.paged_attention.paged_attention`.
 
@@ -60,10 +61,12 @@ def paged_attention(
     """
     if not dispatch.reads_pages(query.dtype, key.dtype, value.dtype):
         return reference(
-            query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap
+            query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap,
+            sinks,
         )  # fmt: skip
     return _attend(
-        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap, None
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap, sinks,
+        None,
     )  # fmt: skip
 
 
@@ -83,13 +86,14 @@ def bounded_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`; errors as of
     `paged_attention`."""
     if not dispatch.reads_pages(query.dtype, key.dtype, value.dtype):
         return bounded_reference(
             query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts,
-            scaling, window, softcap,
+            scaling, window, softcap, sinks,
         )  # fmt: skip
     batch = query.shape[0]
     tensors = (
@@ -103,7 +107,8 @@ def bounded_attention(
         raise RuntimeError("originals, limits and counts do not belong to these tables")
     bounds = _Bounds(originals.data_ptr(), limits.data_ptr(), counts.data_ptr())
     return _attend(
-        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap, bounds
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap, sinks,
+        bounds,
     )  # fmt: skip
 
 
@@ -120,6 +125,7 @@ def _attend(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
     bounds: _Bounds | None,
 ) -> torch.Tensor:
     dtype = query.dtype
@@ -139,6 +145,7 @@ def _attend(
         )
     if slots.shape != query.shape[:1] or lengths.shape != query.shape[:1]:
         raise RuntimeError(f"{list(slots.shape)} slots and {list(lengths.shape)} lengths for {query.shape[0]} queries")
+    sinks = checked_sinks(sinks, query.shape[1])
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=dtype)
     failed = build.loaded().qbe_bounded_attention(
         query.data_ptr(),
@@ -149,6 +156,7 @@ def _attend(
         slots.data_ptr(),
         block_tables.data_ptr(),
         lengths.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         entropy.data_ptr(),
         out.data_ptr(),
         ctypes.addressof(shape),
@@ -161,6 +169,19 @@ def _attend(
     if failed:
         raise MemoryError("the CPU kernel found no memory for its working buffers")
     return out
+
+
+def checked_sinks(sinks: torch.Tensor | None, heads: int) -> torch.Tensor | None:
+    """Contiguous, as C reads them.
+
+    Raises:
+        RuntimeError: they are not float32 `[heads]`.
+    """
+    if sinks is None:
+        return None
+    if sinks.dtype is not torch.float32 or sinks.shape != (heads,):
+        raise RuntimeError(f"sinks must be float32 [{heads}], not {sinks.dtype} {list(sinks.shape)}")
+    return sinks.contiguous()
 
 
 @functools.lru_cache(maxsize=1024)

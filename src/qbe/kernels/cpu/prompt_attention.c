@@ -24,6 +24,7 @@ typedef struct {
 typedef struct {
     const PromptShape *s;
     const uint16_t *query;
+    const float *sinks; /* [heads] or NULL */
     const uint8_t *memory;
     const int32_t *head_offsets;
     const int64_t *block_ids, *staging_pages; /* of all pages; of those seen at 16 bits, from `first_exact` on */
@@ -155,8 +156,9 @@ TARGET_AVX512 INLINE __m512 power_of_two(__m512 x) {
 }
 
 /* The weights of the keys [from, to) out of a row's scores, in bfloat16, `room` of them, zero elsewhere; returns one over
-   the sum they had before they were rounded. */
-TARGET_AVX512 static float weights_of(float *scores, int64_t from, int64_t to, int64_t room, float scaling, uint16_t *weights) {
+   the sum they had before they were rounded, with that of a sink (-infinity: none). */
+TARGET_AVX512 static float weights_of(float *scores, int64_t from, int64_t to, int64_t room, float scaling, float sink,
+                                      uint16_t *weights) {
     const int64_t first = from / 16 * 16;
     const __m512 lowest = _mm512_set1_ps(-__builtin_inff()), factor = _mm512_set1_ps(scaling * 1.44269504f);
     __m512 best = lowest, total = _mm512_setzero_ps();
@@ -164,7 +166,8 @@ TARGET_AVX512 static float weights_of(float *scores, int64_t from, int64_t to, i
         if (first + i < from) scores[first + i] = -__builtin_inff();
     for (int64_t t = to; t % 16; t++) scores[t] = -__builtin_inff();
     for (int64_t t = first; t < to; t += 16) best = _mm512_max_ps(_mm512_load_ps(scores + t), best);
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(best));
+    const float highest = _mm512_reduce_max_ps(best), level = sink / scaling; /* of the sink, as scores are */
+    const __m512 top = _mm512_set1_ps(level > highest ? level : highest);
     memset(weights, 0, (size_t)first * 2);
     int64_t t = first;
     for (; t < to; t += 16) {
@@ -173,7 +176,10 @@ TARGET_AVX512 static float weights_of(float *scores, int64_t from, int64_t to, i
         _mm256_store_si256((__m256i *)(weights + t), (__m256i)_mm512_cvtneps_pbh(v));
     }
     memset(weights + t, 0, (size_t)(room - t) * 2);
-    return 1.0f / sum_lanes((Floats)total);
+    float sum = sum_lanes((Floats)total);
+    if (sink > -__builtin_inff())
+        sum += _mm512_cvtss_f32(power_of_two(_mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(level), top), factor)));
+    return 1.0f / sum;
 }
 
 /* Rows [r0, r1) of a key head, tokens of one page: position by position, and of each the query heads that share it. */
@@ -199,7 +205,8 @@ TARGET_AVX512 static void attend_rows(const PromptAttention *a, int64_t head, in
     for (int64_t r = r0; r < r1; r++) {
         const int64_t to = s->start + r / repeat + 1, mine = s->window && to > s->window ? to - s->window : 0;
         scale[r - r0] = weights_of(scores + (r - r0) * stride, mine > from * PAGE ? mine - from * PAGE : 0, to - from * PAGE, room,
-                                   s->scaling, weights + (r - r0) * stride);
+                                   s->scaling, a->sinks ? a->sinks[head * repeat + r % repeat] : -__builtin_inff(),
+                                   weights + (r - r0) * stride);
     }
     memset(sums, 0, (size_t)((r1 - r0) * a->wide) * 4);
     for (int64_t d = 0; d < a->wide; d += 64)
@@ -249,8 +256,9 @@ static int prompt_page_fits(const PromptShape *s, const int32_t *head_offsets, i
 /* `prompt_attention` of qbe/kernels/cpu/prompt_attention.py: all of bfloat16, key_dim even, head_offsets, block_ids and staging_pages contiguous.
    Returns 0; -1: a page outside of the memory (nothing was done); -2: out of memory. */
 int64_t qbe_prompt_attention(const void *query, const void *memory, const int32_t *head_offsets, const int64_t *block_ids,
-                             const int64_t *staging_pages, void *out, const PromptShape *s, int32_t threads) {
-    PromptAttention a = {.s = s, .query = query, .memory = memory, .head_offsets = head_offsets, .block_ids = block_ids, .out = out};
+                             const int64_t *staging_pages, const float *sinks, void *out, const PromptShape *s,
+                             int32_t threads) {
+    PromptAttention a = {.s = s, .query = query, .sinks = sinks, .memory = memory, .head_offsets = head_offsets, .block_ids = block_ids, .out = out};
     const int64_t earliest = s->start + 1, first = seen_sealed(s, s->start / PAGE);
     a.begin = s->window && earliest > s->window ? (earliest - s->window) / PAGE : 0;
     a.quantised = seen_sealed(s, (s->start + s->rows - 1) / PAGE);

@@ -8,6 +8,7 @@ import torch
 
 from qbe.format.kv_blocks import FORMATS, PAGE_SIZE, STRETCH, quantised_pages
 from qbe.kernels.cpu import build
+from qbe.kernels.cpu.paged_attention import checked_sinks
 
 _threads = torch.get_num_threads
 
@@ -34,6 +35,7 @@ def prompt_attention(
     shape: tuple[int, int, int],
     scaling: float,
     window: int,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a sequence's tokens at positions `[start, start + count)`, which are in their pages already.
 
@@ -65,6 +67,7 @@ def prompt_attention(
         block_ids.contiguous(),
         staging_pages.contiguous(),
     )
+    sinks = checked_sinks(sinks, heads)
     out = torch.empty(count, heads, value_dim, dtype=query.dtype)
     about = _Shape(
         heads, kv_heads, key_dim, value_dim, count, start, pages, memory.shape[0], STRETCH, *query.stride()[:2], window,
@@ -72,7 +75,7 @@ def prompt_attention(
     )  # fmt: skip
     failed = build.loaded().qbe_prompt_attention(
         query.data_ptr(), memory.data_ptr(), head_offsets.data_ptr(), block_ids.data_ptr(), staging_pages.data_ptr(),
-        out.data_ptr(), ctypes.addressof(about), _threads(),
+        None if sinks is None else sinks.data_ptr(), out.data_ptr(), ctypes.addressof(about), _threads(),
     )  # fmt: skip
     if failed == -1:
         raise RuntimeError("a page lies outside of the KV cache's memory")

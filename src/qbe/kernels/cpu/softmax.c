@@ -8,8 +8,9 @@ INLINE float log_of(float x) {
     return (float)(((int)(u >> 23) - 127) * 0.6931471805599453 + 2 * s * series);
 }
 
-/* Scores to weights that add up to 1, `count` of them, room for whole vectors; returns their entropy in nats. */
-INLINE float softmax(float *scores, int64_t count, float softcap) {
+/* Scores to weights, `count` of them, room for whole vectors. With the weight of a sink, a score without a value
+   (-infinity: none), which goes to `at_sink`, they add up to 1; returns the entropy of all in nats. */
+INLINE float softmax(float *scores, int64_t count, float softcap, float sink, float *at_sink) {
     const int64_t padded = (count + LANES - 1) / LANES * LANES;
     for (int64_t t = count; t < padded; t++) scores[t] = scores[0];
     Floats best = splat(-__builtin_inff()), total = {0}, weighted = {0};
@@ -24,7 +25,7 @@ INLINE float softmax(float *scores, int64_t count, float softcap) {
         }
         best = pick(v > best, v, best);
     }
-    float top = best[0];
+    float top = best[0] > sink ? best[0] : sink;
     for (int i = 1; i < LANES; i++) top = best[i] > top ? best[i] : top;
     for (int64_t t = 0; t < padded; t += LANES) {
         Floats v;
@@ -36,7 +37,9 @@ INLINE float softmax(float *scores, int64_t count, float softcap) {
         total += v;
         weighted += v * below;
     }
-    const float sum = sum_lanes(total), scale = 1.0f / sum;
+    const float below = sink - top, own = sink > -__builtin_inff() ? exp_lanes(splat(below))[0] : 0.0f;
+    const float sum = sum_lanes(total) + own, scale = 1.0f / sum;
     for (int64_t t = 0; t < count; t++) scores[t] *= scale;
-    return log_of(sum) - sum_lanes(weighted) * scale;
+    *at_sink = own * scale;
+    return log_of(sum) - (sum_lanes(weighted) + (own > 0 ? own * below : 0.0f)) * scale;
 }

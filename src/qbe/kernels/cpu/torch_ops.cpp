@@ -46,7 +46,7 @@ using Square = void(const void *, float *, int64_t);
 using Norm = void(const void *, const float *, float, const void *, void *, int64_t, int64_t);
 using Rotate = void(const void *, int64_t, int64_t, const void *, const void *, void *, int64_t, int64_t, int64_t);
 using Attend = int64_t(const void *, const void *, const void *, void *, const int32_t *, const int64_t *,
-                       const int64_t *, const int64_t *, float *, void *, const AttentionShape *, int32_t, int32_t);
+                       const int64_t *, const int64_t *, const float *, float *, void *, const AttentionShape *, int32_t, int32_t);
 
 Multiply *multiply;
 Attend *attend;
@@ -217,7 +217,8 @@ Tensor numbered_linear(Tensor x, std::optional<Tensor> bias, int64_t outputs, in
 }
 
 Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Tensor blocks, Tensor slots, Tensor block_tables,
-                       Tensor lengths, Tensor entropy, double scaling, int64_t window, double softcap) {
+                       Tensor lengths, Tensor entropy, double scaling, int64_t window, double softcap,
+                       std::optional<Tensor> sinks) {
     const int dtype = dtype_of(query);
     bool fits = dtype >= 0 && query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && memory.dim() == 1 &&
                 blocks.dim() == 2 && block_tables.dim() == 2 && slots.dim() == 1 && lengths.dim() == 1 && entropy.dim() == 2 &&
@@ -232,6 +233,9 @@ Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Te
            blocks.scalar_type() == ScalarType::Int && blocks.is_contiguous() && blocks.size(0) == FORMATS &&
            blocks.size(1) == key.size(1) && key.size(1) == value.size(1) && query.size(2) == key.size(2) &&
            key.size(1) > 0 && query.size(1) % key.size(1) == 0;
+    if (sinks)
+        fits = fits && sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() && sinks->dim() == 1 &&
+               sinks->size(0) == query.size(1);
     if (fits) {
         const AttentionShape s{query.size(0), query.size(1), key.size(1), key.size(2), value.size(2), memory.size(0),
                                block_tables.size(1), query.stride(0), query.stride(1), key.stride(0), key.stride(1),
@@ -242,14 +246,15 @@ Tensor paged_attention(Tensor query, Tensor key, Tensor value, Tensor memory, Te
         const int64_t failed =
             attend(query.data_ptr(), key.data_ptr(), value.data_ptr(), memory.data_ptr(),
                    (const int32_t *)blocks.data_ptr(), (const int64_t *)slots.data_ptr(),
-                   (const int64_t *)block_tables.data_ptr(), (const int64_t *)lengths.data_ptr(), (float *)entropy.data_ptr(),
+                   (const int64_t *)block_tables.data_ptr(), (const int64_t *)lengths.data_ptr(),
+                   sinks ? (const float *)sinks->data_ptr() : nullptr, (float *)entropy.data_ptr(),
                    out.data_ptr(), &s, (int32_t)torch::stable::get_num_threads(), backend);
         STD_TORCH_CHECK(failed != -1, "a slot, length or page lies outside of the KV cache's memory");
         STD_TORCH_CHECK(failed == 0, "the CPU kernel found no memory for its working buffers");
         return out;
     }
     return python("qbe::paged_attention_python", query, key, value, memory, blocks, slots, block_tables, lengths, entropy,
-                  scaling, window, softcap);
+                  scaling, window, softcap, sinks);
 }
 
 // A number of a row of x as float64; bfloat16 is the upper half of a float32.

@@ -24,7 +24,7 @@ DEVICE float of_warp(float x) {
 template <int DIM, bool F16, bool SOFTCAP>
 KERNEL(32 * WARPS, 1)
 combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const int *head_offsets, const i64 *slots,
-        const float *means, const float *sums, const int *spans, u16 *out, float *entropy, int q_row, int q_head,
+        const float *means, const float *sums, const int *spans, const float *sinks, u16 *out, float *entropy, int q_row, int q_head,
         int q_one, int k_row, int k_head, int k_one, int v_row, int v_head, int v_one, int entropy_row, double scaling,
         double softcap, int kv_heads, int repeat, int all) {
     constexpr int COUNT = DIM / 32;  // numbers of a row that a lane has
@@ -50,8 +50,12 @@ combine(const u16 *query, const u16 *key, const u16 *value, u8 *memory, const in
         plain[i] = float_of<F16>(numbers[i]), rotated[i] = 0;
     }
     score = capped<SOFTCAP>(of_warp(score) * (float)scaling, softcap) * LOG2E;
-    float top = fmaxf(score, HIDDEN), total = power2(score - top), weighted = lane ? 0 : total * score;
-    if (lane) total = 0;
+    const float sink = sinks ? fmaxf(sinks[head * repeat + own] * LOG2E, HIDDEN) : HIDDEN;  // its value is zero
+    float top = fmaxf(score, sink);
+    const float at_new = power2(score - top), at_sink = sink > HIDDEN ? power2(sink - top) : 0;
+    float total = lane ? 0 : at_new + at_sink, weighted = lane ? 0 : at_new * score + at_sink * sink;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) plain[i] *= at_new;
     bool turned = false;
 
     wait_for_kernels();

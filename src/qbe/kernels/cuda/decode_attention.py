@@ -176,6 +176,7 @@ def launch(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
     processors: int,
     cuts: torch.Tensor | None = None,
     batch_invariant: bool = False,
@@ -205,8 +206,9 @@ def launch(
         *query.stride(), block_tables.stride(0), block_tables.shape[1], *numbers, parts, START, LEAST, batch, kv_heads,
         repeat, window,
     ]  # fmt: skip
-    together: list[torch.Tensor | int | float] = [
-        query, key, value, memory, head_offsets, slots, means, sums, spans, out, entropy, *query.stride(),
+    together: list[torch.Tensor | int | float | None] = [
+        query, key, value, memory, head_offsets, slots, means, sums, spans,
+        None if sinks is None else sinks.contiguous(), out, entropy, *query.stride(),
         *key.stride(), *value.stride(), entropy.stride(0), *numbers, kv_heads, repeat, batch * heads,
     ]  # fmt: skip
     with torch.cuda.device(query.device):

@@ -18,7 +18,7 @@ paged attention      CUDA C++ where it has a kernel (`decode_attention.serves`: 
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -66,6 +66,7 @@ def paged_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
     cuts: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -79,9 +80,15 @@ def paged_attention(
     if decode_attention.serves(query, key, value, softcap):
         count = in_triton.processors(query.device)
         return decode_attention.launch(
-            query, key, value, *where, scaling, window, softcap, count, cuts, batch_invariant
+            query, key, value, *where, scaling, window, softcap, sinks, count, cuts, batch_invariant
         )
-    return in_triton.paged_attention(query, key, value, *where, scaling, window, softcap, batch_invariant)
+    return in_triton.paged_attention(query, key, value, *where, scaling, window, softcap, sinks, batch_invariant)
+
+
+def shared_attention(*arguments: Any) -> torch.Tensor:
+    """The op of that name, whose cuts come before sinks."""
+    first, cuts, sinks = arguments[:12], arguments[12], arguments[13] if len(arguments) > 13 else None
+    return paged_attention(*first, sinks=sinks, cuts=cuts)  # type: ignore[misc]
 
 
 batch_invariant_attention = functools.partial(paged_attention, batch_invariant=True)

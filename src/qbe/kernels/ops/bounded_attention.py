@@ -16,7 +16,7 @@ def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: ob
 OP = register(
     "bounded_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
     "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, Tensor originals, Tensor limits, Tensor(c!) counts, "
-    "float scaling, int window, float softcap) -> Tensor",
+    "float scaling, int window, float softcap, Tensor? sinks=None) -> Tensor",
     cpu="qbe.kernels.cpu.paged_attention:bounded_attention",
     cuda="qbe.kernels.triton.bounded_attention:bounded_attention",
     fake=_fake,
@@ -39,6 +39,7 @@ def bounded_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qbe.kernels.ops.paged_attention.paged_attention` whose error is bounded; only what is different is said here.
 
@@ -58,5 +59,5 @@ def bounded_attention(
     """
     return torch.ops.qbe.bounded_attention.default(
         query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, originals, limits, counts,
-        scaling, window, softcap,
+        scaling, window, softcap, sinks,
     )  # fmt: skip

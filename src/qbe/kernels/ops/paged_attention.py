@@ -14,6 +14,7 @@ _ATTENTION = (
     "Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor head_offsets, Tensor slots, "
     "Tensor block_tables, Tensor lengths, Tensor(b!) entropy, float scaling, int window, float softcap"
 )
+_SINKS = ", Tensor? sinks=None"
 
 
 def _fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -25,18 +26,18 @@ def _fake_share(*tensors: torch.Tensor) -> None:
 
 
 PAGED = register(
-    f"paged_attention({_ATTENTION}) -> Tensor",
+    f"paged_attention({_ATTENTION}{_SINKS}) -> Tensor",
     cpu="qbe.kernels.cpu.paged_attention:paged_attention",
     cuda="qbe.kernels.cuda.dispatch:paged_attention",
     fake=_fake,
 )
 SHARED = register(
-    f"shared_attention({_ATTENTION}, Tensor cuts) -> Tensor",
-    cuda="qbe.kernels.cuda.dispatch:paged_attention",
+    f"shared_attention({_ATTENTION}, Tensor cuts{_SINKS}) -> Tensor",
+    cuda="qbe.kernels.cuda.dispatch:shared_attention",
     fake=_fake,
 )
 BATCH_INVARIANT = register(
-    f"batch_invariant_attention({_ATTENTION}) -> Tensor",
+    f"batch_invariant_attention({_ATTENTION}{_SINKS}) -> Tensor",
     cuda="qbe.kernels.cuda.dispatch:batch_invariant_attention",
     fake=_fake,
 )
@@ -60,6 +61,7 @@ def paged_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes each sequence's new key and value to its page, then lets its query attend to its own pages.
 
@@ -79,12 +81,14 @@ def paged_attention(
         scaling: factor of the scores.
         window: a query sees that many last tokens; 0 means all.
         softcap: scores s become softcap * tanh(s / softcap); 0 means they stay.
+        sinks: float32 `[heads]`: for each query head one more score, of nothing: it takes its part of the weights and
+            has no value (gpt-oss), and counts in the entropy. -infinity: this head has none; None: no head has.
 
     Returns:
         `[B, heads, value_dim]` in query's dtype, contiguous; sums are taken in float32.
     """
     return torch.ops.qbe.paged_attention.default(
-        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap
+        query, key, value, memory, head_offsets, slots, block_tables, lengths, entropy, scaling, window, softcap, sinks
     )
 
 
@@ -109,22 +113,26 @@ def share_pages(
     torch.ops.qbe.share_pages.default(head_offsets, windows, block_tables, lengths, cuts)
 
 
-def shared_attention(*arguments: torch.Tensor | float, cuts: torch.Tensor) -> torch.Tensor:
+def shared_attention(
+    *arguments: torch.Tensor | float, cuts: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """On a GPU: `paged_attention` with what `share_pages` wrote for this layer, from these tables and lengths.
 
     Args:
-        arguments: of `paged_attention`, in its order.
+        arguments: of `paged_attention`, in its order, up to `softcap`.
         cuts: int32 `[processors + 1, 2]`.
+        sinks: as in `paged_attention`.
     """
-    return torch.ops.qbe.shared_attention.default(*arguments, cuts)
+    return torch.ops.qbe.shared_attention.default(*arguments, cuts, sinks)
 
 
-def batch_invariant_attention(*arguments: torch.Tensor | float) -> torch.Tensor:
+def batch_invariant_attention(*arguments: torch.Tensor | float, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """On a GPU: `paged_attention` in which a row comes out the same, bit for bit, whatever rows are beside it.
 
     Its pages are cut into parts by what a table has room for, which makes long contexts slower where rows are many.
 
     Args:
-        arguments: of `paged_attention`, in its order.
+        arguments: of `paged_attention`, in its order, up to `softcap`.
+        sinks: as in `paged_attention`.
     """
-    return torch.ops.qbe.batch_invariant_attention.default(*arguments)
+    return torch.ops.qbe.batch_invariant_attention.default(*arguments, sinks)

@@ -22,6 +22,7 @@ m = sum b v / N, whose norm is at most R = sum_pages W exp(e) a / L:
 
 It holds in exact arithmetic; the rounding of sums, which 16-bit pages have too, is not in it. Keys, values and queries
 turned by an orthonormal matrix have the same products and norms: q is the query as quantised blocks see it, rotated.
+A sink is a token whose score and value, 0, are exact.
 Turbo keys have no eps (a bound by their sketch scale is too wide to keep any page), so theirs is infinite.
 """
 
@@ -31,6 +32,7 @@ import torch
 
 from qbe.format.kv_blocks import FULL_BITS, NO_ORIGINAL, PAGE_SIZE, TURBO, head_layout
 from qbe.kernels.reference.kv_pages import LARGEST, error_bound, find, read_pages, write_rows
+from qbe.kernels.reference.paged_attention import weights_of
 from qbe.kernels.reference.rotation import rotate
 from qbe.sites import kv_number_bits
 
@@ -52,6 +54,7 @@ def page_bounds(
     value_errors: torch.Tensor,
     pages: torch.Tensor,
     scaling: float,
+    at_sink: torch.Tensor,
 ) -> torch.Tensor:
     """B of every page and query head, `[heads, P]`.
 
@@ -61,6 +64,7 @@ def page_bounds(
         values: v', `[heads, tokens, value_dim]`, those of each query head's key head; likewise the errors.
         key_errors, value_errors: eps `[heads, P, key_dim]` and `[heads, tokens]`, 0 at 16 bits.
         pages: int64 `[tokens]`, the page of each token.
+        at_sink: `[heads]`, the weight of each head's sink, 0 where it has none.
     """
     count = key_errors.shape[1]
 
@@ -71,7 +75,7 @@ def page_bounds(
     moved = value_errors * values.shape[2] ** 0.5
     share = by_page(weights)
     h, a = by_page(weights * moved), by_page(weights * (values.norm(dim=2) + moved))  # times the page's share
-    least = (share * torch.exp(-e)).sum(1, keepdim=True)
+    least = (share * torch.exp(-e)).sum(1, keepdim=True) + at_sink[:, None]
     centre = (a * torch.exp(e)).sum(1, keepdim=True) / least
     return (h + torch.expm1(e) * (a + share * centre)) / least
 
@@ -103,6 +107,7 @@ def bounded_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.bounded_attention.bounded_attention`. It waits for the
     device."""
@@ -122,8 +127,8 @@ def bounded_attention(
             k, v = (t[:, seen].repeat_interleave(repeat, 0) for t in (keys, values))  # noqa: B023
             scores = torch.einsum("hd,hkd->hk", q, k) * scaling
             scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-            weights = scores.softmax(-1)
-            return weights, v, torch.einsum("hk,hkd->hd", weights, v)
+            weights = weights_of(scores, sinks)
+            return weights, v, torch.einsum("hk,hkd->hd", weights[:, : k.shape[1]], v)
 
         weights, v, y = attend()
         limit, kept = float(limits[row]), originals[row, begin:end].tolist()
@@ -132,7 +137,8 @@ def bounded_attention(
             key_errors = torch.stack([k for k, _ in errors], 1).to(wide).repeat_interleave(repeat, 0)
             value_errors = torch.cat([v for _, v in errors], 1).to(wide)[:, seen].repeat_interleave(repeat, 0)
             pages = (torch.arange(first, length, device=q.device) // PAGE_SIZE) - begin
-            bounds = SLACK * page_bounds(q, weights, v, key_errors, value_errors, pages, scaling)
+            own, at_sink = weights[:, : len(pages)], weights[:, len(pages) :].sum(1)
+            bounds = SLACK * page_bounds(q, own, v, key_errors, value_errors, pages, scaling, at_sink)
             for head in range(shape[0]):
                 lowered = torch.tensor([
                     find(head_offsets, block_id, head)[0] != FULL_BITS and original != NO_ORIGINAL

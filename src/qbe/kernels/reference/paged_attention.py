@@ -21,6 +21,7 @@ def paged_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.paged_attention.paged_attention`. It waits for the device."""
     write_rows(key, value, memory, head_offsets, slots)
@@ -37,7 +38,12 @@ def paged_attention(
         scores = torch.einsum("hd,hkd->hk", q.to(wide), k) * scaling
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        weights = scores.softmax(-1)
+        weights = weights_of(scores, sinks)
         entropy[row, :heads] = -torch.special.xlogy(weights, weights).sum(-1)
-        out.append(torch.einsum("hk,hkd->hd", weights, v))
+        out.append(torch.einsum("hk,hkd->hd", weights[:, : length - first], v))
     return torch.stack(out).to(query.dtype)
+
+
+def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Of scores `[heads, keys]` the weights; one more column, that of the sinks `[heads]`, where there are some."""
+    return (scores if sinks is None else torch.cat([scores, sinks.to(scores.dtype)[:, None]], 1)).softmax(-1)

@@ -33,6 +33,7 @@ def bounded_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `qbe.kernels.ops.bounded_attention.bounded_attention`. Long batches (prompts) go in parts: the notes need
     room."""
@@ -41,7 +42,7 @@ def bounded_attention(
         rows = slice(first, first + MOST_ROWS)
         parts.append(_attend(
             query[rows], key[rows], value[rows], memory, head_offsets, slots[rows], block_tables[rows], lengths[rows],
-            entropy[rows], originals[rows], limits[rows], counts[rows], scaling, window, softcap,
+            entropy[rows], originals[rows], limits[rows], counts[rows], scaling, window, softcap, sinks,
         ))  # fmt: skip
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -62,6 +63,7 @@ def _attend(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     batch, heads, key_dim = query.shape
     kv_heads, value_dim = value.shape[1:]
@@ -73,12 +75,13 @@ def _attend(
     out = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
     where = memory, head_offsets, slots
     numbers = scaling, window, softcap
-    walk(query, key, value, *where, block_tables, lengths, entropy, *numbers, out, Noted(notes=notes))
+    walk(query, key, value, *where, block_tables, lengths, entropy, *numbers, sinks, out, Noted(notes=notes))
     raise_pages_kernel[(batch * kv_heads,)](
         notes, pages + 1, out, head_offsets, block_tables, block_tables.stride(0), originals, originals.stride(0),
-        lengths, limits, counts, again, raised, head_layout(FULL_BITS, key_dim, value_dim, key.element_size()).nbytes,
+        lengths, limits, counts, None if sinks is None else sinks.contiguous(), again, raised,
+        head_layout(FULL_BITS, key_dim, value_dim, key.element_size()).nbytes,
         KV_HEADS=kv_heads, REPEAT=heads // kv_heads, VALUE_DIM=value_dim, BV=max(16, triton.next_power_of_2(value_dim)),
         BP=wide, WINDOW=window, num_warps=min(16, max(4, wide // 512)),
     )  # fmt: skip
-    walk(query, key, value, *where, again, lengths, entropy, *numbers, out, Noted(raised=raised))
+    walk(query, key, value, *where, again, lengths, entropy, *numbers, sinks, out, Noted(raised=raised))
     return out

@@ -55,6 +55,7 @@ def paged_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """See `qbe.kernels.ops.paged_attention.paged_attention`. Any head sizes, any ratio of query to key heads up to 64.
@@ -63,7 +64,7 @@ def paged_attention(
     """
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device)
     where = memory, head_offsets, slots, block_tables, lengths, entropy
-    walk(query, key, value, *where, scaling, window, softcap, out, Noted(), batch_invariant)
+    walk(query, key, value, *where, scaling, window, softcap, sinks, out, Noted(), batch_invariant)
     return out
 
 
@@ -80,6 +81,7 @@ def walk(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     noted: Noted,
     batch_invariant: bool = False,
@@ -103,8 +105,9 @@ def walk(
     )  # fmt: skip
     decode_attention_kernel[(batch * kv_heads, parts)](
         query, key, value, memory, memory.view(key.dtype), head_offsets, slots, block_tables, lengths, means, sums,
-        noted.notes, noted.raised, rotated, query.stride(0), query.stride(1), query.stride(2), key.stride(0),
-        key.stride(1), key.stride(2), value.stride(0), value.stride(1), value.stride(2), block_tables.stride(0),
+        noted.notes, noted.raised, rotated, None if sinks is None else sinks.contiguous(), query.stride(0),
+        query.stride(1), query.stride(2), key.stride(0), key.stride(1), key.stride(2), value.stride(0),
+        value.stride(1), value.stride(2), block_tables.stride(0),
         block_tables.stride(1) if block_tables.dim() == 3 else 0, block_tables.shape[-1] + 1, scaling, softcap, parts,
         KV_HEADS=kv_heads, REPEAT=repeat, KEY_DIM=key_dim, VALUE_DIM=value_dim, ITEM=key.element_size(),
         BM=max(8, triton.next_power_of_2(repeat)), BK=wide, BV=max(16, triton.next_power_of_2(value_dim)),

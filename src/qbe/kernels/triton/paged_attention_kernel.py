@@ -40,6 +40,7 @@ def decode_attention_kernel(
     notes_ptr,
     raised_ptr,
     rotated_ptr,
+    sinks_ptr,
     q_row,
     q_head,
     q_one,
@@ -70,7 +71,7 @@ def decode_attention_kernel(
     """memory and numbers are the same bytes as uint8 and as the model's dtype.
 
     notes and raised are for bounded attention, else None: what to note of each page (`page_notes`), and how many pages
-    of this head are read again, in a walk that is made for these alone.
+    of this head are read again, in a walk that is made for these alone. sinks may be None.
     """
     if raised_ptr is not None:  # noqa: SIM102 (the compiler takes no pointer that is None)
         if tl.load(raised_ptr + tl.program_id(0)) == 0:
@@ -103,6 +104,11 @@ def decode_attention_kernel(
     total = tl.zeros((BM,), tl.float32)
     weighted = tl.zeros((BM,), tl.float32)  # sum of weight * score, for the entropy
     acc = tl.zeros((BV, BM), tl.float32)
+    if sinks_ptr is not None:  # noqa: SIM102 (the compiler takes no pointer that is None)
+        if part == parts - 1:  # the sum begins with the sink, whose value is zero
+            top = tl.load(sinks_ptr + heads, mask=m_ok, other=float("-inf")) * LOG2E
+            total = tl.where(top > float("-inf"), 1.0, 0.0)
+            weighted = tl.where(top > float("-inf"), top, 0.0)
     top, total, weighted, acc, rotated = attend_pages(
         q_ptr, q_head, q_one, rotated_ptr, top, total, weighted, acc, memory_ptr, numbers_ptr, head_offsets_ptr,
         table_ptr, head, low, high, first, past, scaling, softcap, KV_HEADS, REPEAT, KEY_DIM, VALUE_DIM, BK, BV, ITEM,

@@ -61,11 +61,13 @@ def _attend_before(
 
 
 @triton.jit(
-    do_not_specialize=["start", "end", "begin", "first_staging_page", "rows", "scaling", "softcap", "staging_pages_ptr"]
-)
+    do_not_specialize=[
+        "start", "end", "begin", "first_staging_page", "rows", "scaling", "softcap", "staging_pages_ptr",
+    ]
+)  # fmt: skip
 def prompt_attention_kernel(
-    q_ptr, keys_ptr, values_ptr, numbers_ptr, head_offsets_ptr, staging_pages_ptr, out_ptr, q_head, q_row, q_one, start,
-    end, begin, first_staging_page, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, numbers_ptr, head_offsets_ptr, staging_pages_ptr, sinks_ptr, out_ptr, q_head, q_row,
+    q_one, start, end, begin, first_staging_page, rows, scaling, softcap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     TOGETHER: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ITEM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     STRETCH: tl.constexpr,
@@ -92,6 +94,9 @@ def prompt_attention_kernel(
         first = tl.maximum(tl.maximum(start, query_page * PAGE) - WINDOW + 1, 0) // PAGE * PAGE
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
+    if sinks_ptr is not None:  # the sum begins with the sink, whose value is zero
+        top = tl.load(sinks_ptr + head) * LOG2E
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
     acc = tl.zeros((M, BV), tl.float32)
     exact = query_page - (query_page % STRETCH != 0).to(tl.int32)  # the first page that these tokens see at 16 bits
     last = tl.maximum(exact * PAGE, first)
@@ -131,6 +136,7 @@ def prompt_attention(
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a sequence's tokens at positions `[start, start + count)`, which are in their pages already.
 
@@ -142,6 +148,7 @@ def prompt_attention(
         staging_pages: int64, those that `query`'s tokens see at 16 bits.
         shape: kv_heads, key_dim, value_dim.
         window, softcap: 0 for none.
+        sinks: float32 `[heads]` or None, as in `qbe.kernels.ops.paged_attention.paged_attention`.
 
     Returns:
         `[count, heads, value_dim]` in query's dtype.
@@ -160,8 +167,9 @@ def prompt_attention(
     small = wide and max(key_dim, value_dim) <= 128
     together = 4 if small and repeat % 4 == 0 else 2 if wide and repeat % 2 == 0 else 1
     prompt_attention_kernel[(pages, heads // together)](
-        query, keys, values, memory.view(query.dtype), head_offsets, staging_pages, out,
-        query.stride(0), query.stride(1), query.stride(2), start, end, first * PAGE_SIZE,
+        query, keys, values, memory.view(query.dtype), head_offsets, staging_pages,
+        None if sinks is None else sinks.contiguous(), out, query.stride(0), query.stride(1), query.stride(2),
+        start, end, first * PAGE_SIZE,
         quantised_pages(start // PAGE_SIZE), keys.shape[1], scaling, softcap,
         HEADS=heads, KV_HEADS=kv_heads, TOGETHER=together, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         ITEM=query.element_size(), BK=max(16, triton.next_power_of_2(key_dim)),

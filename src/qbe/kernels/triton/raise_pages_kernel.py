@@ -13,6 +13,7 @@ import triton.language as tl
 
 from qbe.kernels.triton.kv_blocks import PAGE
 from qbe.kernels.triton.page_notes import NOTES
+from qbe.kernels.triton.page_walk import LOG2E
 
 SLACK = tl.constexpr(1.001)  # for the rounding of the bound itself
 NO_ORIGINAL = tl.constexpr(-1)
@@ -26,7 +27,7 @@ NO_ORIGINAL = tl.constexpr(-1)
 )  # fmt: skip
 def raise_pages_kernel(
     notes_ptr, note_row, out_ptr, head_offsets_ptr, block_tables_ptr, table_row, originals_ptr, original_row,
-    lengths_ptr, limits_ptr, counts_ptr, again_ptr, raised_ptr, full_bytes, KV_HEADS: tl.constexpr,
+    lengths_ptr, limits_ptr, counts_ptr, sinks_ptr, again_ptr, raised_ptr, full_bytes, KV_HEADS: tl.constexpr,
     REPEAT: tl.constexpr, VALUE_DIM: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence = (tl.program_id(0) // KV_HEADS).to(tl.int64)
@@ -55,13 +56,17 @@ def raise_pages_kernel(
             a = tl.load(notes + 3 * note_row + p, mask=seen, other=0.0)
             log_new = tl.load(notes + note_row - 1)  # of the step's own token, which is at 16 bits
             a_new = tl.load(notes + 4 * note_row - 1)
-            top = tl.maximum(tl.max(log, 0), log_new)
+            log_sink = log_new + float("-inf")
+            if sinks_ptr is not None:
+                log_sink = tl.load(sinks_ptr + head * REPEAT + m) * LOG2E
+            top = tl.maximum(tl.maximum(tl.max(log, 0), log_new), log_sink)
             share = tl.exp2(log - top)
             new = tl.exp2(log_new - top)
-            total = tl.sum(share, 0) + new
+            at_sink = tl.exp2(log_sink - top)
+            total = tl.sum(share, 0) + new + at_sink
             share /= total
             new /= total
-            least = tl.sum(share * tl.exp(-e), 0) + new
+            least = tl.sum(share * tl.exp(-e), 0) + new + at_sink / total
             centre = (tl.sum(share * a * tl.exp(e), 0) + new * a_new) / least
             grown = tl.maximum(tl.exp(e) - 1, e * (1 + e / 2))  # the second one where e is small
             bound = SLACK * share * (h + grown * (a + centre)) / least
