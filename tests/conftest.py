@@ -41,7 +41,8 @@ def tiny_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from server_process import save_tiny, serving
 
     home = tmp_path_factory.mktemp("tiny-server")
-    with serving("--model", str(save_tiny(home / "model")), "--policy", "uniform", home=home) as (_, url):
+    options = ("--model", str(save_tiny(home / "model")), "--policy", "uniform")
+    with (home / "log").open("w") as log, serving(*options, home=home, log=log) as (_, url):
         yield url
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import httpx2
 
@@ -24,17 +25,21 @@ def save_tiny(folder: Path) -> Path:
 
 @contextmanager
 def serving(
-    *options: str, home: Path, program: tuple[str, ...] = ("-m", "qbe")
+    *options: str, home: Path, program: tuple[str, ...] = ("-m", "qbe"), log: IO[str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server and its address; it is ready."""
-    process = start(*options, home=home, program=program)
+    """A server and its address; it is ready.
+
+    Args:
+        log: takes its log; None: a pipe does, which holds what some hundred requests say.
+    """
+    process = start(*options, home=home, program=program, log=log)
     try:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], LIMIT_S)[0], "it says where it listens"
         url = process.stdout.readline().split()[-1]
 
         def ready() -> bool:
-            assert process.poll() is None, process.stderr.read()  # type: ignore[union-attr]
+            assert process.poll() is None, process.stderr.read() if process.stderr is not None else "see its log"
             return httpx2.get(f"{url}/ready", timeout=LIMIT_S).status_code == 200
 
         assert httpx2.get(f"{url}/health", timeout=LIMIT_S).status_code == 200  # before the model is there
@@ -45,14 +50,17 @@ def serving(
         process.communicate(timeout=LIMIT_S)
 
 
-def start(*options: str, home: Path, program: tuple[str, ...] = ("-m", "qbe")) -> subprocess.Popen[str]:
+def start(
+    *options: str, home: Path, program: tuple[str, ...] = ("-m", "qbe"), log: IO[str] | None = None
+) -> subprocess.Popen[str]:
     """`qbe serve` on a free port.
 
     Args:
         home: its cache, records and ledger.
         program: what runs in place of `qbe`.
+        log: as in `serving`.
     """
     environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"),
                        QBE_LEDGER=str(home / "ledger.sqlite"))  # fmt: skip
     command = [sys.executable, *program, "serve", "--port", "0", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log or subprocess.PIPE, text=True, env=environment)

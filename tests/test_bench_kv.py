@@ -192,5 +192,5 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
     assert not ended.value.code
     assert "16-bit pages" in capsys.readouterr().out
     found = json.loads(as_json.read_text())
-    assert found["conditions"]["sizes"]["shape"] == {"kv_heads": 3, "key_dim": 32, "value_dim": 16}
+    assert found["conditions"]["sizes"]["shape"] == {"kv_heads": 3, "key_dim": 32, "value_dim": 16, "latent": False}
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from conftest import choose
 from moe_models import FAMILIES, tiny_moe, tiny_moe_folder
 from qbe.blueprint import Blueprint
 from qbe.errors import QBEError
@@ -37,13 +35,14 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's products, so that float32 is compared closely; those of each path are in test_experts_kernel.py."""
-    choose("torch", monkeypatch)
-    yield
-    build.backend.cache_clear()
-    build.number.cache_clear()
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture
+def tolerance() -> float:
+    """Of the norm, as of the kernels: AVX-512 reads rows as 16-bit fixed point (`qbe.kernels.cpu.nested_linear`)."""
+    return 3e-4 if build.backend() in ("avx512", "amx") else 1e-5
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -51,7 +50,9 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_family_computes_the_same_at_16_bits_and_what_dequantised_weights_give_below(family: str) -> None:
+def test_a_family_computes_the_same_at_16_bits_and_what_dequantised_weights_give_below(
+    family: str, tolerance: float
+) -> None:
     model = tiny_moe(family)
     plain, expected = copy.deepcopy(model), logits(model)
     table = nest_model(model, family, NestedWeightConfig(), progress=False)
@@ -71,8 +72,8 @@ def test_a_family_computes_the_same_at_16_bits_and_what_dequantised_weights_give
             nested.set_bits(bits)
             for e, b in enumerate(bits):
                 reference.weight(parameter, e).copy_(nested.expert(e).dequantise(b))
-    assert torch.allclose(logits(model), logits(plain), atol=2e-5)
-    assert (logits(plain) - expected).abs().max() > 1e-3
+    assert error(logits(model), logits(plain)) <= tolerance
+    assert (logits(plain) - expected).abs().max() > 1e-2
     sites = [s for s in table.nested if s.expert is not None]
     assert len(sites) == sum(len(list(layer.sites())) for layer in layers)
     assert {s.role for s in sites} == {Role.MOE_EXPERT}
@@ -110,7 +111,7 @@ def nested_tiny(family: str = "qwen3_moe") -> tuple[Any, SiteTable]:
     return model, nest_model(model, "tiny", NestedWeightConfig(), progress=False)
 
 
-def test_rows_of_a_plan_read_experts_at_their_own_bits(family: str) -> None:
+def test_rows_of_a_plan_read_experts_at_their_own_bits(family: str, tolerance: float) -> None:
     model, table = nested_tiny(family)
     choices = [tuple(s.gears[(i * k) % 4] for i, s in enumerate(table.nested)) for k in (1, 3)]
     blueprints = [Blueprint.of("test", table, bits) for bits in choices]
@@ -120,7 +121,7 @@ def test_rows_of_a_plan_read_experts_at_their_own_bits(family: str) -> None:
     both = logits(model)
     for row, blueprint in enumerate(blueprints):
         plan.write([(blueprint, 24)], [blueprint] * 2)
-        assert torch.allclose(logits(model)[row], both[row], atol=2e-5)
+        assert error(logits(model)[row], both[row]) <= tolerance
 
 
 def test_a_checkpoint_keeps_experts_and_older_ones_have_them_at_16_bits(tmp_path: Path) -> None:
