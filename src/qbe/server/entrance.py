@@ -50,7 +50,9 @@ class Entrance:
     def _pause(self) -> None:
         now = self._clock()
         spent, self._mark = now - self._mark, now
-        asyncio.get_running_loop().call_later(min(_PAUSE_S, spent), self._turn)
+        loop = asyncio.get_running_loop()
+        # In an iteration of its own: where the loop was held, the timer is due in the one that reads what has come.
+        loop.call_later(min(_PAUSE_S, spent), loop.call_soon, self._turn)
 
     def _turn(self) -> None:
         if not any(self._lines) and self._left == [STARTS, STARTS]:
