@@ -89,9 +89,9 @@ class Record:
         better = {key_of(c.row) for c in self.changes(report) if c.better}
         versions = report.hardware["versions"]
         for row in report.rows:
-            key = key_of(row)
-            if values(row) is not None and (key not in rows or key in better):
-                of, numbers = values(row)  # type: ignore[misc]
+            key, found = key_of(row), values(row)
+            if found is not None and (key not in rows or key in better):
+                of, numbers = found
                 rows[key] = {
                     "of": of, "values": list(numbers), "started": report.conditions["started"],
                     "qbe": versions["qbe"], "torch": versions["torch"],

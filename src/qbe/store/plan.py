@@ -149,7 +149,8 @@ class Plan:
         self._tell([b for b, _ in tokens], sum(n for _, n in tokens))
         index = torch.tensor(owners + kept_owners).to(self.device, non_blocking=True)
         self._rows[:, : len(owners)] = self._columns.index_select(0, index[: len(owners)]).T
-        self.row_columns[: len(owners)] = index[: len(owners)]
+        if self._experts:
+            self.row_columns[: len(owners)] = index[: len(owners)]
         if kept_owners:
             columns = self._columns.index_select(0, index[len(owners) :])
             for row in self._of_kept:
@@ -184,7 +185,8 @@ class Plan:
         """
         if len(self.table.nested):
             self._rows[:, : columns.shape[0]] = self._columns.index_select(0, columns).T
-            self.row_columns[: columns.shape[0]] = columns
+            if self._experts:
+                self.row_columns[: columns.shape[0]] = columns
 
     def forget(self) -> None:
         """What the rows hold is not what `write` wrote last."""
