@@ -276,5 +276,5 @@ def test_tied_weights_stay_one_tensor(device: torch.device, tmp_path: Path, monk
     monkeypatch.setenv("QBE_CACHE", str(tmp_path / "cache"))
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
     byte_tokenizer().save_pretrained(tmp_path / "tied")
-    model = prepare(tmp_path / "tied", device=device, need_sensitivity=False, progress=False).model
+    model = prepare(tmp_path / "tied", device=device, originals="device", need_sensitivity=False, progress=False).model
     assert model.lm_head.weight.original.data_ptr() == model.model.embed_tokens.weight.data_ptr()

@@ -68,7 +68,7 @@ def _products(
         nothing = tl.zeros((BLOCK_K, words.shape[0]), tl.float32).to(DTYPE)
         order = _input_order(tl.arange(0, BLOCK_K))
         groups = blocks // GROUP_BLOCKS
-        plane = N.to(tl.int64) * groups
+        plane = tl.cast(N, tl.int64) * groups
         meta_row = meta_ptr + n_long * groups
         for block in tl.range(0, blocks, STEP_BLOCKS, num_stages=STAGES):
             k = block * 64 + order
@@ -183,8 +183,8 @@ def experts_kernel(
         own = original_ptr
         if original_ptr is not None:
             own = original_ptr + long * N * K
-        part_words = blocks.to(tl.int64) * 2 * PRECISIONS[len(PRECISIONS) - 1] * N
-        meta_bytes = blocks.to(tl.int64) // GROUP_BLOCKS * 2 * len(PRECISIONS) * N
+        part_words = tl.cast(blocks, tl.int64) * 2 * PRECISIONS[len(PRECISIONS) - 1] * N
+        meta_bytes = tl.cast(blocks, tl.int64) // GROUP_BLOCKS * 2 * len(PRECISIONS) * N
         acc = _products(
             x_ptr + pair * K, packed_ptr + long * part_words, meta_ptr + long * meta_bytes, own, words, m_ok, n, n_ok,
             N, K, blocks, tl.load(exponents_ptr + expert), PRECISIONS, PARTS, GROUP_BLOCKS, STEP_BLOCKS, DEQUANTISE,

@@ -30,7 +30,7 @@ def _load_code_words(packed_ptr, n_long, N, blocks, block, col, wanted, FIRST: t
     A block has 2*WIDTH words; narrower parts than 4 bits hand the same word to several columns, which the memory
     system serves as one access.
     """
-    row = packed_ptr + FIRST * (N.to(tl.int64) * blocks * 2) + n_long * (blocks * 2 * WIDTH)
+    row = packed_ptr + FIRST * (tl.cast(N, tl.int64) * blocks * 2) + n_long * (blocks * 2 * WIDTH)
     offset = (block + col // 8) * (2 * WIDTH) + col % 8 % (2 * WIDTH)
     mask = wanted[:, None] & (block + col // 8 < blocks)[None, :]
     return tl.load(row[:, None] + offset[None, :], mask=mask, other=0)
@@ -170,7 +170,7 @@ def nested_linear_kernel(
         nothing = tl.zeros((BLOCK_K, BLOCK_M), tl.float32).to(DTYPE)
         order = _input_order(tl.arange(0, BLOCK_K))
         groups = blocks // GROUP_BLOCKS
-        plane = N.to(tl.int64) * groups
+        plane = tl.cast(N, tl.int64) * groups
         meta_row = meta_ptr + n_long * groups
         for step in tl.range(0, SPLIT_BLOCKS, STEP_BLOCKS, num_stages=STAGES):
             block = first_block + step
