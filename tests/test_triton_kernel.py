@@ -59,7 +59,7 @@ if INTERPRET:
 
 def run_in_interpreter(file: str, *arguments: str) -> None:
     """Runs a test file in Triton's interpreter, in a process of its own: Triton decides at import whether it does."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(file).resolve())]
     done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
