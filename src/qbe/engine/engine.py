@@ -64,6 +64,7 @@ class Engine(Requests):
         device_memory: bytes of weights and KV cache that may be on the device, a number or a size such as "12GiB"; None
             bounds nothing. Slices that do not fit stay in the store's file; what is read most is brought to the device
             while requests run. Without 16-bit originals; on a CPU only, whose main memory is meant.
+        trust: load a folder of `qbe quantize` whose files are not those that its `provenance.json` lists.
         miss: what a row does that asks for a slice which is not on the device: `lower` (None), it reads the nearest
             precision that is, and nobody waits; or `wait`, it gets the bits that it asked for.
         max_batch_tokens: tokens per step; longer prompts are spread over steps; None: 512 on a CPU, 2048 on a GPU.
@@ -104,6 +105,7 @@ class Engine(Requests):
         most_bits: int | None = None,
         device_memory: int | str | None = None,
         miss: str | None = None,
+        trust: bool = False,
         max_batch_tokens: int | None = None,
         max_sequences: int = SEQUENCES,
         kv_tokens: int | None = None,
@@ -130,6 +132,8 @@ class Engine(Requests):
         bound = bounded_memory.check(device_memory, miss, where, beside)
         originals = "none" if bound is not None else originals
         if isinstance(model, nn.Module):
+            if trust:
+                raise QBEError("trust is for a folder of 'qbe quantize'; a model given in memory has no files")
             if dtype != "auto":
                 raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
             prepared = prepare_in_memory(
@@ -143,7 +147,7 @@ class Engine(Requests):
                 )
             prepared = prepare(
                 model, dtype=dtype, device=where, originals=originals, most_bits=most_bits,
-                need_sensitivity=default.needs_sensitivity, progress=progress,
+                need_sensitivity=default.needs_sensitivity, trust=trust, progress=progress,
             )  # fmt: skip
         self.model = prepared.model
         residency = None
