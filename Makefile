@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
 
-.PHONY: help setup setup-vllm demo test test-vllm lint types docs bench clean
+.PHONY: help setup setup-vllm demo test test-vllm test-vllm-engine test-vllm-newest lint types docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list what there is
@@ -41,8 +41,12 @@ demo: setup ## the default model answers three prompts
 test: setup ## every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-vllm: setup-vllm ## the tests inside vLLM
+test-vllm: test-vllm-engine test-vllm-newest ## the tests inside vLLM
+
+test-vllm-engine: setup-vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inside_vllm
+
+test-vllm-newest: setup-vllm
 	PYTHONPATH=$(VLLM)/newest $(VLLM)/bin/python -m pytest tests/inside_vllm/test_vllm_parts.py tests/inside_vllm/test_vllm_seams.py
 
 lint: setup ## ruff, codespell, and that imports between folders point down

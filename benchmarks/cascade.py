@@ -106,7 +106,7 @@ def untrained(engine: qbe.Engine) -> None:
     thresholds = np.interp(np.linspace(0, 1, LEVELS), np.linspace(0, 1, len(worths)), worths).astype(np.float32)
     made = TokenRouters(blocks, tuple(networks), gear_bits(table), thresholds, "untrained")
     core.cascade = Cascade(made, table, core.plan)
-    engine._chooser.cascade = made
+    engine._selector.cascade = made
     for part in (core.runner, core.runner.decode):
         if part is not None:
             part.observe = core.cascade.observe
@@ -217,7 +217,7 @@ def kl(
         asked = [qbe.Request(p, params, Budget(bits=FULL_BITS), "uniform") for p in prompts]
         answers = run(engine, asked, watched=True)
         seen = [w for s in answers for w in thresholds.windows(s.token_entropies, s.token_margins)]
-        engine._chooser.thresholds = thresholds._of(seen)
+        engine._selector.thresholds = thresholds._of(seen)
         forced, size = qbe.SamplingParams(max_tokens=tokens, ignore_eos=True), engine.core.vocabulary
         budgets = {
             way: Budget(within=within, refresh="refresh" in way, cascade="cascade" in way)

@@ -10,14 +10,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch, whose waiting thre
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import qbe
-from qbe.records import RecordStore
+
+if TYPE_CHECKING:  # seconds, which a process of Triton's interpreter does not need
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from qbe.records import RecordStore
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton_bounds import check_bounds
@@ -25,6 +28,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     check_bounds()
     be_quick()
+
+    def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+        """What is never skipped has run outside of the interpreter, too."""
+        outside = [i for i in items if i.get_closest_marker("skipif") is None]
+        items[:] = [i for i in items if i.get_closest_marker("skipif") is not None]
+        config.hook.pytest_deselected(items=outside)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -109,6 +118,8 @@ def _own_blueprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def tiny_llama(seed: int = 0, vocabulary: int = 320, **changes: Any) -> LlamaForCausalLM:
     """A random two-layer Llama whose logits are spread enough that greedy tokens are stable."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         num_attention_heads=4, num_key_value_heads=2, vocab_size=vocabulary, bos_token_id=None, eos_token_id=None,
         **{"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 512,
@@ -135,6 +146,7 @@ def as_read(model: LlamaForCausalLM, plain: LlamaForCausalLM, bits: dict[str, in
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer made here: 256 bytes, no merges, and a plain chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -212,4 +224,6 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(tmp_path: Path) -> RecordStore:
     """An empty record store; its file is made by the first record."""
+    from qbe.records import RecordStore
+
     return RecordStore(tmp_path / "deep" / "records.sqlite")

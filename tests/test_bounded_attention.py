@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covering import covering
 from kv_samples import PAGE_SIZE
 from qbe.format.kv_blocks import FULL_BITS, NO_ORIGINAL, head_layout
 from qbe.kernels.ops import bounded_attention as bounded_ops
@@ -253,8 +254,11 @@ def test_in_the_interpreter() -> None:
 
 
 @on_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", ["smollm", "llama"] if CUDA else SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    covering(2, ["smollm", "llama"], [torch.float32, torch.bfloat16]) if CUDA
+    else covering(1, list(SHAPES), [torch.float32, torch.float16]),
+)  # fmt: skip
 def test_the_triton_kernels_are_the_reference(shape: str, dtype: torch.dtype) -> None:
     arguments, _host = bounded_case(shape, LENGTHS, LIMITS, dtype)
     same(arguments, dtype)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import tiny_llama
+from older_folder import without_provenance
 from qbe.errors import QBEError
 from qbe.models import load_model
 from qbe.store import checkpoint
@@ -32,7 +33,7 @@ def written(device: torch.device, tiny_folder: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture
 def copy(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written, tmp_path / "copy"))
+    return without_provenance(Path(shutil.copytree(written, tmp_path / "copy")))
 
 
 def test_round_trip_is_exact(device: torch.device, written: Path, tiny_folder: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli_process import qbe, refused
+from older_folder import without_provenance
 from qbe import cli
 
 
@@ -113,7 +114,7 @@ def test_chat_answers_and_survives_bad_lines(nested: str, home: Path) -> None:
 
 
 def test_a_model_without_a_template_cannot_chat_and_says_so_at_once(nested: str, home: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(nested, tmp_path / "plain"))
+    folder = without_provenance(Path(shutil.copytree(nested, tmp_path / "plain")))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)

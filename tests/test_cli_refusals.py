@@ -56,7 +56,9 @@ def test_failed_answers_and_outputs_are_one_line(nested: str, home: Path, tmp_pa
     weights = bytearray((broken / "model.safetensors").read_bytes())
     weights[-4000:] = b"\xff" * 4000
     (broken / "model.safetensors").write_bytes(weights)
-    assert "not numbers" in refused("generate", "hi", "--model", str(broken), "--max-tokens", "2", home=home, out=b"\n")
+    assert "not numbers" in refused(
+        "generate", "hi", "--trust", "--model", str(broken), "--max-tokens", "2", home=home, out=b"\n"
+    )
     for where, says in (
         ("", "is a folder"),
         (".", "is a folder"),

@@ -145,7 +145,7 @@ def test_what_a_request_asks_for(started: tuple[str, Started], option: str, monk
     kind, found = started
     budget, speculate, has_effect = OF_REQUEST[option]
     hard = Thresholds(hard_entropy=-1.0, easy_entropy=-1.0, hard_margin=1e9, easy_margin=1e9, windows=1)
-    monkeypatch.setattr(found.engine._chooser, "_learned", hard)
+    monkeypatch.setattr(found.engine._selector, "_learned", hard)
     expected = met(kind, found, option)
     if expected is None:
         result, drafts = answer(found.engine, budget, speculate)

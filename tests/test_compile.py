@@ -160,7 +160,8 @@ def test_without_a_cpp_compiler_the_step_runs_as_it_is(tmp_path: Path) -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_compile import Engine, SamplingParams, byte_tokenizer, tiny_llama
-engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, compile=True)
+engine = Engine(tiny_llama(), tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, compile=True,
+                max_sequences=1)
 answer = engine.generate("text", SamplingParams(max_tokens=4, ignore_eos=True))
 decode = engine.core.runner.decode
 print(len(answer.token_ids), len(decode._compiled if decode else []))

@@ -18,7 +18,7 @@ from qbe.budget import TIER_BITS, Budget, averages
 from qbe.policies.allocate import TOLERANCE
 from qbe.policies.tiered import TieredPolicy
 from qbe.selection.conversations import TAIL, Conversations, Turn
-from qbe.selection.selector import BlueprintChooser, Selection
+from qbe.selection.selector import BlueprintSelector, Selection
 from qbe.sites import SiteTable
 from test_policies import smollm2_like
 
@@ -80,12 +80,12 @@ class Scored(Analyzer):
         return QueryProfile(float(text), "code", 2, {}, 0)
 
 
-def chooser(table: SiteTable = TABLE) -> BlueprintChooser:
-    return BlueprintChooser(TieredPolicy(), "tiered", table, Scored(), None, None)
+def selector(table: SiteTable = TABLE) -> BlueprintSelector:
+    return BlueprintSelector(TieredPolicy(), "tiered", table, Scored(), None, None)
 
 
 def ask(
-    of: BlueprintChooser, score: float, prompt: list[int], salt: bytes = b"", structured: bool = False, **budget: Any
+    of: BlueprintSelector, score: float, prompt: list[int], salt: bytes = b"", structured: bool = False, **budget: Any
 ) -> Selection:
     asked = Budget(**budget)
     selected = of.select(of.policy(None), str(score), [], 300, asked, prompt, salt, structured)
@@ -100,7 +100,7 @@ def bits(blueprint: Blueprint) -> float:
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6))
 def test_what_is_kept_is_within_what_was_asked_for(seed: int) -> None:
-    draw, of, prompt = random.Random(seed), chooser(), list[int]()
+    draw, of, prompt = random.Random(seed), selector(), list[int]()
     for _ in range(6):
         prompt = [*prompt, *(draw.randrange(9) for _ in range(20))]
         low = round(draw.uniform(4.0, 8.0), 1)
@@ -118,7 +118,7 @@ def test_what_is_kept_is_within_what_was_asked_for(seed: int) -> None:
 
 
 def test_a_conversation_keeps_its_blueprint_while_its_budget_allows_it() -> None:
-    of, turns = chooser(), [[*range(50 * n)] for n in range(1, 9)]
+    of, turns = selector(), [[*range(50 * n)] for n in range(1, 9)]
     assert bits(ask(of, 0.9, turns[0]).blueprint) == 6.7
     second = ask(of, 0.1, turns[1])
     assert (bits(second.asked), bits(second.blueprint)) == (5.3, 6.7)
@@ -134,13 +134,13 @@ def test_a_conversation_keeps_its_blueprint_while_its_budget_allows_it() -> None
 
 
 def test_a_kept_blueprint_has_the_least_bits_that_a_form_needs() -> None:
-    of, turns = chooser(), [[*range(50 * n)] for n in range(1, 5)]
+    of, turns = selector(), [[*range(50 * n)] for n in range(1, 5)]
     assert bits(ask(of, 0.1, turns[0]).blueprint) == 5.3
     assert bits(ask(of, 0.1, turns[1], structured=True).blueprint) == 6.0, "5.33 is too little for a call"
     plain = ask(of, 0.1, turns[2])
     assert (bits(plain.asked), bits(plain.blueprint)) == (5.3, 6.0)
     assert bits(ask(of, 0.9, turns[3], structured=True).blueprint) == 6.0, "kept, and enough"
-    flex = chooser()
+    flex = selector()
     assert bits(ask(flex, 0.1, turns[0], tier="flex").blueprint) == 4.7
     assert bits(ask(flex, 0.1, turns[1], structured=True, tier="flex").blueprint) == 5.3, "the highest that flex has"
 

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from older_folder import without_provenance
 from qbe.errors import QBEError
 from qbe.models import load_model
 from qbe.store import checkpoint
@@ -30,7 +31,7 @@ def written(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def copy(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written, tmp_path / "copy"))
+    return without_provenance(Path(shutil.copytree(written, tmp_path / "copy")))
 
 
 def edit_manifest(folder: Path, **changes: object) -> None:

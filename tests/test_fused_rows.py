@@ -131,8 +131,8 @@ class Block:
 
     def __init__(self, m: int, slices: tuple[int, ...] = (4, 2, 2)) -> None:
         self.q, self.k, self.v = (Weight(n, 192, m, slices) for n in (192, 64, 64))
-        self.gate, self.up = Weight(300, 192, m, slices), Weight(300, 192, m, slices)
-        self.down = Weight(192, 300, m, slices, bias=True)
+        self.gate, self.up = Weight(140, 192, m, slices), Weight(140, 192, m, slices)
+        self.down = Weight(192, 140, m, slices, bias=True)
         self.first, self.second = (torch.randn(192, device=DEVICE).bfloat16() for _ in range(2))
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

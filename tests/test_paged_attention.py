@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import covering
 from kv_samples import ALIGN, PAGE_SIZE, Memory
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.paged_attention import paged_attention as cpu_kernel
@@ -250,13 +251,14 @@ def same(
 
 
 @on_device
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel_is_the_reference(shape: str, dtype: torch.dtype) -> None:
-    if INTERPRET and dtype == torch.bfloat16:
-        pytest.skip("the interpreter cuts bfloat16 instead of rounding it")
-    for formats in (MIXED[:1], MIXED):
-        same(case(shape, [1, 2, 17, 64, 65, 300], dtype, formats), dtype)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "formats"),  # the interpreter cuts bfloat16 instead of rounding it
+    covering(
+        2, list(SHAPES), list(TOLERANCE) if CUDA else [torch.float32, torch.float16], [MIXED[:1], MIXED], full=CUDA
+    ),
+)
+def test_the_kernel_is_the_reference(shape: str, dtype: torch.dtype, formats: list[object]) -> None:
+    same(case(shape, [1, 2, 17, 64, 65, 300], dtype, formats), dtype)
 
 
 @on_device
@@ -285,8 +287,7 @@ def test_rows_of_one_sequence_see_those_before_them(window: int) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("window", [1, 7, 64, 100])
-@pytest.mark.parametrize("softcap", [0.0, 4.0])
+@pytest.mark.parametrize(("window", "softcap"), covering(1, [1, 7, 64, 100], [0.0, 4.0], full=CUDA))
 def test_windows_and_soft_caps(window: int, softcap: float) -> None:
     arguments = case("smollm", [1, 63, 64, 65, 66, 399], torch.float32, MIXED)
     same(arguments | {"window": window, "softcap": softcap}, torch.float32)

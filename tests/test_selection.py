@@ -18,7 +18,7 @@ from qbe.refresh.monitor import Cause, Monitor
 from qbe.refresh.thresholds import RUN, WINDOW, Thresholds
 from qbe.selection.blueprint_history import BlueprintHistory
 from qbe.selection.record_builder import tokens_by_activation_bits
-from qbe.selection.selector import BlueprintChooser
+from qbe.selection.selector import BlueprintSelector
 from qbe.sites import FULL_BITS, Role, Site, SiteTable
 from qbe.vllm.blueprint_payload import BlueprintPayload
 from qbe.vllm.request_state import RequestState
@@ -71,7 +71,7 @@ def test_an_answer_is_refreshed_and_recorded() -> None:
     mine = table()
     thresholds = Thresholds(2.0, 0.5, 1.0, 3.0, 99)
     answer = RequestState(payload((4, 4, 4), mine, refresh=True), mine, 0.0, Monitor(thresholds))
-    chooser = BlueprintChooser(Wider(), "uniform", mine, Analyzer(), None, None)
+    selector = BlueprintSelector(Wider(), "uniform", mine, Analyzer(), None, None)
     answer.computed(answer.history.runs(0, 5), {}, samples=False)
     answer.wrote((3.0, 0.1))
     for i in range(RUN * WINDOW - 1):
@@ -82,7 +82,7 @@ def test_an_answer_is_refreshed_and_recorded() -> None:
     assert cause is not None
     assert cause.kind == "hard"
     end = 4 + RUN * WINDOW
-    assert answer.refresh(cause, chooser, end)
+    assert answer.refresh(cause, selector, end)
     assert answer.history.last.weight_bits == (8, 8, 8)
     answer.computed(answer.history.runs(end, 1), {}, samples=True)
     answer.wrote((0.1, 5.0))
@@ -103,17 +103,17 @@ def test_an_answer_is_refreshed_and_recorded() -> None:
 
 def test_a_selection_says_what_was_chosen_and_an_answer_that_turned_hard_is_chosen_again() -> None:
     mine = table()
-    chooser = BlueprintChooser(UniformPolicy(), "uniform", mine, Analyzer(), None, 100)
-    policy = chooser.policy(None)
-    selected = chooser.select(policy, "Why is the sky blue?", [1, 2, 3], 2000, Budget(bits=6))
+    selector = BlueprintSelector(UniformPolicy(), "uniform", mine, Analyzer(), None, 100)
+    policy = selector.policy(None)
+    selected = selector.select(policy, "Why is the sky blue?", [1, 2, 3], 2000, Budget(bits=6))
     assert selected.blueprint.weight_bits == (6, 6, 6)
     assert (selected.cache, selected.profile.context) == (None, 100)
     assert min(selected.analysis_ms, selected.policy_ms) > 0
-    profile, blueprint = chooser.select_again(None, selected.profile, Budget(bits=6), Cause("hard", 96, 5.0, 0.1))
+    profile, blueprint = selector.select_again(None, selected.profile, Budget(bits=6), Cause("hard", 96, 5.0, 0.1))
     assert profile.score > selected.profile.score
     assert blueprint.weight_bits == (6, 6, 6), "an average that was asked for stays"
     with pytest.raises(QBEError) as refused:
-        chooser.select(policy, "Why?", [1], 10, Budget(bits=2))
+        selector.select(policy, "Why?", [1], 10, Budget(bits=2))
     assert refused.value.field == "bits"
 
 

@@ -201,9 +201,9 @@ def test_slow_headers_and_too_many_connections_end(server: Running, tmp_path: Pa
 def test_a_deadline_that_passes_while_the_prompt_is_prepared_cuts_the_answer(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chooser = server.engine._chooser
-    choose = chooser.choose
-    monkeypatch.setattr(chooser, "choose", lambda *a, **k: (time.sleep(0.2), choose(*a, **k))[1])
+    selector = server.engine._selector
+    choose = selector.choose
+    monkeypatch.setattr(selector, "choose", lambda *a, **k: (time.sleep(0.2), choose(*a, **k))[1])
     answer = server.post("completions", LONG | {"qbe": {"max_latency_ms": 50}})
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["finish_reason"] == "length"
@@ -237,8 +237,8 @@ def test_what_was_refused_says_nothing_of_the_pace(server: Running) -> None:
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_prompt_that_is_too_long_is_not_analysed(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     analysed: list[Any] = []
-    profile = server.engine._chooser.profile
-    monkeypatch.setattr(server.engine._chooser, "profile", lambda *a: (analysed.append(a), profile(*a))[1])
+    profile = server.engine._selector.profile
+    monkeypatch.setattr(server.engine._selector, "profile", lambda *a: (analysed.append(a), profile(*a))[1])
     text = "x" * 4200
     body = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
     answer = server.post(path, body)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import covering
 from expert_samples import layer, tokens
 from qbe.kernels.ops.nested_experts import ACTIVATIONS, ExpertMatrices
 from qbe.kernels.reference.nested_experts import nested_experts as reference
@@ -62,9 +63,11 @@ def test_activations(activation: str, interleaved: bool) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize(("count", "group"), [(1, 64), (5, 128), (20, 64)])
-def test_equals_reference(count: int, group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype"), covering(1, [(1, 64), (5, 128), (20, 64)], list(TOLERANCE), full=CUDA), ids=str
+)
+def test_equals_reference(size: tuple[int, int], dtype: torch.dtype) -> None:
+    count, group = size
     made = layer(EXPERTS, 150, 40, dtype=dtype, bits=(1, 4, 6, 7, 8, 16), activation_bits=(16, 8), group_size=group)
     check(tokens(count, 150, EXPERTS, 2, dtype=dtype), made)
 

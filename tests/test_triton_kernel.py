@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import FULL
 from qbe.errors import QBEError
 from qbe.format.codes import quantise
 from qbe.format.layout import SliceLayout
@@ -59,9 +60,10 @@ if INTERPRET:
 
 def run_in_interpreter(file: str, *arguments: str) -> None:
     """Runs a test file in Triton's interpreter, in a process of its own: Triton decides at import whether it does."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(file).resolve())]
-    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=600)
+    limit_s = 3600 if FULL else 600
+    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 

@@ -24,6 +24,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm_serving import split_model
 
+from older_folder import without_provenance
 from qbe.vllm import metrics, transfer
 from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
 from qbe.vllm.cache_salt import MARK, cache_salt, own_salt, resalt_blocks
@@ -315,7 +316,7 @@ def test_seeds_make_no_series_of_their_own() -> None:
 
 
 def test_a_folder_is_checked_before_it_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = split_model(tmp_path)
+    folder = without_provenance(split_model(tmp_path))
     assert describe(str(folder)).table.measured
     assert not caplog.records
     sensitivities = folder / "sensitivity.json"
@@ -340,7 +341,7 @@ def test_a_folder_is_checked_before_it_is_served(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.parametrize(("lost", "says"), [("model.safetensors", "no model.safetensors"), ("qbe.json", "no qbe.json")])
 def test_a_folder_that_lost_a_file_is_not_served(lost: str, says: str, tmp_path: Path) -> None:
-    folder = split_model(tmp_path)
+    folder = without_provenance(split_model(tmp_path))
     (folder / lost).unlink()
     with pytest.raises(QBEError, match=says):
         describe(str(folder))

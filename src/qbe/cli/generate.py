@@ -48,6 +48,7 @@ from qbe.cli.options import (
     Tier,
     TopK,
     TopP,
+    Trust,
     Tune,
     make_budget,
     make_engine,
@@ -68,7 +69,7 @@ def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None, most_bits: MostBits = None,
-    device_memory: DeviceMemory = None, miss: Miss = None,
+    device_memory: DeviceMemory = None, miss: Miss = None, trust: Trust = False,
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, n: Answers = 1, chat: Chat = False,
@@ -94,7 +95,7 @@ def generate(
     )  # fmt: skip
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
-        quiet=as_json, speculate=speculate, most_bits=most_bits, device_memory=device_memory, miss=miss,
+        quiet=as_json, speculate=speculate, most_bits=most_bits, device_memory=device_memory, miss=miss, trust=trust,
     ) as engine:  # fmt: skip
         asked: Any = [{"role": "user", "content": text}] if chat else text
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
@@ -114,7 +115,7 @@ def chat(
     context: typer.Context, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None, most_bits: MostBits = None,
-    device_memory: DeviceMemory = None, miss: Miss = None,
+    device_memory: DeviceMemory = None, miss: Miss = None, trust: Trust = False,
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None,
@@ -138,7 +139,7 @@ def chat(
     )  # fmt: skip
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
-        most_bits=most_bits, speculate=speculate, device_memory=device_memory, miss=miss,
+        most_bits=most_bits, speculate=speculate, device_memory=device_memory, miss=miss, trust=trust,
     ) as engine:  # fmt: skip
         from qbe.engine.tokenize import check_chat
 
@@ -186,7 +187,8 @@ def explain(
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, kv_bits: KVBits = None,
     kv_error: KVError = None, max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False,
     refresh_interval: RefreshInterval = None, refresh_count: RefreshCount = None, best_effort: BestEffort = False,
-    cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False, as_json: Json = False,
+    cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False, trust: Trust = False,
+    as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="answer greedily and write how bits moved: a picture (.png) or .json")
@@ -203,7 +205,7 @@ def explain(
         bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens, refresh_interval,
         refresh_count, best_effort,
     )  # fmt: skip
-    with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier) as engine:
+    with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier, trust=trust) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
         params = make_params(max_tokens, True, 0.0, 0, 1.0, 0.0, 1.0, None, None)
         explanation = engine.explain(asked, params, budget=budget)

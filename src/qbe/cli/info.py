@@ -17,26 +17,28 @@ from qbe.sites import SiteTable
 from qbe.tier_formats import NESTED
 
 
-def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[str, Any]:
+def about(model: str, *, verify: bool = False, trust: bool = False, progress: bool = True) -> dict[str, Any]:
     """A model's sites, roles and nested store, and the machine, as JSON.
 
     Args:
-        verify: also compare the checksums of the nested files.
+        verify: read every file of a QBE folder again, and compare its digest.
+        trust: take the files of a QBE folder as they are.
 
     Raises:
         QBEError: whatever is wrong with the model or its files.
     """
     import torch
 
-    from qbe.store import checkpoint, sensitivity_table
+    from qbe.store import checkpoint, provenance, sensitivity_table
     from qbe.store.experts import nested_experts
     from qbe.store.nested_linears import nested_linears
     from qbe.store.nested_tensor import NestedTensor
     from qbe.store.prepare import prepare, store_folder
 
-    prepared = prepare(model, device=torch.device("cpu"), need_sensitivity=False, progress=progress)
+    prepared = prepare(model, device=torch.device("cpu"), need_sensitivity=False, trust=trust, progress=progress)
     folder = store_folder(model, progress=progress)
-    if verify:
+    made = None if trust else provenance.check(folder, cached=not verify, progress=progress)
+    if verify and made is None:
         checkpoint.verify(folder)
     table = prepared.table
     manifest = checkpoint.read_manifest(folder)
@@ -69,6 +71,7 @@ def about(model: str, *, verify: bool = False, progress: bool = True) -> dict[st
             "kv_sensitivity_measured": table.kv_measured,
             "checksums_verified": verify,
         },
+        "provenance": None if made is None else {key: value for key, value in made.items() if key != "pending"},
         "hardware": hardware(table.gears()),
     }
 
@@ -164,6 +167,7 @@ def render(described: dict[str, Any]) -> RenderableType:
             f"{store['bits_per_weight']:.3f} bits a weight"
         ),
         Text(f"  in {store['folder']}; {', '.join(measured)}"),
+        *_provenance(described["provenance"]),
         Text(
             f"machine: {machine['cpu']}, {machine['threads']} threads, CPU kernel {machine['cpu_kernel']}, "
             f"GPUs: {', '.join(machine['gpus']) or 'none'}"
@@ -172,6 +176,15 @@ def render(described: dict[str, Any]) -> RenderableType:
         *_profile(machine),
     ]
     return Group(*parts)
+
+
+def _provenance(made: dict[str, Any] | None) -> list[RenderableType]:
+    """Nothing for a store in the cache, for a folder of an older version, and for one that was to be trusted."""
+    if made is None:
+        return []
+    text, name = made["calibration"]["text"], made["hardware"]["made_for"]["name"]
+    on = f", calibrated on {text}" if text else ""
+    return [Text(f"  made of {made['base']['name']} by QBE {made['qbe']} on {name}{on}; {len(made['files'])} files")]
 
 
 def _profile(machine: dict[str, Any]) -> list[RenderableType]:

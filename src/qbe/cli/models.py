@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from qbe.cli.console import err, out, print_json
-from qbe.cli.options import DEFAULT, Device, Json, KVTokens, Model, MostBits, Originals
+from qbe.cli.options import DEFAULT, Device, Json, KVTokens, Model, MostBits, Originals, Trust
 from qbe.cli.update import update as bring_up_to_date
 from qbe.errors import QBEError
 
@@ -43,9 +43,13 @@ def quantize(
         raise QBEError("--from-records is for a store that was served: name it with --update FOLDER")
     if model is None or output is None:
         raise QBEError("say which model to quantise and where to write: qbe quantize MODEL -o FOLDER")
+    import torch
+
     from qbe.engine.devices import pick_device
+    from qbe.hardware import detect
     from qbe.store.nested_linears import NestedWeightConfig
     from qbe.store.prepare import quantise_to
+    from qbe.store.provenance import tried_on
 
     try:
         widths = tuple(int(s) for s in slices.split(","))
@@ -56,6 +60,7 @@ def quantize(
         model, output, config, pick_device(device), text=calibrate, measure=measure or None, progress=err.is_terminal
     )
     described = _about(str(output))
+    tried_on(output, detect(torch.device("cpu")))
     if as_json:
         print_json(described)
     else:
@@ -82,24 +87,26 @@ def pull(
 
 def info(
     model: Model = DEFAULT,
-    verify: Annotated[bool, typer.Option("--verify", help="compare the checksums of a QBE folder's files")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="read and compare every file of a QBE folder")] = False,
     device: Annotated[
         str | None, typer.Option(help="say what memory an engine there will take, and load nothing: auto, cpu or cuda")
     ] = None,
-    originals: Originals = None, most_bits: MostBits = None, kv_tokens: KVTokens = None,
+    originals: Originals = None, most_bits: MostBits = None, kv_tokens: KVTokens = None, trust: Trust = False,
     experts: Annotated[
         Path | None, typer.Option(help="write a picture: layer by expert, how often each is used and its bits (PNG)")
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show a model's sites and roles, its nested store and this machine; with --device the memory it will take."""
+    if trust and (verify or experts is not None or device is not None):
+        raise QBEError("--trust takes files as they are, and goes with --json alone: leave it or the others out")
     if experts is not None:
         _experts(model, device, experts, as_json)
         return
     if device is not None:
         _memory(model, device, originals, most_bits, kv_tokens, as_json)
         return
-    described = _about(model, verify=verify)
+    described = _about(model, verify=verify, trust=trust)
     if as_json:
         print_json(described)
         return
@@ -140,7 +147,7 @@ def _memory(
         print(f"{model} on {where} will take {memory.line()}")
 
 
-def _about(model: str, verify: bool = False) -> dict[str, Any]:
+def _about(model: str, verify: bool = False, trust: bool = False) -> dict[str, Any]:
     from qbe.cli.info import about
 
-    return about(model, verify=verify, progress=err.is_terminal)
+    return about(model, verify=verify, trust=trust, progress=err.is_terminal)

@@ -64,6 +64,9 @@ DeviceMemory = Annotated[
 Miss = Annotated[
     str | None, typer.Option(help="with --device-memory, of slices not there: lower (default) reads less, or wait")
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="load a QBE folder whose files are not those that its provenance.json lists")
+]
 KVTokens = Annotated[
     int | None, typer.Option(help="size of the KV cache in tokens of 16 bits; left out, one that fits")
 ]
@@ -93,6 +96,7 @@ def make_engine(
     model: str, policy: str, dtype: str, device: str, originals: str | None, kv_tokens: int | None = None,
     compile: bool = False, tune: bool = False, answers: int = 1, analysis_tier: int | None = None, quiet: bool = False,
     speculate: bool = False, most_bits: int | None = None, device_memory: str | None = None, miss: str | None = None,
+    trust: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine that the options ask for, with room for so many answers at once; `quiet` shows no progress."""
     from transformers.utils import logging
@@ -105,7 +109,7 @@ def make_engine(
     return Engine(
         model, policy=policy, dtype=dtype, device=device, originals=originals, most_bits=most_bits,
         max_sequences=max(1, min(answers, _TOGETHER)), kv_tokens=kv_tokens, compile=compile, tune=tune,
-        speculate=speculate, device_memory=device_memory, miss=miss, analysis_tier=analysis_tier,
+        speculate=speculate, device_memory=device_memory, miss=miss, trust=trust, analysis_tier=analysis_tier,
         progress=err.is_terminal and not quiet,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from qbe.cli.options import (
     MostBits,
     Originals,
     Policy,
+    Trust,
     Tune,
 )
 from qbe.errors import QBEError
@@ -59,7 +60,8 @@ def serve(
     ledger: Annotated[Path | None, typer.Option(help="the ledger's file; left out, $QBE_LEDGER or the cache's")] = None,
     policy: Policy = "tiered", dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="answers that are written at once")] = 16,
-    most_bits: MostBits = None, device_memory: DeviceMemory = None, miss: Miss = None, kv_tokens: KVTokens = None,
+    most_bits: MostBits = None, device_memory: DeviceMemory = None, miss: Miss = None, trust: Trust = False,
+    kv_tokens: KVTokens = None,
     rows: Annotated[
         str | None, typer.Option(help="exact: each request reads its own bits; shared (default): a step's highest")
     ] = None,
@@ -114,8 +116,8 @@ def serve(
 
         make = functools.partial(
             _engine, watched, model, originals=originals, most_bits=most_bits, rows=rows, device_memory=device_memory,
-            miss=miss, policy=policy, dtype=dtype, device=device, max_sequences=max_sequences, kv_tokens=kv_tokens,
-            compile=compile, speculate=speculate, tune=tune,
+            miss=miss, trust=trust, policy=policy, dtype=dtype, device=device, max_sequences=max_sequences,
+            kv_tokens=kv_tokens, compile=compile, speculate=speculate, tune=tune,
         )  # fmt: skip
         services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
         return services[0]

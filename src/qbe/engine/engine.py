@@ -1,6 +1,6 @@
 """`qbe.Engine`: a prompt comes in, its blueprint is chosen, its answer is written at that blueprint.
 
-analysis -> policy -> blueprint (`chooser`) -> core (plan, pages, model, sampler) -> text, record (`requests`, `live`)
+analysis -> policy -> blueprint (`selector`) -> core (plan, pages, model, sampler) -> text, record (`requests`, `live`)
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from qbe.cache import CacheNumbers, open_cache
 from qbe.cache.traffic import LoggedRequest
 from qbe.compatibility import check_engine
 from qbe.engine import bounded_memory
-from qbe.engine.chooser import Chooser
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.execution.runner import can_cascade
@@ -29,6 +28,7 @@ from qbe.engine.requests import Requests, locked
 from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
 from qbe.engine.scheduling.kv_size import SEQUENCES
+from qbe.engine.selector import RequestSelector
 from qbe.engine.stop_tokens import eos_ids
 from qbe.engine.stream import Stream
 from qbe.errors import QBEError
@@ -64,6 +64,7 @@ class Engine(Requests):
         device_memory: bytes of weights and KV cache that may be on the device, a number or a size such as "12GiB"; None
             bounds nothing. Slices that do not fit stay in the store's file; what is read most is brought to the device
             while requests run. Without 16-bit originals; on a CPU only, whose main memory is meant.
+        trust: load a folder of `qbe quantize` whose files are not those that its `provenance.json` lists.
         miss: what a row does that asks for a slice which is not on the device: `lower` (None), it reads the nearest
             precision that is, and nobody waits; or `wait`, it gets the bits that it asked for.
         max_batch_tokens: tokens per step; longer prompts are spread over steps; None: 512 on a CPU, 2048 on a GPU.
@@ -104,6 +105,7 @@ class Engine(Requests):
         most_bits: int | None = None,
         device_memory: int | str | None = None,
         miss: str | None = None,
+        trust: bool = False,
         max_batch_tokens: int | None = None,
         max_sequences: int = SEQUENCES,
         kv_tokens: int | None = None,
@@ -130,6 +132,8 @@ class Engine(Requests):
         bound = bounded_memory.check(device_memory, miss, where, beside)
         originals = "none" if bound is not None else originals
         if isinstance(model, nn.Module):
+            if trust:
+                raise QBEError("trust is for a folder of 'qbe quantize'; a model given in memory has no files")
             if dtype != "auto":
                 raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
             prepared = prepare_in_memory(
@@ -143,7 +147,7 @@ class Engine(Requests):
                 )
             prepared = prepare(
                 model, dtype=dtype, device=where, originals=originals, most_bits=most_bits,
-                need_sensitivity=default.needs_sensitivity, progress=progress,
+                need_sensitivity=default.needs_sensitivity, trust=trust, progress=progress,
             )  # fmt: skip
         self.model = prepared.model
         residency = None
@@ -173,11 +177,11 @@ class Engine(Requests):
             raise QBEError(
                 f"kv_tokens is {kv_tokens}, but they leave too little memory on {where}: lower it"
             ) from error
-        chooser = Chooser(
+        selector = RequestSelector(
             default, policy, self.model, prepared.tokenizer, prepared.name, core.table, core.context,
             open_cache(blueprint_cache, core.table, prepared.name), analysis_tier, cascade, pace,
         )  # fmt: skip
-        super().__init__(core, chooser, prepared.tokenizer, prepared.name, _sink(records), prepared.store)
+        super().__init__(core, selector, prepared.tokenizer, prepared.name, _sink(records), prepared.store)
         cached = blueprint_cache if isinstance(blueprint_cache, str | Path) else None  # else nobody asked for one
         given = {"max_batch_tokens": max_batch_tokens, "kv_tokens": kv_tokens, "tune": tune or None,
                  "analysis_tier": analysis_tier, "blueprint_cache": cached}  # fmt: skip
@@ -207,7 +211,7 @@ class Engine(Requests):
     @property
     def blueprint_cache(self) -> CacheNumbers | None:
         """Hits, misses and entries of the blueprint cache; None when it is off."""
-        return None if self._chooser.cache is None else self._chooser.cache.numbers
+        return None if self._selector.cache is None else self._selector.cache.numbers
 
     def generate(
         self,
@@ -311,13 +315,13 @@ class Engine(Requests):
             QBEError: a prompt without tokens, a budget that cannot be met (it says which request's), or a policy whose
                 blueprints the cache cannot keep.
         """
-        cache = self._chooser.cache
+        cache = self._selector.cache
         if cache is not None:
-            self._chooser.check_kept()
+            self._selector.check_kept()
             with cache.batch():
                 for number, asked in enumerate(traffic, 1):
                     try:
-                        self._chooser.remember(asked)
+                        self._selector.remember(asked)
                     except QBEError as error:
                         raise QBEError(f"request {number}: {error}") from None
                     tick()

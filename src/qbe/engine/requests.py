@@ -13,13 +13,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from qbe.compatibility import Situation
 from qbe.engine.adaptive.activation_statistics import ActivationStats
-from qbe.engine.chooser import Choice, Chooser
 from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
 from qbe.engine.result import Request, Result
 from qbe.engine.running_request import RunningRequest
 from qbe.engine.sampling.logprobs import prompt_scoring
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.selector import Choice, RequestSelector
 from qbe.engine.stop_tokens import special_tokens
 from qbe.engine.unsupported_options import without_unsupported
 from qbe.engine.use_records import UseRecords
@@ -59,11 +59,11 @@ class Requests:
     """
 
     def __init__(
-        self, core: Core, chooser: Chooser, tokenizer: Any, name: str, records: RecordStore | RecordWriter | None,
-        store: str | None,
+        self, core: Core, selector: RequestSelector, tokenizer: Any, name: str,
+        records: RecordStore | RecordWriter | None, store: str | None,
     ) -> None:  # fmt: skip
         self.core, self.tokenizer, self.name = core, tokenizer, name
-        self._chooser, self._records, self._table = chooser, records, core.table
+        self._selector, self._records, self._table = selector, records, core.table
         self._use = UseRecords(core.plan.use, store, records)
         self._closed = False
         self._lock = threading.RLock()
@@ -94,18 +94,18 @@ class Requests:
         with about("policy"):
             situation = self._situation(request)
         budget, ignored = without_unsupported(request, situation)
-        ids, chosen = self._chooser.choose(replace(request, budget=budget), fits)
+        ids, chosen = self._selector.choose(replace(request, budget=budget), fits)
         return ids, replace(chosen, ignored=ignored)
 
     def _situation(self, request: Request) -> Situation:
         """What its options meet. Raises QBEError for an unknown policy."""
-        budget, table, no_cascade = request.budget, self._table, self._chooser.cascade
+        budget, table, no_cascade = request.budget, self._table, self._selector.cascade
         return replace(
             self.core.situation,
             originals_full=False,  # whether that matters depends on the blueprint (`BoundedKV.admit`)
             measured=table.difficult_entropy is not None,
-            scored=self._chooser.policy(request.policy).reads_score,
-            thresholds=budget.refresh and self._chooser.thresholds(budget) is not None,
+            scored=self._selector.policy(request.policy).reads_score,
+            thresholds=budget.refresh and self._selector.thresholds(budget) is not None,
             no_cascade=str(no_cascade).replace(": ", "; ", 1) if isinstance(no_cascade, QBEError) else "",
             bounded=budget.kv_error is not None,
             high_precision=budget.high_precision_tokens,
@@ -113,7 +113,7 @@ class Requests:
 
     def count_tokens(self, request: Request) -> int:
         """Tokens of the prompt. Raises QBEError for one that cannot be run, or is longer than the context."""
-        return len(self._chooser.encode(request, fits=True)[2])
+        return len(self._selector.encode(request, fits=True)[2])
 
     @locked
     def make_ready(self, policy: str | None) -> None:
@@ -123,7 +123,7 @@ class Requests:
             QBEError: an unknown policy, or one that cannot serve this model.
         """
         with about("policy"):
-            routers = self._chooser.routers(policy)
+            routers = self._selector.routers(policy)
             if routers is not None:
                 self.core.add_routers(routers)
 
@@ -156,12 +156,12 @@ class Requests:
         running.bounded.best_effort = budget.best_effort
         if budget.high_precision_tokens:
             running.difficulty.threshold = self._table.difficult_entropy
-        if self._chooser.reads_prompt(request):
+        if self._selector.reads_prompt(request):
             running.activation_stats, running.paging.fork_parent = ActivationStats.of(self._table), None
         if budget.refresh:
-            running.difficulty.monitor = Monitor(self._chooser.thresholds(budget), chosen.pace)
+            running.difficulty.monitor = Monitor(self._selector.thresholds(budget), chosen.pace)
         self.core.add(running)
-        self._chooser.began(chosen.blueprint, request.budget, chosen.context, ids, request.cache_salt)
+        self._selector.began(chosen.blueprint, request.budget, chosen.context, ids, request.cache_salt)
         chosen = replace(chosen, blueprint=running.blueprint)  # the cache may not hold what was chosen
         is_chat = isinstance(request.prompt, list) and isinstance(request.prompt[0], dict)
         text = Detokenizer(
@@ -266,8 +266,8 @@ class Requests:
         self._use.look(closing=True)
         if self._records is not None:
             self._records.close()
-        if self._chooser.cache is not None:
-            self._chooser.cache.close()
+        if self._selector.cache is not None:
+            self._selector.cache.close()
 
     def _raise_kv(self, live: RunningRequest) -> None:
         """More KV bits for pages to come, where a request's attention has turned out unlike calibration's."""
@@ -286,7 +286,7 @@ class Requests:
         if running.activation_stats is None or running.remaining > 1 or running.finish_reason == "error":
             return
         activation_stats, running.activation_stats = running.activation_stats, None
-        if self.core.refresh(running, self._chooser.again(live.request, live.chosen, activation_stats.signals())):
+        if self.core.refresh(running, self._selector.again(live.request, live.chosen, activation_stats.signals())):
             bytes_per_token = running.blueprint.bytes_per_token(self._table)
             live.chosen = replace(live.chosen, blueprint=running.blueprint, bytes_per_token=bytes_per_token)
 
@@ -299,7 +299,7 @@ class Requests:
         if cause is None:
             return
         before, request = running.blueprint, live.request
-        profile, blueprint = self._chooser.select_again(request.policy, live.profile, request.budget, cause)
+        profile, blueprint = self._selector.select_again(request.policy, live.profile, request.budget, cause)
         if self.core.refresh(running, blueprint):
             live.profile = profile
             live.refreshes.append(Refresh.of(cause, before, running.blueprint, self._table, profile.score))

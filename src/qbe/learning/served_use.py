@@ -16,7 +16,7 @@ import numpy as np
 
 from qbe.errors import QBEError
 from qbe.records import RecordStore, ServedUse
-from qbe.store import checkpoint, expert_use
+from qbe.store import checkpoint, expert_use, provenance
 from qbe.store.expert_use import ExpertUse
 
 HALF_LIFE_DAYS = 7.0
@@ -58,6 +58,7 @@ def take_over(folder: Path, records: RecordStore) -> TakenOver:
     """
     if not checkpoint.is_checkpoint(folder):
         raise QBEError(f"{folder} is not a folder that 'qbe quantize' wrote: give one to --update")
+    provenance.check(folder)
     manifest = checkpoint.read_manifest(folder)
     text = expert_use.read(folder)
     if not manifest.experts or text is None:

@@ -41,8 +41,8 @@ class Selection:
     policy_ms: float
 
 
-class BlueprintChooser:
-    """Chooses the blueprints of one model's queries.
+class BlueprintSelector:
+    """Selects the blueprints of one model's queries, in both engines.
 
     Args:
         policy: serves queries that name none.

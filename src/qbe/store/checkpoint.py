@@ -8,6 +8,8 @@
     expert_use.json                                     how often each expert is used (`qbe.store.expert_use`)
     sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity_table`)
     kv_sensitivity.json                                 the same per key head and bits (`qbe.store.kv_table`)
+    provenance.json                                     digests of all of these, and of what they were made from
+                                                        (`qbe.store.provenance`)
 
 A folder is written under a temporary name beside its target (`qbe.store.draft`). Loading maps the files. The 16-bit
 weights are the checkpoint's own; folds (`qbe.store.folding`) are applied when they have been loaded.

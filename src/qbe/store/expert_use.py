@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from qbe.errors import QBEError
-from qbe.files import write_text
 from qbe.progress import bar
 from qbe.sites import SiteTable
 from qbe.store.experts import ExpertLayer, expert_layers, watched
+from qbe.store.provenance import write_beside
 
 NAME = "expert_use.json"
 PRIOR = 8.0  # tokens for which the mean of a layer's experts stands in what is estimated of one of them
@@ -183,7 +183,7 @@ def write(
         tables = {"about": dict(about), **_described(use)}
         if served is not None:
             tables["served"] = _described(served)
-        write_text(folder / NAME, json.dumps(tables) + "\n")
+        write_beside(folder, NAME, json.dumps(tables) + "\n")
 
 
 def _described(use: ExpertUse) -> dict[str, Any]:

@@ -18,11 +18,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from qbe.files import write_text
 from qbe.store import kv_table, sensitivity_table
 from qbe.store.checkpoint import SMOOTHING
 from qbe.store.folding import Edge, Fold
 from qbe.store.nested_linears import NestedWeightConfig
+from qbe.store.provenance import write_beside
 from qbe.store.sensitivity import Sensitivity
 
 MEASURED = Path(__file__).with_name("measured")
@@ -79,5 +79,5 @@ def bring(folder: Path, name: str | None) -> bool:
     if name is None or Path(name).name != name or read(name) is None:
         return False
     for file in (kv_table.NAME, sensitivity_table.NAME):  # as `measure_into`: where the last one is, both are
-        write_text(folder / file, (MEASURED / name / file).read_text())
+        write_beside(folder, file, (MEASURED / name / file).read_text())
     return True

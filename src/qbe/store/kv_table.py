@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qbe.errors import QBEError
-from qbe.files import write_text
 from qbe.sites import KV_BITS, KVSite
+from qbe.store.provenance import write_beside
 
 NAME = "kv_sensitivity.json"
 VERSION = 3  # of what is measured; to be raised when pages of the same bits come to hold other numbers
@@ -28,7 +28,7 @@ def write(folder: Path, sites: Sequence[KVSite], about: Mapping[str, Any]) -> No
         for s in sites
     ]  # fmt: skip
     described = {"version": VERSION, "about": dict(about), "heads": heads}
-    write_text(folder / NAME, json.dumps(described, indent=1) + "\n")
+    write_beside(folder, NAME, json.dumps(described, indent=1) + "\n")
 
 
 def outdated(folder: Path) -> bool:

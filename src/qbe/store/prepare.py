@@ -20,12 +20,13 @@ from transformers import PreTrainedConfig
 
 from qbe.errors import QBEError
 from qbe.files import cache_dir, make_folder
+from qbe.hardware import detect
 from qbe.models import LoadedModel, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.gguf_split import READER, part_files
 from qbe.models.load import quiet
 from qbe.sites import SiteTable
-from qbe.store import checkpoint, expert_use, kept, known, kv_table, sensitivity_table, superseded
+from qbe.store import checkpoint, expert_use, kept, known, kv_table, provenance, sensitivity_table, superseded
 from qbe.store.calibrate import WINDOW, beginning, read_tokens
 from qbe.store.draft import writing
 from qbe.store.estimating import ABOUT, count_on_text, estimate_into, estimate_model, write_estimated
@@ -71,6 +72,7 @@ def prepare(
     originals: str | None = None,
     most_bits: int | None = None,
     need_sensitivity: bool = True,
+    trust: bool = False,
     progress: bool = True,
 ) -> PreparedModel:
     """Loads a model and its nested store; makes (and caches) what is missing.
@@ -82,11 +84,16 @@ def prepare(
             nowhere are not even read.
         most_bits: the widest precision of the store that is loaded; None: all of it.
         need_sensitivity: estimate the sensitivities if they are not stored yet and did not come with the package.
+        trust: take the files of a QBE folder as they are, whatever its `provenance.json` says of them.
 
     Raises:
         QBEError: whatever is wrong with the model or its files.
     """
     path, originals = pull(str(name), progress=progress), place_of(originals, device)
+    if trust:
+        provenance.check_trusted(path)
+    else:
+        provenance.check(path, progress=progress)
     for _ in range(3):
         folder = store_folder(str(name), device=device, sensitivity=need_sensitivity, progress=progress)
         with superseded.in_use(folder) as there:
@@ -314,6 +321,7 @@ def quantise_to(
         del loaded
         if measure:
             measure_into(partial, path, name, device, progress=progress)
+        provenance.write(partial, name=name, base=path, profile=detect(device), text=text, progress=progress)
     if keep is not None:
         shutil.rmtree(keep, ignore_errors=True)
     return out

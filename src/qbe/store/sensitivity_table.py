@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qbe.errors import QBEError
-from qbe.files import write_text
 from qbe.sites import TextDifficulty
+from qbe.store.provenance import write_beside
 from qbe.store.sensitivity import Sensitivity
 
 NAME = "sensitivity.json"
@@ -28,13 +28,13 @@ def write(folder: Path, measured: Sensitivity, about: Mapping[str, Any]) -> None
     }
     if measured.text is not None:
         tables["text"] = asdict(measured.text)
-    write_text(folder / NAME, json.dumps(tables, indent=1) + "\n")
+    write_beside(folder, NAME, json.dumps(tables, indent=1) + "\n")
 
 
 def add_text(folder: Path, text: TextDifficulty) -> None:
     """Adds how hard the built-in text is to a table without it. Raises QBEError when the disk refuses."""
     tables = json.loads((folder / NAME).read_text())
-    write_text(folder / NAME, json.dumps({**tables, "text": asdict(text)}, indent=1) + "\n")
+    write_beside(folder, NAME, json.dumps({**tables, "text": asdict(text)}, indent=1) + "\n")
 
 
 def estimated(folder: Path) -> bool:

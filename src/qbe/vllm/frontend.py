@@ -20,7 +20,7 @@ from qbe.errors import QBEError
 from qbe.models.folder_weights import lazy_state_dict
 from qbe.models.load import load_config_and_tokenizer
 from qbe.refresh import thresholds
-from qbe.selection.selector import BlueprintChooser
+from qbe.selection.selector import BlueprintSelector
 from qbe.sites import Role
 from qbe.vllm import metrics, transfer
 from qbe.vllm.blueprint_payload import KEY, BlueprintPayload
@@ -42,7 +42,7 @@ class FrontEnd:
         config, self.tokenizer = load_config_and_tokenizer(model.folder)
         self.model = model
         self.context = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.chooser = make_chooser(model, Analyzer(_embedding(model)), self.context)
+        self.selector = make_selector(model, Analyzer(_embedding(model)), self.context)
 
     def choose(
         self, prompt: Any, asked: RequestOptions, max_tokens: int | None, structured: bool = False
@@ -66,16 +66,16 @@ class FrontEnd:
             token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             text, token_ids = prompt.get("prompt") or str(self.tokenizer.decode(ids)), ids
-        policy = self.chooser.policy(asked.policy)
+        policy = self.selector.policy(asked.policy)
         if policy.reads_prompt or policy.has_routers:
             raise QBEError(f"the policy '{policy.name}' reads what a step computes, which only QBE's own engine has")
-        check_supported(asked.budget, policy, self.chooser)
+        check_supported(asked.budget, policy, self.selector)
         context = len(ids) + (max_tokens if max_tokens is not None else self.context or 0)
         text_ms = (time.perf_counter() - start) * 1e3
         salt = own_salt(prompt.get("cache_salt")).encode()
-        selected = self.chooser.select(policy, text, token_ids, context, asked.budget, ids, salt, structured)
+        selected = self.selector.select(policy, text, token_ids, context, asked.budget, ids, salt, structured)
         blueprint, profile, budget = selected.blueprint, selected.profile, asked.budget
-        self.chooser.began(blueprint, budget, profile.context, ids, salt)
+        self.selector.began(blueprint, budget, profile.context, ids, salt)
         return BlueprintPayload(
             policy=blueprint.policy, asked_policy=asked.policy, weight_bits=bytes(blueprint.weight_bits),
             activation_bits=bytes(blueprint.activation_bits), digest=self.model.table.digest,
@@ -123,11 +123,11 @@ def front_end(model: ServedModel) -> FrontEnd:
         return _front_ends[key]
 
 
-def make_chooser(model: ServedModel, analyzer: Analyzer, context: int | None) -> BlueprintChooser:
-    """Chooser with the default policy: `tiered`, or `uniform` where the folder has no measured sensitivities."""
+def make_selector(model: ServedModel, analyzer: Analyzer, context: int | None) -> BlueprintSelector:
+    """Selector with the default policy: `tiered`, or `uniform` where the folder has no measured sensitivities."""
     name = "tiered" if model.table.measured else "uniform"
     cache = open_cache(None, model.table, model.name)
-    return BlueprintChooser(
+    return BlueprintSelector(
         policies.load(name), name, model.table, analyzer, thresholds.load(model.name), context, cache
     )
 

@@ -18,7 +18,7 @@ from qbe.budget import Budget
 from qbe.compatibility import Situation, check_request
 from qbe.errors import QBEError
 from qbe.policies import Policy
-from qbe.selection.selector import BlueprintChooser
+from qbe.selection.selector import BlueprintSelector
 from qbe.sites import FULL_BITS
 
 PREFIX = "qbe_"
@@ -66,9 +66,9 @@ class RequestOptions:
         return cls(budget, args.get("qbe_policy"), args.get("qbe_text"))
 
 
-def check_supported(budget: Budget, policy: Policy, chooser: BlueprintChooser) -> None:
+def check_supported(budget: Budget, policy: Policy, selector: BlueprintSelector) -> None:
     """Raises QBEError for a budget of which something would do nothing here."""
     situation = Situation(
-        vllm=True, scored=policy.reads_score, thresholds=budget.refresh and chooser.thresholds(budget) is not None
+        vllm=True, scored=policy.reads_score, thresholds=budget.refresh and selector.thresholds(budget) is not None
     )
     check_request(["refresh"] if budget.refresh else [], situation)

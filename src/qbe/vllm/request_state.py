@@ -20,7 +20,7 @@ from qbe.selection.record_builder import (
     query_part,
     tokens_by_activation_bits,
 )
-from qbe.selection.selector import BlueprintChooser
+from qbe.selection.selector import BlueprintSelector
 from qbe.sites import FULL_BITS, SiteTable
 from qbe.store.shared_rows import SharedRow
 from qbe.vllm.blueprint_payload import BlueprintPayload
@@ -89,10 +89,10 @@ class RequestState:
         """Why another blueprint is due, if one is."""
         return None if self.monitor is None else self.monitor.look(self.entropies, self.margins)
 
-    def refresh(self, cause: Cause, chooser: BlueprintChooser, start: int) -> bool:
+    def refresh(self, cause: Cause, selector: BlueprintSelector, start: int) -> bool:
         """Choose again for the tokens from position `start` on; whether that gave another blueprint."""
         payload, before = self.payload, self.history.last
-        profile, blueprint = chooser.select_again(payload.asked_policy, self.profile, payload.as_budget(), cause)
+        profile, blueprint = selector.select_again(payload.asked_policy, self.profile, payload.as_budget(), cause)
         blueprint = blueprint.with_kv_bits((FULL_BITS,) * self.table.layers)
         if blueprint.linear_key == before.linear_key:
             return False

@@ -35,7 +35,7 @@ class PlannedScheduler(Scheduler):
         table = self._model.table
         self._shared = SharedRows(table) if self.vllm_config.quant_config.shared_rows else None
         self._widest = Blueprint.of("widest", table, tuple(s.gears[-1] for s in table.nested))  # of who has no answer
-        self._chooser: Any = None
+        self._selector: Any = None
 
     def add_request(self, request: Any) -> None:
         if request.abort_immediately and not transfer.can_be_rejected(request.kv_transfer_params or {}):
@@ -47,7 +47,7 @@ class PlannedScheduler(Scheduler):
             self._answers[request.request_id] = RequestState(payload, self._model.table, request.arrival_time, monitor)
 
     def _thresholds(self) -> thresholds.Thresholds | None:
-        """As `BlueprintChooser.thresholds`, which the front end has asked."""
+        """As `BlueprintSelector.thresholds`, which the front end has asked."""
         return thresholds.load(self._model.name) or thresholds.of_text(self._model.table.text)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,13 +88,13 @@ class PlannedScheduler(Scheduler):
         answer, request = self._answers.get(request_id), self.requests.get(request_id)
         if answer is None or request is None or (cause := answer.cause()) is None:
             return
-        if self._chooser is None:
-            from qbe.vllm.frontend import make_chooser
+        if self._selector is None:
+            from qbe.vllm.frontend import make_selector
 
-            self._chooser = make_chooser(self._model, Analyzer(), None)
+            self._selector = make_selector(self._model, Analyzer(), None)
         # From the token on that was just written, or from the first that is not on its way; none is after a preemption.
         start = max(request.num_tokens - 1, request.num_computed_tokens)
-        if answer.refresh(cause, self._chooser, start):
+        if answer.refresh(cause, self._selector, start):
             blueprint = answer.history.last
             bits = bytes(blueprint.weight_bits), bytes(blueprint.activation_bits)
             self._refreshed[request_id] = start, blueprint.policy, *bits

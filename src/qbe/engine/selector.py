@@ -27,14 +27,14 @@ from qbe.policies.per_token import TokenRouters
 from qbe.policies.routers import gear_bits
 from qbe.refresh import thresholds
 from qbe.refresh.monitor import Pace
-from qbe.selection.selector import BlueprintChooser
+from qbe.selection.selector import BlueprintSelector
 from qbe.sites import FULL_BITS, SiteTable
 
 Choice = tuple[list[int], Explanation]  # token ids of a prompt and the blueprint for it
 
 
-class Chooser(BlueprintChooser):
-    """Chooses the blueprints of one engine's requests.
+class RequestSelector(BlueprintSelector):
+    """The selector of one engine: it takes requests, whose prompts become tokens first.
 
     Args:
         policy: serves requests that name none.
