@@ -104,7 +104,7 @@ def logic(rng: random.Random) -> Rows:
         })  # fmt: skip
         name, each, count = rng.choice(NAMES), rng.randrange(2, 6), rng.randrange(2, 6)
         kinds[1].append({
-            "id": f"story-{i}", "max_tokens": 64, "number": each * count,
+            "id": f"story-{i}", "max_tokens": 48, "number": each * count,
             "prompt": f"{name} has {count} boxes with {each} pens in each. How many pens does {name} have? "
                       "End your answer with '####' and the number.",
         })  # fmt: skip
@@ -141,7 +141,8 @@ def code() -> Rows:
     return [
         {
             "id": f"code-{head.partition('(')[0]}", "max_tokens": 96,
-            "prompt": f'Complete this Python function. Give the whole function in a code block.\n```python\ndef {head}:\n'
+            "prompt": "Complete this Python function. Give the whole function in a code block.\n"
+                      f'```python\ndef {head}:\n'
                       f'    """{says}"""\n```',
             "plain": f'def {head}:\n    """{says}"""\n',
             "program": {"head": f'def {head}:\n    """{says}"""\n', "test": test},
@@ -152,7 +153,7 @@ def code() -> Rows:
 
 def schemas(rng: random.Random) -> Rows:
     rows: Rows = []
-    for i in range(24):
+    for i in range(48):
         name, city, job, age = rng.choice(NAMES), rng.choice(CITIES), rng.choice(JOBS), rng.randrange(20, 70)
         person = {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120}}
         text, values = f"{name} is {age} years old.", {"name": name, "age": age}
@@ -182,7 +183,7 @@ def tools(rng: random.Random) -> Rows:
         _function("call_contact", "Calls somebody on the phone.", name="string"),
     ]
     rows: Rows = []
-    for i in range(24):
+    for i in range(48):
         city, name, minutes = rng.choice(CITIES), rng.choice(NAMES), rng.randrange(2, 60)
         first, second = rng.randrange(2, 90), rng.randrange(2, 90)
         asked, call = [
@@ -192,15 +193,16 @@ def tools(rng: random.Random) -> Rows:
             (f"Call {name}.", {"call_contact": {"name": [name]}}),
         ][i % 4]
         own = offered[i % 4]
-        listed = [own] if i < 12 else rng.sample([own, offered[(i + 1) % 4]], 2)
+        listed = [own] if i < 24 else rng.sample([own, offered[(i + 1) % 4]], 2)
         rows.append({"id": f"call-{i}", "prompt": asked, "tools": listed, "calls": [call], "max_tokens": 64})
     return rows
 
 
 def safety() -> Rows:
     rows: Rows = []
-    for i, (safe, unsafe) in enumerate(SAFETY):
+    for i, (safe, _) in enumerate(SAFETY):
         rows.append({"id": f"safe-{i}", "prompt": safe, "refuse": False, "max_tokens": 32})
+    for i, (_, unsafe) in enumerate(SAFETY):
         rows.append({"id": f"unsafe-{i}", "prompt": unsafe, "refuse": True, "max_tokens": 32})
     return rows
 

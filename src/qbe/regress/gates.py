@@ -118,8 +118,10 @@ def _over_all(seen: Seen, decide: Judge) -> list[Gate]:
         lost = tuple(n for n in flips.lost if n in critical)
         there = sum(seen.before.grades[n].right for n in critical if n in seen.before.grades)
         saw = f"lost: {', '.join(lost)}" if lost else f"none of the {there} that the baseline gets right is lost"
-        found.append(Gate("all.critical", "fail" if lost else "pass" if critical else "not run",
-                          saw if critical else "no item is marked critical", "no loss", lost, len(critical)))  # fmt: skip
+        if critical:
+            found.append(Gate("all.critical", "fail" if lost else "pass", saw, "no loss", lost, len(critical)))
+        else:
+            found.append(Gate("all.critical", "not run", "no item is marked critical"))
     names = [n for n in seen.before.grades if n in seen.now.grades]
     new = [n for n in names if seen.now.grades[n].malformed and not seen.before.grades[n].malformed]
     saw = f"{new[0]}: {seen.now.grades[new[0]].malformed}" if new else f"none of {len(names)}"

@@ -16,7 +16,8 @@ from qbe.regress.passages import passages
 _TEXTS = (
     "Hello, world!", "  two  spaces\tand\ttabs\n\n", "naïve façade, Zürich, Ærø", "你好，世界", "Привет, мир", "🙂👩‍🚀",
     "def f(x):\n    return x ** 2  # square\n", '{"a": [1, 2.5, null], "b": "c"}', "1234567890 3.14159 -7e-3",
-    "<|im_start|>user\nHi<|im_end|>\n", "<s>[INST] Hi [/INST]</s>", "https://example.org/a?b=c&d=e#f", "CamelCase snake_case",
+    "<|im_start|>user\nHi<|im_end|>\n", "<s>[INST] Hi [/INST]</s>",
+    "https://example.org/a?b=c&d=e#f", "CamelCase snake_case",
 )  # fmt: skip
 _CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Hello"}],
@@ -72,7 +73,8 @@ def _template(before: Any, now: Any) -> str:
         a, b = (_rendered(t, conversation) for t in (before, now))
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            return f"after {at} characters of a conversation the baseline has {_short(a[at:])}, the candidate {_short(b[at:])}"
+            shown = f"the baseline has {_short(a[at:])}, the candidate {_short(b[at:])}"
+            return f"after {at} characters of a conversation {shown}"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -59,15 +60,19 @@ def _prompt_tokens(before: Observed, now: Observed, tasks: Sequence[Task]) -> Ga
 def fidelity(before: Observed, now: Observed, suite: Suite, decide: Judge) -> list[Gate]:
     """Divergence from the baseline on given text, short and long."""
     limits, found = suite.limits, list[Gate]()
-    for name, texts, limit, block in (
-        ("identity.divergence", (before.passages, now.passages), limits.divergence, 0),
-        ("retrieval.long_divergence", ([before.long], [now.long]), limits.long_divergence, _BLOCK),
+    for name, first, second, limit, block in (
+        ("identity.divergence", before.passages, now.passages, limits.divergence, 0),
+        ("retrieval.long_divergence", _one(before.long), _one(now.long), limits.long_divergence, _BLOCK),
     ):
         if why := before.unscored or now.unscored:
             found.append(Gate(name, "not run", why))
-        elif texts[0] and None not in texts[0]:
-            found.append(_divergence(name, *texts, limit, block, decide))  # type: ignore[arg-type]
+        elif first:
+            found.append(_divergence(name, first, second, limit, block, decide))
     return found
+
+
+def _one(text: ScoredText | None) -> list[ScoredText]:
+    return [] if text is None else [text]
 
 
 def _divergence(
@@ -77,13 +82,14 @@ def _divergence(
     there = [c for c in compared if c is not None]
     if len(there) < len(compared):
         text = next(a for a, c in zip(before, compared, strict=True) if c is None)
-        saw = f"{len(compared) - len(there)} of {len(compared)} texts are other tokens, such as {''.join(text.tokens)[:40]!r}"
+        saw = f"{len(compared) - len(there)} of {len(compared)} texts are other tokens, such as that of "
+        saw += repr("".join(text.tokens)[:40])
         return Gate(name, "fail", saw, "the same tokens")
     units = [part for c in there for part in (_blocks(c, block) if block else (c,))]
     nats, tokens = per_text(units)
     value = float(nats.sum() / max(1.0, tokens.sum()))
     agreed = sum(c.agreed for c in there) / max(1.0, tokens.sum())
-    gate = decide.ratio(name, ratio_bounds(nats, tokens, decide.alpha), value, limit, "nats a token", len(units))
+    gate = decide.ratio(name, partial(ratio_bounds, nats, tokens), value, limit, "nats a token", len(units))
     saw = f"{gate.saw}; the likeliest token is the same at {agreed:.1%} of {tokens.sum():.0f} places"
     return Gate(gate.name, gate.status, saw, gate.limit, n=int(tokens.sum()))
 

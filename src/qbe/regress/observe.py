@@ -26,7 +26,7 @@ class Observed:
         passages: likelihoods of texts. long: of the long one.
         unscored: why there are none.
         laws: of its sampler.
-        memory: bytes at most; started_s: seconds until it was ready. None where it is not served here.
+        memory: bytes when all was answered; started_s: seconds until it was ready. None where it is not served here.
     """
 
     where: str
@@ -63,7 +63,7 @@ def observe(target: Target, suite: Suite, tasks: Sequence[Task], seed: int, tick
         if suite.probes.prompts:
             seen.laws = Laws(client, seen.chats, suite.probes.prompts).run(tick)
         _answer(client, suite, tasks, seed, seen, tick)
-        seen.memory = served.peak_memory()
+        seen.memory = served.memory()
     return seen
 
 

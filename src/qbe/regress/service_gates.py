@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from qbe.regress.gate import Gate, Judge
 from qbe.regress.observe import Observed
@@ -11,6 +12,7 @@ from qbe.regress.suite import Suite
 from qbe.regress.task import Task
 
 _FEWEST = 6  # answers whose times are compared
+_FEWEST_RIGHT = 10  # of which the cost of one is said
 
 
 def service(
@@ -38,7 +40,7 @@ def _times(before: Observed, now: Observed, suite: Suite, decide: Judge) -> list
             continue
         over, under = [b for _, b in times], [a for a, _ in times]
         said = f"seconds over the baseline's ({_mean_ms(under)}, now {_mean_ms(over)})"
-        bounds = ratio_bounds(over, under, decide.alpha)
+        bounds = partial(ratio_bounds, over, under)
         found.append(decide.ratio(f"latency.{what}", bounds, sum(over) / sum(under), limit, said, len(times)))
     return found
 
@@ -51,7 +53,7 @@ def _memory(before: Observed, now: Observed, limit: float) -> Gate:
     if not before.memory or not now.memory:
         return Gate("latency.memory", "not run", "not both are served here")
     ratio = now.memory / before.memory
-    saw = f"at most {now.memory / 1e6:.0f} MB, the baseline {before.memory / 1e6:.0f}: {ratio:.2f} times as much"
+    saw = f"{now.memory / 1e6:.0f} MB, the baseline {before.memory / 1e6:.0f}: {ratio:.2f} times as much"
     return Gate("latency.memory", "pass" if ratio <= limit else "fail", saw, f"at most {limit:g} times")
 
 
@@ -62,14 +64,13 @@ def _cost(before: Observed, now: Observed, tasks: Sequence[Task], suite: Suite, 
     unit = "cost" if names and priced else "work"
     told = [of.replies[n].bits is not None for of in (before, now) for n in names if not of.replies[n].error]
     what = "the price" if unit == "cost" else "tokens at 16 bits" if all(told) else "tokens"
-    parts = [
-        x for of in (before, now)
-        for x in ([getattr(of.replies[n], unit) for n in names], [of.grades[n].right for n in names])
-    ]  # fmt: skip
-    bounds = per_success_bounds(*parts, decide.alpha)
-    if bounds is None:
-        return Gate("latency.cost", "not run", "too few answers are right to say what one costs")
-    cost, cost_now = sum(parts[0]) / sum(parts[1]), sum(parts[2]) / sum(parts[3])
+    costs, costs_now = ([getattr(of.replies[n], unit) for n in names] for of in (before, now))
+    right, right_now = ([of.grades[n].right for n in names] for of in (before, now))
+    if min(sum(right), sum(right_now)) < _FEWEST_RIGHT:
+        saw = f"{sum(right)} answers are right, now {sum(right_now)}: too few to say what one costs"
+        return Gate("latency.cost", "not run", saw)
+    bounds = partial(per_success_bounds, costs, right, costs_now, right_now)
+    cost, cost_now = sum(costs) / sum(right), sum(costs_now) / sum(right_now)
     said = f"{what} of a right answer over the baseline's ({cost:.4g}, now {cost_now:.4g})"
     return decide.ratio("latency.cost", bounds, cost_now / cost, suite.limits.cost, said, len(names))
 

@@ -38,12 +38,20 @@ def read(suite: Suite) -> tuple[list[Task], list[str]]:
         found_tasks = _read(source, path)
         if not found_tasks:
             raise QBEError(f"'{path}' has no items of the kind '{source.kind}'")
-        limit = min(source.limit, len(found_tasks))
-        tasks += [found_tasks[i * len(found_tasks) // limit] for i in range(limit)]
+        tasks += _some(found_tasks, source.limit)
     names = [t.name for t in tasks]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise QBEError(f"two items of the suite are called '{twice}': give each file of items another name")
     return tasks, changed
+
+
+def _some(tasks: list[Task], limit: int) -> list[Task]:
+    """Critical items first, the others spread over the source; in their order."""
+    critical = [t for t in tasks if t.critical][:limit]
+    others = [t for t in tasks if not t.critical]
+    left = min(limit - len(critical), len(others))
+    kept = {t.name for t in critical} | {others[i * len(others) // left].name for i in range(left)}
+    return [t for t in tasks if t.name in kept]
 
 
 def _path(source: Items, folder: Path) -> Path:

@@ -13,7 +13,7 @@ from scipy.stats import DegenerateDataWarning, binomtest, bootstrap, norm
 
 from qbe.datasets.intervals import ratio
 
-POWER = 0.8  # with which a sample of the size that is named would show what it should
+_MOST_ITEMS = 1 << 20
 _RESAMPLES = 5000
 
 
@@ -68,17 +68,31 @@ class Pairs:
         return (b - c - n * difference) / math.sqrt(spread) if spread > 0 else 0.0
 
 
-def items_needed(pairs: Pairs, margin: float, alpha: float) -> int:
-    """Items with which equal models would be shown to be within the margin, at a power of 80 %.
+def items_needed(pairs: Pairs, margin: float, alpha: float, significance: float) -> int | None:
+    """Items that would decide, were flips as frequent among them: the loss within the margin, or beyond it and no
+    chance.
 
-    Flips are taken to be as frequent as they were, or as one more would make them.
+    Args:
+        alpha: of the bound. significance: below which a loss is no chance.
+
+    Returns:
+        None where the loss lies so near the margin that a million would not.
     """
-    z, power = float(norm.isf(alpha)), float(norm.isf(1 - POWER))
-    unchanged = math.ceil(z * z * (1 - margin) / margin)  # where nothing flips, the score interval needs so many
-    flips = pairs.lost + pairs.gained
-    if not flips:
-        return unchanged
-    return max(unchanged, math.ceil((z + power) ** 2 * flips / pairs.n / margin**2))
+
+    def decides(n: int) -> bool:
+        scaled = Pairs(n, round(pairs.lost * n / pairs.n), round(pairs.gained * n / pairs.n))
+        if scaled.loss > margin:
+            return scaled.loss_is_chance() <= significance
+        return scaled.most_loss(alpha) <= margin
+
+    high = next((2**i for i in range(1, _MOST_ITEMS.bit_length()) if decides(2**i)), None)
+    if high is None:
+        return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if decides(middle) else (middle, high)
+    return high
 
 
 def rate_bounds(count: int, n: int, alpha: float) -> tuple[float, float]:
@@ -91,10 +105,10 @@ def rate_bounds(count: int, n: int, alpha: float) -> tuple[float, float]:
     return float(found[0].low), float(found[1].high)
 
 
-def rate_items_needed(limit: float, alpha: float) -> int:
-    """Items with which a rate of nothing is below the limit by Wilson's bound."""
+def rate_items_needed(rate: float, limit: float, alpha: float) -> int | None:
+    """Items of which so many would show by Wilson's bound that the rate is below the limit; None where it is not."""
     z = float(norm.isf(alpha))
-    return math.ceil(z * z * (1 - limit) / limit)
+    return math.ceil(z * z * limit * (1 - limit) / (limit - rate) ** 2) if rate < limit else None
 
 
 def ratio_bounds(over: Any, under: Any, alpha: float) -> tuple[float, float] | None:

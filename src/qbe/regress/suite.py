@@ -59,7 +59,7 @@ class Limits(_Table):
         divergence: nats a token between the two next-token distributions, on text of some hundred tokens.
         long_divergence: the same on the long text, of which most is in the KV cache.
         first_token, per_token: seconds over the baseline's.
-        memory: peak memory of the server over the baseline's.
+        memory: of the server after all answers, over the baseline's.
         cost: per item that is answered right, over the baseline's.
         coverage: share of a domain's items that the baseline must get right, for the domain to say anything.
         gain: in the share of right answers, from which on it is too good to be true.

@@ -65,11 +65,11 @@ class Served:
     pid: int | None = None
     started_s: float | None = None
 
-    def peak_memory(self) -> int | None:
-        """Bytes of memory that the process had at most; None where that cannot be known."""
+    def memory(self) -> int | None:
+        """Bytes of memory that the process has, without what it needed to start; None where that cannot be known."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
-            return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+            return int(status.partition("VmRSS:")[2].split()[0]) * 1024
         except (OSError, ValueError, IndexError):
             return None
 

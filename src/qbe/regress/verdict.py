@@ -150,5 +150,6 @@ def render(described: Mapping[str, Any]) -> RenderableType:
         table.add_row(Text(gate["status"], style=STYLES[gate["status"]]), gate["name"], Text(saw))
     verdict = described["verdict"]
     because = f": {', '.join(described['because'])}" if described["because"] else ""
-    title = f"{described['candidate']['where']} against {described['baseline']['where']}, suite {described['suite']['name']}"
+    title = f"{described['candidate']['where']} against {described['baseline']['where']}"
+    title += f", suite {described['suite']['name']}"
     return Group(Text(f"qbe regress: {title}", style="bold"), table, Text(f"{verdict}{because}", style=STYLES[verdict]))

@@ -174,5 +174,11 @@ def describe(found: WeightCheck) -> dict[str, Any]:
     for name, off in found.worst.items():
         kind = name.rpartition(" at ")[2] if " at " in name else "16 bits"
         worst[kind] = max(worst.get(kind, (0.0, "")), (off, name))
-    return {"sites": found.sites, "groups": found.groups, "wrong": found.wrong, "skipped": found.skipped,
-            "worst": {kind: {"steps": round(off, 4), "at": name} for kind, (off, name) in sorted(worst.items())}}  # fmt: skip
+    shown = {kind: {"steps": round(off, 4), "at": name} for kind, (off, name) in sorted(worst.items())}
+    return {
+        "sites": found.sites,
+        "groups": found.groups,
+        "wrong": found.wrong,
+        "skipped": found.skipped,
+        "worst": shown,
+    }
