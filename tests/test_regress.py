@@ -28,7 +28,7 @@ from qbe.regress.sources import read
 from qbe.regress.statistics import Pairs, items_needed, per_success_bounds, rate_bounds, ratio_bounds
 from qbe.regress.suite import load
 from qbe.regress.task import of_row
-from regress_samples import write_suite
+from regress_samples import rows, write_suite
 from server_process import save_tiny
 
 ALPHA = 0.05
@@ -207,8 +207,9 @@ def test_wrong_suites_are_one_line(tmp_path: Path) -> None:
 
 def test_public_data_is_read_as_it_is_published(tmp_path: Path) -> None:
     (tmp_path / "bfcl").mkdir()
-    question = {"id": "s0", "question": [[{"role": "user", "content": "Add 1 and 2"}]],
-                "function": [{"name": "add", "parameters": {"type": "dict", "properties": {"a": {"type": "float"}}}}]}  # fmt: skip
+    parameters = {"type": "dict", "properties": {"a": {"type": "float"}}}
+    question = {"id": "s0", "question": [[{"role": "user", "content": "Add 1 and 2"}]]}
+    question |= {"function": [{"name": "add", "parameters": parameters}]}
     (tmp_path / "bfcl/BFCL_v4_simple_python.jsonl").write_text(json.dumps(question) + "\n")
     answer = {"id": "s0", "ground_truth": [{"add": {"a": [1.0]}}]}
     (tmp_path / "bfcl/BFCL_v4_simple_python.answers.jsonl").write_text(json.dumps(answer) + "\n")
@@ -243,7 +244,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_passes_an_identical_folder_and_names_what_another_broke(plain: Path, tmp_path: Path) -> None:
-    suite = write_suite(tmp_path / "suite")
+    suite = write_suite(tmp_path / "suite", passages=1, long=300, prompts=1, items=rows(16, tokens=4))
     asked = ("regress", "--baseline", str(plain), "--suite", str(suite), "--bits", "16", "--json")
     done = qbe(*asked, "--candidate", str(plain), "-o", str(tmp_path / "same"), home=tmp_path)
     assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
@@ -251,10 +252,10 @@ def test_the_command_passes_an_identical_folder_and_names_what_another_broke(pla
     assert described["verdict"] == "pass"
     assert described["because"] == []
     assert described["baseline"]["digest"] == described["candidate"]["digest"]
-    assert described["identical_answers"]["same"] == described["identical_answers"]["of"] == 28
+    assert described["identical_answers"]["same"] == described["identical_answers"]["of"] == 20
     assert described == json.loads((tmp_path / "same/verdict.json").read_text())
     items = [json.loads(line) for line in (tmp_path / "same/items.jsonl").read_text().splitlines()]
-    assert len(items) == 28
+    assert len(items) == 20
     assert {"item", "flip", "baseline", "candidate"} <= items[0].keys()
 
     broken = save_tiny(tmp_path / "broken")

@@ -76,10 +76,10 @@ def test_eight_bits_pass(server: Running, folder: Path) -> None:
 
 
 def attentive_engine() -> Engine:
-    """Of the tiny model, whose tokens care for what attention brings them."""
+    """Of the tiny model, with sharp attention and sharp distributions, as trained models have them."""
     model, tokenizer = tiny_parts()
     for name, weight in model.named_parameters():
-        weight.mul_(4.0 if "o_proj" in name or "v_proj" in name else 1.0)
+        weight.mul_(4.0 if "q_proj" in name else 12.0 if "lm_head" in name else 1.0)
     return Engine(model, tokenizer=tokenizer, policy="uniform", records=False, max_sequences=4)
 
 
@@ -182,11 +182,11 @@ def test_a_server_that_runs_past_the_end_is_found(
 
 def test_equal_models_with_other_seeds_are_not_accused(server: Running, folder: Path) -> None:
     """Twenty pairs, drawn at temperature 1: one accusation at most."""
-    suite = load(write_suite(folder / "seeds", passages=0, long=0, prompts=0, items=rows(40, tokens=6)))
+    suite = load(write_suite(folder / "seeds", passages=0, long=0, prompts=0, items=rows(30, tokens=4)))
     tasks = [t for t in read(suite)[0] if t.domain == "logic"]
     drawn = suite.model_copy(update={"sampling": suite.sampling.model_copy(update={"temperature": 1.0})})
     target = Target(server.url, request=FULL)
-    seen = [observe(target, drawn, tasks, 1000 * i, lambda: None) for i in range(10)]
+    seen = [observe(target, drawn, tasks, 1000 * i, lambda: None) for i in range(7)]
     pairs = [(a, b) for i, a in enumerate(seen) for b in seen[:i]][:20]
     accused = 0
     for before, now in pairs:
