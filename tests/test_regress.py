@@ -163,7 +163,7 @@ def test_the_built_in_suites_are_whole(quick: bool) -> None:
     tasks, changed = read(suite)
     assert not changed
     assert {t.domain for t in tasks} == {"logic", "schema", "tools", "retrieval", "safety"}
-    assert sum(t.critical for t in tasks) == 6
+    assert sum(t.critical for t in tasks) == 4
     for domain in {t.domain for t in tasks} - {"safety"}:
         count = sum(t.domain == domain for t in tasks)
         assert Pairs(count, 0, 0).most_loss(suite.alpha) <= suite.margins[domain], "the margin can be shown"  # type: ignore[index]
