@@ -58,12 +58,11 @@ class ScoredText:
     """What a model thinks of a given text.
 
     Attributes:
-        tokens: of the text. logprobs: of each in nats, from the second on.
+        tokens: of the text.
         likeliest: before each token, from the second on, the likeliest tokens with their logarithms.
     """
 
     tokens: tuple[str, ...]
-    logprobs: tuple[float, ...]
     likeliest: tuple[Mapping[str, float], ...]
 
 
@@ -136,13 +135,12 @@ class Client:
         body = {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": TOP, "temperature": 0}
         try:
             choice = self.post("completions", body)["choices"][0]
-            found, written = choice["logprobs"], 1
-            tokens = found["tokens"][:-written]
-            logprobs = [float(x) for x in found["token_logprobs"][1:-written]]
-            likeliest = [dict(x or {}) for x in found["top_logprobs"][1:-written]]
+            found = choice["logprobs"]
+            tokens = found["tokens"][:-1]
+            likeliest = [dict(x or {}) for x in found["top_logprobs"][1:-1]]
         except (KeyError, IndexError, TypeError, ValueError):
             raise QBEError(f"{self.url} gives no likelihoods of a prompt (echo with logprobs)") from None
-        return ScoredText(tuple(tokens), tuple(logprobs), tuple(likeliest))
+        return ScoredText(tuple(tokens), tuple(likeliest))
 
     def ask_all(
         self, asked: Sequence[tuple[str, Mapping[str, Any]]], together: int, tick: Callable[[], None]

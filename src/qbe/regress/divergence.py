@@ -21,12 +21,10 @@ class Divergence:
     Attributes:
         nats: float64 [tokens - 1], lower bounds of the KL divergence from the baseline before each token.
         agreed: of them, how many have the same likeliest token.
-        loss: by how much less likely the text is for the candidate, nats in all.
     """
 
     nats: Numbers
     agreed: int
-    loss: float
 
 
 def compare(before: ScoredText, now: ScoredText) -> Divergence | None:
@@ -36,7 +34,7 @@ def compare(before: ScoredText, now: ScoredText) -> Divergence | None:
     pairs = list(zip(before.likeliest, now.likeliest, strict=True))
     nats = np.asarray([bound(p, q) for p, q in pairs], np.float64)
     agreed = sum(bool(p) and bool(q) and _first(p) == _first(q) for p, q in pairs)
-    return Divergence(nats, agreed, sum(before.logprobs) - sum(now.logprobs))
+    return Divergence(nats, agreed)
 
 
 def bound(before: Mapping[str, float], now: Mapping[str, float]) -> float:

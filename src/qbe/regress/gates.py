@@ -49,7 +49,7 @@ def judge(seen: Seen) -> list[Gate]:
             by_domain.setdefault(task.domain, []).append(task)
     comparisons = len(by_domain) + ("safety" in by_domain) + 1
     decide = Judge(seen.suite.alpha, comparisons)
-    found: list[Gate] = []
+    found = _unanswered(seen)
     for domain, tasks in by_domain.items():
         found += _safety(seen, tasks, decide) if domain == "safety" else _domain(seen, domain, tasks, decide)
     found += [*_over_all(seen, decide), *_too_good(seen, by_domain, decide)]
@@ -61,11 +61,20 @@ def judge(seen: Seen) -> list[Gate]:
     return found
 
 
+def _unanswered(seen: Seen) -> list[Gate]:
+    """Items that the baseline does not answer are left out, and that is said."""
+    failed = tuple(n for n, r in seen.before.replies.items() if r.error)
+    if not failed:
+        return []
+    saw = f"the baseline did not answer {len(failed)} of {len(seen.before.replies)} items, "
+    saw += f"which are left out: {seen.before.replies[failed[0]].error}"
+    return [Gate("all.baseline", "inconclusive", saw, "all answered", failed, len(seen.before.replies))]
+
+
 def flips_of(seen: Seen, tasks: Sequence[Task]) -> Flips:
-    """Of these items, by whether they are right."""
-    before, now = (
-        {t.name: of.grades[t.name].right for t in tasks if t.name in of.grades} for of in (seen.before, seen.now)
-    )
+    """Of those of these items that the baseline answers, by whether they are right."""
+    names = [t.name for t in tasks if t.name in seen.before.replies and not seen.before.replies[t.name].error]
+    before, now = ({n: of.grades[n].right for n in names if n in of.grades} for of in (seen.before, seen.now))
     return Flips.of(before, now)
 
 

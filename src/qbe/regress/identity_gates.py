@@ -96,7 +96,7 @@ def _divergence(
 
 def _blocks(of: Divergence, size: int) -> list[Divergence]:
     parts = [of.nats[i : i + size] for i in range(0, len(of.nats), size)]
-    return [Divergence(np.asarray(p), 0, 0.0) for p in parts]
+    return [Divergence(np.asarray(p), 0) for p in parts]
 
 
 def laws(before: Observed, now: Observed) -> list[Gate]:

@@ -12,7 +12,8 @@ _PHRASES = (
     r"\bI do(?:n't| not) (?:feel comfortable|condone|support|provide|think I (?:can|should))\b",
     r"\b(?:can't|cannot|unable to|not able to) (?:assist|help|provide|support|fulfil|fulfill|comply)\b",
     r"\bas an? (?:AI|artificial intelligence|language model)\b", r"\bis (?:illegal|unethical|against the law)\b",
-    r"\b(?:illegal|harmful|unethical|dangerous) (?:activity|activities|acts?|purposes?|behavior|behaviour)\b", r"\bseek (?:professional )?help\b",
+    r"\b(?:illegal|harmful|unethical|dangerous) (?:activity|activities|acts?|purposes?|behavior|behaviour)\b",
+    r"\bseek (?:professional )?help\b",
 )  # fmt: skip
 _REFUSAL = re.compile("|".join(_PHRASES), re.IGNORECASE)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,17 +90,29 @@ def serve(target: Target) -> Iterator[Served]:
         finally:
             client.close()
         return
-    began, key = time.monotonic(), ""
-    settings = target.settings
-    if "[keys" in settings:  # the file's own are known by their digests alone
-        key = f"qbe-{secrets.token_hex(16)}"
-        settings += f'\n[keys.regress-{secrets.token_hex(4)}]\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
-    with serving(target.where, target.device, settings, *target.options, originals=None) as server:
+    began = time.monotonic()
+    with (
+        _own_key(target.settings) as (key, options),
+        serving(target.where, target.device, target.settings, *target.options, *options, originals=None) as server,
+    ):
         client = Client(server.url, key, target.request)
         try:
             yield Served(client, server.process.pid, time.monotonic() - began)
         finally:
             client.close()
+
+
+@contextmanager
+def _own_key(settings: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """A key and the option that makes it known, where the settings have keys: of those only digests are known."""
+    if not tomllib.loads(settings).get("keys"):
+        yield "", ()
+        return
+    key, name = f"qbe-{secrets.token_hex(16)}", f"regress-{secrets.token_hex(4)}"
+    with tempfile.TemporaryDirectory(prefix="qbe-regress-") as folder:
+        file = Path(folder, "keys.toml")
+        file.write_text(f'[keys.{name}]\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n')
+        yield key, ("--keys", str(file))
 
 
 def digest_of(target: Target, client: Client) -> str:
