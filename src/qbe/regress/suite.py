@@ -68,7 +68,7 @@ class Limits(_Table):
 
     flips: Share = 0.1
     divergence: Annotated[float, Field(gt=0)] = 0.05
-    long_divergence: Annotated[float, Field(gt=0)] = 0.05
+    long_divergence: Annotated[float, Field(gt=0)] = 0.03
     first_token: Factor = 2.0
     per_token: Factor = 2.0
     memory: Factor = 1.25
