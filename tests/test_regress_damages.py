@@ -18,6 +18,7 @@ from qbe.engine.engine import Engine
 from qbe.regress import identity, weights
 from qbe.regress.gate import Gate
 from qbe.regress.gates import Seen, judge
+from qbe.regress.identity_gates import weights as gates_of
 from qbe.regress.observe import Observed, observe
 from qbe.regress.run import Outcome, Regression
 from qbe.regress.sources import read
@@ -262,6 +263,7 @@ def check(candidate: Path, store: Path, baseline: Path) -> weights.WeightCheck:
 def test_weights_of_a_store_are_right(plain: Path, store: Path) -> None:
     found = check(store, store, plain)
     assert not found.wrong
+    assert statuses(gates_of(found), "pass") == {"weights.codes", "weights.checkpoint"}
     assert not found.skipped
     assert found.sites == 15
     assert max(found.worst.values()) < 0.8
@@ -282,6 +284,8 @@ def test_one_layer_at_two_bits_is_found(plain: Path, tmp_path: Path) -> None:
     found = check(damaged, stored, plain)
     assert len(found.wrong) == 1
     assert found.wrong[0].startswith(f"{name} in 16 bits")
+    assert statuses(gates_of(found), "fail") == {"weights.checkpoint"}
+    assert name in gate(gates_of(found), "weights.checkpoint").saw
 
 
 def test_the_scale_of_one_group_is_found(plain: Path, store: Path, tmp_path: Path) -> None:
@@ -295,6 +299,7 @@ def test_the_scale_of_one_group_is_found(plain: Path, store: Path, tmp_path: Pat
     assert found.wrong
     assert all(line.startswith("model.layers.0.self_attn.q_proj at ") for line in found.wrong)
     assert "output 3 group 1" in found.wrong[-1]
+    assert statuses(gates_of(found), "fail") == {"weights.codes"}
 
 
 def test_tokenizer_template_stop_tokens_and_defaults_are_compared(plain: Path, tmp_path: Path) -> None:
