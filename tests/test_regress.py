@@ -17,16 +17,20 @@ import pytest
 
 from cli_process import qbe, refused
 from qbe import QBEError
+from qbe.engine.engine import Engine
 from qbe.regress.client import Reply
 from qbe.regress.grading import call_grader, malformed, schema_grader
 from qbe.regress.needles import needles
 from qbe.regress.refusals import refuses
+from qbe.regress.run import Regression
 from qbe.regress.sources import read
 from qbe.regress.statistics import Pairs
 from qbe.regress.suite import load
+from qbe.regress.target import Target
 from qbe.regress.task import of_row
 from regress_samples import rows, write_suite
 from server_process import save_tiny
+from server_running import running, tiny_parts
 
 
 def test_replies_are_graded() -> None:
@@ -289,3 +293,26 @@ def test_too_few_items_are_inconclusive(others: tuple[str, str], tmp_path: Path)
     loss = next(g for g in described["gates"] if g["name"] == "logic.loss")
     assert loss["status"] == "inconclusive"
     assert loss["n"] == 5 < loss["needed"]
+
+
+def bare_engine() -> Engine:
+    """Of a model without a chat template."""
+    model, tokenizer = tiny_parts()
+    tokenizer.chat_template = None
+    return Engine(model, tokenizer=tokenizer, policy="uniform", records=False, max_sequences=4)
+
+
+def test_a_model_without_a_chat_template_is_asked_in_plain_text(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "call", "prompt": "Call f.", "tools": [tool], "calls": [{"f": {}}]}
+    suite = write_suite(tmp_path / "suite", passages=1, long=0, items=rows(26, tokens=4))
+    (tmp_path / "suite/calls.jsonl").write_text(json.dumps(call) + "\n")
+    more = '\n[[items]]\ndomain = "tools"\nkind = "rows"\npath = "calls.jsonl"\n'
+    suite.write_text(suite.read_text().replace("[margins]", "[margins]\ntools = 0.5") + more)
+    with running(bare_engine) as server:
+        target = Target(server.url, request={"qbe": {"bits": 16, "kv_bits": 16}})
+        outcome = Regression(target, target, load(suite)).run()
+    assert outcome.verdict == "pass", [g for g in outcome.gates if g.status not in ("pass", "not run")]
+    assert not outcome.seen.now.chats
+    found = next(g for g in outcome.gates if g.name == "tools.loss")
+    assert (found.status, "without a chat template" in found.saw) == ("not run", True)

@@ -115,7 +115,7 @@ class Client:
                     return Reply(error=f"HTTP {answer.status_code}: {_message(answer.read())}")
                 for event in _events(answer.iter_lines()):
                     reading.take(event)
-        except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             return Reply(error=_said(error))
         return reading.reply()
 
@@ -138,7 +138,7 @@ class Client:
             found = choice["logprobs"]
             tokens = found["tokens"][:-1]
             likeliest = [dict(x or {}) for x in found["top_logprobs"][1:-1]]
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise QBEError(f"{self.url} gives no likelihoods of a prompt (echo with logprobs)") from None
         return ScoredText(tuple(tokens), tuple(likeliest))
 
