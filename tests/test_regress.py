@@ -19,13 +19,15 @@ from cli_process import qbe, refused
 from qbe import QBEError
 from qbe.engine.engine import Engine
 from qbe.regress.client import Reply
+from qbe.regress.gates import Seen, judge
 from qbe.regress.grading import call_grader, malformed, schema_grader
 from qbe.regress.needles import needles
+from qbe.regress.observe import Observed
 from qbe.regress.refusals import refuses
 from qbe.regress.run import Regression
 from qbe.regress.sources import read
 from qbe.regress.statistics import Pairs
-from qbe.regress.suite import load
+from qbe.regress.suite import Limits, Suite, load
 from qbe.regress.target import Target
 from qbe.regress.task import of_row
 from regress_samples import rows, write_suite
@@ -293,6 +295,23 @@ def test_too_few_items_are_inconclusive(others: tuple[str, str], tmp_path: Path)
     loss = next(g for g in described["gates"] if g["name"] == "logic.loss")
     assert loss["status"] == "inconclusive"
     assert loss["n"] == 5 < loss["needed"]
+
+
+def test_what_the_baseline_does_not_answer_is_left_out_and_said() -> None:
+    tasks = [of_row({"id": i, "prompt": "x", "contains": "a"}, "own", None, "rows") for i in range(60)]
+    names = [t.name for t in tasks]
+    suite = Suite(margins={"own": 0.1}, limits=Limits(coverage=0))
+
+    def judged(error: str) -> dict[str, str]:
+        replies = {n: Reply("a", finish="stop") for n in names} | {names[0]: Reply(error=error)}
+        grades = {t.name: t.grade(replies[t.name]) for t in tasks}
+        before, now = (Observed("x", replies=dict(replies), grades=dict(grades)) for _ in range(2))
+        return {g.name: g.status for g in judge(Seen(suite, tasks, before, now))}
+
+    refused_one, lost = judged("HTTP 400: no such schema"), judged("ReadTimeout")
+    assert (refused_one["all.baseline"], lost["all.baseline"]) == ("not run", "inconclusive")
+    for states in (refused_one, lost):
+        assert states["own.loss"] == states["runtime.load"] == states["all.malformed"] == "pass"
 
 
 def bare_engine() -> Engine:

@@ -48,6 +48,11 @@ class Reply:
     valid: bool | None = None
 
     @property
+    def refused(self) -> bool:
+        """Whether the server takes no such request, so that asking again would change nothing."""
+        return self.error.startswith(("HTTP 400", "HTTP 404", "HTTP 413", "HTTP 422"))
+
+    @property
     def said(self) -> str:
         """Text and calls, to be shown and compared."""
         return self.text + "".join(f"{name}({arguments})" for name, arguments in self.calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from qbe.regress.gate import Flips, Gate, Judge
+from qbe.regress.gate import Flips, Gate, Judge, Status
 from qbe.regress.identity import Difference
 from qbe.regress.identity_gates import fidelity, identity, laws, weights
 from qbe.regress.observe import Observed
@@ -62,13 +62,16 @@ def judge(seen: Seen) -> list[Gate]:
 
 
 def _unanswered(seen: Seen) -> list[Gate]:
-    """Items that the baseline does not answer are left out, and that is said."""
+    """Items that the baseline does not answer are left out, and that is said. A schema that its server refuses is no
+    failure; a request that was lost is.
+    """
     failed = tuple(n for n, r in seen.before.replies.items() if r.error)
     if not failed:
         return []
     saw = f"the baseline did not answer {len(failed)} of {len(seen.before.replies)} items, "
     saw += f"which are left out: {seen.before.replies[failed[0]].error}"
-    return [Gate("all.baseline", "inconclusive", saw, "all answered", failed, len(seen.before.replies))]
+    status: Status = "not run" if all(seen.before.replies[n].refused for n in failed) else "inconclusive"
+    return [Gate("all.baseline", status, saw, "all answered", failed, len(seen.before.replies))]
 
 
 def flips_of(seen: Seen, tasks: Sequence[Task]) -> Flips:

@@ -20,7 +20,7 @@ def service(
 ) -> list[Gate]:  # fmt: skip
     """All of them."""
     return [*_times(before, now, suite, decide), _memory(before, now, suite.limits.memory),
-            _cost(before, now, tasks, suite, decide), *_runtime(now, suite, slow)]  # fmt: skip
+            _cost(before, now, tasks, suite, decide), *_runtime(before, now, suite, slow)]  # fmt: skip
 
 
 def _times(before: Observed, now: Observed, suite: Suite, decide: Judge) -> list[Gate]:
@@ -69,14 +69,17 @@ def _cost(before: Observed, now: Observed, tasks: Sequence[Task], suite: Suite, 
     if min(sum(right), sum(right_now)) < _FEWEST_RIGHT:
         saw = f"{sum(right)} answers are right, now {sum(right_now)}: too few to say what one costs"
         return Gate("latency.cost", "not run", saw)
+    if not sum(costs):
+        return Gate("latency.cost", "not run", "the baseline's server counts no tokens")
     bounds = partial(per_success_bounds, costs, right, costs_now, right_now)
     cost, cost_now = sum(costs) / sum(right), sum(costs_now) / sum(right_now)
     said = f"{what} of a right answer over the baseline's ({cost:.4g}, now {cost_now:.4g})"
     return decide.ratio("latency.cost", bounds, cost_now / cost, suite.limits.cost, said, len(names))
 
 
-def _runtime(now: Observed, suite: Suite, slow: str) -> list[Gate]:
-    failed = [n for n, r in now.replies.items() if r.error]
+def _runtime(before: Observed, now: Observed, suite: Suite, slow: str) -> list[Gate]:
+    known = {n for n, r in before.replies.items() if r.error}  # what the baseline cannot answer, either
+    failed = [n for n, r in now.replies.items() if r.error and n not in known]
     saw = f"{len(now.replies)} requests, {suite.together} at once, were answered"
     if failed:
         saw = f"{len(failed)} of {len(now.replies)} requests were not answered: {now.replies[failed[0]].error}"
