@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ import torch
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
+from qbe.datasets.function_calls import Expected, first_accepted, graded, schema_of
 from qbe.datasets.intervals import interval
 from qbe.datasets.items import encode as encode_item
 from qbe.datasets.items import read_training
@@ -53,9 +53,7 @@ from qbe.sites import FULL_BITS
 from qbe.store.sensitivity import divergence_of_rows
 
 FILES = ("BFCL_v4_simple_python", "BFCL_v4_multiple")
-KINDS = {"dict": "object", "float": "number", "tuple": "array"}
 MOST_TOKENS, TOGETHER = 96, 8
-Expected = dict[str, dict[str, list[Any]]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Question:
     def call(self) -> str:
         """The expected call with the first accepted value of every argument that must be there."""
         ((name, arguments),) = self.expected.items()
-        values = {key: _first(accepted[0]) for key, accepted in arguments.items() if "" not in accepted}
+        values = {key: first_accepted(accepted[0]) for key, accepted in arguments.items() if "" not in accepted}
         return f"{OPEN}{json.dumps(name)}{ARGUMENTS}{json.dumps(values)}{CLOSE}"
 
 
@@ -88,68 +86,13 @@ def questions(folder: Path, limit: int) -> list[Question]:
 
 
 def _body(row: dict[str, Any]) -> ChatRequest:
-    functions = [{**f, "parameters": _schema(f["parameters"])} for f in row["function"]]
+    functions = [{**f, "parameters": schema_of(f["parameters"])} for f in row["function"]]
     return ChatRequest(
         messages=row["question"][0],
         tools=[{"type": "function", "function": f} for f in functions],  # type: ignore[list-item]
         tool_choice="required",
         parallel_tool_calls=False,
     )
-
-
-def _schema(given: Any) -> Any:
-    """BFCL's types are Python's."""
-    if isinstance(given, list):
-        return [_schema(v) for v in given]
-    if not isinstance(given, dict):
-        return given
-    found = {k: _schema(v) for k, v in given.items() if k != "optional"}
-    if isinstance(kind := given.get("type"), str):
-        found["type"] = KINDS.get(kind, kind)
-        if kind == "any":
-            del found["type"]
-    return found
-
-
-def _first(value: Any) -> Any:
-    """Accepted objects hold lists of accepted values, too."""
-    if isinstance(value, dict):
-        return {k: _first(v[0]) for k, v in value.items() if "" not in v}
-    return value
-
-
-def graded(text: str, expected: Expected) -> tuple[bool, bool]:
-    """Whether the first call in an answer has the right name, and right arguments, too."""
-    found = re.search(r'\{\s*"name".*', text, re.DOTALL)
-    try:
-        call, _ = json.JSONDecoder().raw_decode(found[0] if found else "")
-        name, arguments = call["name"], call["arguments"]
-    except (ValueError, KeyError, TypeError):
-        return False, False
-    if name not in expected:
-        return False, False
-    return True, isinstance(arguments, dict) and _accepted(arguments, expected[name])
-
-
-def _accepted(arguments: dict[str, Any], expected: dict[str, list[Any]]) -> bool:
-    there = all(key in arguments or "" in accepted for key, accepted in expected.items())
-    return there and all(
-        key in expected and any(_same(value, a) for a in expected[key]) for key, value in arguments.items()
-    )
-
-
-def _same(value: Any, accepted: Any) -> bool:
-    if isinstance(value, str) and isinstance(accepted, str):
-        return _plain(value) == _plain(accepted)
-    if isinstance(value, dict) and isinstance(accepted, dict):
-        return _accepted(value, accepted)
-    if isinstance(value, list) and isinstance(accepted, list):
-        return len(value) == len(accepted) and all(map(_same, value, accepted))
-    return bool(value == accepted) and isinstance(value, bool) == isinstance(accepted, bool)
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[ ,./\-_*^'\"]", "", text).lower()
 
 
 class Model:

@@ -1,15 +1,13 @@
-"""How `benchmarks/tool_calls.py` grades a call, and what it makes of BFCL's functions."""
+"""How a call of the Berkeley Function-Calling Leaderboard is graded, and what its functions become."""
 
 from __future__ import annotations
 
 import json
-import runpy
-from pathlib import Path
 
 import pytest
 
-pytest.importorskip("llguidance", reason="the server's extra is not installed")
-benchmark = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/tool_calls.py"))
+from qbe.datasets.function_calls import graded, schema_of
+
 EXPECTED = {"f": {"city": ["New York", "NYC"], "count": [3], "sure": ["", True], "box": [{"w": [1], "h": ["", 2]}]}}
 
 
@@ -27,16 +25,16 @@ EXPECTED = {"f": {"city": ["New York", "NYC"], "count": [3], "sure": ["", True],
 )
 def test_a_call_is_graded_by_name_and_accepted_arguments(name: str, arguments: object, right: object) -> None:
     call = json.dumps({"name": name, "arguments": arguments})
-    assert benchmark["graded"](f"<tool_call>\n{call}\n</tool_call>", EXPECTED) == right
-    assert benchmark["graded"](f"I call {call} now", EXPECTED) == right
+    assert graded(f"<tool_call>\n{call}\n</tool_call>", EXPECTED) == right
+    assert graded(f"I call {call} now", EXPECTED) == right
 
 
 def test_what_is_no_call_is_wrong() -> None:
     for text in ("", "f(3)", '{"name": "f"', '{"name": "f"}', '{"name": "f", "arguments": 3}'):
-        assert not benchmark["graded"](text, EXPECTED)[1]
+        assert not graded(text, EXPECTED)[1]
 
 
 def test_types_become_json_schemas() -> None:
     given = {"type": "dict", "properties": {"a": {"type": "float", "optional": True}, "b": {"type": "any"}}}
     found = {"type": "object", "properties": {"a": {"type": "number"}, "b": {}}}
-    assert benchmark["_schema"](given) == found
+    assert schema_of(given) == found

@@ -32,13 +32,15 @@ class RunningServer:
 
 @contextmanager
 def serving(
-    model: str | Path, device: str, settings: str, *options: str, environment: Mapping[str, str] | None = None
-) -> Iterator[RunningServer]:
+    model: str | Path, device: str, settings: str, *options: str, originals: str | None = "device",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningServer]:  # fmt: skip
     """Start a server on a free port, with a ledger and records of its own, and wait until it is ready.
 
     Args:
         settings: TOML.
         options: more of them.
+        originals: where the 16-bit weights live; None: where the settings say.
         environment: more of it.
 
     Raises:
@@ -50,7 +52,8 @@ def serving(
         env = {**os.environ, "QBE_LEDGER": f"{home}/ledger.sqlite", "QBE_RECORDS": f"{home}/records.sqlite",
                "NO_COLOR": "1", **(environment or {})}  # fmt: skip
         command = [sys.executable, "-m", "qbe", "serve", "--port", "0", "--model", str(model), "--device", device,
-                   "--originals", "device", "--config", str(config), *options]  # fmt: skip
+                   "--config", str(config), *options]  # fmt: skip
+        command += [] if originals is None else ["--originals", originals]
         with (
             log.open("w") as errors,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as process,

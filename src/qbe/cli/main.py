@@ -19,6 +19,7 @@ from qbe.cli.generate import chat, explain, generate
 from qbe.cli.ledger import ledger
 from qbe.cli.models import info, pull, quantize
 from qbe.cli.records import records
+from qbe.cli.regress import regress
 from qbe.cli.serve import serve
 from qbe.cli.train import app as train
 from qbe.errors import QBEError
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantization Blueprint Engine: LLM inference that decides precision per request.",
 )
-for _command in (generate, chat, explain, quantize, pull, info, records, ledger, serve):
+for _command in (generate, chat, explain, quantize, pull, info, records, ledger, serve, regress):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")
