@@ -87,9 +87,7 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """The experts of `model` that can be nested, in module order."""
     found = []
     for name, module in model.named_modules():
-        interface = hasattr(module, "is_transposed") and hasattr(
-            module, "has_gate"
-        )
+        interface = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
         first = next((p for p in _FIRST if _stacked(module, p)), None)
         if (interface or type(module).__name__ == _LLAMA4) and first is not None and _stacked(module, _DOWN):
             found.append(ExpertLayer(name, module, (first, _DOWN)))
