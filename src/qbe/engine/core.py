@@ -194,7 +194,7 @@ class Core:
             paged=any(self.pool.shapes),
             chunked=packed,
             reusable=packed and self.states is None,
-            slots=None if self.states is None else StateSlots(self.states.slots),
+            slots=None if self.states is None else StateSlots(self.states.nbytes, self.states.slot_bytes),
             format_of=lambda sequence, page: self._format(sequence.kv_bits_of(page)),
         )
 
