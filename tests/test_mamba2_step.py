@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from engine_models import NO_SITES, build, greedy, prompts, request, run
 from qbe.engine.core import Core
 from qbe.engine.execution import mixers as mixers_module

@@ -189,6 +189,11 @@ class Blueprint:
         total = sum(s.numbers * self.kv_bits_at(s.layer, s.head) for s in table.kv)
         return total / table.kv_numbers if table.kv_numbers else float(FULL_BITS)
 
+    @property
+    def least_state_bits(self) -> int:
+        """The fewest bits of any layer's recurrent state."""
+        return STATE_FULL_BITS if self.state_bits is None else min(self.state_bits, default=STATE_FULL_BITS)
+
     def kv_bits_at(self, layer: int, head: int) -> int:
         """Bits of a key head of a layer; layers past the end have 16."""
         bits = self.kv_bits[layer] if layer < len(self.kv_bits) else FULL_BITS

@@ -175,6 +175,7 @@ class Core:
         return Situation(
             alone=not self.runner.packed,
             recurrent=self.states is not None,
+            recurrent_state=self.states is not None and any(s.recurrent for s in self.states.shapes),
             attention=self.scheduler.paged,
             latent=self.pool.latent,
             cuda=self.device.type == "cuda",

@@ -12,8 +12,9 @@ The largest code a gear has goes to the row's largest number, which the scale, r
 *Feedback* is the slice in which error feedback keeps what the rounding to 8 bits would lose: the code of 10 bits is the
 first 8 of it and these 2. A state is read and written in every step, and rounding to the nearest errs the same way in
 each: a number that decays by less than half a code stands still. So codes below 16 bits are rounded stochastically, by
-a hash of the number, its place and the token's position, which makes a sequence's states its own. Of 16 numbers that lie beside each other byte i of 16 holds
-the bits of the i-th; four such runs of 16 share the 16 bytes, the first one in the lowest bits.
+a hash of the place and the token's position: a sequence's states do not depend on those beside it. Of 16 numbers that
+lie beside each other byte i of 16 holds the bits of the i-th; four such runs of 16 share the 16 bytes, the first one in
+the lowest bits.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -104,7 +105,7 @@ class StatePool:
         """A state of these slots, `[slots, *size]`: the memory itself where they are at full precision and lie at even
         distances; what was made of it has to be `write`n."""
         shape, places = self.shapes[state], [self.place(state, slot) for slot in slots]
-        steps = {b - a for a, b in zip(places, places[1:], strict=False)}
+        steps = {b - a for a, b in pairwise(places)}
         if len(steps) <= 1 and all(self._bits(state, slot) == STATE_FULL_BITS for slot in slots):
             numbers, width = self.memory.view(shape.dtype), shape.dtype.itemsize
             one = numbers[places[0] // width :][: prod(shape.size)].view(shape.size)

@@ -67,7 +67,8 @@ def fused_step(module: nn.Module, layer: Any, call: Callable[..., Any]) -> Mamba
         found = _candidates(module)
     except (AttributeError, TypeError):  # it keeps its parts under other names
         return None
-    usable = found and dispatch.steps_mamba2(module.conv1d.weight.dtype, _size(found[0]))
+    mixer: Any = module
+    usable = found and dispatch.steps_mamba2(mixer.conv1d.weight.dtype, _size(found[0]))
     return next((step for step in found if _same(module, layer, call, step)), None) if usable else None
 
 

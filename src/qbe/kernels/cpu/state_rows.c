@@ -54,10 +54,10 @@ INLINE Floats read_state(const StateRows *s, int64_t row, int64_t i, float scale
     return __builtin_convertvector(code, Floats) * scale;
 }
 
-/* Numbers in [-1/2, 1/2) that look drawn, by the number to be rounded, its place in the state and the token's position. */
-INLINE Floats dither(Floats v, int64_t row, int64_t size, int64_t i, uint32_t position) {
+/* Numbers in [-1/2, 1/2) that look drawn, by the place in the state and the token's position. */
+INLINE Floats dither(int64_t row, int64_t size, int64_t i, uint32_t position) {
     Words h = (Words){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (uint32_t)(row * size + i);
-    h = (Words)v * 0x9E3779B1u + h * 0x85EBCA77u + position * 0xC2B2AE3Du;
+    h = h * 0x85EBCA77u + position * 0xC2B2AE3Du;
     h = (h ^ h >> 16) * 0x85EBCA6Bu;
     h = (h ^ h >> 13) * 0xC2B2AE35u;
     return __builtin_convertvector((Integers)(h >> 8), Floats) * 0x1p-24f - 0.5f;
@@ -88,7 +88,7 @@ INLINE void write_state(const StateRows *s, int64_t row, const float *v, uint32_
         Floats f;
         memcpy(&f, v + i, sizeof f);
         Floats whole = f * inverse;
-        if (s->bits < 16) whole += dither(f, row, s->size, i, position);
+        if (s->bits < 16) whole += dither(row, s->size, i, position);
         whole = (whole + magic) - magic;
         whole = pick(whole > splat(levels), splat(levels), pick(whole < splat(-levels), splat(-levels), whole));
         Integers code = __builtin_convertvector(whole, Integers);

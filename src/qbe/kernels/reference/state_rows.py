@@ -47,16 +47,16 @@ def dequantise_state(stored: torch.Tensor, shape: tuple[int, ...], bits: int) ->
     codes, feedback, scales = (part.contiguous() for part in stored.split(sizes))
     numbers = codes.view(dtype).view(rows, padded).int()
     if more:
-        runs = feedback.view(rows, -1, 1, LANES).int() >> torch.arange(0, 8, more).view(-1, 1)
+        runs = feedback.view(rows, -1, 1, LANES).int() >> torch.arange(0, 8, more, device=stored.device).view(-1, 1)
         low = (runs & (1 << more) - 1).reshape(rows, -1)
         numbers = (numbers << more) | low[:, :padded]
     return (numbers.float() * scales.view(torch.bfloat16).float()[:, None])[:, :size].reshape(shape)
 
 
 def _dither(rows: torch.Tensor, position: int) -> torch.Tensor:
-    """In [-1/2, 1/2), as if drawn: a hash of each number, its place and the position."""
+    """In [-1/2, 1/2), as if drawn: a hash of each place and the position. What differs a little is rounded alike."""
     places = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
-    h = rows.contiguous().view(torch.int32).long() * 0x9E3779B1 + places * 0x85EBCA77 + position * 0xC2B2AE3D
+    h = places * 0x85EBCA77 + position * 0xC2B2AE3D
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = h & _WORD
         h = (h ^ h >> shift) * factor
@@ -67,4 +67,4 @@ def _feedback(low: torch.Tensor, more: int, row_bytes: int) -> torch.Tensor:
     """uint8 [rows, row_bytes] of bits [rows, padded size]."""
     runs = 8 // more  # of LANES numbers that share LANES bytes
     low = F.pad(low, (0, row_bytes * runs - low.shape[1])).view(len(low), -1, runs, LANES)
-    return (low << torch.arange(0, 8, more).view(-1, 1)).sum(2).to(torch.uint8)
+    return (low << torch.arange(0, 8, more, device=low.device).view(-1, 1)).sum(2).to(torch.uint8)
