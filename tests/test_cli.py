@@ -85,6 +85,13 @@ def test_a_bound_on_kv_errors_is_an_option(nested: str, home: Path) -> None:
     assert "--kv-error is -1.0" in refused("generate", "hi", "--model", nested, "--kv-error", "-1", home=home)
 
 
+def test_state_bits_are_an_option_that_a_model_without_states_names(nested: str, home: Path) -> None:
+    at = ("--model", nested, "--max-tokens", "2", "--state-bits")
+    usage = json.loads(qbe("generate", "hi", *at, "10", "--json", home=home).stdout)["usage"]
+    assert "keep no recurrent state" in usage["ignored"]["state_bits"]
+    assert "--state-bits is 9, but must be 8, 10, 16 or 32" in refused("generate", "hi", *at, "9", home=home)
+
+
 def test_info_and_records(nested: str, home: Path, tmp_path: Path) -> None:
     described = json.loads(qbe("info", "--model", nested, "--verify", "--json", home=home).stdout)
     assert described["unknown"] == []

@@ -108,6 +108,7 @@ OF_REQUEST: dict[str, tuple[Budget, bool, Callable[[Result, bool], bool]]] = {
     "cascade": (Budget(bits=6, cascade=True), False, lambda r, _: r.raised_tokens + r.lowered_tokens > 0),
     "kv_bits": (Budget(bits=6, kv_bits=4), False, lambda r, _: r.average_kv_bits < 16),
     "kv_error": (Budget(bits=6, kv_bits=4, kv_error=0.1), False, lambda r, _: r.kv_error == 0.1),
+    "state_bits": (Budget(bits=6, state_bits=8), False, lambda r, _: r.blueprint.least_state_bits == 8),
     "speculate": (Budget(bits=6), True, lambda _, drafts: drafts),
 }  # fmt: skip
 """What to ask for, whether to speculate, and whether that had its effect: by the result, and whether it could draft."""

@@ -101,6 +101,7 @@ def test_describe_is_json_with_the_promised_keys() -> None:
         "careful_tokens": False,
         "tier": "default",
         "kv_bits": None,
+        "state_bits": None,
         "kv_error": None,
         "refresh": False,
         "cascade": False,

@@ -102,6 +102,7 @@ def test_bounds_hold(server: Running, bounds: dict[str, Any], bits: float, kv_bi
         ({"qbe": {"careful_tokens": True}}, "qbe.high_precision_tokens"),
         ({"qbe": {"careful_tokens": "yes", "activation_bits": 8}}, "qbe.high_precision_tokens"),
         ({"qbe": {"activation_bits": 7}}, "qbe.activation_bits"),
+        ({"qbe": {"state_bits": 9}}, "qbe.state_bits"),
         ({"qbe": {"kv_bits": 4, "kv_error": 1e39}}, "qbe.kv_error"),
         ({"qbe": {"max_cost": 1e-9}}, "qbe.max_cost"),
         ({"qbe": {"max_cost": 0}}, "qbe.max_cost"),

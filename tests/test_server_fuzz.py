@@ -41,6 +41,7 @@ CONTRACT = {
     "bits": st.sampled_from([4, 6, 16, 5]), "min_bits": NUMBERS, "max_bits": st.sampled_from([4, 8, 99]),
     "kv_bits": st.sampled_from([2, 4, 5, 16]), "kv_error": NUMBERS, "max_cost": NUMBERS, "max_latency_ms": NUMBERS,
     "policy": st.sampled_from(["uniform", "tiered", "x"]), "activation_bits": st.sampled_from([8, 16, 4]),
+    "state_bits": st.sampled_from([8, 32, 4]),
 }  # fmt: skip
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",

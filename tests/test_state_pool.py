@@ -14,7 +14,7 @@ from qbe.engine.execution import state_update
 from qbe.engine.execution.mixers import Group, StepPart
 from qbe.kvcache.probe import probe
 from qbe.kvcache.state_pool import StateLayout, StatePool, StateShape
-from qbe.kvcache.state_slots import StateSlots
+from qbe.kvcache.state_slots import StateSlot, StateSlots
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -27,25 +27,54 @@ SHAPES = [
 def test_states_have_places_of_their_own_in_a_slot() -> None:
     pool = StatePool(SHAPES, 3, CPU)
     assert StateLayout(SHAPES).offsets == [0, 64, 192]
-    assert pool.memory.shape == (4, 256)
-    for i, (shape, states) in enumerate(zip(SHAPES, pool.states, strict=True)):
-        assert states.shape == (4, *shape.size)
+    assert (pool.memory.shape, pool.nbytes, pool.trial) == ((4 * 256,), 3 * 256, StateSlot(3 * 256, 256))
+    two = [StateSlot(256, 256), StateSlot(512, 256)]
+    for i, shape in enumerate(SHAPES):
+        states = pool.read(i, two)
+        assert states.shape == (2, *shape.size)
         assert states.dtype is shape.dtype
-        states[1:3] = i + 1
-    assert [float(states[1:3].float().mean()) for states in pool.states] == [1, 2, 3]
-    assert not pool.memory[[0, 3]].any()
-    assert [[s.index for s, _ in pool.of_layer(layer)] for layer in (0, 1, 3)] == [[0, 0], [], [1]]
+        states.fill_(i + 1)
+    assert [float(pool.read(i, two).float().mean()) for i in range(3)] == [1, 2, 3]
+    assert not pool.memory[:256].any()
+    assert not pool.memory[768:].any()
+    assert [pool.of_layer(layer) for layer in (0, 1, 3)] == [[0, 1], [], [2]]
 
 
-def test_the_lowest_free_slot_is_given_first() -> None:
-    slots = StateSlots(3)
-    assert [slots.take() for _ in range(3)] == [0, 1, 2]
+def test_a_slot_of_fewer_bits_is_smaller_and_holds_its_states() -> None:
+    pool = StatePool(SHAPES, 3, CPU)
+    bits = (8, 32, 32, 16)
+    assert pool.layout(bits).bits == [32, 8, 16]  # a convolution's inputs are the model's
+    assert pool.slot_bytes(bits) == 64 + 128 + 64
+    slots = StateSlots(pool.nbytes, pool.slot_bytes)
+    mixed = [slots.take(bits), slots.take(None), slots.take(bits)]
+    draw = torch.Generator().manual_seed(0)
+    for i, shape in enumerate(SHAPES):
+        numbers = torch.randn(3, *shape.size, generator=draw).to(shape.dtype)
+        pool.write(i, mixed, numbers, [4, 5, 6])
+        found = pool.read(i, mixed)
+        assert found.dtype is shape.dtype
+        assert torch.equal(found[1], numbers[1])
+        assert torch.allclose(found.float(), numbers.float(), atol=0.03)
+        assert torch.equal(found[0], numbers[0]) != shape.recurrent
+        assert torch.equal(pool.read(i, mixed[2:]), found[2:])
+
+
+def test_the_first_gap_that_is_wide_enough_is_given() -> None:
+    slots = StateSlots(300, lambda bits: 100 if bits is None else 60)
+    first, second, third = (slots.take() for _ in range(3))
+    assert [s.at for s in (first, second, third)] == [0, 100, 200]
     assert slots.free == 0
+    assert not slots.fits((8,))
     with pytest.raises(IndexError):
         slots.take()
-    slots.give(2)
-    slots.give(0)
-    assert [slots.take(), slots.free] == [0, 1]
+    slots.give(third)
+    slots.give(first)
+    small = slots.take((8,))
+    assert (small.at, small.nbytes, slots.free) == (0, 60, 1)
+    assert slots.take().at == 200
+    assert not slots.fits((8,))  # 40 are left beside the small one
+    slots.give(second)
+    assert [slots.take((8,)).at, slots.take((8,)).at] == [60, 120]
 
 
 @pytest.mark.parametrize(
@@ -77,24 +106,25 @@ def test_rows_are_grouped_by_what_they_are() -> None:
     core = Core(build("mamba2"), NO_SITES, max_sequences=6)
     mixers = core.runner.mixers
     assert mixers is not None
+    slots = [StateSlot(256 * i, 256) for i in range(5)]
     parts = [
-        StepPart(4, 0, 9, 1),
-        StepPart(2, 1, 30, 1),
-        StepPart(3, 2, 5, 1),
-        StepPart(0, 3, 0, 1),
-        StepPart(1, 4, 8, 3),
+        StepPart(slots[4], 0, 9, 1),
+        StepPart(slots[2], 1, 30, 1),
+        StepPart(slots[3], 2, 5, 1),
+        StepPart(slots[0], 3, 0, 1),
+        StepPart(slots[1], 4, 8, 3),
     ]
     with mixers.step(parts):
-        found = [(list(g.rows), list(g.slots), g.begins) for g in mixers.groups]
+        found = [(list(g.rows), [slots.index(s) for s in g.slots], g.begins, g.ends) for g in mixers.groups]
         together = mixers.groups[0]
-        assert together.slot_index is None  # 2, 3, 4: read and written where they are
         assert together.row_index is not None
         assert together.row_index.tolist() == [1, 2, 0]
-    assert found == [([1, 2, 0], [2, 3, 4], False), ([3], [0], True), ([4, 5, 6], [1], False)]
+    single = ([1, 2, 0], [2, 3, 4], False, [30, 5, 9])
+    assert found == [single, ([3], [0], True, [0]), ([4, 5, 6], [1], False, [10])]
     assert mixers.groups == []
     words = torch.arange(8, dtype=torch.int32)
     assert together.words(words).tolist() == [1, 2, 0]
-    prompt = Group.of(range(5, 8), [0], True, CPU)
+    prompt = Group.of([StepPart(slots[0], 5, 0, 3)], CPU)
     assert prompt.words(words).tolist() == [5, 6, 7]
     assert prompt.words(words).data_ptr() % 16 == 0
 

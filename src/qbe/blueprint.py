@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from qbe.errors import QBEError
-from qbe.sites import ATTENTION_ROLES, FULL_BITS, TURBO, KVBits, SiteTable, kv_number_bits
+from qbe.sites import ATTENTION_ROLES, FULL_BITS, STATE_FULL_BITS, TURBO, KVBits, SiteTable, kv_number_bits
 
+StateBits = tuple[int, ...] | None  # of recurrent states, one per decoder layer; None: as the model's code has them
 CONTROLLERS = ("cascade", "routers")
 _MANY = 1000  # sites, as only models with experts have them
 
@@ -61,6 +62,7 @@ class Blueprint:
             number where they are equal); `qbe.sites.TURBO` is added where keys are in TurboQuant's form.
         first_kv_bits: the fewest of any key head in the first page of a sequence, whose tokens are looked at from
             everywhere; None: as in the other pages.
+        state_bits: of the recurrent state, one of `qbe.sites.STATE_BITS` per decoder layer; None: 32 in every one.
         kv_error: what reading the KV cache at these bits may change (`Budget.kv_error`); None has no bound.
         dynamic_precision: what may move the weights' bits while a step runs; None: nothing.
     """
@@ -72,8 +74,11 @@ class Blueprint:
     kv_error: float | None = None
     dynamic_precision: DynamicPrecision | None = None
     first_kv_bits: int | None = None
+    state_bits: StateBits = None
 
     def __post_init__(self) -> None:
+        if self.state_bits is not None and set(self.state_bits) == {STATE_FULL_BITS}:
+            object.__setattr__(self, "state_bits", None)
         # Equal assignments have one form, so that they have one key.
         object.__setattr__(self, "kv_bits", tuple(map(shortest, self.kv_bits)))
         if self.kv_bits_of(0) == self.kv_bits:
@@ -134,23 +139,25 @@ class Blueprint:
     def key(self) -> str:
         """A short name that equal assignments share, e.g. for records."""
         first = () if self.first_kv_bits is None else (f"first {self.first_kv_bits}",)
-        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *first, *self._error, *self._dynamic)
+        parts = (*first, *self._error, *self._dynamic, *self._state)
+        return _digest(self.weight_bits, self.activation_bits, self.kv_bits, *parts)
 
     @cached_property
     def linear_key(self) -> str:
         """The same of the nested sites alone: what is computed at equal ones differs in the KV cache at most."""
-        return _digest(self.weight_bits, self.activation_bits, *self._dynamic)
+        return _digest(self.weight_bits, self.activation_bits, *self._dynamic, *self._state)
 
     @cached_property
     def computed_key(self) -> str:
         """The same of all that keys and values depend on beside their own bits."""
-        return _digest(self.weight_bits, self.activation_bits, *self._error, *self._dynamic)
+        return _digest(self.weight_bits, self.activation_bits, *self._error, *self._dynamic, *self._state)
 
     def covers(self, asked: Blueprint) -> bool:
         """Whether keys and values computed at this one are at least as precise as at `asked`, their own bits left out:
         as many bits at every site, an error as small, and moved by the same dynamic precision."""
         return self.computed_key == asked.computed_key or (
             self.dynamic_precision == asked.dynamic_precision
+            and self.state_bits == asked.state_bits
             and _bound(self) <= _bound(asked)
             and _as_many(self.weight_bits, asked.weight_bits)
             and _as_many(self.activation_bits, asked.activation_bits)
@@ -159,6 +166,10 @@ class Blueprint:
     @property
     def _error(self) -> tuple[float, ...]:
         return () if self.kv_error is None else (self.kv_error,)
+
+    @property
+    def _state(self) -> tuple[str, ...]:
+        return () if self.state_bits is None else (f"state {self.state_bits}",)
 
     @property
     def _dynamic(self) -> tuple[DynamicPrecision, ...]:
@@ -177,6 +188,11 @@ class Blueprint:
         """Mean bits of a number in the KV cache (scales and the first page not counted); 16 for a model without one."""
         total = sum(s.numbers * self.kv_bits_at(s.layer, s.head) for s in table.kv)
         return total / table.kv_numbers if table.kv_numbers else float(FULL_BITS)
+
+    @property
+    def least_state_bits(self) -> int:
+        """The fewest bits of any layer's recurrent state."""
+        return STATE_FULL_BITS if self.state_bits is None else min(self.state_bits, default=STATE_FULL_BITS)
 
     def kv_bits_at(self, layer: int, head: int) -> int:
         """Bits of a key head of a layer; layers past the end have 16."""
@@ -207,6 +223,7 @@ class Blueprint:
             "sites": rows,
             "kv_bits": [_plain(b) for b in self.kv_bits],
             "first_kv_bits": self.first_kv_bits,
+            "state_bits": None if self.state_bits is None else list(self.state_bits),
         }
 
 

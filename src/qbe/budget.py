@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from qbe.errors import QBEError
-from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS, TURBO_KINDS
+from qbe.sites import ACTIVATION_GEARS, FULL_BITS, KV_BITS, STATE_BITS, TURBO_KINDS
 
 # Range of average bits that each tier leaves to the score (a score of 0 gets the low end, 1 the high end).
 # Names are OpenAI's `service_tier` values; `auto` and `default` are the middle.
@@ -53,14 +53,16 @@ class Budget:
         kv_error: bounded mode, where the KV cache has less than 16 bits: by how much the output of an attention head
             may differ from what 16 bits give, as a part of its norm (0.05: 5 %); 0 reads everything at 16 bits. Pages
             for which that cannot be guaranteed are read again from 16-bit originals in host memory. None: no bound.
+        state_bits: of the recurrent state of every layer that has one, 8, 10, 16 or 32; 10 are 8 and an error-feedback
+            slice of 2. None is 32, as the model's own code keeps it.
         best_effort: where the model, the device or the engine cannot do what is asked for here, leave it out, and let
             the result name it (`ignored`), rather than refuse (`qbe.compatibility`).
 
     `careful_tokens`, the name that `high_precision_tokens` had in version 0.1, is taken and can be read, too.
 
     Raises:
-        QBEError: an unknown tier, bits or a range outside 1 to 16, or activation or KV bits that there are not, or
-            a KV error that is no number of at least 0 or above a million, or a refresh of bits that are fixed, or
+        QBEError: an unknown tier, bits or a range outside 1 to 16, or activation, KV or state bits that there are not,
+            or a KV error that is no number of at least 0 or above a million, or a refresh of bits that are fixed, or
             high-precision tokens where activations have 16 bits anyway, or a refresh's pace without a refresh.
     """
 
@@ -76,6 +78,7 @@ class Budget:
     refresh_interval: int | None
     refresh_count: int | None
     best_effort: bool
+    state_bits: int | None
 
     def __init__(  # by hand for `careful_tokens`: `dataclasses.replace` gives an `InitVar` again
         self,
@@ -91,6 +94,7 @@ class Budget:
         refresh_interval: int | None = None,
         refresh_count: int | None = None,
         best_effort: bool = False,
+        state_bits: int | None = None,
         *,
         careful_tokens: bool | None = None,
     ) -> None:
@@ -107,6 +111,7 @@ class Budget:
             "refresh_interval": refresh_interval,
             "refresh_count": refresh_count,
             "best_effort": best_effort,
+            "state_bits": state_bits,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # frozen
@@ -130,6 +135,9 @@ class Budget:
             raise QBEError(f"activation_bits is {_told(self.activation_bits)}, but must be {have}")
         if self.kv_bits is not None:
             check_kv_bits(self.kv_bits)
+        if self.state_bits is not None and (not _is_number(self.state_bits) or self.state_bits not in STATE_BITS):
+            *others, last = map(str, STATE_BITS)
+            raise QBEError(f"state_bits is {_told(self.state_bits)}, but must be {', '.join(others)} or {last}")
         error = self.kv_error
         if error is not None and (not _is_number(error) or not 0 <= error <= MOST_KV_ERROR):
             raise QBEError(

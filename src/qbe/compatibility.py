@@ -27,6 +27,7 @@ class Situation:
     Attributes:
         alone: every sequence has a forward of its own, and all of its tokens one precision.
         recurrent: the model's layers keep a state, which cannot be taken back and has no step of fixed shapes.
+        recurrent_state: some of them keep more than the last inputs of a convolution.
         attention: it has attention, and so a KV cache.
         windows, experts: it has sliding windows, or experts; no option asks for either.
         latent: its cache holds latents (`qbe.kvcache.latent`).
@@ -48,6 +49,7 @@ class Situation:
 
     alone: bool = False
     recurrent: bool = False
+    recurrent_state: bool = False
     attention: bool = True
     windows: bool = False
     experts: bool = False
@@ -141,6 +143,9 @@ REQUEST = (
     Limit("kv_error", "refused", lambda s: s.originals_full, "the host has no memory left for the 16-bit originals of "
           "pages, without which attention's error is not bounded; ask for 16 KV bits, or let it be dropped with "
           "best_effort"),
+    Limit("state_bits", "refused", lambda s: s.vllm, "inside vLLM recurrent states are vLLM's; start it with "
+          "--mamba-ssm-cache-dtype"),
+    Limit("state_bits", "said", lambda s: not s.recurrent_state, "the model's layers keep no recurrent state"),
     Limit("speculate", "said", lambda s: s.vllm, _VLLM),
     Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a wrong draft token would leave changed"),
     Limit("speculate", "said", lambda s: s.alone, f"{_ALONE}, in which no draft tokens are checked"),
@@ -161,7 +166,7 @@ ANYWHERE = (
 """Options of an engine, a budget and HTTP's `qbe` that have their effect everywhere. A test holds that no other is left
 out here."""
 
-_RECURRENT = Situation(recurrent=True, fixed_shapes=False, drafts=False)
+_RECURRENT = Situation(recurrent=True, recurrent_state=True, fixed_shapes=False, drafts=False)
 SITUATIONS = {
     "attention": Situation(),
     "sliding windows": Situation(windows=True),

@@ -66,6 +66,8 @@ NATIVE_LOSS = ACTIVATION_LOSS / 2
 # Roles that multiply a token by no matrix: vectors, a row that is looked up, a state. Averages in bits leave them out.
 _NO_MATRIX = frozenset({Role.NORM, Role.EMBEDDING, Role.SSM_STATE})
 KV_BITS = (2, 4, 8, FULL_BITS)  # precisions of the KV cache
+STATE_BITS = (8, 10, 16, 32)  # of recurrent states (`qbe.format.state_rows`)
+STATE_FULL_BITS = 32  # as the model's own code keeps them
 TURBO = 64  # added to 2 or 4: that many bits, keys in TurboQuant's form (`qbe.format.kv_blocks`)
 TURBO_KINDS = {"turbo2": TURBO | 2, "turbo4": TURBO | 4}  # name in budgets -> what stands for it among KV bits
 KVBits = int | tuple[int, ...]  # of a layer: one for all of its key heads, or one for each

@@ -43,6 +43,7 @@ from qbe.cli.options import (
     RefreshInterval,
     Seed,
     Speculate,
+    StateBits,
     Stop,
     Temperature,
     Tier,
@@ -56,6 +57,7 @@ from qbe.cli.options import (
 )
 from qbe.errors import QBEError
 from qbe.files import check_writable
+from qbe.sites import STATE_FULL_BITS
 
 if TYPE_CHECKING:
     from qbe.budget import Budget
@@ -69,7 +71,7 @@ def generate(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None, most_bits: MostBits = None,
-    device_memory: DeviceMemory = None, miss: Miss = None, trust: Trust = False,
+    device_memory: DeviceMemory = None, miss: Miss = None, state_bits: StateBits = None, trust: Trust = False,
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, n: Answers = 1, chat: Chat = False,
@@ -91,7 +93,7 @@ def generate(
     )
     budget = make_budget(
         bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens, refresh_interval,
-        refresh_count, best_effort,
+        refresh_count, best_effort, state_bits,
     )  # fmt: skip
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
@@ -115,7 +117,7 @@ def chat(
     context: typer.Context, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, tier: Tier = "default",
     dtype: Dtype = "auto", device: Device = "auto", originals: Originals = None, most_bits: MostBits = None,
-    device_memory: DeviceMemory = None, miss: Miss = None, trust: Trust = False,
+    device_memory: DeviceMemory = None, miss: Miss = None, state_bits: StateBits = None, trust: Trust = False,
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 512, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None,
@@ -135,7 +137,7 @@ def chat(
     )
     budget = make_budget(
         bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens, refresh_interval,
-        refresh_count, best_effort,
+        refresh_count, best_effort, state_bits,
     )  # fmt: skip
     with make_engine(
         model, policy, dtype, device, originals, kv_tokens, compile, tune, analysis_tier=analysis_tier, quiet=as_json,
@@ -185,10 +187,10 @@ def chat(
 def explain(
     prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, kv_bits: KVBits = None,
-    kv_error: KVError = None, max_tokens: MaxTokens = 128, tier: Tier = "default", refresh: Refresh = False,
-    refresh_interval: RefreshInterval = None, refresh_count: RefreshCount = None, best_effort: BestEffort = False,
-    cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False, trust: Trust = False,
-    as_json: Json = False,
+    kv_error: KVError = None, state_bits: StateBits = None, max_tokens: MaxTokens = 128, tier: Tier = "default",
+    refresh: Refresh = False, refresh_interval: RefreshInterval = None, refresh_count: RefreshCount = None,
+    best_effort: BestEffort = False, cascade: Cascade = False, analysis_tier: Analysis = None, chat: Chat = False,
+    trust: Trust = False, as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="write a self-contained page to this file")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="answer greedily and write how bits moved: a picture (.png) or .json")
@@ -203,7 +205,7 @@ def explain(
     check_writable(trace=trace, html=html)
     budget = make_budget(
         bits, tier, activation_bits, kv_bits, kv_error, refresh, cascade, high_precision_tokens, refresh_interval,
-        refresh_count, best_effort,
+        refresh_count, best_effort, state_bits,
     )  # fmt: skip
     with make_engine(model, policy, "auto", "cpu", "device", analysis_tier=analysis_tier, trust=trust) as engine:
         asked: Any = [{"role": "user", "content": text}] if chat else text
@@ -272,6 +274,7 @@ def _summary(result: Result) -> None:
     eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
     eight += f" ({result.high_precision_tokens} tokens 16)" if result.high_precision_tokens else ""
     kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
+    kv += f"  state {bits} bits" if (bits := result.blueprint.least_state_bits) < STATE_FULL_BITS else ""
     if result.pages_read:
         kv += f" ({result.pages_raised / result.pages_read:.1%} read again at 16)"
     drafted = (

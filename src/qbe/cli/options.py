@@ -33,6 +33,9 @@ KVBits = Annotated[str | None, typer.Option(help="budget: average bits of the KV
 KVError = Annotated[
     float | None, typer.Option(help="budget: what KV bits may change of attention's outputs, as a part of their norm")
 ]
+StateBits = Annotated[
+    int | None, typer.Option(help="budget: bits of recurrent states: 8, 10 (8 with error feedback), 16 or 32")
+]
 Speculate = Annotated[
     bool, typer.Option("--speculate", help="draft tokens, at fewer bits or from the text, and check several at once")
 ]
@@ -118,6 +121,7 @@ def make_budget(
     bits: float | None, tier: str, activation_bits: int, kv_bits: str | None, kv_error: float | None,
     refresh: bool = False, cascade: bool = False, high_precision_tokens: bool = False,
     refresh_interval: int | None = None, refresh_count: int | None = None, best_effort: bool = False,
+    state_bits: int | None = None,
 ) -> Budget:  # fmt: skip
     from qbe.budget import Budget
 
@@ -128,7 +132,7 @@ def make_budget(
     return Budget(
         bits=bits, tier=tier, activation_bits=activation_bits, kv_bits=kv, kv_error=kv_error, refresh=refresh,
         cascade=cascade, high_precision_tokens=high_precision_tokens, refresh_interval=refresh_interval,
-        refresh_count=refresh_count, best_effort=best_effort,
+        refresh_count=refresh_count, best_effort=best_effort, state_bits=state_bits,
     )  # fmt: skip
 
 

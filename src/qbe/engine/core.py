@@ -175,6 +175,7 @@ class Core:
         return Situation(
             alone=not self.runner.packed,
             recurrent=self.states is not None,
+            recurrent_state=self.states is not None and any(s.recurrent for s in self.states.shapes),
             attention=self.scheduler.paged,
             latent=self.pool.latent,
             cuda=self.device.type == "cuda",
@@ -194,7 +195,7 @@ class Core:
             paged=any(self.pool.shapes),
             chunked=packed,
             reusable=packed and self.states is None,
-            slots=None if self.states is None else StateSlots(self.states.slots),
+            slots=None if self.states is None else StateSlots(self.states.nbytes, self.states.slot_bytes),
             format_of=lambda sequence, page: self._format(sequence.kv_bits_of(page)),
         )
 

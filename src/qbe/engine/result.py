@@ -209,6 +209,7 @@ class Result:
                 "cached_weight_bits": None if self.cached_weight_bits is None else round(self.cached_weight_bits, 4),
                 "nested_weight_bits": round(self.nested_weight_bits, 4),
                 "average_kv_bits": round(self.average_kv_bits, 4),
+                "state_bits": self.blueprint.least_state_bits,
                 "kv_error": self.kv_error,
                 "kv_pages_read": self.pages_read,
                 "kv_pages_raised": self.pages_raised,

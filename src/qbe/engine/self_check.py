@@ -176,10 +176,10 @@ def _compare(runner: Runner, scheduler: Scheduler, expected: Expected) -> float:
     requests = [Sequence(f"trial-{i}", tokens[i][:1], SamplingParams(max_tokens=1), lowest) for i in range(2)]
     for request, page in zip(requests, pages, strict=False):
         request.pages = [page]
+    several = (not scheduler.paged or len(pages) == 2) and (slots is None or slots.free > 1)
     if slots is not None:
-        for request in requests[: slots.count]:
+        for request in requests[: slots.free]:
             request.state_slot = slots.take()
-    several = (not scheduler.paged or len(pages) == 2) and (slots is None or slots.count > 1)
     # Who has a forward of its own reads a prompt in one.
     steps = _STEPS if scheduler.chunked else _STEPS[:-1]
     worst = 0.0

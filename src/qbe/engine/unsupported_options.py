@@ -15,6 +15,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "cascade": {"cascade": False},
     "kv_bits": {"kv_bits": None},
     "kv_error": {"kv_error": None},
+    "state_bits": {"state_bits": None},
 }
 """Options of a budget, and what it is without them."""
 

@@ -118,6 +118,7 @@ class Explanation:
                 "target_bits": round(self.target_bits, 4),
                 "kv_bits": self.budget.kv_bits,
                 "kv_error": self.budget.kv_error,
+                "state_bits": self.budget.state_bits,
                 "refresh": self.budget.refresh,
                 "cascade": self.budget.cascade,
             },

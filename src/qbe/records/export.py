@@ -73,6 +73,7 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
         **dict.fromkeys(("analysis_ms", "policy_ms", "prefill_ms", "decode_ms"), pa.float64()),
         **dict.fromkeys(("weight_bits", "activation_bits"), bits),
         "kv_bits": pa.list_(bits),
+        "state_bits": bits,
         **dict.fromkeys(("analysis_tier", "cluster", "first_kv_bits"), pa.int16()),
         "features": pa.map_(pa.string(), pa.float64()),
         **dict.fromkeys(("tokens_by_bits", "tokens_by_activation_bits"), pa.map_(pa.int16(), pa.int64())),

@@ -54,6 +54,7 @@ class Choice:
         kv_bits: one per decoder layer: of all its key heads, or a list with one for each. Those of the blueprint it
             began with; pages written later may have more. 64 is added where keys are in TurboQuant's form.
         first_kv_bits: the fewest of any key head in the first page; None where that had `kv_bits`, and in older files.
+        state_bits: of the recurrent state, one per decoder layer; None where all had 32, and in older files.
         kv_error: what attention was bounded to; None when it was not.
         bytes_per_token: bytes of weights and scales that decoding one token reads at batch 1.
         cache: what the blueprint cache did: `exact` or `near` (hits), `miss`; None where it was not asked.
@@ -70,6 +71,7 @@ class Choice:
     activation_bits: Sequence[int] = ()
     kv_bits: Sequence[int | Sequence[int]] = ()
     first_kv_bits: int | None = None
+    state_bits: Sequence[int] | None = None
     kv_error: float | None = None
     bytes_per_token: int = 0
     cache: str | None = None
@@ -185,12 +187,12 @@ FIELDS = (
     "entropies", "analysis_ms", "policy_ms", "prefill_ms", "decode_ms", "error", "kv_error", "pages_read",
     "pages_raised", "host_bytes", "cluster", "cache", "margins", "refreshes", "drafted_tokens", "accepted_tokens",
     "first_kv_bits", "read_weight_bits", "asked_weight_bits", "cached_tokens", "cached_weight_bits",
-    "precision_misses",
+    "precision_misses", "state_bits",
 )  # fmt: skip
 JSON_FIELDS = frozenset(
     {
         "features", "weight_bits", "activation_bits", "kv_bits", "tokens_by_bits", "tokens_by_activation_bits",
-        "entropies", "margins", "refreshes",
+        "entropies", "margins", "refreshes", "state_bits",
     }
 )  # fmt: skip
 
@@ -215,6 +217,7 @@ _DECODE: dict[str, Callable[[Any], Any]] = {
     "kv_bits": lambda x: tuple(shortest(tuple(b)) if isinstance(b, Sequence) else b for b in x),
     "entropies": lambda x: None if x is None else tuple(x),
     "margins": lambda x: None if x is None else tuple(x),
+    "state_bits": lambda x: None if x is None else tuple(x),
     "refreshes": lambda x: None if x is None else tuple(x),
 }
 

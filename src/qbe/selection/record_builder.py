@@ -42,7 +42,7 @@ def choice_part(blueprint: Blueprint, **asked: Any) -> Choice:
     return Choice(
         policy=blueprint.policy, blueprint_key=blueprint.key, weight_bits=blueprint.weight_bits,
         activation_bits=blueprint.activation_bits, kv_bits=blueprint.kv_bits, first_kv_bits=blueprint.first_kv_bits,
-        **asked,
+        state_bits=blueprint.state_bits, **asked,
     )  # fmt: skip
 
 

@@ -150,6 +150,7 @@ class BlueprintSelector:
         budget = replace(
             budget, refresh=False, cascade=False, refresh_interval=None, refresh_count=None, best_effort=False
         )
+        state_bits, budget = budget.state_bits, replace(budget, state_bits=None)
         turbo = TURBO_KINDS.get(str(budget.kv_bits))
         if turbo is not None:  # policies choose numbers of bits
             budget = replace(budget, kv_bits=None)
@@ -159,6 +160,8 @@ class BlueprintSelector:
             blueprint, cached = self.cache.blueprint(policy, profile, budget, near)
         if turbo is not None:
             blueprint = replace(blueprint, kv_bits=(turbo,) * self._table.layers, first_kv_bits=None)
+        if state_bits is not None:
+            blueprint = replace(blueprint, state_bits=(state_bits,) * self._table.layers)
         return blueprint, cached
 
     def pace(self, budget: Budget) -> Pace:

@@ -114,7 +114,7 @@ def budget(given: Terms, prompt_tokens: int, tokens: int, n: int, lowest: float,
     rest: dict[str, Any] = {
         "tier": given.tier, "activation_bits": c.activation_bits or given.tier_settings.activation_bits,
         "high_precision_tokens": c.high_precision_tokens, "kv_bits": c.kv_bits, "kv_error": c.kv_error,
-        "cascade": c.cascade, "best_effort": c.best_effort,
+        "state_bits": c.state_bits, "cascade": c.cascade, "best_effort": c.best_effort,
     }  # fmt: skip
     if c.bits is not None:
         return Budget(bits=c.bits, **rest)

@@ -95,6 +95,7 @@ def usage(
             "cached_weight_bits": _mean_of_cached(firsts),
             "nested_weight_bits": _mean([r.nested_weight_bits for r in results], weights),
             "average_kv_bits": _mean([r.average_kv_bits for r in results], weights),
+            "state_bits": min(r.blueprint.least_state_bits for r in results),
             "tokens_by_bits": {str(bits): by_bits[bits] for bits in sorted(by_bits)},
             "policy": firsts[0].blueprint.policy,
             "brownout": given.brownout,

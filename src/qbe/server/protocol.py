@@ -74,6 +74,7 @@ class Contract(BaseModel):
         min_bits, max_bits: bounds of that average instead; the query's score chooses between them.
         kv_bits: average bits of the KV cache, or `turbo2` or `turbo4` (keys in TurboQuant's form).
         kv_error: what these may change of attention's outputs, as a part of their norm.
+        state_bits: of recurrent states, 8, 10 (8 with error feedback), 16 or 32; left out, 32.
         activation_bits: of the inputs of linear layers, 8 or 16; left out, the tier's.
         high_precision_tokens: with 8, read tokens of the answer that were hard to predict with 16.
         max_latency_ms: the answer ends by then: precision is lowered as far as that is foreseen to need, what is not
@@ -96,6 +97,7 @@ class Contract(BaseModel):
     max_bits: Bits | None = None
     kv_bits: KVBits | None = None
     kv_error: Annotated[float, Field(ge=0, le=MOST_KV_ERROR)] | None = None
+    state_bits: Literal[8, 10, 16, 32] | None = None
     activation_bits: Literal[8, 16] | None = None
     high_precision_tokens: StrictBool = False
     max_latency_ms: Annotated[float, Field(gt=0)] | None = None

@@ -55,7 +55,9 @@ class BlueprintRefresh(Extension):
         cascade = None if sequence.cascade.moved is None else self._cascade
         # A policy's own dynamic precision comes with its bits.
         dynamic_precision = blueprint.dynamic_precision if cascade is None else before.dynamic_precision
-        blueprint = replace(blueprint, kv_error=before.kv_error, dynamic_precision=dynamic_precision)
+        blueprint = replace(
+            blueprint, kv_error=before.kv_error, state_bits=before.state_bits, dynamic_precision=dynamic_precision
+        )
         if blueprint.key == before.key:
             return False
         if cascade is not None:

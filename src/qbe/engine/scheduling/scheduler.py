@@ -280,7 +280,7 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether what it needs for its present tokens is free."""
-        slots = self.slots is None or self.slots.free > 0
+        slots = self.slots is None or self.slots.fits(sequence.blueprint.state_bits)
         few = self.paged and bool(self.running) and self.paging.needs(sequence) > self.allocator.free_bytes
         return slots and not few
 
@@ -313,7 +313,7 @@ class Scheduler:
                 prompts.remove(victim)
         self.waiting.remove(sequence)
         sequence.status = Status.RUNNING
-        sequence.state_slot = None if self.slots is None else self.slots.take()
+        sequence.state_slot = None if self.slots is None else self.slots.take(sequence.blueprint.state_bits)
         self.running.append(sequence)
         prompts.insert(0, sequence)
         self.paging.begin(sequence)

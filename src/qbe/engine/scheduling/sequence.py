@@ -26,6 +26,7 @@ from qbe.engine.scheduling.sequence_state import (
 from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.prefix import PagePrecision
+from qbe.kvcache.state_slots import StateSlot
 from qbe.selection.blueprint_history import BlueprintHistory
 from qbe.sites import FULL_BITS, KVBits
 
@@ -122,7 +123,7 @@ class Sequence:
         self.routed: torch.Tensor | None = None
         self.activation_stats: ActivationStats | None = None
         self.speculation: Speculation | None = None
-        self.state_slot: int | None = None
+        self.state_slot: StateSlot | None = None
 
     @property
     def blueprint(self) -> Blueprint:

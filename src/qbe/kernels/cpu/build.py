@@ -190,6 +190,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.qbe_read_pages.restype = long
     lib.qbe_round_rows.argtypes = [pointer] * 3 + [long] + [integer] * 3
     lib.qbe_round_rows.restype = long
+    lib.qbe_mamba2_step.argtypes = [pointer] + [integer] * 2
+    lib.qbe_mamba2_step.restype = long
     lib.qbe_difficulty.argtypes = [pointer] * 3 + [long] * 3 + [integer]
     lib.qbe_difficulty.restype = None
     lib.qbe_use_team.argtypes = [pointer]

@@ -10,6 +10,7 @@ nested_linear(s)     compiled: fewer rows than `many_rows`, and fewer than `many
                      16 bits
 paged attention,     compiled: float32 and bfloat16
 pages                reference: other dtypes, and without a compiler
+mamba2_step          compiled: likewise, and rows of a state in whole vectors
 nested_experts       as nested_linear, by the rows of each expert
 prompt attention     compiled: bfloat16 with AVX-512 and its instructions for bfloat16 (Cascade Lake and Ice Lake lack
                      them), but no tiles (AMX), which torch's own attention uses
@@ -22,6 +23,7 @@ import sys
 
 import torch
 
+from qbe.format.state_rows import LANES
 from qbe.hardware import detect
 from qbe.kernels.cpu import build
 from qbe.kernels.cpu.geometry import DTYPES, ROW_DTYPES
@@ -35,6 +37,7 @@ MANY_ROWS = {torch.float32: 12, torch.bfloat16: 16}
 # at 16 rows, 32 in place of 35 at 24, as much at 30 (one thread of an AMD EPYC with Zen 5).
 FULL_ROWS = 24
 TILED_ROWS = 96  # the same of bfloat16 where torch multiplies it by tiles (AMX), and so does the kernel up to there
+MOST_STATE = 1024  # numbers of a row of a recurrent state (MOST_STATE in state_rows.c)
 TILE_INPUTS = 32  # that such a tile takes at a time
 
 
@@ -91,6 +94,11 @@ def dequantised_rows(dtype: torch.dtype, inputs: int) -> int:
 def reads_pages(*dtypes: torch.dtype) -> bool:
     """Whether the compiled kernels serve queries, keys and values of these dtypes; else it is the slow reference."""
     return build.backend() != "torch" and dtypes[0] in DTYPES and all(dtype is dtypes[0] for dtype in dtypes)
+
+
+def steps_mamba2(dtype: torch.dtype, size: int) -> bool:
+    """Whether the compiled kernel steps Mamba-2 layers with states of rows of this size; else it is the reference."""
+    return build.backend() != "torch" and dtype in DTYPES and size % LANES == 0 and 0 < size <= MOST_STATE
 
 
 def attends_prompts(query: torch.Tensor, softcap: float) -> bool:

@@ -367,3 +367,5 @@ int64_t qbe_dequantise(const uint8_t *packed, const uint8_t *meta, void *out, co
 }
 
 #include "experts.c"
+
+#include "mamba2_step.c"
