@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from qbe.server.fields import Body, Name, ServiceTier, Text
 from qbe.server.messages import MOST_PARTS, Lenient
-from qbe.server.protocol import BaseRequest, Body, Name, ServiceTier, Text
+from qbe.server.protocol import BaseRequest
 
 _UNREAD = ("thinking", "redacted_thinking")  # of earlier answers; templates leave them out, too
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from qbe.server.protocol import Body
+from qbe.server.fields import Body
 
 _STATES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 OVER = ("completed", "failed", "expired", "cancelled")

@@ -6,14 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from qbe.server.fields import Body, Name
 from qbe.server.messages import MOST_PARTS, ContentPart, Lenient
 from qbe.server.protocol import (
-    Body,
     GrammarFormat,
     InputGrammar,
     JsonObjectFormat,
     JsonSchema,
-    Name,
     OpenAIRequest,
     TextFormat,
     TextInput,
