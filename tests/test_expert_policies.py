@@ -106,7 +106,8 @@ def test_the_lagrangian_is_the_exact_solution_within_a_thousandth(seed: int, bit
     matrix = np.array([[c[g] for g in GEARS] for c in costs])
     most = table.reads.of_nested(max(bits, table.reads.lowest_average + 0.1))
     found = lagrangian.solve(np.array(GEARS), matrix, table.reads.sizes, most)
-    exact = search.solve(costs, table.reads.sizes.tolist(), most)
+    # The solver may exceed what it is given by a millionth, which is worth more than the difference that is looked for.
+    exact = search.solve(costs, table.reads.sizes.tolist(), most - 1e-6)
     assert found is not None
     assert exact is not None
 

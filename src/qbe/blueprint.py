@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Sequence
@@ -144,8 +145,12 @@ class Blueprint:
 
     @cached_property
     def linear_key(self) -> str:
-        """The same of the nested sites alone: what is computed at equal ones differs in the KV cache at most."""
-        return _digest(self.weight_bits, self.activation_bits, *self._dynamic, *self._state)
+        """The same of the nested sites alone: what is computed at equal ones differs in the KV cache at most.
+
+        Not for files. It is made of bytes, since steps ask for it: as text it would be a third of a plan's new column.
+        """
+        bits = bytes(self.weight_bits) + b"|" + bytes(self.activation_bits)
+        return hashlib.blake2b(bits + repr((*self._dynamic, *self._state)).encode(), digest_size=8).hexdigest()
 
     @cached_property
     def computed_key(self) -> str:
@@ -283,8 +288,6 @@ def _bound(blueprint: Blueprint) -> float:
 
 
 def _digest(*parts: object) -> str:
-    import hashlib
-
     # Thousands of experts are bytes in a microsecond, and text in milliseconds; short ones keep the keys that they had.
     plain = [
         bytes(p) if isinstance(p, tuple) and len(p) >= _MANY and all(type(b) is int for b in p) else p for p in parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from torch import nn
 from qbe.blueprint import Blueprint
 from qbe.hardware import detect
 from qbe.kernels.cuda.dispatch import UNIFORM_ROWS
-from qbe.kernels.reference.activations import EIGHT_IN_BYTE, precision_word
+from qbe.kernels.reference.activations import EIGHT_IN_BYTE
 from qbe.kernels.reference.eight_bit_rows import DTYPES
 from qbe.sites import FULL_BITS, Role, SiteTable
 from qbe.store.expert_counter import ExpertCounter
@@ -22,7 +21,6 @@ from qbe.store.nested_tensor import NestedTensor
 from qbe.store.read_limits import ReadLimits
 from qbe.store.shared_rows import SharedRows
 
-_word = functools.cache(precision_word)  # there are few of them, and a column has hundreds
 _CACHED_BLUEPRINTS = 256  # columns kept on the device; more than sequences ever run in one step
 
 
@@ -61,6 +59,7 @@ class Plan:
         self.shared = SharedRows(table) if shared and max_rows > 1 else None
         self.limits: ReadLimits | None = None
         self._plain = [i for i, s in enumerate(table.nested) if s.expert is None]
+        self._plain_places = np.array(self._plain, np.intp)
         self._experts = [i for i, s in enumerate(table.nested) if s.expert is not None]
         sites = len(self._plain)
         self._rows = torch.zeros(sites + 2, max_rows, dtype=torch.int32, device=device)
@@ -201,7 +200,7 @@ class Plan:
         if tokens < UNIFORM_ROWS and not self._told:
             return
         self._told = tokens >= UNIFORM_ROWS
-        columns = {b.linear_key: self._precision_words(b) for b in blueprints}.values() if self._told else ()
+        columns = {b.linear_key: self._precision_words(b).tolist() for b in blueprints}.values() if self._told else ()
         steered = any(b.dynamic_precision is not None for b in blueprints)
         for i, weight in enumerate(self._weights):
             precision_words = {column[i] for column in columns}
@@ -219,7 +218,7 @@ class Plan:
         else:
             _, column = self._column_of.popitem(last=False)
             self._written = None  # the column may be the one that was written
-        words = torch.tensor(self._precision_words(blueprint), dtype=torch.int32)
+        words = torch.from_numpy(self._precision_words(blueprint))
         self._columns[column].copy_(words, non_blocking=True)
         if self._experts:
             gears = np.array([blueprint.weight_bits, blueprint.activation_bits])[:, self._experts]
@@ -228,8 +227,14 @@ class Plan:
         self._column_of[key] = column
         return column
 
-    def _precision_words(self, blueprint: Blueprint) -> list[int]:
-        """The blueprint's column: a word for each site but experts; its dynamic precision, of layers and of head."""
-        dynamic_precision = 0 if blueprint.dynamic_precision is None else blueprint.dynamic_precision.code
-        weights, activations = blueprint.weight_bits, blueprint.activation_bits
-        return [*(_word(weights[i], activations[i]) for i in self._plain), dynamic_precision, dynamic_precision]
+    def _precision_words(self, blueprint: Blueprint) -> np.ndarray:
+        """The blueprint's column, int32: a word for each site but experts; its dynamic precision, of layers and of
+        head."""
+        weights, activations = (
+            np.frombuffer(bytes(bits), np.uint8).astype(np.int32)[self._plain_places]
+            for bits in (blueprint.weight_bits, blueprint.activation_bits)
+        )
+        words = np.empty(len(self._plain) + 2, np.int32)
+        words[:-2] = np.where(activations < FULL_BITS, weights | activations << 8, weights)  # `precision_word`
+        words[-2:] = 0 if blueprint.dynamic_precision is None else blueprint.dynamic_precision.code
+        return words
