@@ -234,13 +234,16 @@ def test_a_first_start_can_refresh_and_so_can_a_store_of_an_older_version(tiny_f
     """Nothing was learned: the store says when an answer is hard; where it does not, the start finds out."""
     params = qbe.SamplingParams(max_tokens=64, ignore_eos=True, seed=0)
     budget = Budget(refresh=True, refresh_interval=1, refresh_count=1)
-    table = Path(nested) / "sensitivity.json"
-    known = json.loads(table.read_text())
+    table, provenance = Path(nested) / "sensitivity.json", Path(nested) / "provenance.json"
+    whole, digests = table.read_bytes(), provenance.read_bytes()
+    known = json.loads(whole)
     assert len(known["text"]["entropies"]) == len(known["text"]["margins"]) > 64
     table.write_text(json.dumps({k: v for k, v in known.items() if k != "text"}))
+    provenance.unlink()  # which it had not
     for model in (nested, nested, str(tiny_folder)):
         with qbe.Engine(model, device="cpu", records=False, blueprint_cache=False) as engine:
             assert engine.table.text is not None
             assert engine.generate("a b c d", params, budget=budget).refreshes
     assert "text" not in json.loads(table.read_text()), "a folder that somebody made is left as it is"
-    table.write_text(json.dumps(known))
+    table.write_bytes(whole)
+    provenance.write_bytes(digests)
