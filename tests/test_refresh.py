@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import qbe
 from conftest import byte_tokenizer, tiny_llama
 from engine_models import build, prompts, request, run
+from older_folder import without_provenance
 from qbe.analysis.difficulty import difficulty
 from qbe.blueprint import Blueprint
 from qbe.budget import Budget
@@ -230,20 +232,19 @@ def test_interval_and_count_are_set_by_engine_and_request() -> None:
         Budget(refresh_count=2)
 
 
-def test_a_first_start_can_refresh_and_so_can_a_store_of_an_older_version(tiny_folder: Path, nested: str) -> None:
+def test_a_first_start_can_refresh_and_so_can_a_store_of_an_older_version(
+    tiny_folder: Path, nested: str, tmp_path: Path
+) -> None:
     """Nothing was learned: the store says when an answer is hard; where it does not, the start finds out."""
     params = qbe.SamplingParams(max_tokens=64, ignore_eos=True, seed=0)
     budget = Budget(refresh=True, refresh_interval=1, refresh_count=1)
-    table, provenance = Path(nested) / "sensitivity.json", Path(nested) / "provenance.json"
-    whole, digests = table.read_bytes(), provenance.read_bytes()
-    known = json.loads(whole)
+    older = without_provenance(Path(shutil.copytree(nested, tmp_path / "older")))
+    table = older / "sensitivity.json"
+    known = json.loads(table.read_text())
     assert len(known["text"]["entropies"]) == len(known["text"]["margins"]) > 64
     table.write_text(json.dumps({k: v for k, v in known.items() if k != "text"}))
-    provenance.unlink()  # which it had not
-    for model in (nested, nested, str(tiny_folder)):
+    for model in (str(older), str(older), str(tiny_folder)):
         with qbe.Engine(model, device="cpu", records=False, blueprint_cache=False) as engine:
             assert engine.table.text is not None
             assert engine.generate("a b c d", params, budget=budget).refreshes
     assert "text" not in json.loads(table.read_text()), "a folder that somebody made is left as it is"
-    table.write_bytes(whole)
-    provenance.write_bytes(digests)

@@ -159,7 +159,7 @@ REQUEST = (
 
 ANYWHERE = (
     "model", "tokenizer", "policy", "dtype", "device", "originals", "most_bits", "device_memory", "miss",
-    "max_sequences", "records",
+    "max_sequences", "records", "trust",
     "refresh_interval", "refresh_count", "progress",
     "bits", "tier", "activation_bits", "within", "best_effort", "min_bits", "max_bits", "max_latency_ms", "max_cost",
 )  # fmt: skip
