@@ -229,7 +229,7 @@ def test_the_terminal_fits_80_columns(profile: HardwareProfile) -> None:
     }  # fmt: skip
     model = {"model": "m", "type": "llama", "parameters": 1, "layers": 1, "dtype": "bfloat16", "roles": []}
     screen = Console(file=io.StringIO(), width=80)
-    screen.print(render(model | {"unknown": [], "store": store, "hardware": machine}))
+    screen.print(render(model | {"unknown": [], "store": store, "hardware": machine, "provenance": None}))
     lines = screen.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
