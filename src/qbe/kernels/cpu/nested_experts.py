@@ -97,8 +97,11 @@ def nested_experts(
         return out.zero_()
     x, topk_ids = x.contiguous(), topk_ids.to(torch.int64).contiguous()
     topk_weights, rows = topk_weights.float().contiguous(), rows.contiguous()
-    step = max(1, PAIRS // topk_ids.shape[1])
-    for t in range(0, len(x), step):
+    tokens, step = x.shape[0], max(1, PAIRS // topk_ids.shape[1])
+    if tokens <= step:
+        layer.run(x, topk_ids, topk_weights, rows, out)
+        return out
+    for t in range(0, tokens, step):
         part = slice(t, t + step)
         layer.run(x[part], topk_ids[part], topk_weights[part], rows[part], out[part])
     return out
@@ -137,7 +140,7 @@ class _Layer:
             return
         ids = topk_ids.flatten()
         alone = self._multiplied_alone(topk_ids, rows, dtype)
-        each = torch.empty(len(ids), self.hidden)
+        each = torch.empty(ids.shape[0], self.hidden)
         call, kept = self._call(x, topk_ids, topk_weights, rows, each, out, alone)
         failed = build.loaded().qbe_experts(ctypes.addressof(call), _threads(), build.number())
         if failed == -3:
@@ -187,7 +190,7 @@ class _Layer:
         call = _Call(
             x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), rows.data_ptr(),
             None if alone is None else alone.data_ptr(), each.data_ptr(), out.data_ptr(), gate_up, down,
-            len(x), topk_ids.shape[1], self.experts, len(self.gate_up.precision), ROW_DTYPES[x.dtype],
+            x.shape[0], topk_ids.shape[1], self.experts, self.gate_up.precision.shape[0], ROW_DTYPES[x.dtype],
             ACTIVATIONS.index(activation), interleaved, alpha, limit,
         )  # fmt: skip
         return call, (kept, also)
@@ -230,11 +233,11 @@ def _matrices(
 ) -> tuple[_Matrices, torch.Tensor | None]:
     """What C is told of one matrix of every expert, and a tensor that it reads from."""
     form = geometry(one.packed.shape[1:], one.meta.shape[1:], inputs, slices, _ANY_EXPONENT)
-    bias = None if one.bias is None else readable_bias(one.bias, x)
+    bias, experts = None if one.bias is None else readable_bias(one.bias, x), one.packed.shape[0]
     found = _Matrices(
         one.packed.data_ptr(), one.meta.data_ptr(), one.precision.data_ptr(), one.exponents.data_ptr(),
         one.original.data_ptr() if one.original is not None and readable(one.original, x) else None,
-        None if bias is None else bias.data_ptr(), form.address, one.packed[0].numel(), one.meta[0].numel(),
-        one.precision.stride(0), 0 if bias is None else ROW_DTYPES[bias.dtype],
+        None if bias is None else bias.data_ptr(), form.address, one.packed.numel() // experts,
+        one.meta.numel() // experts, one.precision.stride(0), 0 if bias is None else ROW_DTYPES[bias.dtype],
     )  # fmt: skip
     return found, bias

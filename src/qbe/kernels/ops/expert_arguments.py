@@ -16,10 +16,10 @@ def check_experts(
     down: ExpertMatrices,
 ) -> None:
     """Raises RuntimeError, in one line, for shapes or dtypes that do not belong together."""
-    experts, hidden, both = len(gate_up.packed), down.meta.shape[-2], gate_up.meta.shape[-2]
+    experts, hidden, both = gate_up.packed.shape[0], down.meta.shape[-2], gate_up.meta.shape[-2]
     if x.dim() != 2 or x.shape[1] != hidden:
         raise RuntimeError(f"x is {list(x.shape)}, but these experts take and give rows of {hidden}")
-    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
+    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != x.shape[0]:
         raise RuntimeError(
             f"{len(x)} tokens need as many rows of experts and of weights, not {list(topk_ids.shape)} and "
             f"{list(topk_weights.shape)}"
@@ -30,7 +30,7 @@ def check_experts(
         raise RuntimeError(f"rows must be int32 [{len(x)}], one per token, not {rows.dtype} {list(rows.shape)}")
     if both % 2:
         raise RuntimeError(f"gate and up have {both} outputs together, which is no even number")
-    plan_rows = len(gate_up.precision)
+    plan_rows = gate_up.precision.shape[0]
     _check_matrices("gate_up", gate_up, (experts, both, hidden), plan_rows)
     _check_matrices("down", down, (experts, hidden, both // 2), plan_rows)
 
@@ -39,7 +39,7 @@ def _check_matrices(name: str, one: ExpertMatrices, shape: tuple[int, int, int],
     experts, outputs, inputs = shape
     for part, dtype in (("packed", torch.uint8), ("meta", torch.uint8), ("exponents", torch.int32)):
         tensor = getattr(one, part)
-        if tensor.dtype is not dtype or not tensor.is_contiguous() or len(tensor) != experts:
+        if tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.shape[:1] != (experts,):
             raise RuntimeError(
                 f"{name}'s {part} must be contiguous {dtype} of {experts} experts, not {tensor.dtype} "
                 f"{list(tensor.shape)}"
@@ -52,7 +52,7 @@ def _check_matrices(name: str, one: ExpertMatrices, shape: tuple[int, int, int],
     if experts > 1 and precision.stride(1) != 1:
         raise RuntimeError(f"{name}'s precision must be contiguous in its last dimension")
     groups = one.meta.shape[-1]
-    padded = one.packed[0].shape[-1] * 8 // max(outputs, 1)
+    padded = one.packed.shape[-1] * 8 // max(outputs, 1)
     if one.meta.dim() != 4 or one.meta.shape[2] != outputs or not padded - padded // max(groups, 1) < inputs <= padded:
         raise RuntimeError(
             f"{name}'s packed {list(one.packed.shape)} and meta {list(one.meta.shape)} are not nested matrices of "
