@@ -1,0 +1,43 @@
+"""Kernels become machine code for a GPU that is not here: the interpreter takes what the compiler refuses.
+
+A number that is 1 becomes a constant of the kernel, whose type has no methods; so each is compiled with such ones, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qbe.format.layout import SliceLayout
+
+pytest.importorskip("triton.backends.nvidia.compiler")
+LAYOUT = SliceLayout()
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> int:
+    """Bytes of the kernel for compute capability 9.0; numbers that have no type here are int32."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"])
+
+
+@pytest.mark.parametrize("ones", [(), ("blocks",), ("N", "K", "blocks")], ids=str)
+def test_experts(ones: tuple[str, ...]) -> None:
+    from qbe.kernels.triton.nested_experts import _parts
+    from qbe.kernels.triton.nested_experts_kernel import experts_kernel
+
+    numbers = {"x_ptr": "*bf16", "meta_ptr": "*u8", "y_ptr": "*bf16", "alpha": "fp32", "limit": "fp32"}
+    order = dict.fromkeys(("packed_ptr", "exponents_ptr", "words_ptr", "first_ptr", "tile_expert_ptr"), "*i32")
+    constants = {
+        "original_ptr": None, "bias_ptr": None, "PRECISIONS": LAYOUT.precisions, "PARTS": _parts(LAYOUT),
+        "GROUP_BLOCKS": 1, "STEP_BLOCKS": 1, "DEQUANTISE": False, "STAGES": 2, "BLOCK_N": 64, "BLOCK_M": 16,
+        "GATED": True, "INTERLEAVED": False, "ACTIVATION": 0, "LIMITED": False,
+    }  # fmt: skip
+    types = numbers | order | {"order_ptr": "*i64", "tile_first_ptr": "*i32"}
+    assert compiled(experts_kernel, types, constants | dict.fromkeys(ones, 1))
