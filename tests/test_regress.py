@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 import threading
@@ -281,6 +282,7 @@ def test_other_engines_are_judged_by_their_addresses(others: tuple[str, str], tm
     lost = next(g for g in described["gates"] if g["name"] == "logic.loss")["items"]
     assert "rows/r2" in lost
     page = (tmp_path / "worse/report.html").read_text()
+    assert re.search(r"suite \S+ of \d+ items", page)
     assert "WRONG" in page
     assert "rows/r2" in page
 
