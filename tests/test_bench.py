@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import byte_tokenizer
 from bench_samples import CPU, LIMITS, LINEARS, THIN, TOKEN, described
 from qbe.bench import batch, decode, engine, experts, linears, prefill, switch
 from qbe.bench.engines import DecodeRun, blueprint_at, core_of, peers_of
@@ -113,6 +114,23 @@ def test_decode_with_peers(folder: Path) -> None:
     assert [len(by_peer[p]) for p in by_peer] == [2 * 2, 2 * 3, 2 * 3]  # compiled and not
     assert all(r["peer_value"] for r in (*by_peer[decode.SAME], *by_peer["transformers"]))
     assert all(r["peer_value"] is None and "llama" in r["note"] for r in by_peer["llama.cpp"])
+
+
+def test_decode_of_a_model_that_is_not_compiled(tmp_path: Path) -> None:
+    """One of recurrent layers has no lines for steps that are compiled."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        vocab_size=320, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16, n_groups=1,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    Mamba2ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "mamba")
+    byte_tokenizer().save_pretrained(tmp_path / "mamba")
+    sizes = decode.DecodeSizes(tmp_path / "mamba", averages=(8, 16), prompt=3, steps=3, rounds=3)
+    rows = described(decode.run(CPU, LIMITS, sizes), CPU)
+    assert {r["shape"].split(", ", 1)[-1] for r in rows} == {"batch 1"}
+    assert len([r for r in rows if r["peer"] == decode.SAME]) == 1
 
 
 def test_decode_of_a_random_model(device: torch.device) -> None:

@@ -63,7 +63,7 @@ def random_llama(fields: dict[str, Any], device: torch.device) -> nn.Module:
 
 
 def run(device: torch.device, limits: Roofline, sizes: DecodeSizes, progress: bool = False) -> list[Row]:
-    """For each average a row per peer, in tokens per second; then the same with the step compiled.
+    """For each average a row per peer, in tokens per second; then the same with the step compiled, where steps can be.
 
     Raises:
         QBEError: whatever is wrong with the model.
@@ -77,7 +77,7 @@ def run(device: torch.device, limits: Roofline, sizes: DecodeSizes, progress: bo
     )
     name = f"Llama of {sum(s.parameters for s in core.table) / 1e9:.2f} G, random" if random else str(sizes.model)
     rows: list[Row] = []
-    for case in ("batch 1", "batch 1, compiled"):
+    for case in ("batch 1", "batch 1, compiled")[: 1 if core.runner.decode is None else 2]:
         if "compiled" in case:
             core.runner.compile_steps(progress)
         with bar(f"decode, {case}", sizes.rounds + 1, progress) as tick:
