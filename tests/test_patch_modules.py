@@ -18,6 +18,7 @@ from qbe.kernels.ops.rotary import rotate
 from qbe.store.nested_linears import nest
 
 DTYPES = [torch.bfloat16, torch.float32]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_rotary_embeddings_have_the_same_bits(heads: int, tokens: int, width: in
 def test_a_model_has_the_same_bits(dtype: torch.dtype) -> None:
     model = tiny_llama().to(dtype).eval()
     nest(model, [n for n, m in model.named_modules() if isinstance(m, nn.Linear)])
-    patch_modules.patch_modules(model)
+    patch_modules.patch_modules(model, CPU)
     taken = [type(m) for m in model.modules() if "forward" in m.__dict__]
     assert nn.Linear in taken
     compiled = build.backend() in ("avx512", "amx")
@@ -90,18 +91,18 @@ def test_cosines_of_another_precision_go_the_models_own_way(name: str) -> None:
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
     ids = torch.arange(20)[None]
     expected = model(ids).logits
-    patch_modules.patch_modules(model)
+    patch_modules.patch_modules(model, CPU)
     assert torch.equal(model(ids).logits, expected)
 
 
 def test_a_norm_of_another_kind_stays() -> None:
     norm = GemmaRMSNorm(64).to(torch.bfloat16)
-    patch_modules.patch_modules(nn.Sequential(norm))
+    patch_modules.patch_modules(nn.Sequential(norm), CPU)
     assert "forward" not in norm.__dict__
 
 
 def test_gradients_go_the_models_own_way() -> None:
     norm = LlamaRMSNorm(64).to(torch.bfloat16)
-    patch_modules.patch_modules(nn.Sequential(norm))
+    patch_modules.patch_modules(nn.Sequential(norm), CPU)
     norm(torch.randn(2, 64).to(torch.bfloat16)).float().sum().backward()
     assert norm.weight.grad is not None

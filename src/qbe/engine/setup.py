@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,13 +79,13 @@ def longest_forward(packed: bool, context: int | None) -> int | None:
 
 
 def bind_plan(model: nn.Module, table: SiteTable, device: torch.device, rows: int, shared: bool) -> Plan:
-    """A plan of so many rows that the model's nested weights read, `shared` or not; on a CPU some of its modules become
-    ours."""
-    compiled_ops = device.type == "cpu" and native.load()
+    """A plan of so many rows that the model's nested weights read, `shared` or not; some of its modules become ours,
+    where there are kernels for that."""
+    has_ops = native.load() if device.type == "cpu" else importlib.util.find_spec("triton") is not None
     plan = Plan(table, rows, device, Runner.keeps_logits(model), shared)
     plan.bind(model)
-    if compiled_ops:
-        patch_modules.patch_modules(model)
+    if has_ops:
+        patch_modules.patch_modules(model, device)
     return plan
 
 

@@ -1,9 +1,10 @@
-"""On a CPU: modules of a model that call QBE's ops themselves in eager steps.
+"""Modules of a model that call QBE's ops themselves in steps that are not compiled.
 
-A step of few rows spends as long on torch's calls as on products. A nested layer here skips the way through `F.linear`
-and its tensor subclass; a norm and rotary embeddings are one op each in place of eight and of fourteen
-(`qbe.kernels.ops.rms_norm`, `rotary_ops`), wherever a trial shows that these have the same bits. Whatever they do not
-serve goes the model's own way, and so does what is compiled (`unpatched`).
+A step of few rows spends as long on torch's calls as on products, on a GPU on its launches. A norm and rotary embeddings
+are one op each in place of eight and of fourteen (`qbe.kernels.ops.rms_norm`, `rotary`), wherever a trial shows that
+these have the same bits; on a GPU a norm may have another last bit. A nested layer skips the way through `F.linear` and
+its tensor subclass on a CPU, and layers that read the same input are one launch on a GPU (`patch_projections`). Whatever
+they do not serve goes the model's own way, and so does what is compiled (`unpatched`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ _ROTARY = "apply_rotary_pos_emb"  # the name of the function in transformers' mo
 SERVED = torch.bfloat16  # of what norms and rotary embeddings take
 
 
-def patch_modules(model: nn.Module) -> None:
-    """Let the modules of `model` take them; once, and for good."""
-    for _, layer, _ in nested_linears(model):
-        _replace(layer, _linear)
-    if build.backend() not in ("avx512", "amx"):  # where the ops would be torch's dozen again
-        return
+def patch_modules(model: nn.Module, device: torch.device) -> None:
+    """Let the modules of `model`, which is on that device, take them; once, and for good."""
+    if device.type == "cuda":
+        from qbe.engine.execution.patch_projections import patch_projections
+
+        patch_projections(model, _replace)
+    else:
+        for _, layer, _ in nested_linears(model):
+            _replace(layer, _linear)
+        if build.backend() not in ("avx512", "amx"):  # where the ops would be torch's dozen again
+            return
     functions: dict[object, Callable[..., Any] | None] = {}
     for module in model.modules():
         kind = type(module)
@@ -42,7 +48,7 @@ def patch_modules(model: nn.Module) -> None:
         names = getattr(getattr(kind.forward, "__code__", None), "co_names", ())
         if _ROTARY in names and isinstance(kind.forward, types.FunctionType):
             if kind not in functions:
-                functions[kind] = _with_rotary(kind.forward)
+                functions[kind] = _with_rotary(kind.forward, device)
             if functions[kind] is not None:
                 _replace(module, functions[kind])
 
@@ -102,14 +108,17 @@ def _same_norm(module: nn.Module) -> bool:
     if weight is None or weight.dtype is not SERVED or weight.dim() != 1 or not isinstance(eps, float):
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, len(weight), generator=generator).to(SERVED)
+    x = torch.randn(3, len(weight), generator=generator).to(weight.device, SERVED)
     try:
-        return torch.equal(type(module).forward(module, x), rms_norm(x, weight, eps))
+        expected, found = type(module).forward(module, x), rms_norm(x, weight, eps)
+        if weight.device.type == "cuda":
+            return torch.allclose(found, expected, rtol=2**-7, atol=0)  # a step of bfloat16
+        return torch.equal(found, expected)
     except (RuntimeError, TypeError):  # it is called in another way
         return False
 
 
-def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
+def _with_rotary(forward: types.FunctionType, device: torch.device) -> Callable[..., Any] | None:
     """`forward` with the op in its module's function's place while it runs; None where that is another function."""
     plain = forward.__globals__[_ROTARY]
 
@@ -124,7 +133,7 @@ def _with_rotary(forward: types.FunctionType) -> Callable[..., Any] | None:
 
     generator = torch.Generator().manual_seed(0)
     sizes = (1, 2, 5, 8), (1, 1, 5, 8), (1, 5, 8), (1, 5, 8)
-    given = [torch.randn(size, generator=generator).to(SERVED) for size in sizes]
+    given = [torch.randn(size, generator=generator).to(device, SERVED) for size in sizes]
     try:
         with torch.inference_mode():
             same = all(torch.equal(a, b) for a, b in zip(rotary(*given), plain(*given), strict=True))

@@ -1,7 +1,8 @@
 """`qbe::rms_norm`: RMS norm as one op.
 
 Transformers' Llama makes eight operations of torch of it, and a step of few rows on a CPU is largely the calling of
-such. Compiled (`cpu/norm_rope.c`) it rounds wherever torch does, so that no bit differs.
+such, and on a GPU of launches. Compiled (`cpu/norm_rope.c`) it rounds wherever torch does, so that no bit differs; on a
+GPU (`triton/norm_rope.py`) the sum of squares has another order.
 `qbe.engine.execution.patch_modules` puts it into models.
 """
 
@@ -27,4 +28,9 @@ def _fake(x: torch.Tensor, _weight: torch.Tensor, _eps: float) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-OP = register("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", cpu=_rms_norm, fake=_fake)
+OP = register(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    cpu=_rms_norm,
+    cuda="qbe.kernels.triton.norm_rope:rms_norm",
+    fake=_fake,
+)

@@ -25,4 +25,9 @@ def _fake(x: torch.Tensor, _cos: torch.Tensor, _sin: torch.Tensor) -> torch.Tens
     return torch.empty_like(x)
 
 
-OP = register("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", cpu=_rotate, fake=_fake)
+OP = register(
+    "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    cpu=_rotate,
+    cuda="qbe.kernels.triton.norm_rope:rotate",
+    fake=_fake,
+)

@@ -1,0 +1,123 @@
+"""On a GPU: layers that read the same input run as one launch in steps that are not compiled.
+
+A launch costs a row of a small matrix more than its bytes do. Queries, keys and values, and gate and up with SwiGLU
+after them, are what `torch.compile` merges, too (`qbe.compile.merge`). Attention's own code calls its projections one
+after the other with the same tensor; the first of them computes all, and the others hand over what it left for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from qbe.kernels.cuda.dispatch import decodes_together
+from qbe.kernels.ops import merged_linear as merged_ops
+from qbe.kernels.ops.swiglu import swiglu
+from qbe.store.nested_tensor import NestedTensor
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj")
+_GATED = ("act_fn", "gate_proj", "up_proj", "down_proj")
+_ROWS = (1, 3)  # of the trials
+_NEAR = {"rtol": 2**-5, "atol": 2**-6}  # exp's last bit, through a product
+
+Replace = Callable[[nn.Module, Any], None]
+
+
+def patch_projections(model: nn.Module, replace: Replace) -> None:
+    """Let the layers of `model` that read the same input run together, wherever a trial shows the same result.
+
+    Args:
+        replace: puts a function in the place of a module's forward.
+    """
+    for module in model.modules():
+        if _merges(module, _ATTENTION):
+            first, *others = (getattr(module, name) for name in _ATTENTION)
+            first.beside = tuple(others)  # a tuple is no submodule
+            replace(first, _first)
+            for other in others:
+                replace(other, _other)
+        elif _merges(module, _GATED[1:3]) and _same_gated(module):
+            replace(module, _gated)
+
+
+def _names_of(module: nn.Module) -> list[str]:
+    code = getattr(type(module).forward, "__code__", None)
+    return [] if code is None else list(code.co_names)
+
+
+def _merges(module: nn.Module, names: Sequence[str]) -> bool:
+    """Whether these are nested linears of a module whose forward calls them in this order."""
+    used, layers = _names_of(module), [getattr(module, name, None) for name in names]
+    if not all(type(layer) is nn.Linear for layer in layers) or not set(names) <= set(used):
+        return False
+    weights = [layer.weight for layer in layers]  # type: ignore[union-attr]
+    if not all(isinstance(w, NestedTensor) and w.packed.dim() == 1 for w in weights):
+        return False
+    alike = {(tuple(w.slices), w.group_size, w.in_features, w.original is None, w.logical_dtype) for w in weights}
+    biases = {layer.bias is None for layer in layers}  # type: ignore[union-attr]
+    order = [used.index(name) for name in names]
+    return len(alike) == len(biases) == 1 and order == sorted(order)
+
+
+def _merged(x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
+    """The results of all layers, side by side; None where one launch does not serve them."""
+    weights: list[NestedTensor] = [layer._parameters["weight"] for layer in layers]  # type: ignore[misc]
+    first, width = weights[0], x.shape[-1]
+    rows = x.numel() // width if width else 0
+    if torch.is_grad_enabled() or width != first.in_features or x.dtype is not first.logical_dtype:
+        return None
+    enough = all(w.bits.shape[0] >= rows for w in weights)
+    if not enough or not decodes_together(rows, x.dtype, True, len(weights)):
+        return None
+    originals = [] if first.original is None else [w.original for w in weights]
+    biases = [layer._parameters["bias"] for layer in layers]
+    y = merged_ops.nested_linears(
+        x, [w.packed for w in weights], [w.meta for w in weights], [w.bits[:rows] for w in weights],
+        originals, [] if biases[0] is None else biases, first.slices, [w.exponent for w in weights],
+    )  # type: ignore[arg-type]  # fmt: skip
+    return y.split([w.shape[0] for w in weights], -1)
+
+
+def _first(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    parts = _merged(x, (self, *self.beside))  # type: ignore[misc]
+    if parts is None:
+        return nn.Linear.forward(self, x)
+    for other, part in zip(self.beside, parts[1:], strict=True):  # type: ignore[arg-type]
+        other.left = x, part
+    return parts[0]
+
+
+def _other(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    of, part = self.__dict__.pop("left", (None, None))
+    return part if of is x and part is not None else nn.Linear.forward(self, x)
+
+
+def _gated(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    parts = _merged(x, (self.gate_proj, self.up_proj))  # type: ignore[arg-type]
+    if parts is None:
+        parts = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
+    y: torch.Tensor = self.down_proj(swiglu(*parts))  # type: ignore[operator]
+    return y
+
+
+@torch.inference_mode()
+def _same_gated(module: nn.Module) -> bool:
+    """Whether its forward is a SwiGLU layer's."""
+    weight = module.gate_proj.weight  # type: ignore[union-attr]
+    if set(_names_of(module)) != set(_GATED) or any(True for _ in module.children() if isinstance(_, nn.Dropout)):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for rows in _ROWS:
+        if weight.bits.shape[0] < rows:
+            continue
+        x = torch.randn(1, rows, weight.in_features, generator=generator).to(weight.device, weight.logical_dtype)
+        try:
+            found, expected = _gated(module, x), type(module).forward(module, x)
+        except (RuntimeError, TypeError):
+            return False
+        if not torch.allclose(found, expected, **_NEAR):  # type: ignore[arg-type]
+            return False
+    return True
