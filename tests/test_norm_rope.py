@@ -129,7 +129,12 @@ def test_layers_that_read_the_same_input_run_together(monkeypatch: pytest.Monkey
     calls: list[int] = []
     merged = patch_projections.__globals__["merged_ops"]
     plain = merged.nested_linears
-    monkeypatch.setattr(merged, "nested_linears", lambda x, packed, *rest: calls.append(len(packed)) or plain(x, packed, *rest))
+
+    def counted(x: torch.Tensor, packed: list[torch.Tensor], *rest: object) -> torch.Tensor:
+        calls.append(len(packed))
+        return plain(x, packed, *rest)
+
+    monkeypatch.setattr(merged, "nested_linears", counted)
     patch_projections(model, patch_modules._replace)
     calls.clear()  # the trials'
     found = model(ids).logits

@@ -106,8 +106,8 @@ def test_right_families_are_not(family: str, dtype: torch.dtype) -> None:
 def test_rounding_alone_stays_far_below_the_limit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty models each: what is right lies below a half of the limit, what is wrong far above."""
     seen: list[float] = []
-    compare = self_check._compare
-    monkeypatch.setattr(self_check, "_compare", lambda *a: seen.append(compare(*a)) or seen[-1])
+    compare = self_check.compare
+    monkeypatch.setattr(self_check, "compare", lambda *a: seen.append(compare(*a)) or seen[-1])
     for seed in range(20):
         core(model(tf.LlamaConfig(**BASE), seed).to(dtype))
     assert len(seen) == 20
@@ -151,7 +151,7 @@ def test_one_page() -> None:
 
 def test_a_tie_of_experts_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     results = iter([40.0, 0.1])
-    monkeypatch.setattr(self_check, "_compare", lambda *a: next(results))
+    monkeypatch.setattr(self_check, "compare", lambda *a: next(results))
     core(tiny_llama())
     assert next(results, None) is None
 

@@ -5,6 +5,7 @@ What only some requests need is in `qbe.engine.extensions`, a file each; the loo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -32,11 +33,11 @@ from qbe.engine.scheduling.sequence import Sequence
 from qbe.engine.setup import (
     StepSizes,
     bind_plan,
-    compile_attention,
-    compile_layers,
+    compile_steps,
     longest_forward,
     longest_sequence,
     page_pool,
+    prepare_layers,
     runner_of,
     speculator_of,
     state_pool,
@@ -140,6 +141,7 @@ class Core:
 
         self.residency: Residency | None = None
         self.plan = bind_plan(model, table, self.device, sizes.plan_rows, shared_rows)
+        prepare_layers(model, self.plan, sizes, self.vocabulary, progress)
         with self_check.one_line(model):
             expected = self_check.expect(model, self.plan, self.vocabulary, self.context)
         self.states = state_pool(kept, max_sequences, self.device)
@@ -147,12 +149,12 @@ class Core:
         self.originals = Originals(self.pool)
         self.scheduler = self._scheduler(packed, sizes.batch_tokens, max_sequences)
         self.runner = runner_of(model, kept, self.pool, self.states, self.plan, packed)
-        compile_layers(self.runner, sizes, self.vocabulary, progress)
+        pages = longest_sequence(self.pool, self.context)
+        steps = functools.partial(self_check.compare, self.runner, self.scheduler, expected)
         with self_check.one_line(model):
+            compile_steps(self.runner, steps, pages, progress)
             self_check.check(model, self.runner, self.scheduler, self.vocabulary, expected)
         self.table = replace(with_kv(table, self.runner.cache), context=self.context)
-        pages = longest_sequence(self.pool, self.context)
-        compile_attention(self.runner, pages, progress)
 
         self.cascade: Cascade | None = None
         if cascade is not None and can_cascade(config) and self.scheduler.paged:

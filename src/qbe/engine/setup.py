@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -79,14 +79,24 @@ def longest_forward(packed: bool, context: int | None) -> int | None:
 
 
 def bind_plan(model: nn.Module, table: SiteTable, device: torch.device, rows: int, shared: bool) -> Plan:
-    """A plan of so many rows that the model's nested weights read, `shared` or not; some of its modules become ours,
-    where there are kernels for that."""
-    has_ops = native.load() if device.type == "cpu" else importlib.util.find_spec("triton") is not None
+    """A plan of so many rows that the model's nested weights read, `shared` or not."""
     plan = Plan(table, rows, device, Runner.keeps_logits(model), shared)
     plan.bind(model)
-    if has_ops:
-        patch_modules.patch_modules(model, device)
     return plan
+
+
+def prepare_layers(model: nn.Module, plan: Plan, sizes: StepSizes, vocabulary: int, progress: bool) -> None:
+    """Compile the kernels of layers and of sampling; some of the model's modules become ours, where there are kernels
+    for that."""
+    device = plan.device
+    has_ops = native.load() if device.type == "cpu" else importlib.util.find_spec("triton") is not None
+    if not has_ops:
+        return
+    head_rows = sizes.decode_rows if Runner.keeps_logits(model) else sizes.forward_rows
+    linears = linear_launches(model, plan.table, sizes.forward_rows, head_rows)
+    together = patch_modules.launches(model, device)
+    compile_kernels(chain(linears, together, sampling_launches(vocabulary, device)), device, progress)
+    patch_modules.patch_modules(model, device)
 
 
 def page_pool(
@@ -142,18 +152,10 @@ def speculator_of(table: SiteTable, runner: Runner, sizes: StepSizes, ready: boo
     return Speculator(table, rows, runner.decode.size_of)
 
 
-def compile_layers(runner: Runner, sizes: StepSizes, vocabulary: int, progress: bool) -> None:
-    """Compile the kernels of linear layers and of sampling."""
-    model, table = runner.model, runner.plan.table
-    head_rows = sizes.decode_rows if Runner.keeps_logits(model) else sizes.forward_rows
-    linears = linear_launches(model, table, sizes.forward_rows, head_rows)
-    compile_kernels(chain(linears, sampling_launches(vocabulary, runner.device)), runner.device, progress)
-
-
-def compile_attention(runner: Runner, pages: int, progress: bool) -> None:
-    """Compile the kernels of the KV cache, for sequences of up to so many pages."""
-    if any(runner.cache.pool.shapes):
-        compile_kernels(attention_launches(runner.cache, pages), runner.device, progress)
+def compile_steps(runner: Runner, steps: Callable[[], object], pages: int, progress: bool) -> None:
+    """Compile the kernels of the KV cache, for sequences of up to so many pages, and what else some `steps` launch."""
+    launches = attention_launches(runner.cache, pages) if any(runner.cache.pool.shapes) else ()
+    compile_kernels(chain([steps], launches), runner.device, progress)
 
 
 def longest_sequence(pool: PagePool, context: int | None) -> int:

@@ -1,10 +1,10 @@
 """Modules of a model that call QBE's ops themselves in steps that are not compiled.
 
-A step of few rows spends as long on torch's calls as on products, on a GPU on its launches. A norm and rotary embeddings
-are one op each in place of eight and of fourteen (`qbe.kernels.ops.rms_norm`, `rotary`), wherever a trial shows that
-these have the same bits; on a GPU a norm may have another last bit. A nested layer skips the way through `F.linear` and
-its tensor subclass on a CPU, and layers that read the same input are one launch on a GPU (`patch_projections`). Whatever
-they do not serve goes the model's own way, and so does what is compiled (`unpatched`).
+A step of few rows spends as long on torch's calls as on products, on a GPU on its launches. A norm and rotary
+embeddings are one op each in place of eight and of fourteen (`qbe.kernels.ops.rms_norm`, `rotary`), wherever a trial
+shows that these have the same bits; on a GPU a norm may have another last bit. A nested layer skips the way through
+`F.linear` and its tensor subclass on a CPU, and layers that read the same input are one launch on a GPU
+(`patch_projections`). Whatever they do not serve goes the model's own way, and so does what is compiled (`unpatched`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,28 @@ def patch_modules(model: nn.Module, device: torch.device) -> None:
         kind = type(module)
         if kind.__name__.endswith("RMSNorm") and _same_norm(module):
             _replace(module, _norm)
-        names = getattr(getattr(kind.forward, "__code__", None), "co_names", ())
-        if _ROTARY in names and isinstance(kind.forward, types.FunctionType):
+        if _takes_rotary(kind):
             if kind not in functions:
                 functions[kind] = _with_rotary(kind.forward, device)
             if functions[kind] is not None:
                 _replace(module, functions[kind])
+
+
+def launches(model: nn.Module, device: torch.device) -> Iterator[Callable[[], object]]:
+    """Calls that together need every kernel that `patch_modules` tries on a GPU, and those of its merged layers."""
+    if device.type != "cuda":
+        return
+    from qbe.engine.execution.patch_projections import projection_launches
+
+    yield from projection_launches(model)
+    kinds: set[object] = set()
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__.endswith("RMSNorm"):
+            yield functools.partial(_same_norm, module)
+        if kind not in kinds and _takes_rotary(kind):
+            kinds.add(kind)
+            yield functools.partial(_with_rotary, kind.forward, device)
 
 
 @contextmanager
@@ -74,6 +90,11 @@ def _replace(module: nn.Module, forward: Any) -> None:
     if "forward" not in module.__dict__:
         forward.is_patch = True
         module.forward = types.MethodType(forward, module)  # which is copied with the module
+
+
+def _takes_rotary(kind: type[nn.Module]) -> bool:
+    """Whether modules of this class call transformers' rotary embedding by its name."""
+    return isinstance(kind.forward, types.FunctionType) and _ROTARY in kind.forward.__code__.co_names
 
 
 def _linear(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

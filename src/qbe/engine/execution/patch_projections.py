@@ -7,13 +7,14 @@ after the other with the same tensor; the first of them computes all, and the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from qbe.kernels.cuda.dispatch import decodes_together
+from qbe.kernels.cuda.dispatch import DECODE_ROWS, decodes_together
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops.swiglu import swiglu
 from qbe.store.nested_tensor import NestedTensor
@@ -41,6 +42,31 @@ def patch_projections(model: nn.Module, replace: Replace) -> None:
                 replace(other, _other)
         elif _merges(module, _GATED[1:3]) and _same_gated(module):
             replace(module, _gated)
+
+
+def projection_launches(model: nn.Module) -> Iterator[Callable[[], object]]:
+    """Calls that together need every kernel of these layers, for each kind of layer once."""
+    seen: set[object] = set()
+    for module in model.modules():
+        gated = _merges(module, _GATED[1:3])
+        names = _GATED[1:3] if gated else _ATTENTION
+        if not gated and not _merges(module, _ATTENTION):
+            continue
+        layers = [getattr(module, name) for name in names]
+        kind = tuple(layer.weight.shape for layer in layers), tuple(layers[0].weight.slices), layers[0].bias is None
+        if kind not in seen:
+            seen.add(kind)
+            for rows in (1 << i for i in range(DECODE_ROWS.bit_length())):
+                yield functools.partial(_zeros_through, layers, rows)
+            if gated:
+                yield functools.partial(_same_gated, module)
+
+
+@torch.inference_mode()
+def _zeros_through(layers: Sequence[nn.Linear], rows: int) -> object:
+    weight: NestedTensor = layers[0].weight  # type: ignore[assignment]
+    x = torch.zeros(rows, weight.in_features, dtype=weight.logical_dtype, device=weight.packed.device)
+    return _merged(x, layers)
 
 
 def _names_of(module: nn.Module) -> list[str]:

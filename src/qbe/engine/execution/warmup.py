@@ -31,6 +31,7 @@ def compile_kernels(launches: Iterable[Launch], device: torch.device, progress: 
     """Compile what these calls launch in several processes, or find it in Triton's disk cache, and load it.
 
     Args:
+        launches: made in turn, first without any effect on the device; each may need what the ones before it noticed.
         device: theirs; nothing happens on a CPU or without Triton.
         progress: show a progress bar.
     """
@@ -39,18 +40,19 @@ def compile_kernels(launches: Iterable[Launch], device: torch.device, progress: 
     from qbe.kernels.tuning.compiling import CompilePool, collecting
     from qbe.kernels.tuning.tunable import recording
 
-    launches = list(launches)
     with recording():  # none of them is a step's
+        made: list[Launch] = []
         with collecting() as kernels:
             for launch in launches:
                 launch()
+                made.append(launch)
         pool = CompilePool(workers=max(1, min(16, len(os.sched_getaffinity(0)))))  # nothing else is running yet
         try:
             with bar("compiling kernels", len(kernels), progress and bool(kernels)) as advance:
                 pool.compile(kernels, advance)
         finally:
             pool.close()
-        for launch in launches:  # one that did not compile raises here what Triton says
+        for launch in made:  # one that did not compile raises here what Triton says
             launch()
     torch.cuda.synchronize(device)
 

@@ -42,8 +42,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         with torch.cuda.device_of(x):
             rotate_kernel[(tokens, heads)](
                 x, cos, sin, out, width // 2, *x.stride()[1:], *cos.stride()[1:], *sin.stride()[1:], *out.stride()[1:],
-                BLOCK=triton.next_power_of_2(width // 2), num_warps=1, **early(x.device),
-            )  # fmt: skip
+                BLOCK=triton.next_power_of_2(width // 2), num_warps=1, enable_fp_fusion=False, **early(x.device),
+            )  # fmt: skip  # fused, a product would be added before it is rounded
     return out
 
 
