@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from test_fused_rows import near, rms
 from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interpreter
 
 EPS = 1e-5
-OWN = ("rms_norm", "rotate", "swiglu", "nested_linear", "nested_linears")
+OWN = ("rms_norm", "rotate", "swiglu", "norm", "gate", "nested_linear", "nested_linears", "quantised_linears")
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -38,9 +39,9 @@ def _kernels_on_cpu() -> object:
     """In the interpreter the kernels take CPU tensors."""
     library = torch.library.Library("qbe", "IMPL")
     if INTERPRET:
-        from qbe.kernels.triton import nested_linear, nested_linears, norm_rope
+        from qbe.kernels.triton import fused_rows, nested_linear, nested_linears, norm_rope
 
-        for module in (norm_rope, nested_linear, nested_linears):
+        for module in (norm_rope, fused_rows, nested_linear, nested_linears):
             for name in OWN:
                 if function := getattr(module, name, None):
                     library.impl(name, function, "CPU", allow_override=True)
@@ -149,8 +150,48 @@ def test_layers_that_read_the_same_input_run_together(monkeypatch: pytest.Monkey
     assert torch.equal(model(ids).logits, found)
     calls.clear()
     long = model(torch.arange(17, device=DEVICE)[None]).logits
-    assert not calls  # one launch has no room for so many rows
+    assert calls == [3, 2]  # of the batch kernel
     torch.testing.assert_close(long[:, :3], expected, rtol=2**-4, atol=2**-4)
+
+
+@on_device
+@pytest.mark.parametrize("shared", [False, True])
+@torch.inference_mode()
+def test_norms_and_gates_hand_over_what_few_rows_are_quantised_to(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiled_llama()
+    for _, _, weight in nested_linears(model):
+        weight.batch_invariant = not shared
+    ids = torch.arange(6, device=DEVICE)[None]  # rows that share are as many as the batch kernel takes
+    expected = model(ids).logits
+    readers = patch_projections(model, patch_modules._replace)
+    assert readers.keys() == {256}
+    from qbe.kernels.triton import fused_rows, tiled_linear
+    from qbe.kernels.triton import nested_linears as merged
+
+    converted: list[str] = []
+    for module, name in (
+        (fused_rows, "add_norm"), (merged, "quantised"), (merged, "half_rows"),
+        (tiled_linear, "quantised"), (tiled_linear, "half_rows"),
+    ):  # fmt: skip
+        plain = getattr(module, name)
+
+        def counted(*args: object, plain: Any = plain, name: str = name, **named: object) -> object:
+            converted.append(name)
+            return plain(*args, **named)
+
+        monkeypatch.setattr(module, name, counted)
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.reader = (readers[256],)
+            patch_modules._replace(module, patch_modules._norm)
+    found = model(ids).logits
+    if shared:
+        assert converted == ["half_rows"] * 5  # q, k and v; o; gate and up; down; the output head
+    else:
+        assert converted == ["add_norm", "quantised", "add_norm", "add_norm", "quantised"]  # o and the head alone
+    torch.testing.assert_close(found, expected, rtol=2**-4, atol=2**-4)
 
 
 @pytest.mark.cuda

@@ -43,22 +43,24 @@ def fuse(graph: Graph, device: str = "cuda") -> None:
         if node.op != "call_function":
             continue
         if node.target is torch.ops.qbe.nested_linears.default:
-            fused |= _fuse(graph, node, node.args, device)
+            *arguments, batch_invariant = (*node.args, True)[:9]
+            fused |= _fuse(graph, node, arguments, batch_invariant, device)
         elif node.target is torch.ops.qbe.nested_linear.default:
-            x, packed, meta, bits, original, bias, slices, exponent, *float32_output = node.args
+            x, packed, meta, bits, original, bias, slices, exponent, *_ = node.args
+            float32_output, batch_invariant = merge.flags(node)
             lists = [packed], [meta], [bits], [original] if original else [], [bias] if bias else []
-            fused |= _fuse(graph, node, (x, *lists, slices, [exponent], *float32_output), device)
+            fused |= _fuse(graph, node, (x, *lists, slices, [exponent], float32_output), batch_invariant, device)
     if fused:
         graph.eliminate_dead_code()
 
 
-def _fuse(graph: Graph, node: Node, arguments: Any, device: str) -> bool:
+def _fuse(graph: Graph, node: Node, arguments: Any, batch_invariant: bool, device: str) -> bool:
     """Put the fused op in the place of what makes the input of this linear, if that is known; whether it was."""
     x, packed, meta, _, _, _, slices, *_ = arguments
     value = x.meta["val"]
     rows = value.numel() // value.shape[-1]
     tiled = all(p.meta["val"].dim() == 1 for p in packed)
-    if not isinstance(rows, int) or not decodes_together(rows, value.dtype, tiled, len(packed)):
+    if not isinstance(rows, int) or not decodes_together(rows, value.dtype, tiled, len(packed), batch_invariant):
         return False
     if value.device.type != device or value.dtype not in (torch.float16, torch.bfloat16):
         return False

@@ -32,10 +32,10 @@ class MergeLinears(CustomGraphPass):
         groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
         for node in graph.nodes:
             if node.op == "call_function" and node.target is torch.ops.qbe.nested_linear.default:
-                x, _, _, _, original, bias, slices, _, *float32_output = node.args
-                if any(float32_output):
-                    continue
-                groups[x, tuple(slices), original is None, bias is None].append(node)
+                x, _, _, _, original, bias, slices, *_ = node.args
+                float32_output, batch_invariant = flags(node)
+                if not float32_output:
+                    groups[x, tuple(slices), original is None, bias is None, batch_invariant].append(node)
         for group in groups.values():
             if len(group) > 1:
                 _merge(graph, group)
@@ -43,6 +43,12 @@ class MergeLinears(CustomGraphPass):
     def uuid(self) -> bytes:
         """What Inductor's cache knows this pass by."""
         return get_hash_for_files((__file__, merged_ops.__file__, ops.__file__))
+
+
+def flags(node: Node) -> tuple[bool, bool]:
+    """`float32_output` and `batch_invariant` of a call of `qbe::nested_linear`."""
+    float32_output, batch_invariant = (*node.args[8:], *(False, True)[len(node.args[8:]) :])
+    return bool(float32_output), bool(batch_invariant)
 
 
 def _merge(graph: Graph, group: list[Node]) -> None:
@@ -59,7 +65,7 @@ def _merge(graph: Graph, group: list[Node]) -> None:
     last = x.meta["val"].dim() - 1  # type: ignore[union-attr]
     with graph.inserting_before(first):
         arguments = (x, packed, meta, bits, originals if original is not None else [],
-                     biases if bias is not None else [], slices, exponents)  # fmt: skip
+                     biases if bias is not None else [], slices, exponents, flags(first)[1])  # fmt: skip
         merged = graph.call_function(torch.ops.qbe.nested_linears.default, arguments)
         values: Any = torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
         merged.meta["val"] = merged_ops.fake(*values)

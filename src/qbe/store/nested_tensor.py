@@ -50,6 +50,7 @@ class NestedTensor(TorchAOBaseTensor):
         group_size: inputs that share a scale.
         exponent: scale exponent of the matrix.
         shape, dtype: those of the original weight.
+        batch_invariant: as the op's; False where rows of a step share what they read (`qbe.store.shared_rows`).
         uniform: what `bits` holds when whoever wrote it knows that every row of a long step has the same, else None.
             A prompt then needs no kernel that asks each row (`qbe.kernels.triton.uniform_linear`).
         native: float8_e4m3fn or int8, in which such a prompt is multiplied on a GPU where its activations have 8 bits;
@@ -73,6 +74,7 @@ class NestedTensor(TorchAOBaseTensor):
     in_features: int
     logical_dtype: torch.dtype
     float32_output: bool
+    batch_invariant: bool = True
     uniform: int | None = None
     native: torch.dtype | None = None
 
@@ -314,6 +316,7 @@ def _linear(func: Callable, _types: Any, args: tuple, kwargs: dict) -> torch.Ten
         weight.slices,
         weight.exponent,
         weight.float32_output,
+        weight.batch_invariant,
     )
     return without_gradient(y, weight)
 

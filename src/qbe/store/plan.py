@@ -113,6 +113,7 @@ class Plan:
         ):
             weight.bits, weight.native = precision_words, DTYPES[form] if form and native else None
             weight.float32_output = site.role is Role.OUTPUT_HEAD
+            weight.batch_invariant = self.shared is None
 
     def write(self, rows: Sequence[tuple[Blueprint, int]], kept: Sequence[Blueprint]) -> None:
         """Set the plan for one forward.

@@ -34,8 +34,9 @@ def patch_modules(model: nn.Module, device: torch.device) -> None:
     if device.type == "cuda":
         from qbe.engine.execution.patch_projections import patch_projections
 
-        patch_projections(model, _replace)
+        readers = patch_projections(model, _replace)
     else:
+        readers = {}
         for _, layer, _ in nested_linears(model):
             _replace(layer, _linear)
         if build.backend() not in ("avx512", "amx"):  # where the ops would be torch's dozen again
@@ -44,6 +45,8 @@ def patch_modules(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         kind = type(module)
         if kind.__name__.endswith("RMSNorm") and _same_norm(module):
+            reader = readers.get(len(module.weight))  # type: ignore[arg-type]
+            module.reader = () if reader is None else (reader,)  # a tuple is no submodule
             _replace(module, _norm)
         if _takes_rotary(kind):
             if kind not in functions:
@@ -119,6 +122,10 @@ def _norm(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() or hidden_states.dtype is not SERVED:
         y: torch.Tensor = type(self).forward(self, hidden_states)
         return y
+    for reader in self.reader:  # type: ignore[union-attr]
+        from qbe.engine.execution.patch_projections import norm_and_quantise
+
+        return norm_and_quantise(hidden_states, self._parameters["weight"], _eps(self), reader)  # type: ignore[arg-type]
     return rms_norm(hidden_states, self._parameters["weight"], _eps(self))  # type: ignore[arg-type]
 
 

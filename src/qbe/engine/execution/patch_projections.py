@@ -14,25 +14,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from qbe.kernels.cuda.dispatch import DECODE_ROWS, decodes_together
+from qbe.format.layout import SliceLayout
+from qbe.kernels.cuda.dispatch import PREFILL_ROWS, decodes_together, merges
+from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import merged_linear as merged_ops
+from qbe.kernels.ops.rms_norm import rms_norm
 from qbe.kernels.ops.swiglu import swiglu
 from qbe.store.nested_tensor import NestedTensor
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _GATED = ("act_fn", "gate_proj", "up_proj", "down_proj")
 _ROWS = (1, 3)  # of the trials
+# Attribute of a tensor: padded inputs and group, and itself as the decode kernel of such weights reads it. It is true
+# as long as nobody writes to the tensor.
+_QUANTISED = "quantised_rows"
 _NEAR = {"rtol": 2**-5, "atol": 2**-6}  # exp's last bit, through a product
 
 Replace = Callable[[nn.Module, Any], None]
 
 
-def patch_projections(model: nn.Module, replace: Replace) -> None:
+def patch_projections(model: nn.Module, replace: Replace) -> dict[int, nn.Module]:
     """Let the layers of `model` that read the same input run together, wherever a trial shows the same result.
 
     Args:
         replace: puts a function in the place of a module's forward.
+
+    Returns:
+        Inputs -> one of the layers that read so many, for `norm_and_quantise`.
     """
+    readers: dict[int, nn.Module] = {}
     for module in model.modules():
         if _merges(module, _ATTENTION):
             first, *others = (getattr(module, name) for name in _ATTENTION)
@@ -41,7 +51,12 @@ def patch_projections(model: nn.Module, replace: Replace) -> None:
             for other in others:
                 replace(other, _other)
         elif _merges(module, _GATED[1:3]) and _same_gated(module):
+            first = module.gate_proj
             replace(module, _gated)
+        else:
+            continue
+        readers[first.in_features] = first  # type: ignore[index,assignment]
+    return readers
 
 
 def projection_launches(model: nn.Module) -> Iterator[Callable[[], object]]:
@@ -56,7 +71,7 @@ def projection_launches(model: nn.Module) -> Iterator[Callable[[], object]]:
         kind = tuple(layer.weight.shape for layer in layers), tuple(layers[0].weight.slices), layers[0].bias is None
         if kind not in seen:
             seen.add(kind)
-            for rows in (1 << i for i in range(DECODE_ROWS.bit_length())):
+            for rows in (1 << i for i in range(PREFILL_ROWS.bit_length() - 1)):
                 yield functools.partial(_zeros_through, layers, rows)
             if gated:
                 yield functools.partial(_same_gated, module)
@@ -96,15 +111,29 @@ def _merged(x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tens
     if torch.is_grad_enabled() or width != first.in_features or x.dtype is not first.logical_dtype:
         return None
     enough = all(w.bits.shape[0] >= rows for w in weights)
-    if not enough or not decodes_together(rows, x.dtype, True, len(weights)):
+    if not enough or not merges(rows, x.dtype, True, len(weights)):
         return None
-    originals = [] if first.original is None else [w.original for w in weights]
-    biases = [layer._parameters["bias"] for layer in layers]
-    y = merged_ops.nested_linears(
-        x, [w.packed for w in weights], [w.meta for w in weights], [w.bits[:rows] for w in weights],
-        originals, [] if biases[0] is None else biases, first.slices, [w.exponent for w in weights],
-    )  # type: ignore[arg-type]  # fmt: skip
+    sizes, quantised = getattr(x, _QUANTISED, (None, None))
+    if sizes is None or sizes != quantised_sizes(first, x):
+        quantised = None
+    y = _linears(x, quantised, layers, weights, rows)
     return y.split([w.shape[0] for w in weights], -1)
+
+
+def _linears(
+    x: torch.Tensor, quantised: torch.Tensor | None, layers: Sequence[nn.Module], weights: list[NestedTensor], rows: int
+) -> torch.Tensor:
+    first = weights[0]
+    biases = [layer._parameters["bias"] for layer in layers]
+    parts = (
+        [w.packed for w in weights], [w.meta for w in weights], [w.bits[:rows] for w in weights],
+        [] if first.original is None else [w.original for w in weights], [] if biases[0] is None else biases,
+        first.slices, [w.exponent for w in weights],
+    )  # fmt: skip
+    if quantised is None:
+        return merged_ops.nested_linears(x, *parts, first.batch_invariant)  # type: ignore[arg-type]
+    y: torch.Tensor = torch.ops.qbe.quantised_linears.default(x, quantised, *parts)
+    return y
 
 
 def _first(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +154,38 @@ def _gated(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     parts = _merged(x, (self.gate_proj, self.up_proj))  # type: ignore[arg-type]
     if parts is None:
         parts = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
-    y: torch.Tensor = self.down_proj(swiglu(*parts))  # type: ignore[operator]
-    return y
+    weight = self.down_proj._parameters["weight"]  # type: ignore[union-attr]
+    sizes = quantised_sizes(weight, parts[0])
+    if sizes is None:
+        y: torch.Tensor = self.down_proj(swiglu(*parts))  # type: ignore[operator]
+        return y
+    gated, quantised = fused_ops.gate(*parts, *sizes)
+    rows = gated.numel() // gated.shape[-1]
+    return _linears(gated, quantised, [self.down_proj], [weight], rows)  # type: ignore[list-item]
+
+
+def quantised_sizes(weight: object, x: torch.Tensor) -> tuple[int, int] | None:
+    """Padded inputs and group of a weight whose kernel reads such an x quantised; None where it does not."""
+    if not isinstance(weight, NestedTensor) or weight.packed.dim() != 1 or torch.is_grad_enabled():
+        return None
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    fits = x.shape[-1] == weight.in_features and x.dtype is weight.logical_dtype and weight.bits.shape[0] >= rows
+    if not fits or not decodes_together(rows, x.dtype, True, 1, weight.batch_invariant):
+        return None
+    from qbe.kernels.triton.layout import padded_shape
+
+    inputs = padded_shape(weight.shape[0], weight.in_features, SliceLayout.of(weight.slices))[1]
+    return inputs, weight.group_size
+
+
+def norm_and_quantise(x: torch.Tensor, weight: torch.Tensor, eps: float, reader: nn.Module) -> torch.Tensor:
+    """`rms_norm` of x; where the layer `reader` multiplies few rows, it brings with it what that kernel reads."""
+    sizes = quantised_sizes(reader._parameters["weight"], x)
+    if sizes is None:
+        return rms_norm(x, weight, eps)
+    normed, quantised = fused_ops.norm(x, weight, eps, *sizes)
+    setattr(normed, _QUANTISED, (sizes, quantised))
+    return normed
 
 
 @torch.inference_mode()

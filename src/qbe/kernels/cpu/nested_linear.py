@@ -37,6 +37,7 @@ def nested_linear(
     slices: Sequence[int],
     exponent: int,
     float32_output: bool = False,
+    batch_invariant: bool = True,  # it is so in any case
 ) -> torch.Tensor:
     """y[r] = x[r] @ W(bits[r]).T + bias. Arguments and result as those of `qbe.kernels.ops.nested_linear`.
 

@@ -34,6 +34,7 @@ def nested_linears(
     biases: Sequence[torch.Tensor],
     slices: Sequence[int],
     exponents: Sequence[int],
+    batch_invariant: bool = True,  # it is so in any case
 ) -> torch.Tensor:
     """Arguments and result as those of `qbe.kernels.ops.merged_linear.nested_linears`.
 

@@ -6,9 +6,10 @@ kernel is then launched (tiles, splits, warps) is its own: `qbe.kernels.triton.t
 nested_linear(s)     uniform     the host knows that all rows read one precision word: the weight once, then a
                                  library's product
                      canonical   packed has two dimensions: what was not brought into the tiled layout, small matrices
-  tiled layout:      decode      up to 16 rows: integer products, every row at its own precision; up to three weights
-                                 that read the same x in one launch
+  tiled layout:      decode      up to 16 rows, 4 if rows may differ by their company (`batch_invariant`): integer
+                                 products, every row at its own precision
                      batch       up to 255: float16 products, a pass for each precision of a tile
+                                 (either: up to three weights that read the same x in one launch)
                      prefill     from 256: the weight once for each precision, then a dense product
                      float32     exact, not fast
 paged attention      CUDA C++ where it has a kernel (`decode_attention.serves`: Hopper's instructions, heads of 64 or
@@ -23,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 DECODE_ROWS = 16  # of the tiled layout: up to here every row is multiplied at its own precision
+FEW_ROWS = 4  # and up to here that is the fastest, too (H200, every row at 4 bits, at 8 likewise)
 PREFILL_ROWS = 256  # of the tiled layout: from here the weight is dequantised once for all rows
 # from here on the weight is made once, when the host knows the precision words of all rows to be the same
 UNIFORM_ROWS = 256
@@ -32,12 +34,15 @@ MOST_MERGED = 3  # weights of one launch
 LinearKernel = Literal["canonical", "decode", "batch", "prefill", "float32"]
 
 
-def linear_kernel(rows: int, dtype: torch.dtype, tiled: bool, original: torch.dtype | None = None) -> LinearKernel:
+def linear_kernel(
+    rows: int, dtype: torch.dtype, tiled: bool, original: torch.dtype | None = None, batch_invariant: bool = True
+) -> LinearKernel:  # fmt: skip
     """Which kernel multiplies so many rows of that dtype, at least one, whatever their precision words.
 
     Args:
         tiled: whether the weight is in the tiled layout (`qbe.kernels.triton.layout`).
         original: dtype of the 16-bit weight, if there is one.
+        batch_invariant: whether a row of few has to come out the same, bit for bit, whatever rows are beside it.
     """
     if not tiled:
         return "canonical"
@@ -45,12 +50,20 @@ def linear_kernel(rows: int, dtype: torch.dtype, tiled: bool, original: torch.dt
         return "float32"
     if rows >= PREFILL_ROWS and original in (None, dtype):
         return "prefill"
-    return "decode" if rows <= DECODE_ROWS else "batch"
+    return "decode" if rows <= (DECODE_ROWS if batch_invariant else FEW_ROWS) else "batch"
 
 
-def decodes_together(rows: int, dtype: torch.dtype, tiled: bool, weights: int) -> bool:
+def decodes_together(
+    rows: int, dtype: torch.dtype, tiled: bool, weights: int, batch_invariant: bool = True
+) -> bool:  # fmt: skip
     """Whether one launch of the decode kernel takes so many weights that read the same rows, which may be none."""
-    return rows > 0 and weights <= MOST_MERGED and linear_kernel(rows, dtype, tiled) == "decode"
+    kernel = linear_kernel(rows, dtype, tiled, batch_invariant=batch_invariant) if rows > 0 else None
+    return weights <= MOST_MERGED and kernel == "decode"
+
+
+def merges(rows: int, dtype: torch.dtype, tiled: bool, weights: int) -> bool:
+    """Whether one launch of some kernel does."""
+    return 0 < rows < PREFILL_ROWS and 1 < weights <= MOST_MERGED and tiled and dtype != torch.float32
 
 
 def paged_attention(

@@ -23,6 +23,7 @@ def nested_linears(
     biases: Sequence[torch.Tensor],
     slices: Sequence[int],
     exponents: Sequence[int],
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     """`qbe.kernels.ops.nested_linear` for each weight of a list, with one x.
 
@@ -32,11 +33,14 @@ def nested_linears(
         originals: one for every weight, or none.
         biases: one for every weight, or none.
         slices: widths of the slices of all of them.
+        batch_invariant: as there.
 
     Returns:
         [..., N1 + N2 + ...] in x's dtype, the results side by side.
     """
-    y = torch.ops.qbe.nested_linears.default(x, packed, meta, bits, originals, biases, slices, exponents)
+    y = torch.ops.qbe.nested_linears.default(
+        x, packed, meta, bits, originals, biases, slices, exponents, batch_invariant
+    )
     return without_gradient(y, x, *biases)
 
 
@@ -49,13 +53,14 @@ def fake(
     biases: Sequence[torch.Tensor],
     slices: Sequence[int],
     exponents: Sequence[int],
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], sum(m.shape[1] for m in meta))
 
 
 OP = register(
     "nested_linears(Tensor x, Tensor[] packed, Tensor[] meta, Tensor[] bits, Tensor[] originals, Tensor[] biases, "
-    "int[] slices, int[] exponents) -> Tensor",
+    "int[] slices, int[] exponents, bool batch_invariant=True) -> Tensor",
     cpu="qbe.kernels.cpu.nested_linears:nested_linears",
     cuda="qbe.kernels.triton.nested_linears:nested_linears",
     fake=fake,

@@ -24,6 +24,7 @@ def nested_linear(
     slices: Sequence[int],
     exponent: int,
     float32_output: bool = False,
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     """A linear layer whose weight is read at each row's own precision. For inference: a gradient through
     it raises QBEError (`qbe.kernels.ops.gradients`).
@@ -42,11 +43,15 @@ def nested_linear(
         exponent: scale exponent of the matrix.
         float32_output: give the sums as they are, in float32 and not rounded to x's dtype: for logits, which are far
             from zero and near each other (in bfloat16 those from 16 to 32 are told apart by eighths only).
+        batch_invariant: a row of few comes out the same, bit for bit, whatever rows are beside it. A GPU has a faster
+            kernel for those that may not; on a CPU they are the same in any case.
 
     Returns:
         [..., N] in x's dtype, or float32; sums are taken in float32.
     """
-    y = torch.ops.qbe.nested_linear.default(x, packed, meta, bits, original, bias, slices, exponent, float32_output)
+    y = torch.ops.qbe.nested_linear.default(
+        x, packed, meta, bits, original, bias, slices, exponent, float32_output, batch_invariant
+    )
     return without_gradient(y, x, bias)
 
 
@@ -60,13 +65,14 @@ def _fake(
     slices: Sequence[int],
     exponent: int,
     float32_output: bool = False,
+    batch_invariant: bool = True,
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], meta.shape[1], dtype=torch.float32 if float32_output else None)
 
 
 OP = register(
     "nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, Tensor? original, Tensor? bias, "
-    "int[] slices, int exponent, bool float32_output=False) -> Tensor",
+    "int[] slices, int exponent, bool float32_output=False, bool batch_invariant=True) -> Tensor",
     cpu="qbe.kernels.cpu.nested_linear:nested_linear",
     cuda="qbe.kernels.triton.nested_linear:nested_linear",
     fake=_fake,

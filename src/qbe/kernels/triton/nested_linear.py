@@ -83,6 +83,7 @@ def nested_linear(
     slices: Sequence[int],
     exponent: int,
     float32_output: bool = False,
+    batch_invariant: bool = True,
     config: Config | None = None,
     ready: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -113,7 +114,10 @@ def nested_linear(
         return y
     if packed.dim() == 1:
         with torch.cuda.device_of(x):
-            tiled_linear(rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n), config, ready)
+            tiled_linear(
+                rows, packed, bits.contiguous(), original, bias, layout, exponent, y.view(m, n), config, ready,
+                batch_invariant,
+            )  # fmt: skip
         return y
     blocks = packed.shape[1] * 8 // n // BLOCK
     precision_words = bits.contiguous()

@@ -1,4 +1,4 @@
-"""`qbe::nested_linears` on a GPU: up to three weights that read the same x share its quantisation and one launch.
+"""`qbe::nested_linears` on a GPU: up to three weights that read the same x share its conversion and one launch.
 
 At batch 1 a launch costs its bytes and a fixed 4 to 6 us, which is most of what a small matrix (keys, values) takes.
 """
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 
 from qbe.format.layout import SliceLayout
-from qbe.kernels.cuda.dispatch import MOST_MERGED, decodes_together
+from qbe.kernels.cuda.dispatch import MOST_MERGED, linear_kernel, merges
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.kernels.triton.nested_linear import nested_linear
-from qbe.kernels.triton.tiled_configs import DECODE
+from qbe.kernels.triton.tiled_batch_kernel import batch_three_kernel, half_bytes
+from qbe.kernels.triton.tiled_configs import BATCH, DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
-from qbe.kernels.triton.tiled_linear import quantised, split_launch
+from qbe.kernels.triton.tiled_linear import half_rows, quantised, split_launch, three
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
 
@@ -29,11 +30,12 @@ def nested_linears(
     biases: Sequence[torch.Tensor],
     slices: Sequence[int],
     exponents: Sequence[int],
+    batch_invariant: bool = True,
     config: Config | None = None,
     ready: torch.Tensor | None = None,
     float32_output: bool = False,
 ) -> torch.Tensor:
-    """See `qbe.kernels.ops.merged_linear.nested_linears`. Many rows, float32 and other layouts take a call for each
+    """See `qbe.kernels.ops.merged_linear.nested_linears`. Prompts, float32 and other layouts take a call for each
     weight.
 
     `config` is what a trial launches with; by itself the best one known. `ready` is x quantised, if that is made.
@@ -41,37 +43,40 @@ def nested_linears(
     """
     rows = x.reshape(-1, x.shape[-1])
     tiled = all(p.dim() == 1 for p in packed)
-    if len(packed) < 2 or not decodes_together(len(rows), x.dtype, tiled, len(packed)):
+    if not merges(len(rows), x.dtype, tiled, len(packed)):
         parts = [
             nested_linear(
                 x, p, meta[i], bits[i], originals[i] if originals else None, biases[i] if biases else None, slices,
-                exponents[i], float32_output, ready=ready,
+                exponents[i], float32_output, batch_invariant, ready=ready,
             )
             for i, p in enumerate(packed)
         ]  # fmt: skip
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     layout = SliceLayout.of(slices)
     rows, (m, k) = rows.contiguous(), rows.shape
     outputs = [n.shape[1] for n in meta]
     group = group_size_of(packed[0], outputs[0], k, layout)
     inputs = padded_shape(outputs[0], k, layout)[1]
     y = torch.empty(m, sum(outputs), dtype=x.dtype, device=x.device)
-    config = config or DECODE.config(
+    few = linear_kernel(m, x.dtype, True, batch_invariant=batch_invariant) == "decode"
+    config = config or (DECODE if few else BATCH).config(
         x.device, m, tuple(outputs), k, layout.slices, group, x.dtype, bool(originals), bool(biases)
     )
-    if ready is None:
+    words = [b.contiguous() for b in bits]
+    if not few:
+        ready = half_rows(rows, words, inputs, group)
+    elif ready is None:
         ready = quantised(rows, inputs, group)
     grid, units, constants, sums = split_launch(y, outputs, group, layout, config)
-
-    def three(many: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        return [many[min(i, len(many) - 1)] if many else None for i in range(MOST_MERGED)]
-
     n = [*outputs, 0][:MOST_MERGED]
-    decode_three_kernel[grid](
-        rows, ready, *three(packed), *three([b.contiguous() for b in bits]), *three(originals),
-        *three(biases), y, sums, m, *n, k, inputs, *[*exponents, 0][:MOST_MERGED], units, **constants,
-        ROWS=packed_rows(m),
+    matrices = (
+        *three(packed), *three(words), *three(originals), *three(biases), y, sums, m, *n, k, inputs,
+        *[*exponents, 0][:MOST_MERGED], units,
     )  # fmt: skip
+    if few:
+        decode_three_kernel[grid](rows, ready, *matrices, **constants, ROWS=packed_rows(m))
+    else:
+        batch_three_kernel[grid](rows, ready, half_bytes(m, inputs), *matrices, **constants)
     return y.view(*x.shape[:-1], y.shape[1])
 
 

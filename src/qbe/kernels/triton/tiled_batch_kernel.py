@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qbe.kernels.triton.tiled_common import (
+    choose,
     counter,
     exact_product,
     finish,
@@ -31,6 +32,7 @@ from qbe.kernels.triton.tiled_common import (
     load_precision_words,
     serving,
 )
+from qbe.kernels.triton.tiled_decode_kernel import prefetch_ahead
 from qbe.kernels.triton.tiled_quantise import fixed_point, high_byte
 
 EXPONENT = tl.constexpr(118)  # of the scales here: the largest weight is just a float16, the smallest scale is normal
@@ -39,8 +41,9 @@ ROW_MAX = tl.constexpr(8)  # exponent of a row's largest element
 
 
 def half_bytes(m: int, kp: int) -> int:
-    """Size of the buffer that `half_rows_kernel` writes: float16 [M, kp], zero past K, and a float32 scale per row."""
-    return 2 * m * kp + 4 * m
+    """Size of what `half_rows_kernel` writes for a weight: float16 [M, kp], zero past K, and a float32 scale per row;
+    a multiple of 16."""
+    return -(-(2 * m * kp + 4 * m) // 16) * 16
 
 
 @triton.constexpr_function
@@ -226,18 +229,21 @@ def _exact_eight(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "exponent", "units"], do_not_specialize_on_alignment=["bits_ptr"])
-def batch_kernel(
+@triton.jit
+def batch_tile(
     x_ptr, half_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent, units,
-    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    tile, column, columns, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
+    """the tile of that number of one matrix, whose first output is `column` of y's `columns`"""
     P: tl.constexpr = len(PRECISIONS)
     TOTAL: tl.constexpr = PRECISIONS[P - 1]
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     row_tiles = tl.cdiv(M, BM)
-    n = tl.program_id(0) // row_tiles * BN + tl.arange(0, BN)
-    m = tl.program_id(0) % row_tiles * BM + tl.arange(0, BM)
+    n0 = tile // row_tiles * BN
+    n = n0 + tl.arange(0, BN)
+    m = tile % row_tiles * BM + tl.arange(0, BM)
     m_ok = m < M
     n_ok = n < N
     n_in = tl.where(n < np_, n, 0)  # a wide tile may reach past the padding
@@ -245,6 +251,8 @@ def batch_kernel(
     u0 = tl.program_id(1) * units
     if EARLY:
         gdc_launch_dependents()
+        if n0 + BN <= np_:
+            prefetch_ahead(packed_ptr, bits_ptr, np_, kp, n0, BN, m, m_ok, u0, PRECISIONS, PARTS, GROUP, UNIT, 1)
         gdc_wait()
     wanted = load_precision_words(bits_ptr, m, m_ok)
     serves = serving(wanted, original_ptr, m_ok, PRECISIONS)
@@ -272,16 +280,76 @@ def batch_kernel(
                 )  # fmt: skip
                 exact = tl.where(eight[None, :], rounded, exact)
             acc = tl.where((serves == P)[None, :], exact, acc)
-    offsets = m.to(tl.int64)[None, :] * N + n[:, None]
+    offsets = m.to(tl.int64)[None, :] * columns + (column + n)[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]
-    count_ptr = counter(packed_ptr, np_, kp, tl.program_id(0), P, TOTAL, GROUP)
-    finish(acc, bias, y_ptr, parts_ptr, count_ptr, offsets, n_ok[:, None] & m_ok[None, :], M.to(tl.int64) * N, SPLIT)
+    count_ptr = counter(packed_ptr, np_, kp, tile, P, TOTAL, GROUP)
+    finish(
+        acc, bias, y_ptr, parts_ptr, count_ptr, offsets, n_ok[:, None] & m_ok[None, :], M.to(tl.int64) * columns, SPLIT
+    )
 
 
-@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["bits_ptr"])
-def half_rows_kernel(x_ptr, bits_ptr, out_ptr, M, K, kp, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """One row of x as float16 times a power of two, and that power's inverse; rounded to 8 bits if its word says so."""
+@triton.jit(do_not_specialize=["M", "exponent", "units"], do_not_specialize_on_alignment=["bits_ptr"])
+def batch_kernel(
+    x_ptr, half_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent, units,
+    PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """one matrix"""
+    batch_tile(
+        x_ptr, half_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K, np_, kp, exponent,
+        units, tl.program_id(0), 0, N, PRECISIONS, PARTS, GROUP, UNIT, SPLIT, BN, BM, STAGES, EARLY, ASM,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["M", "N0", "N1", "N2", "exponent0", "exponent1", "exponent2", "units", "half_size"],
+    do_not_specialize_on_alignment=["bits0_ptr", "bits1_ptr", "bits2_ptr"],
+)
+def batch_three_kernel(
+    x_ptr, half_ptr, half_size, packed0_ptr, packed1_ptr, packed2_ptr, bits0_ptr, bits1_ptr, bits2_ptr, original0_ptr,
+    original1_ptr, original2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, y_ptr, parts_ptr, M, N0, N1, N2, K, kp, exponent0,
+    exponent1, exponent2, units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """up to three matrices that read the same x, their results side by side; of two, N2 is 0"""
+    row_tiles = tl.cdiv(M, BM)
+    tile = tl.program_id(0)
+    second = tl.cdiv(N0, BN) * row_tiles
+    third = second + tl.cdiv(N1, BN) * row_tiles
+    packed_ptr = choose(tile, second, third, packed0_ptr, packed1_ptr, packed2_ptr)
+    bits_ptr = choose(tile, second, third, bits0_ptr, bits1_ptr, bits2_ptr)
+    N = choose(tile, second, third, N0, N1, N2)
+    exponent = choose(tile, second, third, exponent0, exponent1, exponent2)
+    column = choose(tile, second, third, N0 * 0, N0, N0 + N1)
+    before = choose(tile, second, third, second * 0, second, third)
+    half_ptr += choose(tile, second, third, half_size * 0, half_size, 2 * half_size)
+    half_ptr = tl.multiple_of(half_ptr, 16)
+    original_ptr = original0_ptr
+    if original0_ptr is not None:
+        original_ptr = choose(tile, second, third, original0_ptr, original1_ptr, original2_ptr)
+    bias_ptr = bias0_ptr
+    if bias0_ptr is not None:
+        bias_ptr = choose(tile, second, third, bias0_ptr, bias1_ptr, bias2_ptr)
+    batch_tile(
+        x_ptr, half_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K,
+        tl.cdiv(N, 64) * 64, kp, exponent, units, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT,
+        SPLIT, BN, BM, STAGES, EARLY, ASM,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "size"], do_not_specialize_on_alignment=["bits0_ptr", "bits1_ptr", "bits2_ptr"])
+def half_rows_kernel(
+    x_ptr, bits0_ptr, bits1_ptr, bits2_ptr, out_ptr, size, M, K, kp, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row of x as float16 times a power of two, and that power's inverse; rounded to 8 bits if its word says so.
+
+    As each of up to three weights reads it, `size` bytes for each.
+    """
     m = tl.program_id(0)
+    bits_ptr = choose(tl.program_id(1), 1, 2, bits0_ptr, bits1_ptr, bits2_ptr)
+    out_ptr = tl.multiple_of(out_ptr + tl.program_id(1) * size, 16)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

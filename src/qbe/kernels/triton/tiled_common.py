@@ -98,6 +98,16 @@ def finish(acc, bias, y_ptr, parts_ptr, count_ptr, offsets, ok, size, SPLIT: tl.
 
 
 @triton.jit
+def choose(tile, second, third, a, b, c):
+    """of three matrices' a, b and c that of the one which has this tile; theirs begin at 0, `second` and `third`"""
+    if tile >= third:
+        a = c
+    elif tile >= second:
+        a = b
+    return a
+
+
+@triton.jit
 def load_bias(bias_ptr, n, n_ok):
     if bias_ptr is not None:
         return tl.load(bias_ptr + n, mask=n_ok, other=0.0).to(tl.float32)

@@ -49,7 +49,9 @@ def decode_config(m: int, outputs: tuple[int, ...], units: int, parts: int, proc
 
 
 @cache
-def batch_config(m: int, n: int, units: int, width: int, processors: int, shared: int) -> dict[str, int]:
+def batch_config(
+    m: int, outputs: tuple[int, ...], units: int, width: int, processors: int, shared: int
+) -> dict[str, int]:  # fmt: skip
     """Of `tiled_batch_kernel`, likewise.
 
     A program keeps its x in shared memory, so that one or two of them fit on a processor: one wave of them is best, of
@@ -59,16 +61,20 @@ def batch_config(m: int, n: int, units: int, width: int, processors: int, shared
         width: inputs of a unit.
         shared: bytes of shared memory that a program can have.
     """
-    block_m = 32 if m <= 32 or width > 256 else 64
+    block_m = 16 if m <= 16 else 32 if m <= 32 or width > 256 else 64
     row_tiles = -(-m // block_m)
     most = 8 if row_tiles <= MOST_ROW_TILES else 1
-    block_n, tiles = 128, -(-n // 128) * row_tiles
+
+    def tiles_of(block_n: int) -> int:
+        return sum(-(-n // block_n) for n in outputs) * row_tiles
+
+    block_n, tiles = 128, tiles_of(128)
     splits = _splits(units, min(most, processors // tiles), 12)
-    warps = 4 if block_m == 32 and tiles * splits > processors else 8
+    warps = 4 if block_m <= 32 and tiles * splits > processors else 8
     if 10 * tiles * splits < 7 * processors:
-        block_n, tiles, warps = 64, -(-n // 64) * row_tiles, 4
-        waves = 2 if block_m == 32 else 1
-        splits = _splits(units, min(most, waves * processors // tiles), 4)
+        block_n, tiles, warps = 64, tiles_of(64), 4
+        waves, least = {16: (4, 2), 32: (3, 2)}.get(block_m, (1, 4))
+        splits = _splits(units, min(most, waves * processors // tiles), least)
     stages = next((s for s in (3, 2) if s * width * (2 * block_m + block_n) <= shared), 1)
     return {
         "BM": block_m, "BN": block_n, "SPLITS": splits, "SPLIT_UNITS": units // splits, "STAGES": stages,
@@ -97,8 +103,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _generic_batch(problem: Problem, device: torch.device) -> Config:
-    (n,) = problem.outputs
-    return batch_config(problem.rows, n, *_units(problem), processors(device), _shared_memory(device))
+    return batch_config(problem.rows, problem.outputs, *_units(problem), processors(device), _shared_memory(device))
 
 
 DECODE = Tunable("decode", _generic_decode, candidates.decode, candidates.valid_decode)

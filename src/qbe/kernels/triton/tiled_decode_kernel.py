@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qbe.kernels.triton.tiled_codes import codes_of, left_aligned_scales, load_parts, tile_and_rows
 from qbe.kernels.triton.tiled_common import (
+    choose,
     counter,
     exact_eight,
     exact_product,
@@ -56,7 +57,7 @@ def _prefetch_runs(
 
 
 @triton.jit
-def _prefetch_ahead(
+def prefetch_ahead(
     packed_ptr, bits_ptr, np_, kp, n0, BN: tl.constexpr, m, m_ok, u0, PRECISIONS: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +182,7 @@ def decode_tile(
         # Programmatic dependent launch (Hopper and later): this program may run while the kernels before it drain.
         # Until they are complete it uses nothing but weights: it brings its first AHEAD units to the L2.
         gdc_launch_dependents()
-        _prefetch_ahead(packed_ptr, bits_ptr, np_, kp, n0, BN, m, m_ok, u0, PRECISIONS, PARTS, GROUP, UNIT, AHEAD)
+        prefetch_ahead(packed_ptr, bits_ptr, np_, kp, n0, BN, m, m_ok, u0, PRECISIONS, PARTS, GROUP, UNIT, AHEAD)
         if SPLIT:
             _prefetch(count_ptr)
         gdc_wait()
@@ -258,38 +259,18 @@ def decode_three_kernel(
     tile = tl.program_id(0)
     second = tl.cdiv(N0, BN) * row_tiles
     third = second + tl.cdiv(N1, BN) * row_tiles
-    packed_ptr = packed0_ptr
-    bits_ptr = bits0_ptr
+    packed_ptr = choose(tile, second, third, packed0_ptr, packed1_ptr, packed2_ptr)
+    bits_ptr = choose(tile, second, third, bits0_ptr, bits1_ptr, bits2_ptr)
+    N = choose(tile, second, third, N0, N1, N2)
+    exponent = choose(tile, second, third, exponent0, exponent1, exponent2)
+    column = choose(tile, second, third, N0 * 0, N0, N0 + N1)
+    before = choose(tile, second, third, second * 0, second, third)
     original_ptr = original0_ptr
-    bias_ptr = bias0_ptr
-    N = N0
-    exponent = exponent0
-    column = 0
-    before = 0
-    if tile >= third:
-        packed_ptr = packed2_ptr
-        bits_ptr = bits2_ptr
-        N = N2
-        exponent = exponent2
-        column = N0 + N1
-        before = third
-    elif tile >= second:
-        packed_ptr = packed1_ptr
-        bits_ptr = bits1_ptr
-        N = N1
-        exponent = exponent1
-        column = N0
-        before = second
     if original0_ptr is not None:
-        if tile >= third:
-            original_ptr = original2_ptr
-        elif tile >= second:
-            original_ptr = original1_ptr
+        original_ptr = choose(tile, second, third, original0_ptr, original1_ptr, original2_ptr)
+    bias_ptr = bias0_ptr
     if bias0_ptr is not None:
-        if tile >= third:
-            bias_ptr = bias2_ptr
-        elif tile >= second:
-            bias_ptr = bias1_ptr
+        bias_ptr = choose(tile, second, third, bias0_ptr, bias1_ptr, bias2_ptr)
     decode_tile(
         x_ptr, quantised_ptr, packed_ptr, bits_ptr, original_ptr, bias_ptr, y_ptr, parts_ptr, M, N, K,
         tl.cdiv(N, 64) * 64, kp, exponent, units, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT,

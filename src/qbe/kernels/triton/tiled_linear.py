@@ -13,7 +13,7 @@ import torch
 import triton
 
 from qbe.format.layout import SliceLayout
-from qbe.kernels.cuda.dispatch import linear_kernel
+from qbe.kernels.cuda.dispatch import MOST_MERGED, linear_kernel
 from qbe.kernels.triton.layout import group_size_of, padded_shape, unit
 from qbe.kernels.triton.round_rows import round_rows
 from qbe.kernels.triton.tiled_batch_kernel import batch_kernel, half_bytes, half_rows_kernel
@@ -47,6 +47,7 @@ def tiled_linear(
     y: torch.Tensor,
     config: Config | None = None,
     ready: torch.Tensor | None = None,
+    batch_invariant: bool = True,
 ) -> None:
     """y = x @ W(bits).T + bias, every row at its own bits.
 
@@ -57,13 +58,14 @@ def tiled_linear(
         original: [N, K] for rows at 16 bits; None serves them by the widest slice.
         y: [M, N] in x's dtype or float32, contiguous; written.
         config: to launch with, for a trial; by itself the best one known.
-        ready: what `quantised` gives for x, if somebody made that already; of few rows.
+        ready: what `quantised` gives for x, if somebody made that already; for the decode kernel.
+        batch_invariant: as the op's.
     """
     m, k = x.shape
     n = y.shape[1]
     group = group_size_of(tiled, n, k, layout)
     rows, inputs = padded_shape(n, k, layout)
-    kernel = linear_kernel(m, x.dtype, True, None if original is None else original.dtype)
+    kernel = linear_kernel(m, x.dtype, True, None if original is None else original.dtype, batch_invariant)
     if kernel == "float32":
         float32_kernel[(-(-n // 32) * -(-m // 32),)](
             round_rows(x, bits, group), tiled, bits, original, bias, y, m, n, k, rows, inputs, exponent,
@@ -90,7 +92,7 @@ def tiled_linear(
     grid, units, constants, sums = split_launch(y, (n,), group, layout, config)
     converted = ready
     if converted is None:
-        converted = quantised(x, inputs, group) if few else half_rows(x, bits, inputs, group)
+        converted = quantised(x, inputs, group) if few else half_rows(x, [bits], inputs, group)
     arguments = (x, converted, tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent, units)
     if few:
         decode_kernel[grid](*arguments, **constants, ROWS=packed_rows(m))
@@ -108,15 +110,21 @@ def quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
     return out
 
 
-def half_rows(x: torch.Tensor, bits: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
-    """x [M, K] as the batch kernel reads it."""
+def half_rows(x: torch.Tensor, bits: Sequence[torch.Tensor], inputs: int, group: int) -> torch.Tensor:
+    """x [M, K] as the batch kernels read it, for each of up to three weights with these bits."""
     m, k = x.shape
-    out = torch.empty(half_bytes(m, inputs), dtype=torch.uint8, device=x.device)
-    half_rows_kernel[(m,)](
-        x, bits, out, m, k, inputs, GROUP=group, BLOCK=min(_HALF_BLOCK, triton.next_power_of_2(inputs)), num_warps=8,
+    size, block = half_bytes(m, inputs), min(_HALF_BLOCK, triton.next_power_of_2(inputs))
+    out = torch.empty(len(bits) * size, dtype=torch.uint8, device=x.device)
+    half_rows_kernel[(m, len(bits))](
+        x, *three(bits), out, size, m, k, inputs, GROUP=group, BLOCK=block, num_warps=8 if block <= 8192 else 16,
         **early(x.device),
     )  # fmt: skip
     return out
+
+
+def three(many: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Of each weight of a launch, the last one's again where there are fewer."""
+    return [many[min(i, len(many) - 1)] if many else None for i in range(MOST_MERGED)]
 
 
 def split_launch(

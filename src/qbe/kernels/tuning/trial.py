@@ -64,6 +64,7 @@ class TuningTrial:
     def __init__(self, choice: Choice) -> None:
         self.problem, self.device = choice.problem, choice.device
         self.tiled = choice.tunable.name != "plain"
+        self.batch_invariant = choice.tunable.name != "batch"
         problem, layout = self.problem, SliceLayout.of(self.problem.slices)
         self.precisions = layout.precisions
         # The batch kernel serves fewer than the next power of two where prefill begins.
@@ -107,12 +108,14 @@ class TuningTrial:
         if len(w.packed) > 1:
             count = len(w.packed)
             return nested_linears(
-                self._x, w.packed, w.meta, [bits] * count, w.originals, w.biases, slices, [EXPONENT] * count, config
-            )
+                self._x, w.packed, w.meta, [bits] * count, w.originals, w.biases, slices, [EXPONENT] * count,
+                self.batch_invariant, config,
+            )  # fmt: skip
         original, bias = w.originals[0] if w.originals else None, w.biases[0] if w.biases else None
         return nested_linear(
-            self._x, w.packed[0], w.meta[0], bits, original, bias, slices, EXPONENT, self.problem.float32_output, config
-        )
+            self._x, w.packed[0], w.meta[0], bits, original, bias, slices, EXPONENT, self.problem.float32_output,
+            self.batch_invariant, config,
+        )  # fmt: skip
 
     def _cache_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 0
