@@ -11,8 +11,10 @@ from covering import FULL, covering
 from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout
 from qbe.kernels.ops import nested_linear as ops
+from qbe.kernels.reference.activations import precision_word
 from qbe.kernels.triton.layout import from_device_layout, group_size_of, to_device_layout
 from qbe.kernels.triton.nested_linear import nested_linear
+from qbe.kernels.triton.nested_linears import nested_linears
 from test_triton_kernel import CUDA, INTERPRET, LAYOUTS, TOLERANCE, Case, close, on_device, on_gpu, run_in_interpreter
 
 
@@ -247,3 +249,34 @@ def test_launches_in_a_row_wait_for_each_other() -> None:
                 torch.cuda.synchronize()
         results.append(case.x)
     assert torch.equal(*results)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_rows_that_may_differ_by_their_company_take_the_batch_kernel(dtype: torch.dtype) -> None:
+    case = Case(6, 40, 700, dtype=dtype)
+    words = case.bits([precision_word(b, a) for b, a in ((4, 16), (8, 8), (6, 16), (16, 8), (4, 8), (16, 16))])
+    expected = case.expect(words)
+    y = nested_linear(*tiled(case).args(words), batch_invariant=False)
+    close(y, expected)
+    assert not torch.equal(y, case.run(words))  # of the decode kernel
+
+
+@on_device
+@torch.inference_mode()
+def test_several_weights_of_one_launch_are_each_its_own() -> None:
+    cases = [tiled(Case(6, n, 700)) for n in (70, 40, 33)]
+    words = [
+        case.bits([precision_word((4, 6, 8, 16)[(i + r) % 4], (16, 8)[r % 2]) for r in range(6)])
+        for i, case in enumerate(cases)
+    ]
+    for count in (2, 3):
+        some, x = cases[:count], cases[0].x
+        y = nested_linears(
+            x, [c.packed for c in some], [c.meta for c in some], words[:count], [c.original for c in some],
+            [c.bias for c in some], (4, 2, 2), [c.exponent for c in some], batch_invariant=False,
+        )  # fmt: skip
+        for case, bits, part in zip(some, words, y.split([c.meta.shape[1] for c in some], -1), strict=False):
+            _, *weight = case.args(bits)
+            near = nested_linear(x, *weight, batch_invariant=False).float()
+            torch.testing.assert_close(part.float(), near, rtol=2**-6, atol=2**-6)  # the sum is split otherwise

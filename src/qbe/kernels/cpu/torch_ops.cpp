@@ -150,7 +150,8 @@ template <typename... A> Tensor python(const char *name, const A &...arguments) 
 }
 
 Tensor nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, std::optional<Tensor> original,
-                     std::optional<Tensor> bias, Integers slices, int64_t exponent, bool float32_output) {
+                     std::optional<Tensor> bias, Integers slices, int64_t exponent, bool float32_output,
+                     bool batch_invariant) {
     const int64_t rows = rows_of(x, float32_output);
     Matrix m;
     Shape s;
@@ -158,11 +159,12 @@ Tensor nested_linear(Tensor x, Tensor packed, Tensor meta, Tensor bits, std::opt
         fill(m, s, x, rows, packed, meta, bits, original ? &*original : nullptr,
              bias ? &*bias : nullptr, slices, exponent, float32_output))
         return run(x, &m, 1, rows);
-    return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent, float32_output);
+    return python("qbe::nested_linear_python", x, packed, meta, bits, original, bias, slices, exponent, float32_output,
+                  batch_invariant);
 }
 
 Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tensors originals, Tensors biases,
-                      Integers slices, Integers exponents) {
+                      Integers slices, Integers exponents, bool batch_invariant) {
     constexpr size_t MOST = 16;
     const size_t count = packed.size();
     Matrix m[MOST];
@@ -175,7 +177,8 @@ Tensor nested_linears(Tensor x, Tensors packed, Tensors meta, Tensors bits, Tens
                fill(m[i], s[i], x, rows, packed[i], meta[i], bits[i],
                     originals.empty() ? nullptr : &originals[i], biases.empty() ? nullptr : &biases[i], slices, exponents[i]);
     if (fits) return run(x, m, (int64_t)count, rows);
-    return python("qbe::nested_linears_python", x, packed, meta, bits, originals, biases, slices, exponents);
+    return python("qbe::nested_linears_python", x, packed, meta, bits, originals, biases, slices, exponents,
+                  batch_invariant);
 }
 
 // What numbered_ops.py has told of its layers.

@@ -23,6 +23,7 @@ def compile_one(compilation: Compilation) -> CompileResult:
     began = time.perf_counter()
     try:
         kernel = getattr(import_module(compilation.module), compilation.name)
+        kernel.hash = compilation.cache_key  # as the process that asks has it, which will look for that
         source = ASTSource(kernel, compilation.signature, compilation.constants, compilation.attributes)
         triton.compile(source, target=GPUTarget(*compilation.target), options=compilation.options)
     except Exception as error:  # whatever the compiler raises: this candidate is none

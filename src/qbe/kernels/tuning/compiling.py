@@ -34,6 +34,7 @@ class Compilation:
     attributes: dict[tuple[int, ...], Any]
     options: dict[str, Any]
     target: tuple[str, Any, int]
+    cache_key: str  # Triton's for the kernel's source, which depends on what a process has hashed before
 
     @property
     def key(self) -> str:
@@ -86,6 +87,7 @@ def _compilation(call: dict[str, Any], target: tuple[str, Any, int]) -> Compilat
     return Compilation(
         call["fn"].module, call["fn"].name, dict(about["signature"]), dict(about["constants"]),
         dict(about["configs"][0]), {k: _tuples(v) for k, v in options.items()}, target,
+        call["fn"].jit_function.cache_key,
     )  # fmt: skip
 
 
