@@ -40,7 +40,7 @@ class JsonGroup(TyperGroup):
 
 
 def _named(args: Sequence[str]) -> list[str]:
-    after = [*args[1:], "--"]
+    after = [*args, "--"][1:]
     return [
         f"--json={_STDOUT}" if arg == "--json" and following.startswith("-") and following != str(_STDOUT) else arg
         for arg, following in zip(args, after, strict=True)
