@@ -12,8 +12,6 @@ from server_running import LIMIT_S, running, tiny_engine
 
 CASES = int(os.environ.get("QBE_TEST_CASES", "6"))
 """Of each operation; 1000 before a release."""
-LENGTHS = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_completion_tokens",
-           "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}  # fmt: skip
 
 
 def test_no_case_makes_the_server_fail() -> None:
@@ -36,8 +34,6 @@ def test_no_case_makes_the_server_fail() -> None:
             def asked(case: Any) -> None:
                 if isinstance(case.body, dict) and case.body.get("model") is not None:
                     case.body["model"] = "tiny"  # so that not every case ends at its name
-                if isinstance(case.body, dict) and case.path in LENGTHS:
-                    case.body.setdefault(LENGTHS[case.path], 8)  # nor goes on as long as a model that knows no end
                 answer = case.call_and_validate(checks=checks, timeout=LIMIT_S)
                 answered.add((case.path, answer.status_code))
 
