@@ -87,7 +87,7 @@ def running(
 
     server = uvicorn.Server(
         uvicorn.Config(make_app(service), host="127.0.0.1", port=0, log_level="error", ws="none",
-                       http=protocol(lambda: watched.current), timeout_graceful_shutdown=5)
+                       http=protocol(lambda: watched.current, lambda: services[0].rates), timeout_graceful_shutdown=5)
     )  # fmt: skip
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from bench_samples import CPU, LIMITS, LINEARS
 from qbe import cli
 from qbe.bench import linears, switch
 from qbe.cli.bench import BENCHMARKS, measure
+from qbe.cli.main import app
 from qbe.bench.machine import hardware
 from qbe.bench.measure import Failed, Timing
 from qbe.bench.plot import draw
@@ -43,6 +45,37 @@ def test_command_writes_a_table_json_and_a_picture(
     assert found["conditions"]["sizes"]["token"]["model"] == "tiny"
     assert found["conditions"]["store"]["group_size"] == 64
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("args", [["--json"], ["--json", "-"], ["--json", "--device", "cpu"], ["--json=-"]])
+def test_json_without_a_name_is_all_of_standard_output(
+    args: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row("w", "s", "c", 4, Timing(2, 1, 3, 5), "p", Timing(4, 3, 5, 5), "us", 1.0)]
+    monkeypatch.setattr(linears, "run", lambda device, limits, sizes, progress: rows)
+    monkeypatch.setattr("qbe.bench.machine.measure_limits", lambda device: LIMITS)
+    monkeypatch.chdir(tmp_path)
+    for more in (["--record", "r.json"], ["--against", "r.json"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["bench", "linears", *args, *more])
+        assert not ended.value.code
+        said = capsys.readouterr()
+        assert json.loads(said.out)["benchmark"] == "linears"
+    assert "1 of 1 rows are in the record" in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_every_command_that_ends_prints_json() -> None:
+    def leaves(command: Any, name: str) -> dict[str, Any]:
+        found = {} if hasattr(command, "commands") and name != "qbe eval" else {name: command}
+        for each, sub in getattr(command, "commands", {}).items():
+            found |= leaves(sub, f"{name} {each}")
+        return found
+
+    found = leaves(typer.main.get_command(app), "qbe")
+    without = {name for name, one in found.items() if not any("--json" in p.opts for p in one.params)}
+    assert len(found) > 20
+    assert without == {"qbe serve"}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

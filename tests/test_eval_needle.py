@@ -187,10 +187,10 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     few = command(
         "--model", str(tiny_folder), "--data", str(data), "--kv-bits", "8", "--limit", "2", "--device", "cpu", "--json",
-        "few.json", home=tmp_path,
+        home=tmp_path,
     )  # fmt: skip
     assert few.returncode == 0, few.stderr
-    rows = json.loads((tmp_path / "few.json").read_text())["rows"]
+    rows = json.loads(few.stdout)["rows"]
     assert [(r["length"], r["kv_bits"]) for r in rows] == [(512, 16), (512, 16), (512, 8), (512, 8)]
 
 

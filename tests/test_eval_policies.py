@@ -252,6 +252,9 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
     assert {"model", "dtype", "group_size", "gears", "kv_cache", "intervals"} <= set(found["conditions"])
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "eval").glob("*.sqlite"))) == 1
+    alone = run(*(a for a in args if a != "r.json"), home=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    assert json.loads(alone.stdout)["rows"] == found["rows"]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,20 @@ def test_stop_is_no_part_of_the_answer(api: openai.OpenAI) -> None:
     assert (stopped.text, stopped.finish_reason) == ("", "stop")
 
 
+def test_an_event_is_one_line_however_a_client_splits_them(server: Running) -> None:
+    prompt = "one\u2028two\x85three\u2029four\r\nfive\x0b\x1c\\u2028"
+    body = {"prompt": prompt, "max_tokens": 2, "echo": True, "stream": True}
+    text = ""
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        for line in "".join(answer.iter_text()).splitlines():  # as some clients do, at more than CR and LF
+            if line and line != "data: [DONE]":
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    assert text.startswith(prompt)
+    whole = server.post("completions", body | {"stream": False})
+    assert len(whole.text.splitlines()) == 1
+    assert whole.json()["choices"][0]["text"].startswith(prompt)
+
+
 def test_echo_says_how_likely_the_prompt_is(server: Running, api: openai.OpenAI) -> None:
     """What lm-evaluation-harness's local-completions reads."""
     prompt = "the quick brown fox " * 30  # longer than a step

@@ -1,4 +1,4 @@
-"""Requests that come at once begin a few at a time, and known clients do not wait behind them."""
+"""Requests that come at once begin a few at a time, and the welcome do not wait behind the rest."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import time
 from asyncio import base_events
 from collections import Counter
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qbe.server.entrance import STARTS, Entrance
+from qbe.server.entrance import STARTS, Entrance, Line
 from qbe.server.guard import Guard
 from qbe.server.keys import new_key
 from server_running import running
@@ -23,39 +22,62 @@ HEALTHY = b'{"status":"ok"}'
 HEAD = "{} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
-def test_a_turn_has_a_few_of_each_line_and_pauses_for_what_it_took() -> None:
-    cpu, begun, turns = 0.0, list[str](), list[tuple[float, float, int]]()
+@pytest.mark.parametrize(("pause", "share"), [(1.0, 0.5), (9.0, 0.1)])
+def test_a_line_leaves_the_rest_of_the_loop_to_others(pause: float, share: float) -> None:
+    """However its requests come: all at once, or one by one as soon as the last has begun."""
+    cpu = 0.0
 
-    def begin(name: str) -> None:
+    async def look(at_once: int) -> float:
         nonlocal cpu
-        cpu += 0.002  # of CPU time for each
-        begun.append(name)
+        loop, begun = asyncio.get_running_loop(), 0
+        line, over = Line(pause, lambda: cpu), loop.create_future()
+        started, spent = loop.time(), cpu
+
+        def begin() -> None:
+            nonlocal cpu, begun
+            cpu += 0.001
+            begun += 1
+            if begun == 6 * STARTS:
+                over.set_result(None)
+            elif begun > at_once - 1:
+                loop.call_soon(come)
+
+        def come() -> None:
+            if begun < 6 * STARTS and line.enter(begin, "one"):
+                begin()
+
+        for _ in range(at_once):
+            come()
+        await asyncio.wait_for(over, 60)
+        took = cpu - spent
+        return took / (took + loop.time() - started)  # that clock stands still while the other one runs
+
+    for at_once in (1, 6 * STARTS):
+        # Of six turns five are paused for.
+        assert asyncio.run(look(at_once)) <= share * 6 / 5 + 0.02
+
+
+def test_keys_and_addresses_take_turns() -> None:
+    begun: list[str] = []
 
     async def look() -> None:
-        entrance, loop = Entrance(lambda: cpu), asyncio.get_running_loop()
-        turn = entrance._turn
+        entrance = Entrance()
+        for sender, key, count in (("many", "a", 200), ("few", "b", 2), ("stranger", None, 200), ("other", None, 2)):
 
-        def turned() -> None:
-            turns.append((loop.time(), cpu, len(begun)))
-            turn()
+            def begin(sender: str = sender) -> None:
+                begun.append(sender)
 
-        entrance._turn = turned  # type: ignore[method-assign]
-        for name, known, count in (("other", False, 5 * STARTS), ("known", True, STARTS + 1)):
-            for number in range(count):  # whoever else waits, the known ones have places of their own
-                if now := entrance.enter(lambda name=name: begin(name), known):  # type: ignore[misc]
-                    begin(name)
-                assert now == (number < STARTS)
-        while entrance._turning:
+            for _ in range(count):
+                if entrance.enter(begin, key, sender):
+                    begin()
+        while len(begun) < 404:
             await asyncio.sleep(0.001)
 
-    asyncio.run(look())
-    assert Counter(begun) == {"other": 5 * STARTS, "known": STARTS + 1}
-    assert begun[2 * STARTS] == "known"
-    for before, now in pairwise(turns):
-        assert now[2] - before[2] <= STARTS + 1
-    for (at, spent, _), (later, now_spent, _) in pairwise(turns):
-        assert later - at >= now_spent - spent - 0.002
-    assert turns[0][1] == pytest.approx(2 * STARTS * 0.002)
+    asyncio.run(asyncio.wait_for(look(), 60))
+    assert Counter(begun) == {"many": 200, "few": 2, "stranger": 200, "other": 2}
+    for few, many in (("few", "many"), ("other", "stranger")):
+        last = max(n for n, sender in enumerate(begun) if sender == few)
+        assert begun[:last].count(many) <= STARTS + 3
 
 
 def test_requests_at_once_do_not_hold_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

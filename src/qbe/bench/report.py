@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from qbe.bench.measure import Failed, Outcome, Timing
-from qbe.files import write_text
 
 HIGHER_IS_BETTER = ("tokens/s", "requests/s", "answers")
 COUNT = "graphs"  # a unit that is counted, not compared
@@ -150,10 +147,6 @@ class BenchmarkReport:
             "conditions": self.conditions,
             "rows": [row.describe() for row in self.rows],
         }
-
-    def write(self, path: Path) -> None:
-        """Writes the JSON, all of it or nothing. Raises QBEError when the disk refuses."""
-        write_text(path, json.dumps(self.describe(), indent=1, allow_nan=False) + "\n")
 
 
 def rows_beside(

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from qbe.cli.json_option import JsonCommand, JsonOrFile, json_file, prints_json, tell_json
 from qbe.errors import QBEError
 from qbe.files import check_writable
 
@@ -29,7 +30,6 @@ app = typer.Typer(
     help="Measure QBE beside its peers on this machine, with the physical limit beside both.",
 )
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
-Json = Annotated[Path | None, typer.Option("--json", help="write the results to this file")]
 Against = Annotated[
     Path | None, typer.Option(help="say what got worse than in this record, and end with exit code 1 if anything did")
 ]
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Outputs:
-    """On which ways a report is told: into files, and beside the record `against`; None: not on this one."""
+    """On which ways a report is told: as JSON, into files, and beside the record `against`; None: not on this one."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -107,7 +107,7 @@ def _told(name: str, device: str, outputs: Outputs, sizes: Any = None) -> None:
     from qbe.bench.record import Record
 
     json, plot = outputs.json, outputs.plot
-    check_writable(json=json, plot=plot, record=outputs.record)
+    check_writable(json=json_file(json), plot=plot, record=outputs.record)
     against = None if outputs.against is None else Record.read(outputs.against)
     kept = Record.read(outputs.record) if outputs.record is not None and outputs.record.is_file() else Record()
     if plot is not None:
@@ -118,16 +118,16 @@ def _told(name: str, device: str, outputs: Outputs, sizes: Any = None) -> None:
     report = measure(name, device, sizes, progress=err.is_terminal)
     from qbe.bench.table import render
 
-    if json is not None:
-        report.write(json)
+    tell_json(json, report.describe())
     if plot is not None:
         from qbe.bench.plot import draw
 
         draw(report, plot)
-    out = Console()
+    out = Console(stderr=prints_json(json))
     if not out.is_terminal:  # a file need not fold its lines
-        out = Console(width=max(out.width, 130))
-    out.print(render(report))
+        out = Console(stderr=prints_json(json), width=max(out.width, 130))
+    if not prints_json(json):
+        out.print(render(report))
     if outputs.record is not None:
         kept.take(report)
         kept.write(outputs.record)
@@ -149,12 +149,13 @@ def _compare(report: BenchmarkReport, record: Record, out: Console) -> None:
 
 def _command(name: str, does: str) -> Callable[..., None]:
     def command(
-        device: Device = "auto", json: Json = None, plot: Plot = None, against: Against = None, record: Taken = None,
+        device: Device = "auto", json: JsonOrFile = None, plot: Plot = None, against: Against = None,
+        record: Taken = None,
     ) -> None:  # fmt: skip
         _told(name, device, Outputs(json, plot, against, record))
 
     command.__doc__ = does
-    return app.command(name)(command)
+    return app.command(name, cls=JsonCommand)(command)
 
 
 for _name, _does in (
@@ -169,10 +170,10 @@ for _name, _does in (
     _command(_name, _does)
 
 
-@app.command("decode")
+@app.command("decode", cls=JsonCommand)
 def decode(
     model: Annotated[str | None, typer.Option(help="left out, the default model; on a GPU a random 8B one")] = None,
-    device: Device = "auto", json: Json = None, plot: Plot = None, against: Against = None, record: Taken = None,
+    device: Device = "auto", json: JsonOrFile = None, plot: Plot = None, against: Against = None, record: Taken = None,
 ) -> None:  # fmt: skip
     """Whole decode steps against the same engine at 16 bits, transformers and llama.cpp."""
     from dataclasses import replace
@@ -185,10 +186,10 @@ def decode(
     _told("decode", device, outputs, sizes if model is None else replace(sizes, model=model))
 
 
-@app.command("speculate")
+@app.command("speculate", cls=JsonCommand)
 def speculate(
     data: Annotated[Path | None, typer.Option(help="ask prompts of this folder's data sets, too, 56 in all")] = None,
-    device: Device = "auto", json: Json = None, plot: Plot = None, against: Against = None, record: Taken = None,
+    device: Device = "auto", json: JsonOrFile = None, plot: Plot = None, against: Against = None, record: Taken = None,
 ) -> None:  # fmt: skip
     """Answers with speculation against without: speed, acceptance of each drafter, same tokens."""
     from qbe.bench.speculate import sizes_for, with_traffic
@@ -200,7 +201,7 @@ def speculate(
     )
 
 
-@app.command("serve")
+@app.command("serve", cls=JsonCommand)
 def serve(
     model: Annotated[str | None, typer.Option(help="left out, the default model")] = None,
     data: Annotated[
@@ -210,7 +211,7 @@ def serve(
         list[str] | None, typer.Option(help="bound, overhead, priority, schemas or soak; left out, all of them")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="settings file of the server whose tiers are measured")] = None,
-    device: Device = "auto", json: Json = None, plot: Plot = None, against: Against = None, record: Taken = None,
+    device: Device = "auto", json: JsonOrFile = None, plot: Plot = None, against: Against = None, record: Taken = None,
 ) -> None:  # fmt: skip
     """A real server under Azure's traces: requests within a latency bound, overhead, priority, JSON schemas."""
     from dataclasses import replace

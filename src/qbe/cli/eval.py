@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from qbe.cli.json_option import JsonCommand, JsonGroup, JsonOrFile, json_file, prints_json, tell_json
 from qbe.cli.options import DEFAULT, Device, Dtype, Model
 from qbe.errors import QBEError
-from qbe.files import check_writable, write_text
+from qbe.files import check_writable
 from qbe.sites import KV_BITS, TURBO_KINDS
 
 if TYPE_CHECKING:
     from qbe.eval.needle import Setting
 
-app = typer.Typer(no_args_is_help=True, invoke_without_command=True)
-Json = Annotated[Path | None, typer.Option("--json", help="write the results to this file")]
+app = typer.Typer(no_args_is_help=True, invoke_without_command=True, cls=JsonGroup)
 Plot = Annotated[Path | None, typer.Option("--plot", help="draw them into this PNG (needs matplotlib)")]
 
 
@@ -38,7 +37,7 @@ def compare(
     answers: Annotated[bool, typer.Option(help="write answers and count the right ones, which takes longest")] = True,
     dtype: Dtype = "float32",
     device: Device = "auto",
-    as_json: Json = None,
+    as_json: JsonOrFile = None,
     plot: Plot = None,
 ) -> None:
     """Measure what lower precision costs: policies side by side, at equal average bits.
@@ -58,7 +57,7 @@ def compare(
     for option, value in (("--limit", limit), ("--seeds", seeds)):
         if value < 1:
             raise QBEError(f"{option} is {value}, but must be 1 or more")
-    check_writable(json=as_json, plot=plot)
+    check_writable(json=json_file(as_json), plot=plot)
     if plot is not None:
         from qbe.bench.plot import check_plot
 
@@ -92,17 +91,16 @@ def compare(
         began = compared(engine, wanted, limit, results)
         with bar("queries", comparison.steps, err.is_terminal) as tick:
             described = describe(comparison.run(tick))
-    if as_json is not None:
-        whole = {"eval": "policies", "conditions": began, **described}
-        write_text(as_json, json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    tell_json(as_json, {"eval": "policies", "conditions": began, **described})
     if plot is not None:
         from qbe.eval.pareto import draw as draw_pareto
 
         draw_pareto(described, engine.name, plot)
-    _wide().print(render(described, engine.name))
+    if not prints_json(as_json):
+        _wide().print(render(described, engine.name))
 
 
-@app.command()
+@app.command(cls=JsonCommand)
 def needle(
     model: Model = DEFAULT,
     data: Annotated[
@@ -118,7 +116,7 @@ def needle(
     needles: Annotated[int, typer.Option(help="needles for each length and depth")] = 2,
     limit: Annotated[int | None, typer.Option(help="needles in all, spread over the grid")] = None,
     device: Device = "auto",
-    as_json: Json = None,
+    as_json: JsonOrFile = None,
     plot: Plot = None,
 ) -> None:
     """Hide numbers in essays and ask for them, at 16-bit keys and values first, then at fewer bits."""
@@ -128,7 +126,7 @@ def needle(
     for option, value in (("--needles", needles), ("--limit", limit)):
         if value is not None and value < 1:
             raise QBEError(f"{option} is {value}, but must be 1 or more")
-    check_writable(json=as_json, plot=plot)
+    check_writable(json=json_file(as_json), plot=plot)
     if plot is not None:
         from qbe.bench.plot import check_plot
 
@@ -157,14 +155,13 @@ def needle(
         asked = len(grid.cells()) * len({16, *settings})
         with bar("needles", asked, err.is_terminal) as tick:
             outcome = run(engine, text, grid, settings, tick)
-    if as_json is not None:
-        described = {"eval": "needle", "conditions": began, **outcome.describe()}
-        write_text(as_json, json.dumps(described, indent=1, allow_nan=False) + "\n")
+    tell_json(as_json, {"eval": "needle", "conditions": began, **outcome.describe()})
     if plot is not None:
         from qbe.eval.heat_map import draw
 
         draw(outcome, grid, engine.name, plot)
-    _wide().print(render(outcome, grid, engine.name))
+    if not prints_json(as_json):
+        _wide().print(render(outcome, grid, engine.name))
 
 
 def _wide() -> Console:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import importlib.util
 import ipaddress
 import re
@@ -126,8 +127,9 @@ def serve(
     server = DrainingServer(
         uvicorn.Config(
             _ending(make_app(service, inside_port)), log_level="error", access_log=False, ws="none", lifespan="on",
-            http=protocol(lambda: watched.current), h11_max_incomplete_event_size=HEADER_BYTES, server_header=False,
-            timeout_graceful_shutdown=drain_s + _CUT_S, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile,
+            http=protocol(lambda: watched.current, lambda: services[0].rates), server_header=False,
+            h11_max_incomplete_event_size=HEADER_BYTES, timeout_graceful_shutdown=drain_s + _CUT_S,
+            ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile,
         ),
         services, drain_s,
     )  # fmt: skip
@@ -159,10 +161,13 @@ def _engine(watched: Watched, model: str, **options: Any) -> Engine:
     refresh = watched.current.refresh
     for name, value in watched.current.weights.model_dump().items():
         options[name] = value if options.get(name) is None else options[name]
-    return Engine(
+    engine = Engine(
         model, records=RecordWriter(RecordStore()), progress=sys.stderr.isatty(), refresh_interval=refresh.interval,
         refresh_count=refresh.count, **options,
     )  # fmt: skip
+    gc.collect()
+    gc.freeze()  # it lives as long as the process: to look through it again and again holds all threads for 0.3 s
+    return engine
 
 
 def _print_key(name: str) -> None:

@@ -3,7 +3,7 @@
 Their number and the time that headers may take are limited. Of a body nothing is read before the application asks for
 it, and nothing of one in tiny chunks, whose framing costs far more than its bytes. What two parsers may take for
 different requests is refused: bare line feeds here, lengths that contradict each other in `qbe.server.guard`. Requests
-that come at once begin a few at a time (`qbe.server.entrance`).
+that come at once begin a few at a time (`qbe.server.entrance`), those first that have a key (`qbe.server.door`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from qbe.server.door import key_at
 from qbe.server.entrance import Entrance
-from qbe.server.guard import HEADER_BYTES, is_known
+from qbe.server.guard import FRAMING, HEADER_BYTES
+from qbe.server.rates import Rates
 from qbe.server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -95,14 +97,15 @@ class _Transport:
 class Limited(H11Protocol):
     """A connection that ends when a request's headers do not come in time, or when there are too many."""
 
-    _settings: Callable[[], Settings]  # those in use now; these three are of one server (`protocol`)
-    _expecting: dict[Limited, float]  # headers, and since when; the one that has done so longest first
+    _settings: Callable[[], Settings]  # those in use now; these four are of one server (`protocol`)
+    _rates: Callable[[], Rates]
+    _expecting: dict[Limited, float]  # to be let in, and since when; the one that has done so longest first
     _entrance: Entrance
     _headers: asyncio.TimerHandle | None = None
     _held = b""  # bytes that the parser has not got yet
     _wanted = _pumping = _cut = False
-    _known = False  # whether its last request had a key
-    _in_line = _may_begin = False  # its next one, whose headers are complete
+    _in_line = _may_begin = False  # its next request, whose headers are complete,
+    _welcome = True  # and whether others do not go first
     _framed = _body = 0  # bytes of this request's body, with their framing and without
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -132,7 +135,8 @@ class Limited(H11Protocol):
         self._unset_keepalive_if_required()
         self._held += data
         self._pump()
-        if self.conn.their_state is h11.IDLE and not self._in_line and (self._held or self.conn.trailing_data[0]):
+        waits = not self._in_line or not self._welcome
+        if self.conn.their_state is h11.IDLE and waits and (self._held or self.conn.trailing_data[0]):
             self._expect()
         else:
             self._forget()
@@ -151,7 +155,6 @@ class Limited(H11Protocol):
 
     def on_response_complete(self) -> None:
         """A response is out, which its request's body need not be."""
-        self._known = is_known(cast("dict[str, Any]", self.scope))
         if self.conn.their_state is h11.SEND_BODY:
             self.transport.close()  # nobody reads what is left
         super().on_response_complete()
@@ -180,6 +183,7 @@ class Limited(H11Protocol):
                 if in_body and self.conn.their_state is h11.SEND_BODY:
                     self._framed += len(piece)
                     if self._framed - self._body > _FRAMING_BYTES + _FRAMING * self._body:
+                        cast("dict[str, Any]", self.scope)["state"][FRAMING] = self._framed
                         self._refuse("the chunks of the body are too small: send larger ones")
         finally:
             self._pumping = False
@@ -198,20 +202,24 @@ class Limited(H11Protocol):
                 return 0
             if end < 0:
                 return len(self._held)
-            return max(1, end + len(_END) - len(before)) if self._begins() else 0
+            return max(1, end + len(_END) - len(before)) if self._begins((before + self._held)[:end]) else 0
         # What has come of a body lies with the application until that asks for more.
         return _PIECE_BYTES if state is h11.SEND_BODY and self._wanted and not self.flow.read_paused else 0
 
-    def _begins(self) -> bool:
+    def _begins(self, head: bytes) -> bool:
         """Whether the request whose headers have come is taken up now, rather than when its turn comes."""
         if self._may_begin:
             self._may_begin = False
             return True
-        self._in_line = self._in_line or not self._entrance.enter(self._begin, self._known)
+        if not self._in_line:
+            key = key_at(head, self._settings(), self._rates())
+            self._welcome = key is not None
+            self._in_line = not self._entrance.enter(self._begin, key, self.client[0] if self.client else "")
         return not self._in_line
 
     def _begin(self) -> None:
         self._in_line, self._may_begin = False, True
+        self._forget()
         self._pump()
 
     def _refuse(self, why: str) -> None:
@@ -240,11 +248,14 @@ class Limited(H11Protocol):
         self.transport.close()
 
 
-def protocol(settings: Callable[[], Settings]) -> type[H11Protocol]:
+def protocol(settings: Callable[[], Settings], rates: Callable[[], Rates]) -> type[H11Protocol]:
     """The class for uvicorn's `http`: connections that know each other.
 
     Args:
         settings: those in use now.
+        rates: what keys may ask; called once requests come.
     """
-    of_server = {"_settings": staticmethod(settings), "_expecting": {}, "_entrance": Entrance()}
+    of_server = {
+        "_settings": staticmethod(settings), "_rates": staticmethod(rates), "_expecting": {}, "_entrance": Entrance(),
+    }  # fmt: skip
     return type("LimitedConnection", (Limited,), of_server)

@@ -25,6 +25,8 @@ _INSIDE = {"/metrics", "/openapi.json"}  # about the server, for those who run i
 _STATES = {"/health", "/ready"}
 _UNCHARGED = {401, 429}  # refusals of who asks too much anyway, or is nobody
 _CLOSE = (b"connection", b"close")
+FRAMING = "framing"  # in a request's state: bytes of a body in chunks so small that its connection ended it
+_FRAMING_COST = 256  # bytes of a body that take as long to read as one of those
 
 Refused = Callable[[APIError, Scope], None]
 
@@ -132,6 +134,7 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
+                        state["body_bytes"] = size + _FRAMING_COST * state.get(FRAMING, 0)
                         raise APIError(400, "the client hung up")
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
@@ -152,11 +155,6 @@ class Guard:
         finally:
             self._bodies.free(key, held)
         return receive
-
-
-def is_known(scope: Scope) -> bool:
-    """Whether a request had the key that its path needs; `/health` and `/ready`, which need none, count, too."""
-    return "client" in scope.get("state", {}) or scope["path"] in _STATES
 
 
 def _host(value: bytes) -> str:

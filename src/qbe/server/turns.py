@@ -7,7 +7,7 @@ many of the steps as cost nothing.
 
 from __future__ import annotations
 
-FACTOR = 1.6
+FACTOR = 1.3
 _FADE = 0.8  # of the seconds of steps
 _SAVED = 4  # shared steps, that time is earned for
 _AGAIN = 32  # shared steps after which the time alone is measured anew
