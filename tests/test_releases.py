@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from cli_process import qbe, refused
 from covering import FULL
 from qbe import QBEError, pull
 from qbe.releases import folder as switching
+from qbe.releases.alias import Alias
 from qbe.releases.folder import MOST_EARLIER, Release, ReleaseFolder, State
 from qbe.store.provenance import content_digest
 from release_samples import model, verdict
@@ -300,3 +302,23 @@ def test_no_command_imports_torch(place: Path, killed: Killed, args: list[str]) 
     done = subprocess.run(command, cwd=place, capture_output=True, timeout=60, check=False)
     assert done.returncode == 0
     assert done.stdout.split()[-1] == b"False", done.stderr.decode()
+
+
+def test_a_server_is_told_when_its_alias_moves(place: Path, killed: Killed) -> None:
+    assert killed.run(place, "a") == 0
+    alias = Alias(str(place / "releases/stable"))
+    assert alias.target == str(place / "a")
+    assert asyncio.run(alias.look())
+    assert killed.run(place, "b") == 0
+    with pytest.raises(QBEError, match=r"stable is .*/b now, and this server answers from .*/a: restart it"):
+        asyncio.run(alias.look())
+    assert killed.run(place, None) == 0
+    assert asyncio.run(alias.look()), "it is what it was"
+
+
+def test_a_name_that_is_no_link_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Alias("org/model").target == "org/model"
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path.resolve())
+    assert Alias("m").target == str(tmp_path.resolve() / "m")
+    assert Alias("x" * 5000).target == "x" * 5000, "no file can have this name"
