@@ -20,6 +20,7 @@ from qbe.cli.ledger import ledger
 from qbe.cli.models import info, pull, quantize
 from qbe.cli.records import records
 from qbe.cli.regress import regress
+from qbe.cli.releases import promote, releases, rollback
 from qbe.cli.serve import serve
 from qbe.cli.train import app as train
 from qbe.errors import QBEError
@@ -31,7 +32,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantization Blueprint Engine: LLM inference that decides precision per request.",
 )
-for _command in (generate, chat, explain, quantize, pull, info, records, ledger, serve, regress):
+for _command in (
+    generate,
+    chat,
+    explain,
+    quantize,
+    pull,
+    info,
+    records,
+    ledger,
+    serve,
+    regress,
+    promote,
+    rollback,
+    releases,
+):
     app.command()(_command)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluate, name="eval")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from qbe.cli.console import err, print_json
+from qbe.cli.console import err, print_json, say
 from qbe.cli.options import Json
 from qbe.errors import QBEError
 
@@ -51,13 +51,17 @@ def regress(
     from qbe.models.load import quiet
     from qbe.progress import bar
     from qbe.regress.run import Regression
-    from qbe.regress.verdict import EXIT, check_folder, render, write
+    from qbe.regress.verdict import EXIT, check_folder, note, render, write
 
     check_folder(output)
     regression = Regression(before, now, asked)
     with quiet(), bar("questions", regression.steps, err.is_terminal) as tick:
         outcome = regression.run(tick)
     described = write(outcome, output)
+    try:
+        note(described, now)
+    except QBEError as error:  # a folder that nobody may write to; the verdict stands in its own
+        say(f"the candidate's folder does not hold the verdict: {error}", "yellow")
     if as_json:
         print_json(described)
     else:

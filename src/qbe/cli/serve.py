@@ -78,6 +78,7 @@ def serve(
     import uvicorn
 
     from qbe.records.ledger import Ledger
+    from qbe.releases.alias import Alias
     from qbe.server.connections import protocol
     from qbe.server.draining import DrainingServer
     from qbe.server.guard import HEADER_BYTES
@@ -90,7 +91,7 @@ def serve(
     if new_key is not None:
         _print_key(new_key)
         return
-    watched = Watched(config, keys)
+    alias, watched = Alias(model), Watched(config, keys)
     public = not _loopback(host)
     if public and not watched.current.keys:
         _refuse_without_keys(host)
@@ -116,11 +117,11 @@ def serve(
         from qbe.server.service import Service
 
         make = functools.partial(
-            _engine, watched, model, originals=originals, most_bits=most_bits, rows=rows, device_memory=device_memory,
-            miss=miss, trust=trust, policy=policy, dtype=dtype, device=device, max_sequences=max_sequences,
-            kv_tokens=kv_tokens, compile=compile, speculate=speculate, tune=tune,
+            _engine, watched, alias.target, originals=originals, most_bits=most_bits, rows=rows,
+            device_memory=device_memory, miss=miss, trust=trust, policy=policy, dtype=dtype, device=device,
+            max_sequences=max_sequences, kv_tokens=kv_tokens, compile=compile, speculate=speculate, tune=tune,
         )  # fmt: skip
-        services.append(Service(make, watched, public, Path(model).name, failed, book, sending))
+        services.append(Service(make, watched, public, Path(model).name, failed, book, sending, alias.look))
         return services[0]
 
     inside_port = None if metrics_port is None else listening[1].getsockname()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def pull(name: str = DEFAULT_MODEL, *, progress: bool = True) -> Path:
         found = False
     if found:
         return _local(path)
+    if os.path.islink(path):
+        raise QBEError(f"{name} is a link, but what it leads to, {os.path.realpath(path)}, is not there")
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")):
         raise QBEError(f"no such file or folder: {name}")
     if not _HUB_ID.fullmatch(name):

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from qbe.bench.serving import serving
-from qbe.errors import QBEError
 from qbe.models import pull
 from qbe.regress.client import Client
 from qbe.sites import FULL_BITS
-from qbe.store.checkpoint import sha256
+from qbe.store.provenance import content_digest
 
 # Of a baseline that is served here, where the suite does not say how it is asked.
 FULL_PRECISION: dict[str, Any] = {"qbe": {"bits": FULL_BITS, "kv_bits": FULL_BITS}}
@@ -116,7 +115,7 @@ def _own_key(settings: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def digest_of(target: Target, client: Client) -> str:
-    """Of all bytes of a model's folder or file; of a server elsewhere, of what it says that it is.
+    """Of what a model's folder or file holds; of a server elsewhere, of what it says that it is.
 
     A verdict is about exactly this.
     """
@@ -124,11 +123,4 @@ def digest_of(target: Target, client: Client) -> str:
     if path is None:
         said = f"{client.url}\n{client.model}"
         return f"url:{hashlib.sha256(said.encode()).hexdigest()}"
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and ".cache" not in p.parts)
-    if not files:
-        raise QBEError(f"there are no files in '{path}'")
-    whole = hashlib.sha256()
-    for file in files:
-        name = file.name if file == path else file.relative_to(path).as_posix()
-        whole.update(f"{name}\0{sha256(file)}\n".encode())
-    return f"sha256:{whole.hexdigest()}"
+    return content_digest(path)

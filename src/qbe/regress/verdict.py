@@ -22,6 +22,7 @@ from qbe.regress.observe import Observed
 from qbe.regress.run import Outcome, flip_of
 from qbe.regress.target import Target
 from qbe.regress.weights import describe as describe_weights
+from qbe.store import provenance
 
 FORMAT = 1
 EXIT = {"pass": 0, "fail": 1, "anomalous": 1, "inconclusive": 3}
@@ -55,6 +56,18 @@ def write(outcome: Outcome, folder: Path) -> dict[str, Any]:
     described["items_sha256"] = hashlib.sha256(items.encode()).hexdigest()
     write_text(folder / FILES[0], json.dumps(described, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return described
+
+
+def note(described: Mapping[str, Any], candidate: Target) -> None:
+    """Notes the verdict in the provenance of the candidate's folder, where it has one.
+
+    Raises:
+        QBEError: it cannot be written there.
+    """
+    path, side = candidate.path, described["candidate"]
+    if path is not None and (path / provenance.NAME).is_file():
+        name = described["suite"]["name"]
+        provenance.judged(path, described["verdict"], side["digest"], name, side["settings"])
 
 
 def describe(outcome: Outcome) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -59,11 +59,13 @@ class Service:
         failed: told of an engine that could not be made or is broken.
         ledger: where all that is served is booked.
         traces: told of every request.
+        model_check: raises QBEError while what is served is not what the model's name stands for.
     """
 
     def __init__(
         self, make: Callable[[], Engine], watched: Watched, public: bool, name: str,
         failed: Callable[[BaseException], None], ledger: Ledger, traces: Traces | None = None,
+        model_check: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:  # fmt: skip
         self._watched, self.names, self._failed = watched, [name], failed
         self.created, self.speed = int(time.time()), Speed()
@@ -83,6 +85,7 @@ class Service:
             lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._stepped
         )  # fmt: skip
         self._reloading = Reloading(watched, public, self._check_settings, self.observer.settings_read)
+        self._model_check = model_check
         self._watching: list[asyncio.Task[None]] = []
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()  # for as long as anybody reads them
         self._loop = asyncio.get_running_loop()
@@ -112,6 +115,8 @@ class Service:
             asyncio.create_task(watch(_RELOAD_S, self._reloading.look, self._reloading.failed)),
             asyncio.create_task(watch(_RELOAD_S, self.observer.look, lambda why: log.warning(over_budget, why))),
         ]
+        if self._model_check is not None:
+            self._watching.append(asyncio.create_task(watch(_RELOAD_S, self._model_check, log.warning)))
 
     def drain(self, seconds: float) -> None:
         """Let what runs go on for so long; then end it, so that every client hears why. Again: for less."""

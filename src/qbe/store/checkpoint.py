@@ -34,7 +34,8 @@ from qbe.errors import QBEError
 from qbe.format.layout import SliceLayout, check_group_size, padded
 from qbe.sites import FULL_BITS
 from qbe.store.experts import ExpertLayer, expert_layers, install, nested_experts
-from qbe.store.folding import AGAIN, Fold, apply, load_folds, save_folds
+from qbe.store.folder import AGAIN, MANIFEST
+from qbe.store.folding import Fold, apply, load_folds, save_folds
 from qbe.store.nest_experts import originals_of
 from qbe.store.nested_experts import NestedExperts
 from qbe.store.nested_linears import nested_linears, set_weight
@@ -43,7 +44,6 @@ from qbe.store.nested_tensor import NestedTensor
 FORMAT = "qbe-nested"
 FORMAT_VERSION = 3
 READABLE = (1, 2, 3)  # 1 has no folds, 2 no experts; what has none is still written as 2
-MANIFEST = "qbe.json"
 SMOOTHING = "smoothing.safetensors"
 SHARD_BYTES = 2_000_000_000  # one is hashed while the next is written
 

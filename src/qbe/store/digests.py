@@ -58,13 +58,13 @@ def digests(folder: Path, files: Sequence[str], *, cached: bool, progress: bool)
 def base_digest(path: Path, progress: bool) -> str:
     """One over names and content of a checkpoint's files: those of a transformers folder, or the parts of a GGUF."""
     files = [p for p in path.iterdir() if p.is_file() and p.name[0] != "."] if path.is_dir() else part_files(path)
-    return _digest_of(_read_all({file.name: file for file in files}, progress))
+    return digest_of(_read_all({file.name: file for file in files}, progress))
 
 
 def kernels_digest() -> str:
     """One over names and content of the kernels' sources."""
     sources = [path for path in KERNELS.rglob("*") if path.suffix in _SOURCES]
-    return _digest_of({p.relative_to(KERNELS).as_posix(): sha256_of(p.read_bytes()) for p in sources})
+    return digest_of({p.relative_to(KERNELS).as_posix(): sha256_of(p.read_bytes()) for p in sources})
 
 
 def sha256_of(data: bytes) -> str:
@@ -72,7 +72,8 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _digest_of(files: dict[str, str]) -> str:
+def digest_of(files: dict[str, str]) -> str:
+    """One over names and the digests of their content."""
     return sha256_of("".join(f"{digest}  {name}\n" for name, digest in sorted(files.items())).encode())
 
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from qbe.errors import QBEError
 from qbe.sites import Role, SiteTable
+from qbe.store.folder import AGAIN
 
-AGAIN = "run 'qbe quantize' again"  # what to do about a folder that it wrote
 LARGEST = 6  # exponents stay within this: float16 and the scales of the codes have little range
 
 

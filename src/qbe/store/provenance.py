@@ -5,7 +5,7 @@
     calibration the text that codes were chosen on, null for the package's own, with its digest
     qbe         version; `kernels` a digest of the kernels' sources
     hardware    what it was made on (`made_for`), and on what it was loaded then (`tried_on`)
-    verdicts    `{verdict, digest}` of what has judged the folder since
+    verdicts    of `qbe regress` since: `verdict`, the `digest` (`content_digest`) that it is about, `suite`, `settings`
     pending     files that are being written: the old digest and this one both hold until that is done
     digest      of this file without it
 
@@ -25,9 +25,9 @@ from typing import Any
 from qbe.errors import QBEError
 from qbe.files import write_text
 from qbe.hardware import HardwareProfile
-from qbe.store.checkpoint import MANIFEST
-from qbe.store.digests import base_digest, digests, kernels_digest, sha256_of
-from qbe.store.folding import AGAIN
+from qbe.models.gguf_split import part_files
+from qbe.store.digests import base_digest, digest_of, digests, kernels_digest, sha256_of
+from qbe.store.folder import AGAIN, MANIFEST
 from qbe.version import __version__
 
 NAME = "provenance.json"
@@ -130,6 +130,45 @@ def write_beside(folder: Path, name: str, text: str) -> None:
         _save(folder, said)  # whenever this process ends, the file is one of the two
         write_text(folder / name, text)
         said["files"][name] = said["pending"].pop(name)
+
+
+def content_digest(path: Path, *, cached: bool = True, progress: bool = False) -> str:
+    """`sha256:` and 64 hex digits over names and content of a model's files: what a verdict and a release are about.
+
+    Of a folder with a provenance those that it lists, so that neither this file nor one that nobody reads changes it.
+
+    Args:
+        path: a folder, or a GGUF file. cached, progress: as of `check`.
+
+    Raises:
+        QBEError: as `check`; no files.
+    """
+    if path.is_dir():
+        said, folder = check(path, cached=cached, progress=progress), path
+        files = (
+            _files(path) if said is None else [f for f in _files(path) if f in said["files"] or f in said["pending"]]
+        )
+    else:
+        said, folder, files = None, path.parent, [part.name for part in part_files(path)]
+    if not files:
+        raise QBEError(f"there are no files in '{path}'")
+    found = digests(folder, files, cached=cached or said is not None, progress=progress)
+    return f"sha256:{digest_of({file: facts['sha256'] for file, facts in found.items()})}"
+
+
+def judged(folder: Path, verdict: str, digest: str, suite: str, settings: str | None) -> None:
+    """Notes a verdict. The last one counts of those about the same digest, suite and settings.
+
+    Args:
+        digest: `content_digest` of what was judged. settings: digest of the settings that it was served with.
+
+    Raises:
+        QBEError: as `write_beside`.
+    """
+    about = {"digest": digest, "suite": suite, "settings": settings}
+    with _changing(folder) as said:
+        others = [one for one in said["verdicts"] if {key: one.get(key) for key in about} != about]
+        said["verdicts"] = [*others, {"verdict": verdict, **about}]
 
 
 def tried_on(folder: Path, profile: HardwareProfile) -> None:
