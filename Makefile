@@ -13,13 +13,18 @@ help: ## list what there is
 
 setup: $(READY) ## the environment in .venv, from pinned versions
 
-# Without build isolation, so that the extension is built with the pinned setuptools. Again when its source has changed:
-# a stale extension is compiled anew, for a minute or more, by every process with a fresh cache.
+# The extension compiles, for minutes of one core, while the other downloads what the package needs. It is built with
+# the pinned setuptools, and again when its source has changed: every process with a fresh cache would compile a stale one.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 $(READY): pyproject.toml constraints.txt setup.py src/qbe/kernels/cpu/source.py $(wildcard src/qbe/kernels/cpu/*.c)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) setuptools wheel
+	$(BIN)/python setup.py --quiet build_ext --inplace > $(VENV)/build.log 2>&1 & compiling=$$!; \
+	trap 'kill $$compiling 2> /dev/null' EXIT; \
+	$(BIN)/python scripts/requirements.py dev > $(VENV)/requirements.txt && \
+	$(PIP) torch && $(PIP) -r $(VENV)/requirements.txt && \
+	wait $$compiling && trap - EXIT || { cat $(VENV)/build.log; exit 1; }
+	$(PIP) --no-build-isolation --no-deps -e .
 	touch $(READY)
 
 # vLLM for the CPU in an environment of its own: it pins other versions. The list is complete, so that nothing is

@@ -12,9 +12,10 @@ kernel = runpy.run_path(f"{FOLDER}/source.py")
 
 
 def library_is_there() -> bool:
-    """Whether this is an editable install whose tree has a library of this very source: another environment's."""
+    """Whether this builds into a tree that has a library of this very source: another environment's, or `make`'s."""
     own = kernel["source_hash"]().encode()
-    return "editable_wheel" in sys.argv and any(own in path.read_bytes() for path in Path(FOLDER).glob("_nested*.so"))
+    into_tree = "editable_wheel" in sys.argv or "--inplace" in sys.argv
+    return into_tree and any(own in path.read_bytes() for path in Path(FOLDER).glob("_nested*.so"))
 
 
 setup(

@@ -35,6 +35,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         items[:] = [i for i in items if i.get_closest_marker("skipif") is not None]
         config.hook.pytest_deselected(items=outside)
 
+else:
+    # The files that take longest, so that at the end no worker waits for the other one's last file.
+    LONGEST = [
+        "compile", "regress", "bench_serve", "triton_tiled", "kv_engine", "paged_attention", "bounded_attention",
+        "cuda_attention", "regress_damages", "cli", "tuned_kernels", "cli_refusals", "kv_pages", "server_ledger",
+        "server_process", "routing", "eval_policies", "version_0_1", "prompt_step", "eval_harness", "speculation",
+        "engine_default_model", "train_cascade", "server_fair", "eval_needle", "fused_rows", "uniform_linear",
+    ]  # fmt: skip
+
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        """They begin."""
+        place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:

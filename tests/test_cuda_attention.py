@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import FULL, covering
 from kv_samples import Memory
 from qbe.kernels.cpu.build import compiled
 from qbe.kernels.cuda import decode_attention
@@ -191,8 +192,15 @@ LENGTHS = {  # of batches, and formats of their pages
 }
 
 
-@pytest.mark.parametrize("cut", [Cut(1), Cut(7), Cut(132, 250, 80), Cut(23, 0, 1), Cut(7, ahead=True)], ids=str)
-@pytest.mark.parametrize("name", LENGTHS)
+CUTS = [Cut(1), Cut(7), Cut(132, 250, 80), Cut(23, 0, 1), Cut(7, ahead=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    covering(2, list(LENGTHS), CUTS) if CUDA or FULL
+    else dict.fromkeys([*covering(1, list(LENGTHS), CUTS), *((name, CUTS[1]) for name in LENGTHS)]),
+    ids=str,
+)  # fmt: skip
 def test_pages_are_shared_out_by_cost(name: str, cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts begin and end within pairs and pages of every kind, blocks have several pairs, some have none."""
     lengths, formats = LENGTHS[name]

@@ -26,7 +26,7 @@ from qbe.errors import QBEError
 from qbe.kernels.cpu.source import FLAGS, FOLDER, SOURCE, source_hash
 from qbe.progress import spinner
 
-COMPILE_LIMIT_S = 300  # it takes 40 s of one core
+COMPILE_LIMIT_S = 900  # it takes two to four minutes of one core, and others may use it, too
 BACKENDS = ("scalar", "avx2", "avx512", "amx")  # the numbering of nested.c
 VARIABLE = "QBE_CPU_KERNEL"
 
@@ -151,7 +151,7 @@ def compiled(name: str, compilers: Sequence[str], arguments: Sequence[str], othe
         os.close(handle)
         temporary = Path(draft)
         command = [compiler, *arguments, "-o", draft]
-        with spinner("compiling the CPU kernels, once: up to a minute", sys.stderr.isatty()):
+        with spinner("compiling the CPU kernels, once: some minutes", sys.stderr.isatty()):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         os.replace(temporary, path)
         return path
