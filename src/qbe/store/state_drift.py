@@ -19,7 +19,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from qbe.kernels.reference.state_rows import round_state
-from qbe.sites import STATE_BITS, STATE_FULL_BITS, Role, Site, SiteTable
+from qbe.sites import STATE_BITS, STATE_FULL_BITS, SiteTable
 from qbe.store.layerwise import Layerwise, NotLayered, Pass
 from qbe.store.sensitivity import decoder_layers, divergence_of_rows
 
@@ -39,15 +39,10 @@ class Drift:
     error: dict[int, torch.Tensor]
 
 
-def state_sites(table: SiteTable) -> list[Site]:
-    """The recurrent states of a model, by layer."""
-    return [site for site in table if site.role is Role.SSM_STATE and site.layer is not None]
-
-
 @torch.no_grad()
 def measure(
     model: nn.Module, table: SiteTable, tokens: torch.Tensor, device: torch.device,
-    on_layer: Callable[[], None] | None = None,
+    on_token: Callable[[], None] | None = None,
 ) -> dict[str, Drift]:  # fmt: skip
     """Measures every layer with a recurrent state by itself, the others at 32 bits.
 
@@ -55,7 +50,7 @@ def measure(
         model: a transformers causal LM whose weights are plain.
         tokens: int64 [windows, tokens].
         device: where it is computed, in float32; the model is moved there a layer at a time.
-        on_layer: called when a layer of the model is done (a progress bar).
+        on_token: called for each token of each state (a progress bar).
 
     Returns:
         name of the state's site -> its drift.
@@ -65,7 +60,7 @@ def measure(
     """
     layers = decoder_layers(model, table)
     walk = Layerwise(model, layers, device)
-    sites = {site.layer: site for site in state_sites(table)}
+    sites = {site.layer: site for site in table.states}
     changed: dict[tuple[str, int], torch.Tensor] = {}  # what each gear makes of the states between the layers
     errors: dict[str, dict[int, torch.Tensor]] = {}
 
@@ -77,12 +72,10 @@ def measure(
             with _heard(mixer) as heard:
                 passed.call(i, layers[i], passed.hidden(i))
             (given, plain), = heard
-            outputs, errors[site.name] = stepwise(model, mixer, i, given)
+            outputs, errors[site.name] = stepwise(model, mixer, i, given, on_token)
             for gear in GEARS:
                 with _saying(mixer, plain + (outputs[gear] - outputs[STATE_FULL_BITS])):
                     changed[site.name, gear] = passed.call(i, layers[i], passed.hidden(i))
-        if on_layer is not None:
-            on_layer()
 
     passed = walk.run(tokens, visit)
     assert passed.logits is not None
@@ -95,7 +88,7 @@ def measure(
 
 
 def stepwise(
-    model: nn.Module, mixer: nn.Module, layer: int, hidden: torch.Tensor
+    model: nn.Module, mixer: nn.Module, layer: int, hidden: torch.Tensor, on_token: Callable[[], None] | None = None
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
     """A mixer's outputs when it takes its tokens one by one, with its state kept at each gear in between.
 
@@ -125,6 +118,8 @@ def stepwise(
             off += (each - each[0]).flatten(2).square().sum(2).cpu()
             norm += each[0].flatten(1).square().sum(1).cpu()
         errors[:, :, at] = (off / norm).sqrt()
+        if on_token is not None:
+            on_token()
     found = torch.cat(outputs, 1).unflatten(0, (len(bits), windows))
     return dict(zip(bits, found, strict=True)), dict(zip(GEARS, errors[1:], strict=True))
 
