@@ -27,8 +27,8 @@ def draw_drift(model: str, picture: Path, trust: bool) -> dict[str, Any]:
     profile = drift_table.read(folder) if folder.is_dir() else None
     if profile is None:
         raise QBEError(
-            f"{model} has no profile of its states' drift: 'qbe quantize' writes one with the store of a model that has "
-            "recurrent layers (QBE 0.1 did not); leave out --drift"
+            f"{model} has no profile of its states' drift: 'qbe quantize' writes one with the store of a model that "
+            "has recurrent layers (QBE 0.1 did not); leave out --drift"
         )
     draw(profile, model, picture)
     err.print(f"wrote {str(picture).encode('utf-8', 'replace').decode()}", markup=False, highlight=False)

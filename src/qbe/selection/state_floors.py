@@ -27,6 +27,6 @@ def below_floors(table: SiteTable, state_bits: int) -> str:
     if state_bits >= lowest:
         return ""
     return (
-        f"{state_bits} bits are below the floor of every layer's recurrent state, the lowest of which is layer {layer}'s "
-        f"with {lowest} bits (measured by 'qbe quantize'); ask for {lowest} or more, or leave it out"
+        f"{state_bits} bits are below the floor of every layer's recurrent state, the lowest of which is layer "
+        f"{layer}'s with {lowest} bits (measured by 'qbe quantize'); ask for {lowest} or more, or leave it out"
     )

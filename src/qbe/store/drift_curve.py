@@ -10,7 +10,7 @@ The exponent is the slope of the typical token (the geometric mean over stretche
 in logarithms), from 1 to 2. c is the sum of the divergences over the sum of the tokens' positions to the exponent, and
 two standard errors, from blocks of the text: few tokens make up most of a mean, above all where another expert is
 chosen. A gear that showed none of these takes from each lower gear the divergence in proportion to their errors: how
-often an expert changes is in proportion, and what else a small error does is in proportion to its square, which is less.
+often an expert changes is in proportion, and what else a small error does goes by its square, which is less.
 
 **The floor** of a layer is the fewest bits at which that stays within the layer's share of `STATE_LOSS`. Layers round
 independently, so that their divergences add up, and all of them at their floors together stay within it.
@@ -75,12 +75,14 @@ class Profile:
 
     Attributes:
         context: tokens that floors are for.
+        windows: of the text that was read.
         ends: of the stretches, tokens.
         bound: what a layer's predicted KL stays below at its floor.
         states: by layer.
     """
 
     context: int
+    windows: int
     ends: tuple[int, ...]
     bound: float
     states: tuple[StateProfile, ...]
@@ -88,14 +90,15 @@ class Profile:
     @classmethod
     def of(cls, table: SiteTable, drifts: Mapping[str, Drift], context: int) -> Profile:
         """The profile of what was measured, for so many tokens."""
-        ends = stretch_ends(next(iter(next(iter(drifts.values())).kl.values())).shape[1])
+        windows, tokens = next(iter(next(iter(drifts.values())).kl.values())).shape
+        ends = stretch_ends(tokens)
         bound, states = STATE_LOSS / len(drifts), []
         for site in table.states:
             drift = drifts[site.name]
             gears = {g: Stretches(means(drift.kl[g], ends), means(drift.error[g], ends)) for g in drift.kl}
             predicted = predict(drift, context)
             states.append(StateProfile(site.name, int(site.layer or 0), gears, predicted, floor(predicted, bound)))
-        return cls(context, ends, bound, tuple(states))
+        return cls(context, windows, ends, bound, tuple(states))
 
 
 def stretch_ends(tokens: int) -> tuple[int, ...]:

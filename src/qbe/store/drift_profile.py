@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from qbe.progress import bar
-from qbe.store import drift_table, sensitivity
+from qbe.store import sensitivity
 from qbe.store.drift_curve import Profile
 from qbe.store.layerwise import NotLayered, page_locked
 from qbe.store.state_drift import measure
@@ -41,7 +40,10 @@ def profile(
     config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
     context = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
     try:
-        with page_locked(model, device), bar("profiling state drift", len(table.states) * tokens.shape[1], progress) as step:
+        with (
+            page_locked(model, device),
+            bar("profiling state drift", len(table.states) * tokens.shape[1], progress) as step,
+        ):
             drifts = measure(model, table, tokens, device, step)
     except NotLayered:
         warnings.warn(f"{name} is built so that the drift of its states cannot be profiled: they have no floors, and "

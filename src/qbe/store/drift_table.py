@@ -29,13 +29,16 @@ def describe(profile: Profile) -> dict[str, Any]:
     """The profile as JSON."""
     return {
         "context": profile.context,
+        "windows": profile.windows,
         "ends": list(profile.ends),
         "bound": profile.bound,
         "states": [
             {
                 "name": s.name, "layer": s.layer, "floor": s.floor,
                 "gears": {
-                    str(gear): {"kl": _rounded(of.kl), "error": _rounded(of.error), "predicted": _six(s.predicted[gear])}
+                    str(gear): {
+                        "kl": _rounded(of.kl), "error": _rounded(of.error), "predicted": _six(s.predicted[gear])
+                    }
                     for gear, of in s.gears.items()
                 },
             }
@@ -66,7 +69,8 @@ def read(folder: Path) -> Profile | None:
         if raw["version"] != VERSION:
             return None
         states = tuple(_state(s) for s in raw["states"])
-        profile = Profile(int(raw["context"]), tuple(map(int, raw["ends"])), float(raw["bound"]), states)
+        ends = tuple(map(int, raw["ends"]))
+        profile = Profile(int(raw["context"]), int(raw["windows"]), ends, float(raw["bound"]), states)
         for s in states:
             numbers = [x for of in s.gears.values() for x in (*of.kl, *of.error)] + list(s.predicted.values())
             if s.floor not in STATE_BITS or set(s.gears) != set(STATE_BITS) - {STATE_FULL_BITS}:

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from qbe.kernels.reference.state_rows import round_state
 from qbe.sites import STATE_BITS, STATE_FULL_BITS, SiteTable
 from qbe.store.layerwise import Layerwise, NotLayered, Pass
-from qbe.store.sensitivity import decoder_layers, divergence_of_rows
+from qbe.store.sensitivity import BROKEN, decoder_layers, divergence_of_rows
 
 GEARS = tuple(b for b in reversed(STATE_BITS) if b != STATE_FULL_BITS)
 
@@ -71,7 +71,7 @@ def measure(
             mixer = model.get_submodule(site.name.rpartition(".")[0])
             with _heard(mixer) as heard:
                 passed.call(i, layers[i], passed.hidden(i))
-            (given, plain), = heard
+            ((given, plain),) = heard
             outputs, errors[site.name] = stepwise(model, mixer, i, given, on_token)
             for gear in GEARS:
                 with _saying(mixer, plain + (outputs[gear] - outputs[STATE_FULL_BITS])):
@@ -117,7 +117,7 @@ def stepwise(
                 each[i] = round_state(each[i], gear, at)
             off += (each - each[0]).flatten(2).square().sum(2).cpu()
             norm += each[0].flatten(1).square().sum(1).cpu()
-        errors[:, :, at] = (off / norm).sqrt()
+        errors[:, :, at] = _finite((off / norm.clamp_min(1e-30)).sqrt())
         if on_token is not None:
             on_token()
     found = torch.cat(outputs, 1).unflatten(0, (len(bits), windows))
@@ -155,4 +155,9 @@ def _saying(module: nn.Module, output: torch.Tensor) -> Iterator[None]:
 def _divergences(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """KL of each row, from float32 [rows, vocabulary]; a few rows at a time keep the temporaries in cache."""
     parts = zip(reference.split(32), logits.split(32), strict=True)
-    return torch.cat([divergence_of_rows(ref, ref.softmax(-1), rows.float()) for ref, rows in parts])
+    return _finite(torch.cat([divergence_of_rows(ref, ref.softmax(-1), rows.float()) for ref, rows in parts]))
+
+
+def _finite(measured: torch.Tensor) -> torch.Tensor:
+    """What broke the model or its state must not look harmless."""
+    return measured.nan_to_num(nan=BROKEN, posinf=BROKEN).clamp(0, BROKEN)
