@@ -202,6 +202,10 @@ def explain(
     ] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
+    if prompt is None and drift is None:
+        raise QBEError("explain needs a prompt, or --drift FILE.png for the drift of a model's states")
+    if prompt is None and (html is not None or trace is not None):
+        raise QBEError("--html and --trace are about a prompt: give one, or leave them out")
     drawn = None
     if drift is not None:
         from qbe.cli.drift import draw_drift
@@ -210,14 +214,10 @@ def explain(
         drift_picture.check(drift)
         check_writable(drift=drift, trace=trace, html=html)
         drawn = draw_drift(model, drift, trust)
-        if prompt is None:
-            if html is not None or trace is not None:
-                raise QBEError("--html and --trace are about a prompt: give one, or leave them out")
-            if as_json:
-                print_json(drawn)
-            return
     if prompt is None:
-        raise QBEError("explain needs a prompt, or --drift FILE.png for the drift of a model's states")
+        if as_json:
+            print_json(drawn)
+        return
     text = _prompt(prompt)
     if trace is not None:
         from qbe.explain import trace_picture

@@ -98,20 +98,32 @@ def stepwise(
 
     Returns:
         gear, 32 bits included -> outputs [windows, tokens, hidden]; gear -> errors as in `Drift`.
+
+    Raises:
+        NotLayered: it takes no cache, or keeps its state elsewhere.
     """
     bits = (STATE_FULL_BITS, *GEARS)
     windows, tokens, _ = hidden.shape
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
-    names = inspect.signature(mixer.forward).parameters
-    given = {"cache_params" if "cache_params" in names else "past_key_values": cache}
+    name = next(
+        (n for n in ("cache_params", "past_key_values") if n in inspect.signature(mixer.forward).parameters), ""
+    )
+    kept: Any = cache.layers[layer] if layer < len(cache.layers) else None
+    if not name or not hasattr(kept, "recurrent_states"):
+        raise NotLayered
     rows = hidden.repeat(len(bits), 1, 1)
     outputs: list[torch.Tensor] = []
     errors = torch.zeros(len(bits), windows, tokens)
     for at in range(tokens):
-        outputs.append(mixer(rows[:, at : at + 1], **given))
-        states: dict[int, Any] = cache.layers[layer].recurrent_states
+        try:
+            outputs.append(mixer(rows[:, at : at + 1], **{name: cache}))
+        except TypeError:  # it wants more
+            raise NotLayered from None
+        states = [state for state in kept.recurrent_states.values() if state is not None]
+        if not states:
+            raise NotLayered
         off, norm = torch.zeros(len(bits), windows), torch.zeros(windows)
-        for state in states.values():
+        for state in states:
             each = state.unflatten(0, (len(bits), windows))
             for i, gear in enumerate(bits[1:], 1):
                 each[i] = round_state(each[i], gear, at)
