@@ -310,8 +310,8 @@ def compatibility_page() -> str:
              "as the engine starts, or the result, says so. Empty: it does what it says.\n"]  # fmt: skip
     untrained = Situation(
         no_cascade="it has not been trained for this model; run 'qbe train cascade', or leave it out",
-        below_floors="8 bits are below the floor of every layer's recurrent state, the lowest of which is layer 4's with "
-        "10 bits (measured by 'qbe quantize'); ask for 10 or more, or leave it out",
+        below_floors="8 bits are below the floor of every layer's recurrent state, the lowest of which is layer 4's "
+        "with 10 bits (measured by 'qbe quantize'); ask for 10 or more, or leave it out",
     )
     for heading, of in (("What a request asks for", REQUEST), ("What an engine is started with", ENGINE)):
         shown = {n: s for n, s in SITUATIONS.items() if of is REQUEST or not s.vllm}
