@@ -93,7 +93,7 @@ class Profile:
         windows, tokens = next(iter(next(iter(drifts.values())).kl.values())).shape
         ends = stretch_ends(tokens)
         bound, states = STATE_LOSS / len(drifts), []
-        for site in table.states:
+        for site in (s for s in table.states if s.name in drifts):
             drift = drifts[site.name]
             gears = {g: Stretches(means(drift.kl[g], ends), means(drift.error[g], ends)) for g in drift.kl}
             predicted = predict(drift, context)
