@@ -308,7 +308,11 @@ def compatibility_page() -> str:
              "*refused*: in one line, which becomes a 400 over HTTP; with `best_effort` the option is left out, and "
              "the result names it (`ignored`; over HTTP `usage.qbe.ignored`). *said*: it does nothing, and a warning "
              "as the engine starts, or the result, says so. Empty: it does what it says.\n"]  # fmt: skip
-    untrained = Situation(no_cascade="it has not been trained for this model; run 'qbe train cascade', or leave it out")
+    untrained = Situation(
+        no_cascade="it has not been trained for this model; run 'qbe train cascade', or leave it out",
+        below_floors="8 bits are below the floor of every layer's recurrent state, the lowest of which is layer 4's "
+        "with 10 bits (measured by 'qbe quantize'); ask for 10 or more, or leave it out",
+    )
     for heading, of in (("What a request asks for", REQUEST), ("What an engine is started with", ENGINE)):
         shown = {n: s for n, s in SITUATIONS.items() if of is REQUEST or not s.vllm}
         rows: Rows = []

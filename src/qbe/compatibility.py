@@ -42,6 +42,7 @@ class Situation:
             none (`qbe.policies.cascade.load`); what else to do, after a semicolon.
         own_tier: the policy needs an analysis tier of its own.
         cacheable: blueprints of the policy can be kept for queries that are alike.
+        below_floors: why no state may have so few bits as the request's `state_bits`, and what else to do, likewise.
         bounded, high_precision: the request has `kv_error`, or `high_precision_tokens`.
         originals_full: host memory for 16-bit originals of pages has ended.
         vllm: the engine is vLLM.
@@ -64,6 +65,7 @@ class Situation:
     no_cascade: str = ""
     own_tier: bool = False
     cacheable: bool = True
+    below_floors: str = ""
     bounded: bool = False
     high_precision: bool = False
     originals_full: bool = False
@@ -146,6 +148,7 @@ REQUEST = (
     Limit("state_bits", "refused", lambda s: s.vllm, "inside vLLM recurrent states are vLLM's; start it with "
           "--mamba-ssm-cache-dtype"),
     Limit("state_bits", "said", lambda s: not s.recurrent_state, "the model's layers keep no recurrent state"),
+    Limit("state_bits", "refused", lambda s: bool(s.below_floors), "{below_floors}"),
     Limit("speculate", "said", lambda s: s.vllm, _VLLM),
     Limit("speculate", "said", lambda s: s.recurrent, f"{_STATE}, which a wrong draft token would leave changed"),
     Limit("speculate", "said", lambda s: s.alone, f"{_ALONE}, in which no draft tokens are checked"),

@@ -100,6 +100,8 @@ class Site:
             once for an image or a sound.
         expert: index of the expert that it is a matrix of; None for every other site, and for experts that are not
             nested, whose matrices are one site together.
+        state_floor: of a recurrent state, the fewest bits that it may have (`qbe.store.drift_curve`); None where that
+            was not profiled.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Site:
     native_sensitivity: Mapping[str, float] = field(default_factory=dict)
     use: float = 1.0
     expert: int | None = None
+    state_floor: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -322,6 +325,11 @@ class SiteTable:
                 site = replace(site, native_sensitivity=dict(native[site.name]))
             sites.append(site)
         return replace(self, sites=tuple(sites))
+
+    @cached_property
+    def states(self) -> tuple[Site, ...]:
+        """The recurrent states, by layer."""
+        return tuple(s for s in self.sites if s.role is Role.SSM_STATE and s.layer is not None)
 
     def with_kv(self, kv: Sequence[KVSite]) -> SiteTable:
         """A copy with these key heads."""

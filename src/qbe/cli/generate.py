@@ -57,7 +57,6 @@ from qbe.cli.options import (
 )
 from qbe.errors import QBEError
 from qbe.files import check_writable
-from qbe.sites import STATE_FULL_BITS
 
 if TYPE_CHECKING:
     from qbe.budget import Budget
@@ -185,7 +184,10 @@ def chat(
 
 
 def explain(
-    prompt: Prompt, model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="the prompt; - reads it from standard input; none with --drift alone")
+    ] = None,
+    model: Model = DEFAULT, policy: Policy = "tiered", bits: Bits = None,
     activation_bits: ActivationBits = 16, high_precision_tokens: HighPrecisionTokens = False, kv_bits: KVBits = None,
     kv_error: KVError = None, state_bits: StateBits = None, max_tokens: MaxTokens = 128, tier: Tier = "default",
     refresh: Refresh = False, refresh_interval: RefreshInterval = None, refresh_count: RefreshCount = None,
@@ -195,8 +197,27 @@ def explain(
     trace: Annotated[
         Path | None, typer.Option(help="answer greedily and write how bits moved: a picture (.png) or .json")
     ] = None,
+    drift: Annotated[
+        Path | None, typer.Option(help="draw the drift of the model's recurrent states at fewer bits, and floors (PNG)")
+    ] = None,
 ) -> None:  # fmt: skip
     """Show why a prompt gets its blueprint: features, score, budget, bits per layer, bytes per token."""
+    if prompt is None and drift is None:
+        raise QBEError("explain needs a prompt, or --drift FILE.png for the drift of a model's states")
+    if prompt is None and (html is not None or trace is not None):
+        raise QBEError("--html and --trace are about a prompt: give one, or leave them out")
+    drawn = None
+    if drift is not None:
+        from qbe.cli.drift import draw_drift
+        from qbe.explain import drift_picture
+
+        drift_picture.check(drift)
+        check_writable(drift=drift, trace=trace, html=html)
+        drawn = draw_drift(model, drift, trust)
+    if prompt is None:
+        if as_json:
+            print_json(drawn)
+        return
     text = _prompt(prompt)
     if trace is not None:
         from qbe.explain import trace_picture
@@ -224,7 +245,7 @@ def explain(
         write_text(html, page(explanation, prompt=text))
         err.print(f"wrote {str(html).encode('utf-8', 'replace').decode()}", markup=False, highlight=False)
     if as_json:
-        print_json(explanation.describe())
+        print_json(explanation.describe() | ({} if drawn is None else {"drift": drawn}))
     elif html is None:
         from qbe.explain.terminal import render
 
@@ -268,13 +289,14 @@ def _stream(engine: Engine, prompt: Any, params: SamplingParams, budget: Budget,
 
 
 def _summary(result: Result) -> None:
+    from qbe.explain.heatmap import span
     from qbe.explain.terminal import shares, strip
 
     line = shares(result.routed) if result.routed else strip(result.blueprint, result.table)
     eight = "  activations 8 bits" if min(result.blueprint.activation_bits, default=16) == 8 else ""
     eight += f" ({result.high_precision_tokens} tokens 16)" if result.high_precision_tokens else ""
     kv = f"  KV {result.average_kv_bits:.1f} bits" if result.average_kv_bits < 16 else ""
-    kv += f"  state {bits} bits" if (bits := result.blueprint.least_state_bits) < STATE_FULL_BITS else ""
+    kv += f"  state {span(result.blueprint.state_bits)} bits" if result.blueprint.state_bits else ""
     if result.pages_read:
         kv += f" ({result.pages_raised / result.pages_read:.1%} read again at 16)"
     drafted = (

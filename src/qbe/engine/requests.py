@@ -27,6 +27,7 @@ from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
 from qbe.refresh.monitor import Monitor, Refresh
+from qbe.selection.state_floors import below_floors
 from qbe.sites import FULL_BITS, SiteTable
 from qbe.store.expert_use import ExpertUse
 
@@ -107,6 +108,7 @@ class Requests:
             scored=self._selector.policy(request.policy).reads_score,
             thresholds=budget.refresh and self._selector.thresholds(budget) is not None,
             no_cascade=str(no_cascade).replace(": ", "; ", 1) if isinstance(no_cascade, QBEError) else "",
+            below_floors="" if budget.state_bits is None else below_floors(table, budget.state_bits),
             bounded=budget.kv_error is not None,
             high_precision=budget.high_precision_tokens,
         )

@@ -193,8 +193,18 @@ def _refresh_note(e: Explanation) -> str | None:
 
 
 def notes(e: Explanation) -> list[str]:
-    """What moves the bits that are drawn, if anything does."""
-    return [note for note in (_routed_note(e), _refresh_note(e)) if note]
+    """What moves the bits that are drawn, if anything does, and what recurrent states have."""
+    return [note for note in (_routed_note(e), _refresh_note(e), _state_note(e)) if note]
+
+
+def _state_note(e: Explanation) -> str | None:
+    """Bits of recurrent states, and which floors raised them; None where all have 32."""
+    states, asked = e.blueprint.state_bits, e.budget.state_bits
+    if states is None:
+        return None
+    raised = [str(s.layer) for s in e.table.states if s.layer is not None and asked and states[s.layer] > asked]
+    above = f": those of layers {', '.join(raised)} at their floors" if raised else ""
+    return f"recurrent states {span(states)} bits{above}"
 
 
 def _routed_note(e: Explanation) -> str | None:

@@ -17,6 +17,7 @@ from qbe.policies import Policy
 from qbe.refresh.monitor import Cause, Pace
 from qbe.refresh.thresholds import Thresholds, moved, of_text
 from qbe.selection.conversations import Conversations, Turn
+from qbe.selection.state_floors import above_floors
 from qbe.sites import TURBO_KINDS, SiteTable
 
 _WIDER = ("--originals device or host", "a larger --most-bits, or --originals device or host")
@@ -160,8 +161,9 @@ class BlueprintSelector:
             blueprint, cached = self.cache.blueprint(policy, profile, budget, near)
         if turbo is not None:
             blueprint = replace(blueprint, kv_bits=(turbo,) * self._table.layers, first_kv_bits=None)
-        if state_bits is not None:
-            blueprint = replace(blueprint, state_bits=(state_bits,) * self._table.layers)
+        asked = blueprint.state_bits if state_bits is None else (state_bits,) * self._table.layers
+        if asked is not None:
+            blueprint = replace(blueprint, state_bits=above_floors(self._table, asked))
         return blueprint, cached
 
     def pace(self, budget: Budget) -> Pace:

@@ -8,6 +8,7 @@
     expert_use.json                                     how often each expert is used (`qbe.store.expert_use`)
     sensitivity.json                                    measured KL per site and gear (`qbe.store.sensitivity_table`)
     kv_sensitivity.json                                 the same per key head and bits (`qbe.store.kv_table`)
+    state_drift.json                                    drift and floors of recurrent states (`qbe.store.drift_table`)
     provenance.json                                     digests of all of these, and of what they were made from
                                                         (`qbe.store.provenance`)
 

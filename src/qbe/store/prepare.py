@@ -26,7 +26,18 @@ from qbe.models.config_check import check_limits
 from qbe.models.gguf_split import READER, part_files
 from qbe.models.load import quiet
 from qbe.sites import SiteTable
-from qbe.store import checkpoint, expert_use, kept, known, kv_table, provenance, sensitivity_table, superseded
+from qbe.store import (
+    checkpoint,
+    drift_profile,
+    drift_table,
+    expert_use,
+    kept,
+    known,
+    kv_table,
+    provenance,
+    sensitivity_table,
+    superseded,
+)
 from qbe.store.calibrate import WINDOW, beginning, read_tokens
 from qbe.store.draft import writing
 from qbe.store.estimating import ABOUT, count_on_text, estimate_into, estimate_model, write_estimated
@@ -135,6 +146,7 @@ def _from_store(
     place(loaded.model, device, originals, most_bits)
     counted, served = expert_use.read(folder), expert_use.read_served(folder)
     table = with_use(with_store(table, loaded.model), counted + served if counted and served else counted)
+    table = drift_table.with_floors(table, drift_table.read(folder))
     if measured is not None:
         if measured.text is None:  # a store of an older version, or one that is known
             measured = _with_text(measured, loaded, None if folder == path else folder)
@@ -294,6 +306,8 @@ def quantise_to(
             tokens = read_tokens(text, loaded.tokenizer, context)
             digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
             keep = cache_dir() / "calibration" / f"{fingerprint(path, config)}-{digest}"
+        drift = drift_profile.profile(loaded.model, loaded.tokenizer, name, device, tokens, progress=progress)
+        drift_table.write(partial, drift, {"text": ABOUT["text"] if text is None else text.name})
         use = ExpertUse() if tokens is None else count(loaded.model, tokens, progress=progress)
         if text is not None:
             expert_use.write(partial, use, {"text": text.name})

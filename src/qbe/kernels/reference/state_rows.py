@@ -19,6 +19,22 @@ def quantise_state(state: torch.Tensor, bits: int, position: int) -> torch.Tenso
     Args:
         position: of the token after which it is so: below 16 bits rounding is stochastic, and differs by it.
     """
+    codes, scales = _codes(state, bits, position)
+    more = feedback_bits(bits)
+    parts = [(codes >> more).to(torch.int16 if bits == 16 else torch.int8)]
+    if more:
+        parts.append(_feedback(codes & (1 << more) - 1, more, feedback_bytes(state.shape[-1], bits)))
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in (*parts, scales)])
+
+
+def round_state(state: torch.Tensor, bits: int, position: int) -> torch.Tensor:
+    """float32 [..., size]: what `dequantise_state` makes of `quantise_state`, without the bytes in between."""
+    codes, scales = _codes(state, bits, position)
+    return (codes.float() * scales.float()[:, None])[:, : state.shape[-1]].reshape(state.shape)
+
+
+def _codes(state: torch.Tensor, bits: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [rows, padded size], and bfloat16 [rows]: their scales."""
     size, levels = state.shape[-1], 2 ** (bits - 1) - 1
     rows = F.pad(state.reshape(-1, size).float(), (0, padded_size(size) - size))
     most = rows.abs().amax(1)
@@ -31,12 +47,7 @@ def quantise_state(state: torch.Tensor, bits: int, position: int) -> torch.Tenso
     if bits < 16:
         codes += _dither(rows, position)
     codes = codes.round().clamp(-levels, levels).to(torch.int32)
-    scales = scale.masked_fill(broken, math.nan).to(torch.bfloat16)
-    more = feedback_bits(bits)
-    parts = [(codes >> more).to(torch.int16 if bits == 16 else torch.int8)]
-    if more:
-        parts.append(_feedback(codes & (1 << more) - 1, more, feedback_bytes(size, bits)))
-    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in (*parts, scales)])
+    return codes, scale.masked_fill(broken, math.nan).to(torch.bfloat16)
 
 
 def dequantise_state(stored: torch.Tensor, shape: tuple[int, ...], bits: int) -> torch.Tensor:
@@ -55,12 +66,16 @@ def dequantise_state(stored: torch.Tensor, shape: tuple[int, ...], bits: int) ->
 
 def _dither(rows: torch.Tensor, position: int) -> torch.Tensor:
     """In [-1/2, 1/2), as if drawn: a hash of each place and the position. What differs a little is rounded alike."""
-    places = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
-    h = places * 0x85EBCA77 + position * 0xC2B2AE3D
+    places = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).view(rows.shape)
+    h = places * _signed(0x85EBCA77) + _signed(position * 0xC2B2AE3D)  # modulo 2^32, as int32 wraps around
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        h = h & _WORD
-        h = (h ^ h >> shift) * factor
-    return ((h & _WORD) >> 8).float() * 2**-24 - 0.5
+        h = (h ^ h >> shift & (1 << 32 - shift) - 1) * _signed(factor)
+    return (h >> 8 & 0xFFFFFF).float() * 2**-24 - 0.5
+
+
+def _signed(word: int) -> int:
+    """The int32 with the lowest 32 bits of a number."""
+    return (word + 0x80000000 & _WORD) - 0x80000000
 
 
 def _feedback(low: torch.Tensor, more: int, row_bytes: int) -> torch.Tensor:
