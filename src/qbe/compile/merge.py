@@ -47,8 +47,8 @@ class MergeLinears(CustomGraphPass):
 
 def flags(node: Node) -> tuple[bool, bool]:
     """`float32_output` and `batch_invariant` of a call of `qbe::nested_linear`."""
-    float32_output, batch_invariant = (*node.args[8:], *(False, True)[len(node.args[8:]) :])
-    return bool(float32_output), bool(batch_invariant)
+    given = node.args[8:]
+    return bool(given[0]) if given else False, bool(given[1]) if len(given) > 1 else True
 
 
 def _merge(graph: Graph, group: list[Node]) -> None:

@@ -37,7 +37,7 @@ def draw(profile: Profile, model: str, path: Path) -> None:
     gears = sorted(profile.states[0].gears)
     width = min(16.0, max(8.0, 2 + 0.3 * len(profile.states)))
     figure = Figure(figsize=(width, 2.2 + 0.35 * len(gears) + 3.2), dpi=110, layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[1.2 + 0.35 * len(gears), 3.2])
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[1.2 + 0.35 * len(gears), 3.2])[:, 0]
     _map(above, profile, gears)
     panels = below.subplots(1, len(gears), sharey=True, squeeze=False)[0]
     for panel, gear in zip(panels, gears, strict=True):

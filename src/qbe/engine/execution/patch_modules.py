@@ -46,11 +46,11 @@ def patch_modules(model: nn.Module, device: torch.device) -> None:
         kind = type(module)
         if kind.__name__.endswith("RMSNorm") and _same_norm(module):
             reader = readers.get(len(module.weight))  # type: ignore[arg-type]
-            module.reader = () if reader is None else (reader,)  # a tuple is no submodule
+            module.__dict__["reader"] = () if reader is None else (reader,)  # a tuple is no submodule
             _replace(module, _norm)
         if _takes_rotary(kind):
             if kind not in functions:
-                functions[kind] = _with_rotary(kind.forward, device)
+                functions[kind] = _with_rotary(kind, device)
             if functions[kind] is not None:
                 _replace(module, functions[kind])
 
@@ -69,7 +69,7 @@ def launches(model: nn.Module, device: torch.device) -> Iterator[Callable[[], ob
             yield functools.partial(_same_norm, module)
         if kind not in kinds and _takes_rotary(kind):
             kinds.add(kind)
-            yield functools.partial(_with_rotary, kind.forward, device)
+            yield functools.partial(_with_rotary, kind, device)
 
 
 @contextmanager
@@ -146,8 +146,9 @@ def _same_norm(module: nn.Module) -> bool:
         return False
 
 
-def _with_rotary(forward: types.FunctionType, device: torch.device) -> Callable[..., Any] | None:
-    """`forward` with the op in its module's function's place while it runs; None where that is another function."""
+def _with_rotary(kind: type[nn.Module], device: torch.device) -> Callable[..., Any] | None:
+    """Its forward with the op in its module's function's place while it runs; None where that is another function."""
+    forward: types.FunctionType = kind.forward  # type: ignore[assignment]
     plain = forward.__globals__[_ROTARY]
 
     def rotary(

@@ -51,11 +51,11 @@ def patch_projections(model: nn.Module, replace: Replace) -> dict[int, nn.Module
             for other in others:
                 replace(other, _other)
         elif _merges(module, _GATED[1:3]) and _same_gated(module):
-            first = module.gate_proj
+            first = getattr(module, _GATED[1])
             replace(module, _gated)
         else:
             continue
-        readers[first.in_features] = first  # type: ignore[index,assignment]
+        readers[first.in_features] = first
     return readers
 
 
@@ -159,7 +159,8 @@ def _gated(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if sizes is None:
         y: torch.Tensor = self.down_proj(swiglu(*parts))  # type: ignore[operator]
         return y
-    gated, quantised = fused_ops.gate(*parts, *sizes)
+    gate, up = parts
+    gated, quantised = fused_ops.gate(gate, up, *sizes)
     rows = gated.numel() // gated.shape[-1]
     return _linears(gated, quantised, [self.down_proj], [weight], rows)  # type: ignore[list-item]
 
@@ -193,7 +194,7 @@ def norm_and_quantise(x: torch.Tensor, weight: torch.Tensor, eps: float, reader:
 @torch.inference_mode()
 def _same_gated(module: nn.Module) -> bool:
     """Whether its forward is a SwiGLU layer's."""
-    weight = module.gate_proj.weight  # type: ignore[union-attr]
+    weight: NestedTensor = module.gate_proj.weight  # type: ignore[assignment,union-attr]
     if set(_names_of(module)) != set(_GATED) or any(True for _ in module.children() if isinstance(_, nn.Dropout)):
         return False
     generator = torch.Generator().manual_seed(0)
