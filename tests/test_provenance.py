@@ -218,3 +218,36 @@ def test_a_device_is_noted_once(copy: Path) -> None:
     said = provenance.check(copy)
     assert said is not None
     assert len(said["hardware"]["tried_on"]) == 1
+
+
+def test_a_verdict_is_noted_and_changes_no_digest(copy: Path) -> None:
+    from qbe.regress.target import Target
+    from qbe.regress.verdict import note
+
+    digest = provenance.content_digest(copy)
+    side = {"digest": digest, "settings": "sha256:1"}
+    for verdict, settings in (("fail", "sha256:1"), ("pass", "sha256:1"), ("pass", "sha256:2")):
+        said = {"verdict": verdict, "suite": {"name": "quick"}, "candidate": side | {"settings": settings}}
+        note(said, Target(str(copy)))
+    made = provenance.check(copy)
+    assert made is not None
+    about = {"verdict": "pass", "digest": digest, "suite": "quick"}
+    assert made["verdicts"] == [about | {"settings": "sha256:1"}, about | {"settings": "sha256:2"}]
+    assert provenance.content_digest(copy) == digest
+
+
+def test_a_content_digest_is_of_what_is_read(copy: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    digest = provenance.content_digest(copy)
+    (copy / "notes.md").write_text("listed nowhere")
+    assert provenance.content_digest(copy) == digest
+    measured = sensitivity_table.read(copy)
+    assert measured is not None
+    sensitivity_table.write(copy, measured, {"text": "another"})
+    assert provenance.content_digest(copy) != digest, "what is learned later chooses other bits"
+    plain = Path(shutil.copytree(tiny_folder, tmp_path / "plain"))
+    assert provenance.content_digest(plain) == provenance.content_digest(tiny_folder), "wherever it lies"
+    flip(plain / "config.json", 10)
+    assert provenance.content_digest(plain) != provenance.content_digest(tiny_folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(QBEError, match="there are no files"):
+        provenance.content_digest(tmp_path / "empty")

@@ -13,6 +13,7 @@ import typer
 
 from qbe.cli.bench import app as bench
 from qbe.cli.cache import app as cache
+from qbe.cli.check import check
 from qbe.cli.console import keep_stdout, say, usage, with_options
 from qbe.cli.eval import app as evaluate
 from qbe.cli.generate import chat, explain, generate
@@ -42,6 +43,7 @@ for _command in (
     records,
     ledger,
     serve,
+    check,
     regress,
     promote,
     rollback,

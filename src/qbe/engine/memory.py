@@ -87,11 +87,14 @@ def of_model(model: nn.Module) -> tuple[int, int]:
 
 def predicted(
     path: Path, device: torch.device, *, originals: str | None = None, most_bits: int | None = None,
-    kv_tokens: int | None = None,
+    kv_tokens: int | None = None, free: int | None = None,
 ) -> Memory:  # fmt: skip
     """What an engine on the device will take for the model at `path`, whose weights are not read.
 
     `graphs` and `workspace` are 0: what they take is known once steps have run, a few hundredths of the whole.
+
+    Args:
+        free: bytes of a device that is not here; None: what this one has free.
 
     Raises:
         QBEError: as `qbe.models.load_model`, of the configuration.
@@ -132,9 +135,9 @@ def predicted(
     each = page_bytes(found.kv, dtype)
     context = getattr(decoder_config(model), "max_position_embeddings", None)
     on_device = weights + (kept if originals == "device" else 0)
-    tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(context, device, each, on_device)
+    tokens = kv_tokens if kv_tokens is not None else default_kv_tokens(context, device, each, on_device, free)
     slot = StateLayout(found.states).nbytes
-    states = (state_slots(SEQUENCES, device, slot, on_device) + 1) * slot if found.states else 0
+    states = (state_slots(SEQUENCES, device, slot, on_device, free) + 1) * slot if found.states else 0
     return Memory(weights, kept, (pages_for(tokens) + 1) * each if any(found.kv) else 0, states)
 
 

@@ -17,24 +17,34 @@ _STATE_SHARE = 0.3  # likewise, of any device
 SEQUENCES = 16  # that an engine runs at the same time when nobody says
 
 
-def default_kv_tokens(context: int | None, device: torch.device, page_bytes: int, coming: int = 0) -> int:
+def default_kv_tokens(
+    context: int | None, device: torch.device, page_bytes: int, coming: int = 0, free: int | None = None
+) -> int:  # fmt: skip
     """Tokens of 16 bits that the cache has room for.
 
     Args:
         context: of the model, None for no limit.
         page_bytes: of a page of 16 bits.
         coming: bytes of the device's free memory that something else will take before.
+        free: bytes of a device that is not here; None: what this one has free.
     """
     wanted = _DEFAULT_SEQUENCES * context if context is not None else _CPU_KV_TOKENS
     if device.type != "cuda":
         return min(wanted, _CPU_KV_TOKENS)
-    fits = int((free_memory(device) - coming) * _CUDA_KV_SHARE) // max(1, page_bytes) * PAGE_SIZE
+    fits = (
+        int(((free_memory(device) if free is None else free) - coming) * _CUDA_KV_SHARE)
+        // max(1, page_bytes)
+        * PAGE_SIZE
+    )
     return max(PAGE_SIZE, min(wanted, fits))
 
 
-def state_slots(sequences: int, device: torch.device, slot_bytes: int, coming: int = 0) -> int:
-    """Sequences whose states there is room for, at most so many and at least one; `coming` as above."""
-    return max(1, min(sequences, int((free_memory(device) - coming) * _STATE_SHARE) // max(1, slot_bytes)))
+def state_slots(
+    sequences: int, device: torch.device, slot_bytes: int, coming: int = 0, free: int | None = None
+) -> int:  # fmt: skip
+    """Sequences whose states there is room for, at most so many and at least one; `coming` and `free` as above."""
+    there = free_memory(device) if free is None else free
+    return max(1, min(sequences, int((there - coming) * _STATE_SHARE) // max(1, slot_bytes)))
 
 
 def with_kv(table: SiteTable, cache: PagedCache) -> SiteTable:
