@@ -23,17 +23,18 @@ PROMPTS = [
 
 
 @pytest.mark.model
-def test_default_model_at_16_bits_is_transformers_for_20_prompts(default_model: Path, device: torch.device) -> None:
+def test_default_model_at_16_bits_is_transformers(default_model: Path, device: torch.device) -> None:
+    prompts = PROMPTS if FULL or device.type == "cuda" else PROMPTS[:6]
     plain = qbe.models.load_model(default_model, dtype="float32", progress=False)
     plain.model.to(device)
     engine = Engine(policy="uniform", dtype="float32", device=device.type, records=False, max_sequences=20)
-    sizes = [64 if FULL or device.type == "cuda" or i < 4 else 16 for i in range(len(PROMPTS))]  # 64: a second page
+    sizes = [64 if FULL or device.type == "cuda" or i < 2 else 16 for i in range(len(prompts))]  # 64: a second page
     ours = engine.generate_batch(
-        [Request(p, SamplingParams(max_tokens=n), Budget(bits=16)) for p, n in zip(PROMPTS, sizes, strict=True)]
+        [Request(p, SamplingParams(max_tokens=n), Budget(bits=16)) for p, n in zip(prompts, sizes, strict=True)]
     )
-    for i, (prompt, size, result) in enumerate(zip(PROMPTS, sizes, ours, strict=True)):
+    for i, (prompt, size, result) in enumerate(zip(prompts, sizes, ours, strict=True)):
         ids = plain.tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
-        if i < 2:
+        if i < 1:
             theirs = plain.model.generate(ids, max_new_tokens=size, do_sample=False)
             assert result.token_ids == theirs[0, ids.shape[1] :].tolist(), prompt
         # An answer is the greedy one if each of its tokens is the likeliest after those before it.

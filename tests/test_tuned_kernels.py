@@ -72,9 +72,9 @@ SHAPES = [
     ("decode", problem(8, (40,), 512)),
     ("decode", problem(16, (20, 30), 256, bias=True, group_size=128)),
     ("decode", problem(8, (20,), 200, slices=(3, 1, 4), dtype=torch.float16, original=False)),
-    ("batch", problem(32, (70,), 512)),
-    ("batch", problem(128, (40,), 200, dtype=torch.float16, bias=True)),
-    ("plain", problem(8, (33,), 1024)),
+    ("batch", problem(32, (40,), 512)),
+    ("batch", problem(65, (20,), 200, dtype=torch.float16, bias=True)),
+    ("plain", problem(8, (20,), 1024)),
     ("plain", problem(64, (70,), 320, group_size=192, dtype=torch.float16, original=False)),
 ]
 
