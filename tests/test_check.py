@@ -50,7 +50,7 @@ def recurrent(folder: Path) -> None:
 
     shutil.rmtree(folder)
     MambaConfig(
-        hidden_size=256, num_hidden_layers=2, state_size=16, vocab_size=320, architectures=["MambaForCausalLM"]
+        hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=320, architectures=["MambaForCausalLM"]
     ).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
 
