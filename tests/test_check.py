@@ -46,6 +46,7 @@ def large(folder: Path) -> None:
 
 
 def recurrent(folder: Path) -> None:
+    """So small that its weights at 16 bits keep it above the lowest tier, which fails."""
     from transformers import MambaConfig
 
     shutil.rmtree(folder)
@@ -100,7 +101,7 @@ SCENARIOS = (
     Scenario("inside vLLM", ("decoding", "warn", "kv_bits does nothing here, because inside vLLM"), target="h100",
              more=("--runtime", "vllm")),
     Scenario("recurrent layers", ("decoding", "warn", "speculate does nothing here, because the model's layers keep"),
-             start="plain", change=recurrent),
+             start="plain", change=recurrent, code=1),
     Scenario("a kind that there is not", ("model", "fail", "nonesuch"), start="plain",
              change=configured(model_type="nonesuch"), code=1),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from qbe.check.report import Finding
+from qbe.check.report import Finding, Layer
 from qbe.check.subject import Subject
 from qbe.compatibility import ENGINE, REQUEST, Situation, limit
 from qbe.errors import QBEError
@@ -24,7 +24,8 @@ _FASTER = ("compile", "speculate")  # of options that are left out in silence, t
 
 def kernels_layer(subject: Subject, profile: HardwareProfile, runtime: str) -> Iterator[Finding]:
     """Whether kernels made for the device read the store."""
-    cuda, mine = profile.capability is not None, "kernels"
+    cuda = profile.capability is not None
+    mine: Layer = "kernels"
     if not cuda and "avx2" not in profile.extensions:
         yield Finding(mine, "warn", f"{profile.name} has no AVX2: plain C reads the store", "choose another CPU")
     else:
