@@ -50,10 +50,10 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=3 * torch.finfo(found.dtype).eps, atol=1e-6)
 
 
-def bytes_of(x: torch.Tensor, inputs: int, group: int, half: bool = False) -> torch.Tensor:
-    from qbe.kernels.triton.tiled_linear import half_rows, quantised
+def bytes_of(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
+    from qbe.kernels.triton.tiled_linear import quantised
 
-    return (half_rows if half else quantised)(x.reshape(-1, x.shape[-1]).contiguous(), inputs, group)
+    return quantised(x.reshape(-1, x.shape[-1]).contiguous(), inputs, group)
 
 
 @on_device
@@ -70,8 +70,6 @@ def test_a_norm_and_its_bytes(m: int, k: int, inputs: int, group: int, dtype: to
     assert INTERPRET or torch.equal(total, x + added)  # the interpreter cuts where a GPU rounds
     near(normed, rms(total, weight))
     assert torch.equal(quantised, bytes_of(normed, inputs, group))
-    total, normed, half = fused_ops.add_norm(x, added, weight, EPS, inputs, group, half=True)
-    assert torch.equal(half, bytes_of(normed, inputs, group, half=True))
 
 
 @on_device
@@ -84,8 +82,6 @@ def test_a_gate_and_its_bytes(m: int, k: int, inputs: int, group: int, dtype: to
     gated, quantised = fused_ops.gate(gate, up, inputs, group)
     near(gated, silu(gate) * up)
     assert torch.equal(quantised, bytes_of(gated, inputs, group))
-    gated, half = fused_ops.gate(gate, up, inputs, group, half=True)
-    assert torch.equal(half, bytes_of(gated, inputs, group, half=True))
 
 
 @on_device
@@ -244,6 +240,6 @@ def test_what_stays_as_it_is() -> None:
     assert left(lambda x: linear(rms(x.mT, w)), torch.randn(1, 192, 3, device=DEVICE).bfloat16())
     assert left(lambda x: linear((x.float() * torch.rsqrt(x.float().pow(2).mean(-2, True) + EPS)).bfloat16() * w), x)
     assert left(lambda x: linear((x.float() * torch.rsqrt(x.float().pow(3).mean(-1, True) + EPS)).bfloat16() * w), x)
-    many = Weight(64, 192, 256)
-    assert left(lambda x: many(rms(x, w)), torch.randn(1, 256, 192, device=DEVICE).bfloat16())
+    many = Weight(64, 192, 17)
+    assert left(lambda x: many(rms(x, w)), torch.randn(1, 17, 192, device=DEVICE).bfloat16())
     assert left(lambda x: linear(rms(x, w.float())), x.float())

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from qbe.compile import merge
 from qbe.format.layout import SliceLayout
-from qbe.kernels.cuda.dispatch import input_form
+from qbe.kernels.cuda.dispatch import decodes_together
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops import nested_linear as ops
@@ -60,28 +60,28 @@ def _fuse(graph: Graph, node: Node, arguments: Any, batch_invariant: bool, devic
     value = x.meta["val"]
     rows = value.numel() // value.shape[-1]
     tiled = all(p.meta["val"].dim() == 1 for p in packed)
-    form = input_form(rows, value.dtype, tiled, len(packed), batch_invariant) if isinstance(rows, int) else None
-    if form is None:
+    if not isinstance(rows, int) or not decodes_together(rows, value.dtype, tiled, len(packed), batch_invariant):
         return False
     if value.device.type != device or value.dtype not in (torch.float16, torch.bfloat16):
         return False
     if not value.is_contiguous():  # as the ops' results are
         return False
     n, k, layout = meta[0].meta["val"].shape[1], value.shape[-1], SliceLayout.of(slices)
-    sizes = padded_shape(n, k, layout)[1], group_size_of(packed[0].meta["val"], n, k, layout), form == "half"
+    sizes = padded_shape(n, k, layout)[1], group_size_of(packed[0].meta["val"], n, k, layout)
     quantised = _with_norm(graph, x, sizes) or _with_gate(graph, x, sizes)
     if quantised is None:
         return False
     made, bytes_ = quantised
     with graph.inserting_before(node):
-        given = (made, bytes_, *(*arguments[1:], False)[:8], batch_invariant)
-        y = _call(graph, torch.ops.qbe.quantised_linears.default, fused_ops.fake_linears, given)
+        y = _call(
+            graph, torch.ops.qbe.quantised_linears.default, fused_ops.fake_linears, (made, bytes_, *arguments[1:])
+        )
     node.replace_all_uses_with(y)
     graph.erase_node(node)
     return True
 
 
-def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int, bool]) -> tuple[Node, Node] | None:
+def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Node] | None:
     """The normed x and its bytes, if x is a norm."""
     norm = _norm(x)
     if norm is None or not norm[0].meta["val"].is_contiguous():
@@ -103,7 +103,7 @@ def _with_norm(graph: Graph, x: Node, sizes: tuple[int, int, bool]) -> tuple[Nod
     return normed, quantised
 
 
-def _with_gate(graph: Graph, x: Node, sizes: tuple[int, int, bool]) -> tuple[Node, Node] | None:
+def _with_gate(graph: Graph, x: Node, sizes: tuple[int, int]) -> tuple[Node, Node] | None:
     """The gated x and its bytes, if x is a SwiGLU."""
     gate = _gate(x)
     if gate is None:

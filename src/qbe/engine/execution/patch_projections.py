@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from qbe.format.layout import SliceLayout
-from qbe.kernels.cuda.dispatch import PREFILL_ROWS, input_form, merges
+from qbe.kernels.cuda.dispatch import PREFILL_ROWS, decodes_together, merges
 from qbe.kernels.ops import fused as fused_ops
 from qbe.kernels.ops import merged_linear as merged_ops
 from qbe.kernels.ops.rms_norm import rms_norm
@@ -25,8 +25,8 @@ from qbe.store.nested_tensor import NestedTensor
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _GATED = ("act_fn", "gate_proj", "up_proj", "down_proj")
 _ROWS = (1, 3)  # of the trials
-# Attribute of a tensor: `quantised_sizes` and itself as the kernel of such weights reads it. It is true as long as
-# nobody writes to the tensor.
+# Attribute of a tensor: padded inputs and group, and itself as the decode kernel of such weights reads it. It is true
+# as long as nobody writes to the tensor.
 _QUANTISED = "quantised_rows"
 _NEAR = {"rtol": 2**-5, "atol": 2**-6}  # exp's last bit, through a product
 
@@ -132,7 +132,7 @@ def _linears(
     )  # fmt: skip
     if quantised is None:
         return merged_ops.nested_linears(x, *parts, first.batch_invariant)  # type: ignore[arg-type]
-    y: torch.Tensor = torch.ops.qbe.quantised_linears.default(x, quantised, *parts, False, first.batch_invariant)
+    y: torch.Tensor = torch.ops.qbe.quantised_linears.default(x, quantised, *parts)
     return y
 
 
@@ -165,24 +165,22 @@ def _gated(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return _linears(gated, quantised, [self.down_proj], [weight], rows)  # type: ignore[list-item]
 
 
-def quantised_sizes(weight: object, x: torch.Tensor) -> tuple[int, int, bool] | None:
-    """Padded inputs and group of a weight whose kernel reads such an x in another form, and whether that is `half`;
-    None where it does not."""
+def quantised_sizes(weight: object, x: torch.Tensor) -> tuple[int, int] | None:
+    """Padded inputs and group of a weight whose kernel reads such an x quantised; None where it does not."""
     if not isinstance(weight, NestedTensor) or weight.packed.dim() != 1 or torch.is_grad_enabled():
         return None
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     fits = x.shape[-1] == weight.in_features and x.dtype is weight.logical_dtype and weight.bits.shape[0] >= rows
-    form = input_form(rows, x.dtype, True, 1, weight.batch_invariant) if fits else None
-    if form is None:
+    if not fits or not decodes_together(rows, x.dtype, True, 1, weight.batch_invariant):
         return None
     from qbe.kernels.triton.layout import padded_shape
 
     inputs = padded_shape(weight.shape[0], weight.in_features, SliceLayout.of(weight.slices))[1]
-    return inputs, weight.group_size, form == "half"
+    return inputs, weight.group_size
 
 
 def norm_and_quantise(x: torch.Tensor, weight: torch.Tensor, eps: float, reader: nn.Module) -> torch.Tensor:
-    """`rms_norm` of x; it brings with it what the kernel of the layer `reader` reads, where that is another form."""
+    """`rms_norm` of x; where the layer `reader` multiplies few rows, it brings with it what that kernel reads."""
     sizes = quantised_sizes(reader._parameters["weight"], x)
     if sizes is None:
         return rms_norm(x, weight, eps)

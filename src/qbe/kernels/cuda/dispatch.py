@@ -53,14 +53,12 @@ def linear_kernel(
     return "decode" if rows <= (DECODE_ROWS if batch_invariant else FEW_ROWS) else "batch"
 
 
-def input_form(
+def decodes_together(
     rows: int, dtype: torch.dtype, tiled: bool, weights: int, batch_invariant: bool = True
-) -> Literal["quantised", "half"] | None:
-    """In which form one launch for so many weights reads its rows; None: as they are, or there is no such launch."""
-    if rows == 0 or weights > MOST_MERGED:
-        return None
-    kernel = linear_kernel(rows, dtype, tiled, batch_invariant=batch_invariant)
-    return "quantised" if kernel == "decode" else "half" if kernel == "batch" else None
+) -> bool:  # fmt: skip
+    """Whether one launch of the decode kernel takes so many weights that read the same rows, which may be none."""
+    kernel = linear_kernel(rows, dtype, tiled, batch_invariant=batch_invariant) if rows > 0 else None
+    return weights <= MOST_MERGED and kernel == "decode"
 
 
 def merges(rows: int, dtype: torch.dtype, tiled: bool, weights: int) -> bool:

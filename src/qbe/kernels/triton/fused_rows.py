@@ -1,4 +1,4 @@
-"""A norm or a gate that also makes of its result what linear layers read (`tiled_quantise`, with HALF `tiled_half`).
+"""A norm or a gate of few rows that also quantises its result for the decode kernels (`tiled_quantise`).
 
 Each operation is rounded as torch's is by itself; the sum of squares has another order, and exp another last bit.
 """
@@ -13,26 +13,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qbe.kernels.triton.tiled_half import half_bytes, store_half
 from qbe.kernels.triton.tiled_linear import early
 from qbe.kernels.triton.tiled_quantise import quantised_bytes, store_quantised
 
 
 def norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int, half: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, inputs: int, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `qbe.kernels.ops.fused.norm`."""
-    return add_norm(x, None, weight, eps, inputs, group, half)[1:]
+    return add_norm(x, None, weight, eps, inputs, group)[1:]
 
 
 def add_norm(
-    x: torch.Tensor,
-    added: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    inputs: int,
-    group: int,
-    half: bool = False,
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float, inputs: int, group: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `qbe.kernels.ops.fused.add_norm`; without `added` the first result has no elements."""
     k = x.shape[-1]
@@ -41,33 +34,27 @@ def add_norm(
     m = len(rows)
     total = torch.empty_like(rows) if more is not None else rows.new_empty(0)
     out = torch.empty_like(rows)
-    quantised = torch.empty(_bytes(m, inputs, group, half), dtype=torch.uint8, device=x.device)
+    quantised = torch.empty(quantised_bytes(m, inputs, group), dtype=torch.uint8, device=x.device)
     block = triton.next_power_of_2(inputs)
     with torch.cuda.device_of(x):
         norm_kernel[(m,)](
             rows, more, weight.contiguous(), total, out, quantised, m, k, inputs, eps, GROUP=group,
-            GROUPS=block // group, HALF=half, num_warps=max(4, min(16, block // 256)), **early(x.device),
+            GROUPS=block // group, num_warps=max(4, min(16, block // 256)), **early(x.device),
         )  # fmt: skip
     return total.view(x.shape) if more is not None else total, out.view(x.shape), quantised
 
 
-def _bytes(m: int, inputs: int, group: int, half: bool) -> int:
-    return half_bytes(m, inputs) if half else quantised_bytes(m, inputs, group)
-
-
-def gate(
-    gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int, half: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gate(gate: torch.Tensor, up: torch.Tensor, inputs: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `qbe.kernels.ops.fused.gate`."""
     k = gate.shape[-1]
     gates, ups = gate.reshape(-1, k), up.reshape(-1, k)
     m = len(gates)
     out = torch.empty(m, k, dtype=gate.dtype, device=gate.device)
-    quantised = torch.empty(_bytes(m, inputs, group, half), dtype=torch.uint8, device=gate.device)
+    quantised = torch.empty(quantised_bytes(m, inputs, group), dtype=torch.uint8, device=gate.device)
     with torch.cuda.device_of(gate):
         gate_kernel[(m, -(-inputs // 1024))](
             gates, ups, out, quantised, m, k, inputs, *gates.stride(), *ups.stride(), GROUP=group,
-            GROUPS=1024 // group, HALF=half, num_warps=4, **early(gate.device),
+            GROUPS=1024 // group, num_warps=4, **early(gate.device),
         )  # fmt: skip
     return out.view(gate.shape), quantised
 
@@ -75,7 +62,7 @@ def gate(
 @triton.jit(do_not_specialize=["M", "eps"])
 def norm_kernel(
     x_ptr, added_ptr, weight_ptr, total_ptr, out_ptr, quantised_ptr, M, K, kp, eps, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """a whole row"""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -97,16 +84,13 @@ def norm_kernel(
     x = (x * tl.rsqrt(mean + eps)).to(DTYPE).to(tl.float32)
     x = (weight * x).to(DTYPE)
     tl.store(out_ptr + offsets, x, mask=inside)
-    if HALF:
-        store_half(x.to(tl.float32), quantised_ptr, m, g, k, M, kp, GROUP)
-    else:
-        store_quantised(x.to(tl.float32), quantised_ptr, m, g, k, M, kp, GROUP)
+    store_quantised(x.to(tl.float32), quantised_ptr, m, g, k, M, kp, GROUP)
 
 
 @triton.jit(do_not_specialize=["M"])
 def gate_kernel(
     gate_ptr, up_ptr, out_ptr, quantised_ptr, M, K, kp, gate_row, gate_one, up_row, up_one, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """GROUPS groups of one row"""
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
@@ -123,7 +107,4 @@ def gate_kernel(
     x = (x / (1.0 + tl.exp(-x))).to(DTYPE).to(tl.float32)
     x = (x * up).to(DTYPE)
     tl.store(out_ptr + row * K + k, x, mask=inside)
-    if HALF:
-        store_half(x.to(tl.float32), quantised_ptr, m, g, k, M, kp, GROUP)
-    else:
-        store_quantised(x.to(tl.float32), quantised_ptr, m, g, k, M, kp, GROUP)
+    store_quantised(x.to(tl.float32), quantised_ptr, m, g, k, M, kp, GROUP)

@@ -13,7 +13,7 @@ from qbe.format.layout import SliceLayout
 from qbe.kernels.cuda.dispatch import MOST_MERGED, linear_kernel, merges
 from qbe.kernels.triton.layout import group_size_of, padded_shape
 from qbe.kernels.triton.nested_linear import nested_linear
-from qbe.kernels.triton.tiled_batch_kernel import batch_three_kernel
+from qbe.kernels.triton.tiled_batch_kernel import batch_three_kernel, half_bytes
 from qbe.kernels.triton.tiled_configs import BATCH, DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_three_kernel
 from qbe.kernels.triton.tiled_linear import half_rows, quantised, split_launch, three
@@ -38,8 +38,7 @@ def nested_linears(
     """See `qbe.kernels.ops.merged_linear.nested_linears`. Prompts, float32 and other layouts take a call for each
     weight.
 
-    `config` is what a trial launches with; by itself the best one known. `ready` is x as the kernel reads it, if that
-    is made.
+    `config` is what a trial launches with; by itself the best one known. `ready` is x quantised, if that is made.
     `float32_output` gives float32, of a single weight.
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -64,8 +63,10 @@ def nested_linears(
         x.device, m, tuple(outputs), k, layout.slices, group, x.dtype, bool(originals), bool(biases)
     )
     words = [b.contiguous() for b in bits]
-    if ready is None:
-        ready = (quantised if few else half_rows)(rows, inputs, group)
+    if not few:
+        ready = half_rows(rows, words, inputs, group)
+    elif ready is None:
+        ready = quantised(rows, inputs, group)
     grid, units, constants, sums = split_launch(y, outputs, group, layout, config)
     n = [*outputs, 0][:MOST_MERGED]
     matrices = (
@@ -75,7 +76,7 @@ def nested_linears(
     if few:
         decode_three_kernel[grid](rows, ready, *matrices, **constants, ROWS=packed_rows(m))
     else:
-        batch_three_kernel[grid](rows, ready, *matrices, **constants)
+        batch_three_kernel[grid](rows, ready, half_bytes(m, inputs), *matrices, **constants)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -90,8 +91,7 @@ def quantised_linears(
     slices: Sequence[int],
     exponents: Sequence[int],
     float32_output: bool = False,
-    batch_invariant: bool = True,
 ) -> torch.Tensor:
     """See `qbe.kernels.ops.fused`."""
     lists = packed, meta, bits, originals, biases
-    return nested_linears(x, *lists, slices, exponents, batch_invariant, ready=quantised, float32_output=float32_output)
+    return nested_linears(x, *lists, slices, exponents, ready=quantised, float32_output=float32_output)

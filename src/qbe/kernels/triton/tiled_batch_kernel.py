@@ -6,8 +6,8 @@ the low byte of a float16 is the subnormal number code * 2**-24; the scale carri
 (offset times scale) to float16, which is fine beside bfloat16 inputs. For float16 ones (EXACT) the high byte is 0x64:
 1024 + code; the offset's whole part goes by an addition of its own, where nothing is rounded, a tenth slower.
 
-Range: scales keep the exponent range of their byte and lose the matrix's own exponent, blocks of x lose theirs
-(`tiled_half`); both come back in float32 at the end. A weight has 11 bits of precision then, x all of bfloat16's.
+Range: scales keep the exponent range of their byte and lose the matrix's own exponent, rows of x lose theirs
+(`half_rows_kernel`); both come back in float32 at the end. A weight has 11 bits of precision then, x all of bfloat16's.
 
 Each precision that some row of a tile asks for is one pass over the inputs; a row takes the sums of its own.
 """
@@ -33,10 +33,17 @@ from qbe.kernels.triton.tiled_common import (
     serving,
 )
 from qbe.kernels.triton.tiled_decode_kernel import prefetch_ahead
-from qbe.kernels.triton.tiled_half import BLOCK, place, scales_of
+from qbe.kernels.triton.tiled_quantise import fixed_point, high_byte
 
 EXPONENT = tl.constexpr(118)  # of the scales here: the largest weight is just a float16, the smallest scale is normal
 LIFT = tl.constexpr(2.0**9)  # 127 - EXPONENT
+ROW_MAX = tl.constexpr(8)  # exponent of a row's largest element
+
+
+def half_bytes(m: int, kp: int) -> int:
+    """Size of what `half_rows_kernel` writes for a weight: float16 [M, kp], zero past K, and a float32 scale per row;
+    a multiple of 16."""
+    return -(-(2 * m * kp + 4 * m) // 16) * 16
 
 
 @triton.constexpr_function
@@ -126,6 +133,12 @@ def _weights(
 
 
 @triton.jit
+def _place(k):
+    """where `half_rows_kernel` puts input k: of every 16, number 4l + 2i + j goes to 8i + 2l + j (see `_weights`)"""
+    return k // 16 * 16 + k % 4 // 2 * 8 + k % 16 // 4 * 2 + k % 2
+
+
+@triton.jit
 def _offset_scale_shift(base, low, SHIFT: tl.constexpr, LEFT: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr):
     """uint16 pairs (int32 holding) -> what `_weights` adds to a left-aligned code, multiplies with and adds then
 
@@ -147,11 +160,11 @@ def _offset_scale_shift(base, low, SHIFT: tl.constexpr, LEFT: tl.constexpr, EXAC
 
 @triton.jit
 def _batch_loop(
-    half_ptr, packed_ptr, np_, kp, n, M, m, eight, u0, UNITS, PRECISIONS: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr, packed_ptr, np_, kp, n, m, m_ok, u0, UNITS, PRECISIONS: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, UNIT: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """W @ x.T at precision TOP, float32 [BN, BM], without the exponent of the matrix"""
+    """W @ x.T at precision TOP, float32 [BN, BM], without the exponents of the matrix and of the rows"""
     TOTAL: tl.constexpr = PRECISIONS[len(PRECISIONS) - 1]
     METAS: tl.constexpr = UNIT // 256
     LOWER: tl.constexpr = PRECISIONS[TOP] < TOTAL
@@ -163,9 +176,7 @@ def _batch_loop(
     scale_words = (packed_ptr + plane * TOTAL).to(tl.pointer_type(WORD))
     word_plane = (np_ * (kp // 256)).to(tl.int64)
     pm = scale_words + tile.to(tl.int64) * ((kp // 256) * 64) + n % 64
-    m_in = tl.minimum(m, M - 1)
-    px = half_ptr + (m_in + tl.where(eight, M, 0)).to(tl.int64)[None, :] * kp + ru[:, None]
-    ps = scales_of(half_ptr, M, kp) + m_in
+    px = x_ptr + m.to(tl.int64)[None, :] * kp + ru[:, None]
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for step in tl.range(0, UNITS, num_stages=STAGES):
         u = u0 + step
@@ -188,27 +199,21 @@ def _batch_loop(
             bases += (tl.load(pm + (u * METAS + q) * 64),)
             if LOWER:
                 lows += (tl.load(pm + (TOP + 1) * word_plane + (u * METAS + q) * 64),)
-        scales = ()
-        for q in tl.static_range(METAS):
-            scales += (tl.load(ps + (u * METAS + q) * M),)
-        for q in tl.static_range(METAS):
-            block = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
-            for c in tl.static_range(q * BLOCK // 64, (q + 1) * BLOCK // 64):
-                x = tl.load(px + (u * UNIT + c * 64), mask=(m < M)[None, :], other=0.0)
-                if c * 64 % GROUP == 0:
-                    base = (bases[q] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
-                    low = base
-                    if LOWER:
-                        low = (lows[q] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
-                    o, s, b = _offset_scale_shift(base, low, TOTAL - PRECISIONS[TOP], 8 - TOTAL, EXACT, ASM)
-                block = tl.dot(_weights(tiles, o[:, None], s[:, None], b[:, None], c, PARTS, TOP, EXACT, ASM), x, block)
-            acc = tl.fma(block, tl.broadcast_to(scales[q][None, :], block.shape), acc)
+        for c in tl.static_range(UNIT // 64):
+            x = tl.load(px + (u * UNIT + c * 64), mask=m_ok[None, :], other=0.0)
+            if c * 64 % GROUP == 0:
+                base = (bases[c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
+                low = base
+                if LOWER:
+                    low = (lows[c * 64 // 256] >> (c * 64 % 256 // GROUP * 16)).to(tl.int32)
+                o, s, b = _offset_scale_shift(base, low, TOTAL - PRECISIONS[TOP], 8 - TOTAL, EXACT, ASM)
+            acc = tl.dot(_weights(tiles, o[:, None], s[:, None], b[:, None], c, PARTS, TOP, EXACT, ASM), x, acc)
     return acc
 
 
 @triton.jit
 def _exact_eight(
-    original_ptr, half, K, kp, n, n_ok, M, m, eight, k0, STEPS, DTYPE: tl.constexpr
+    original_ptr, half, rows, K, kp, n, n_ok, m, eight, k0, STEPS, DTYPE: tl.constexpr
 ):  # fmt: skip
     """original[n] @ x[m].T of the rows of 8-bit activations, rounded to DTYPE; zero for the other rows"""
     SAME: tl.constexpr = original_ptr.dtype.element_ty == DTYPE
@@ -218,9 +223,8 @@ def _exact_eight(
         k = k0 + step * 64 + tl.arange(0, 64)
         pa = original_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
         a = tl.load(pa, mask=n_ok[:, None] & (k < K)[None, :], other=0.0)
-        b = tl.load(half + (M + m).to(tl.int64)[None, :] * kp + place(k)[:, None], mask=eight[None, :], other=0.0)
-        scale = tl.load(scales_of(half, M, kp) + (k0 + step * 64) // BLOCK * M + m, mask=eight, other=0.0)
-        b = (b.to(tl.float32) * scale[None, :]).to(DTYPE)
+        b = tl.load(half + m.to(tl.int64)[None, :] * kp + _place(k)[:, None], mask=eight[None, :], other=0.0)
+        b = (b.to(tl.float32) * rows[None, :]).to(DTYPE)
         acc = tl.dot(a.to(WIDE), b.to(WIDE), acc, input_precision="ieee")
     return acc
 
@@ -243,6 +247,7 @@ def batch_tile(
     m_ok = m < M
     n_ok = n < N
     n_in = tl.where(n < np_, n, 0)  # a wide tile may reach past the padding
+    m_in = tl.minimum(m, M - 1)
     u0 = tl.program_id(1) * units
     if EARLY:
         gdc_launch_dependents()
@@ -251,29 +256,29 @@ def batch_tile(
         gdc_wait()
     wanted = load_precision_words(bits_ptr, m, m_ok)
     serves = serving(wanted, original_ptr, m_ok, PRECISIONS)
-    eight = has_eight(wanted)
     half = half_ptr.to(tl.pointer_type(tl.float16))
     acc = tl.zeros((BN, BM), tl.float32)
     for p in tl.static_range(P):
         if tl.max((serves == p).to(tl.int32), 0) > 0:
             part = _batch_loop(
-                half, packed_ptr, np_, kp, n_in, M, m, eight, u0, units, PRECISIONS, PARTS, GROUP, UNIT, p, STAGES,
-                EXACT, ASM,
+                half, packed_ptr, np_, kp, n_in, m, m_ok, u0, units, PRECISIONS, PARTS, GROUP, UNIT, p, STAGES, EXACT,
+                ASM,
             )  # fmt: skip
             acc = tl.where((serves == p)[None, :], part, acc)
+    row = tl.load((half + M.to(tl.int64) * kp).to(tl.pointer_type(tl.float32)) + m_in)
     matrix = (exponent << 23).to(tl.float32, bitcast=True)
     FACTOR: tl.constexpr = (1.0 if EXACT else 65536.0) / (1 << (8 - TOTAL))
-    acc = acc * (LIFT * FACTOR * matrix)
+    acc = acc * (LIFT * FACTOR * matrix) * row[None, :]
     if original_ptr is not None:
         if tl.max(serves, 0) == P:
             exact = exact_product(original_ptr, x_ptr, K, n, n_ok, m, m_ok, u0 * UNIT, units * (UNIT // 64))
-            rounds = eight & (serves == P)
-            if tl.max(rounds.to(tl.int32), 0) > 0:
+            eight = has_eight(wanted) & (serves == P)
+            if tl.max(eight.to(tl.int32), 0) > 0:
                 rounded = _exact_eight(
-                    original_ptr, half, K, kp, n, n_ok, M, m, rounds, u0 * UNIT, units * (UNIT // 64),
+                    original_ptr, half, row, K, kp, n, n_ok, m, eight, u0 * UNIT, units * (UNIT // 64),
                     x_ptr.dtype.element_ty,
                 )  # fmt: skip
-                exact = tl.where(rounds[None, :], rounded, exact)
+                exact = tl.where(eight[None, :], rounded, exact)
             acc = tl.where((serves == P)[None, :], exact, acc)
     offsets = m.to(tl.int64)[None, :] * columns + (column + n)[:, None]
     bias = load_bias(bias_ptr, n, n_ok)[:, None]
@@ -297,11 +302,11 @@ def batch_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["M", "N0", "N1", "N2", "exponent0", "exponent1", "exponent2", "units"],
+    do_not_specialize=["M", "N0", "N1", "N2", "exponent0", "exponent1", "exponent2", "units", "half_size"],
     do_not_specialize_on_alignment=["bits0_ptr", "bits1_ptr", "bits2_ptr"],
 )
 def batch_three_kernel(
-    x_ptr, half_ptr, packed0_ptr, packed1_ptr, packed2_ptr, bits0_ptr, bits1_ptr, bits2_ptr, original0_ptr,
+    x_ptr, half_ptr, half_size, packed0_ptr, packed1_ptr, packed2_ptr, bits0_ptr, bits1_ptr, bits2_ptr, original0_ptr,
     original1_ptr, original2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, y_ptr, parts_ptr, M, N0, N1, N2, K, kp, exponent0,
     exponent1, exponent2, units, PRECISIONS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     UNIT: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
@@ -318,6 +323,8 @@ def batch_three_kernel(
     exponent = choose(tile, second, third, exponent0, exponent1, exponent2)
     column = choose(tile, second, third, N0 * 0, N0, N0 + N1)
     before = choose(tile, second, third, second * 0, second, third)
+    half_ptr += choose(tile, second, third, half_size * 0, half_size, 2 * half_size)
+    half_ptr = tl.multiple_of(half_ptr, 16)
     original_ptr = original0_ptr
     if original0_ptr is not None:
         original_ptr = choose(tile, second, third, original0_ptr, original1_ptr, original2_ptr)
@@ -329,3 +336,42 @@ def batch_three_kernel(
         tl.cdiv(N, 64) * 64, kp, exponent, units, tile - before, column, N0 + N1 + N2, PRECISIONS, PARTS, GROUP, UNIT,
         SPLIT, BN, BM, STAGES, EARLY, ASM,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "size"], do_not_specialize_on_alignment=["bits0_ptr", "bits1_ptr", "bits2_ptr"])
+def half_rows_kernel(
+    x_ptr, bits0_ptr, bits1_ptr, bits2_ptr, out_ptr, size, M, K, kp, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row of x as float16 times a power of two, and that power's inverse; rounded to 8 bits if its word says so.
+
+    As each of up to three weights reads it, `size` bytes for each.
+    """
+    m = tl.program_id(0)
+    bits_ptr = choose(tl.program_id(1), 1, 2, bits0_ptr, bits1_ptr, bits2_ptr)
+    out_ptr = tl.multiple_of(out_ptr + tl.program_id(1) * size, 16)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    px = x_ptr + m.to(tl.int64) * K
+    column = tl.arange(0, BLOCK)
+    eight = has_eight(tl.load(bits_ptr + m, cache_modifier=".cg"))
+    top = tl.zeros((BLOCK,), tl.int32)
+    for k in range(0, K, BLOCK):
+        x = tl.load(px + k + column, mask=k + column < K, other=0.0).to(tl.float32)
+        top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # integers order floats, NaN above infinity
+    largest = tl.maximum(tl.max(top, 0), 0x08800000)  # at least 2**-110: no scale overflows
+    finite = largest < 0x7F800000
+    scale = tl.where(finite, (largest & 0x7F800000) - (ROW_MAX << 23), 0x3F800000)
+    inverse = ((254 << 23) - scale).to(tl.float32, bitcast=True)
+    out = out_ptr.to(tl.pointer_type(tl.float16)) + m.to(tl.int64) * kp
+    place = _place(column)
+    for k in range(0, kp, BLOCK):
+        x = tl.load(px + k + column, mask=k + column < K, other=0.0).to(tl.float32)
+        x = tl.where(finite, x * inverse, 0.0)
+        if eight:
+            step, q = fixed_point(x.reshape(BLOCK // GROUP, GROUP), 1)
+            x = (high_byte(q).to(tl.float32) * (step * 256)).reshape(BLOCK)
+        tl.store(out + k + place, x.to(tl.float16), mask=k + column < kp)
+    scales = (out_ptr.to(tl.pointer_type(tl.float16)) + M.to(tl.int64) * kp).to(tl.pointer_type(tl.float32))
+    tl.store(scales + m, tl.where(finite, scale.to(tl.float32, bitcast=True), float("nan")))

@@ -10,20 +10,22 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 
 from qbe.format.layout import SliceLayout
 from qbe.kernels.cuda.dispatch import MOST_MERGED, linear_kernel
 from qbe.kernels.triton.layout import group_size_of, padded_shape, unit
 from qbe.kernels.triton.round_rows import round_rows
-from qbe.kernels.triton.tiled_batch_kernel import batch_kernel
+from qbe.kernels.triton.tiled_batch_kernel import batch_kernel, half_bytes, half_rows_kernel
 from qbe.kernels.triton.tiled_configs import BATCH, DECODE
 from qbe.kernels.triton.tiled_decode_kernel import decode_kernel
 from qbe.kernels.triton.tiled_float32_kernel import float32_kernel
-from qbe.kernels.triton.tiled_half import half_bytes, half_kernel
 from qbe.kernels.triton.tiled_prefill import prefill
 from qbe.kernels.triton.tiled_quantise import quantise_kernel, quantised_bytes
 from qbe.kernels.triton.tiled_row_loop import packed_rows
 from qbe.kernels.tuning.tunable import Config
+
+_HALF_BLOCK = 16384  # inputs of a row that `half_rows_kernel` holds at once
 
 
 @cache
@@ -56,7 +58,7 @@ def tiled_linear(
         original: [N, K] for rows at 16 bits; None serves them by the widest slice.
         y: [M, N] in x's dtype or float32, contiguous; written.
         config: to launch with, for a trial; by itself the best one known.
-        ready: what `quantised` gives for x, or for the batch kernel `half_rows`, if somebody made that already.
+        ready: what `quantised` gives for x, if somebody made that already; for the decode kernel.
         batch_invariant: as the op's.
     """
     m, k = x.shape
@@ -90,7 +92,7 @@ def tiled_linear(
     grid, units, constants, sums = split_launch(y, (n,), group, layout, config)
     converted = ready
     if converted is None:
-        converted = quantised(x, inputs, group) if few else half_rows(x, inputs, group)
+        converted = quantised(x, inputs, group) if few else half_rows(x, [bits], inputs, group)
     arguments = (x, converted, tiled, bits, original, bias, y, sums, m, n, k, rows, inputs, exponent, units)
     if few:
         decode_kernel[grid](*arguments, **constants, ROWS=packed_rows(m))
@@ -108,13 +110,15 @@ def quantised(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
     return out
 
 
-def half_rows(x: torch.Tensor, inputs: int, group: int) -> torch.Tensor:
-    """x [M, K] as the batch kernels read it (`qbe.kernels.triton.tiled_half`)."""
+def half_rows(x: torch.Tensor, bits: Sequence[torch.Tensor], inputs: int, group: int) -> torch.Tensor:
+    """x [M, K] as the batch kernels read it, for each of up to three weights with these bits."""
     m, k = x.shape
-    out = torch.empty(half_bytes(m, inputs), dtype=torch.uint8, device=x.device)
-    half_kernel[(m, -(-inputs // 1024))](
-        x, out, m, k, inputs, GROUP=group, GROUPS=1024 // group, num_warps=4, **early(x.device)
-    )
+    size, block = half_bytes(m, inputs), min(_HALF_BLOCK, triton.next_power_of_2(inputs))
+    out = torch.empty(len(bits) * size, dtype=torch.uint8, device=x.device)
+    half_rows_kernel[(m, len(bits))](
+        x, *three(bits), out, size, m, k, inputs, GROUP=group, BLOCK=block, num_warps=8 if block <= 8192 else 16,
+        **early(x.device),
+    )  # fmt: skip
     return out
 
 
