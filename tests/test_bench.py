@@ -75,7 +75,7 @@ def test_engine(device: torch.device) -> None:
     rows = described(engine.run(device, LIMITS, sizes), device)
     decoding = [r for r in rows if r["what"] == "decode"]
     found = [(r["shape"].partition("batch ")[2], r["bits"]) for r in decoding]
-    mixed = [(f"3, {kind}", bits) for bits in ("4+8", "6+16") for kind in ("exact", "shared")]
+    mixed = [(f"3, {kind}", bits) for kind in ("shared", "exact") for bits in ("4+8", "6+16")]
     assert found == [("1", 4), ("1", 8), ("3", 4), ("3", 8), *mixed]
     assert all(r["peer"] == decode.SAME and r["peer_value"] for r in decoding)
     assert len({r["limit"] for r in decoding if r["bits"] in (8, "4+8") and "batch 3" in r["shape"]}) == 1

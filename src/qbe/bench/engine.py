@@ -73,27 +73,37 @@ def run(device: torch.device, limits: Roofline, sizes: EngineSizes, progress: bo
     name = f"Llama of {parameters / 1e9:.2f} G, random" if isinstance(sizes.model, dict) else str(sizes.model)
     shared = core.plan.shared or SharedRows(core.table)
     rows: list[Row] = []
-    with bar("engine", len(sizes.batches) * (sizes.rounds + 1), progress) as tick:
+    turns = sum(len(ROWS) if batch > 1 else 1 for batch in sizes.batches)
+    with bar("engine", turns * (sizes.rounds + 1), progress) as tick:
         for batch in sizes.batches:
-            ways: dict[tuple[int | str, str], tuple[int, ...]] = {
-                (b, ""): (b,) * batch for b in sorted({*sizes.uniform, FULL_BITS})
-            }
-            for mix in sizes.mixes if batch > 1 else ():
-                bits = tuple(mix[i % len(mix)] for i in range(batch))
-                ways |= {("+".join(map(str, sorted(set(bits)))), kind): bits for kind in ROWS}
-            samples: dict[tuple[int | str, str], Sample] = {
-                way: MixedSteps(core, bits, shared if way[1] == "shared" else None, sizes).sample
-                for way, bits in ways.items()
-            }
-            found, _ = take_turns(samples, {}, sizes.rounds, tick)
-            theirs = found[FULL_BITS, ""][STEP].rate(batch)
-            del ways[FULL_BITS, ""]
-            for (label, kind), bits in ways.items():
-                read = Blueprint.of("bench", core.table, (max(bits),) * len(core.table.nested))
-                case, rate = ", ".join(filter(None, (f"batch {batch}", kind))), found[label, kind][STEP].rate(batch)
-                limit = batch * limits.bandwidth / read.bytes_per_token(core.table)
-                rows.append(Row("decode", name, case, label, rate, SAME, theirs, "tokens/s", limit))
+            for kind in ROWS[::-1] if batch > 1 else ("shared",):
+                _let_share(core, shared if kind == "shared" else None)
+                uniform = {FULL_BITS, *(sizes.uniform if kind == "shared" else ())}
+                ways: dict[int | str, tuple[int, ...]] = {b: (b,) * batch for b in sorted(uniform)}
+                for mix in sizes.mixes if batch > 1 else ():
+                    bits = tuple(mix[i % len(mix)] for i in range(batch))
+                    ways["+".join(map(str, sorted(set(bits))))] = bits
+                samples: dict[int | str, Sample] = {
+                    label: MixedSteps(core, bits, sizes).sample for label, bits in ways.items()
+                }
+                found, _ = take_turns(samples, {}, sizes.rounds, tick)
+                theirs = found[FULL_BITS][STEP].rate(batch)
+                del ways[FULL_BITS]
+                for label, bits in ways.items():
+                    read = Blueprint.of("bench", core.table, (max(bits),) * len(core.table.nested))
+                    case = f"batch {batch}, {kind}" if isinstance(label, str) else f"batch {batch}"
+                    limit = batch * limits.bandwidth / read.bytes_per_token(core.table)
+                    rate = found[label][STEP].rate(batch)
+                    rows.append(Row("decode", name, case, label, rate, SAME, theirs, "tokens/s", limit))
     return [*rows, *memory_rows(core, name, parameters)]
+
+
+def _let_share(core: Core, shared: SharedRows | None) -> None:
+    """Rows of steps share what they read from now on, or (None) read their own bits; captured steps are made anew."""
+    if (core.plan.shared is None) != (shared is None):
+        core.plan.share(shared)
+        if core.runner.decode is not None and core.device.type == "cuda":
+            core.runner.decode.renew()
 
 
 def memory_rows(core: Core, name: str, parameters: int) -> list[Row]:
@@ -114,14 +124,10 @@ def memory_rows(core: Core, name: str, parameters: int) -> list[Row]:
 
 
 class MixedSteps:
-    """Decode steps with a row of each of these bits.
+    """Decode steps with a row of each of these bits, shared or not as the core's plan is."""
 
-    Args:
-        shared: raises the rows; None: each reads its own bits.
-    """
-
-    def __init__(self, core: Core, bits: tuple[int, ...], shared: SharedRows | None, sizes: EngineSizes) -> None:
-        self._core, self._shared, self._steps = core, shared, sizes.steps
+    def __init__(self, core: Core, bits: tuple[int, ...], sizes: EngineSizes) -> None:
+        self._core, self._steps = core, sizes.steps
         self._prompt = random_prompt(sizes.prompt, core.vocabulary)
         self._params = SamplingParams(max_tokens=sizes.steps + 8, ignore_eos=True)
         self._blueprints = [Blueprint.of("bench", core.table, (b,) * len(core.table.nested)) for b in bits]
@@ -129,7 +135,6 @@ class MixedSteps:
     def sample(self) -> Mapping[str, float]:
         """`STEP` -> seconds, the mean; every step waits for its tokens."""
         core = self._core
-        core.plan.shared = self._shared
         running = [Sequence(f"bench {i}", self._prompt, self._params, b) for i, b in enumerate(self._blueprints)]
         for sequence in running:
             core.add(sequence)

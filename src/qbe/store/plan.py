@@ -84,6 +84,13 @@ class Plan:
         self._told = False  # whether any weight holds a `uniform`
         self._written: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
+    def share(self, shared: SharedRows | None) -> None:
+        """From the next step on rows share what they read, or (None) each reads its own bits. Steps that were captured
+        or compiled keep the kernels that they have."""
+        self.shared = shared
+        for weight in self._weights:
+            weight.batch_invariant = shared is None
+
     @property
     def nbytes(self) -> int:
         """Bytes on its device."""
