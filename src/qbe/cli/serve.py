@@ -13,6 +13,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +38,7 @@ from qbe.cli.options import (
 from qbe.errors import QBEError
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from qbe.engine.engine import Engine
@@ -75,38 +77,31 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve a model over HTTP as OpenAI does; every request may say what precision, time and price it wants."""
     _check_installed()
-    import uvicorn
-
     from qbe.records.ledger import Ledger
     from qbe.releases.alias import Alias
     from qbe.server.connections import protocol
     from qbe.server.draining import DrainingServer
-    from qbe.server.guard import HEADER_BYTES
     from qbe.server.observe import logs, traces
     from qbe.server.settings_file import Watched
     from qbe.store.shared_rows import check_rows
 
-    if rows is not None:
-        check_rows(rows)
+    check_rows("shared" if rows is None else rows)
     if new_key is not None:
         _print_key(new_key)
         return
     alias, watched = Alias(model), Watched(config, keys)
-    public = not _loopback(host)
-    if public and not watched.current.keys:
+    if (public := not _loopback(host)) and not watched.current.keys:
         _refuse_without_keys(host)
     sending, book = traces.start(), Ledger(ledger)
     book.write([])  # now it is there, or says why it cannot be
     _check_tls(ssl_certfile, ssl_keyfile)
     listening = [_listen("--port", host, port)]
-    if metrics_port is not None:
-        listening.append(_listen("--metrics-port", host, metrics_port))
+    listening += [] if metrics_port is None else [_listen("--metrics-port", host, metrics_port)]
     _raise_file_limit()
     from qbe.server.app import make_app  # seconds, with all of torch: only what can start takes them
 
     logs.start(lambda: watched.current)
-    failures: list[BaseException] = []
-    services: list[Service] = []
+    failures, services = list[BaseException](), list["Service"]()
     drain_s = watched.current.limits.drain_s
 
     def failed(error: BaseException) -> None:
@@ -125,24 +120,34 @@ def serve(
         return services[0]
 
     inside_port = None if metrics_port is None else listening[1].getsockname()[1]
-    server = DrainingServer(
-        uvicorn.Config(
-            _ending(make_app(service, inside_port)), log_level="error", access_log=False, ws="none", lifespan="on",
-            http=protocol(lambda: watched.current, lambda: services[0].rates), server_header=False,
-            h11_max_incomplete_event_size=HEADER_BYTES, timeout_graceful_shutdown=drain_s + _CUT_S,
-            ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile,
-        ),
-        services, drain_s,
-    )  # fmt: skip
-    for purpose, each in zip(("listening", "metrics"), listening, strict=False):
-        address, bound = each.getsockname()[:2]
-        scheme = "http" if ssl_certfile is None else "https"
-        print(f"{purpose} on {scheme}://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
+    app = _ending(make_app(service, inside_port))
+    http = protocol(lambda: watched.current, lambda: services[0].rates)
+    server = DrainingServer(_uvicorn_config(app, http, drain_s, ssl_certfile, ssl_keyfile), services, drain_s)
+    _print_addresses(listening, "http" if ssl_certfile is None else "https")
     for number in (signal.SIGINT, signal.SIGTERM):  # also before uvicorn listens to them, a moment later
         signal.signal(number, server.handle_exit)
     server.run(sockets=listening)
     if failures:
         raise failures[0]
+
+
+def _uvicorn_config(app: Any, http: Any, drain_s: int, certfile: Path | None, keyfile: Path | None) -> uvicorn.Config:
+    """How uvicorn runs the app, with this protocol of connections."""
+    import uvicorn
+
+    from qbe.server.guard import HEADER_BYTES
+
+    return uvicorn.Config(
+        app, log_level="error", access_log=False, ws="none", lifespan="on", http=http, server_header=False,
+        h11_max_incomplete_event_size=HEADER_BYTES, timeout_graceful_shutdown=drain_s + _CUT_S,
+        ssl_certfile=certfile, ssl_keyfile=keyfile,
+    )  # fmt: skip
+
+
+def _print_addresses(listening: Sequence[socket.socket], scheme: str) -> None:
+    for purpose, each in zip(("listening", "metrics"), listening, strict=False):
+        address, bound = each.getsockname()[:2]
+        print(f"{purpose} on {scheme}://{f'[{address}]' if ':' in address else address}:{bound}", flush=True)
 
 
 def _check_installed() -> None:

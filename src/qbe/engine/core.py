@@ -89,11 +89,9 @@ class Core:
             request waits for it.
         speculate: make ready the steps of a few rows that requests with `SamplingParams.speculate` need. Without it
             they may speculate where `max_sequences` gives such steps room and nothing was compiled.
-        cascade: what `qbe train cascade` found, for requests whose bits the cascade moves; without it they
-            run at their blueprint as it is.
+        cascade: what `qbe train cascade` found, for requests whose bits the cascade moves; None moves none.
         routers: to run in the forward pass from the start (`add_routers` takes others later).
-        shared_rows: let the rows of a step read each site at the highest bits of any (`qbe.store.shared_rows`), rather
-            than each its own.
+        shared_rows: rows of a step read each site at the highest bits of any (`qbe.store.shared_rows`), not their own.
 
     Attributes:
         cascade: what moves their rows; None where nothing was learned, and for models that can have none.

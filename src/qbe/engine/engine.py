@@ -24,11 +24,12 @@ from qbe.engine.devices import out_of_memory, pick_device
 from qbe.engine.execution.runner import can_cascade
 from qbe.engine.execution.tuner_host import TunerHost
 from qbe.engine.memory import Memory, of_engine
+from qbe.engine.request_selector import RequestSelector
 from qbe.engine.requests import Requests, locked
 from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.sampling.sampling_params import MOST_ANSWERS, SamplingParams
 from qbe.engine.scheduling.kv_size import SEQUENCES
-from qbe.engine.selector import RequestSelector
+from qbe.engine.setup import check_sizes
 from qbe.engine.stop_tokens import eos_ids
 from qbe.engine.stream import Stream
 from qbe.errors import QBEError
@@ -43,7 +44,7 @@ from qbe.records import RecordStore, RecordWriter
 from qbe.refresh.monitor import Pace
 from qbe.refresh.thresholds import RUN, WINDOW
 from qbe.residency.residency import Residency, ResidencyNumbers
-from qbe.store.prepare import prepare, prepare_in_memory
+from qbe.store.prepare import PreparedModel, prepare, prepare_in_memory
 from qbe.store.shared_rows import check_rows
 
 __all__ = ["Engine", "Request", "Result"]
@@ -123,41 +124,20 @@ class Engine(Requests):
         default, pace = policies.load(policy), Pace(refresh_interval, refresh_count)
         where = pick_device(device)
         check_rows(rows)
-        sizes = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "kv_tokens": kv_tokens}
-        for name, size in sizes.items():
-            if size is not None and (isinstance(size, bool) or not (isinstance(size, int) and 1 <= size < 2**40)):
-                raise QBEError(f"{name} is {size}, but must be a whole number, 1 or more and below 2^40")
+        check_sizes(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, kv_tokens=kv_tokens)
         beside = {"a model given in memory": isinstance(model, nn.Module), "compile": compile,
                   "most_bits": most_bits is not None, "originals": originals not in (None, "none")}  # fmt: skip
         bound = bounded_memory.check(device_memory, miss, where, beside)
         originals = "none" if bound is not None else originals
-        if isinstance(model, nn.Module):
-            if trust:
-                raise QBEError("trust is for a folder of 'qbe quantize'; a model given in memory has no files")
-            if dtype != "auto":
-                raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
-            prepared = prepare_in_memory(
-                model, tokenizer, device=where, originals=originals, most_bits=most_bits,
-                need_sensitivity=default.needs_sensitivity, progress=progress,
-            )  # fmt: skip
-        else:
-            if tokenizer is not None:
-                raise QBEError(
-                    "tokenizer is for a model given in memory; a folder or a file brings its own: leave it out"
-                )
-            prepared = prepare(
-                model, dtype=dtype, device=where, originals=originals, most_bits=most_bits,
-                need_sensitivity=default.needs_sensitivity, trust=trust, progress=progress,
-            )  # fmt: skip
+        prepared = _prepare(
+            model, tokenizer, dtype, trust, device=where, originals=originals, most_bits=most_bits,
+            need_sensitivity=default.needs_sensitivity, progress=progress,
+        )  # fmt: skip
         self.model = prepared.model
         residency = None
         if bound is not None and prepared.folder is not None:
             residency = Residency(self.model, prepared.table, prepared.folder, miss or "lower", progress)
-        cascade: TokenRouters | QBEError
-        try:
-            cascade = load_cascade(prepared.table, can_cascade(decoder_config(self.model)))
-        except QBEError as error:  # who asks for a cascade is told; others can do without
-            cascade = error
+        cascade = _cascade(prepared)
         try:
             core = Core(
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
@@ -340,6 +320,27 @@ class Engine(Requests):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _prepare(model: str | Path | nn.Module, tokenizer: Any, dtype: str, trust: bool, **rest: Any) -> PreparedModel:
+    """The model, nested, on the device. Raises QBEError for what does not go with where it comes from."""
+    if not isinstance(model, nn.Module):
+        if tokenizer is not None:
+            raise QBEError("tokenizer is for a model given in memory; a folder or a file brings its own: leave it out")
+        return prepare(model, dtype=dtype, trust=trust, **rest)
+    if trust:
+        raise QBEError("trust is for a folder of 'qbe quantize'; a model given in memory has no files")
+    if dtype != "auto":
+        raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
+    return prepare_in_memory(model, tokenizer, **rest)
+
+
+def _cascade(prepared: PreparedModel) -> TokenRouters | QBEError:
+    """What was learned, or why there is none: who asks for a cascade is told, and others can do without."""
+    try:
+        return load_cascade(prepared.table, can_cascade(decoder_config(prepared.model)))
+    except QBEError as error:
+        return error
 
 
 def _sink(records: str | Path | RecordWriter | bool | None) -> RecordStore | RecordWriter | None:

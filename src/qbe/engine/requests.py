@@ -15,11 +15,11 @@ from qbe.compatibility import Situation
 from qbe.engine.adaptive.activation_statistics import ActivationStats
 from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
+from qbe.engine.request_selector import Choice, RequestSelector
 from qbe.engine.result import Request, Result
 from qbe.engine.running_request import RunningRequest
 from qbe.engine.sampling.logprobs import prompt_scoring
 from qbe.engine.scheduling.sequence import Sequence
-from qbe.engine.selector import Choice, RequestSelector
 from qbe.engine.stop_tokens import special_tokens
 from qbe.engine.unsupported_options import without_unsupported
 from qbe.engine.use_records import UseRecords

@@ -33,6 +33,13 @@ _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 _LONGEST = 8192  # rows of a forward, beyond which no other kernels are needed
 
 
+def check_sizes(**sizes: object) -> None:
+    """Raises QBEError for one that is no whole number from 1 on; None leaves it to the engine."""
+    for name, size in sizes.items():
+        if size is not None and (isinstance(size, bool) or not (isinstance(size, int) and 1 <= size < 2**40)):
+            raise QBEError(f"{name} is {size}, but must be a whole number, 1 or more and below 2^40")
+
+
 @dataclass(frozen=True)
 class StepSizes:
     """Rows of the steps that are made ready for.

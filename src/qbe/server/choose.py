@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qbe.engine.engine import Engine
+from qbe.engine.request_selector import Choice
 from qbe.engine.result import PromptInput, Request
-from qbe.engine.selector import Choice
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.server import contract
 from qbe.server.exchange import EngineRequest

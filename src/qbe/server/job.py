@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qbe.engine.request_selector import Choice
 from qbe.engine.result import Request, Result
 from qbe.engine.sampling.logprobs import Logprob
-from qbe.engine.selector import Choice
 
 if TYPE_CHECKING:
     from qbe.server.billing import Account

@@ -20,9 +20,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from qbe.engine.request_selector import Choice
 from qbe.engine.result import Request
 from qbe.engine.scheduling.sequence import Priority, Sequence
-from qbe.engine.selector import Choice
 from qbe.server.admission import Admission
 from qbe.server.errors import APIError
 from qbe.server.fair import Shares

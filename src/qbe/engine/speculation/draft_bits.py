@@ -1,4 +1,4 @@
-"""The bits of draft tokens: a sequence's own blueprint, no site of it above a gear."""
+"""The bits of draft tokens: a sequence's own blueprint, no site of it above a gear, which `speculator` chooses."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ nested_linear(s)     uniform     the host knows that all rows read one precision
                                  (either: up to three weights that read the same x in one launch)
                      prefill     from 256: the weight once for each precision, then a dense product
                      float32     exact, not fast
+nested_experts       Triton's, whatever the rows (`qbe.kernels.ops.nested_experts`)
 paged attention      CUDA C++ where it has a kernel (`decode_attention.serves`: Hopper's instructions, heads of 64 or
                      128), else Triton; bounded attention is Triton's
 """

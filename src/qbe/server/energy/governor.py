@@ -1,4 +1,7 @@
-"""Keeps power or carbon within a budget by shifting the default tier between its floor and its high end."""
+"""Keeps power or carbon within a budget by shifting the default tier between its floor and its high end.
+
+What bits that shift stands for is in `tier_bits`.
+"""
 
 from __future__ import annotations
 
