@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from scipy.stats import chisquare
 
 import qbe
 from conftest import byte_tokenizer, tiny_llama
-from engine_models import build, prompts, request, run
+from engine_models import NO_SITES, build, prompts, request, run
 from qbe.blueprint import Blueprint
 from qbe.engine.core import Core
 from qbe.engine.execution.decode import DecodeStep
 from qbe.engine.sampling.sampler import accept
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.engine.scheduling.sequence import Sequence
+from qbe.engine.setup import StepSizes, speculator_of
 from qbe.engine.speculation import acceptance_statistics
 from qbe.engine.speculation.acceptance_statistics import (
     PRIOR_RATE,
@@ -300,3 +302,15 @@ def test_a_request_says_what_was_drafted_and_stops_where_it_would(tmp_path) -> N
     assert (record.drafted_tokens, record.accepted_tokens) == (whole.drafted_tokens, whole.accepted_tokens)
     assert whole.describe()["usage"]["completion_tokens_details"]["accepted_tokens"] == whole.accepted_tokens
     assert record.bytes_moved > (60 - whole.accepted_tokens) * whole.bytes_per_token
+
+
+@pytest.mark.parametrize(("device", "shared", "rows"), [("cuda", True, 4), ("cuda", False, 16), ("cpu", True, 16)])
+def test_rows_that_share_on_a_gpu_are_checked_as_few_as_come_out_like_one(device: str, shared: bool, rows: int) -> None:
+    runner: Any = SimpleNamespace(
+        decode=SimpleNamespace(size_of=lambda n: n), device=torch.device(device),
+        plan=SimpleNamespace(shared=object() if shared else None),
+    )  # fmt: skip
+    sizes = StepSizes(512, 512, 16, 16, 512)
+    speculator = speculator_of(NO_SITES, runner, sizes, ready=True)
+    assert speculator is not None
+    assert speculator.rows == rows

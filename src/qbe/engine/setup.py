@@ -20,6 +20,7 @@ from qbe.engine.speculation.speculator import ROWS, Speculator
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.kernels.cpu import native
+from qbe.kernels.cuda.dispatch import FEW_ROWS
 from qbe.kvcache.cache import PagedCache, decoder_config
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
 from qbe.kvcache.probe import Kept
@@ -154,6 +155,8 @@ def runner_of(
 def speculator_of(table: SiteTable, runner: Runner, sizes: StepSizes, ready: bool) -> Speculator | None:
     """What makes draft tokens, where decode steps have room for them and are `ready` for several rows of a sequence."""
     rows = min(sizes.speculation_rows, sizes.decode_rows)
+    if runner.plan.shared is not None and runner.device.type == "cuda":
+        rows = min(rows, FEW_ROWS)  # more would round in another way than the steps of one token that they stand for
     if runner.decode is None or rows < 2 or not ready:
         return None
     return Speculator(table, rows, runner.decode.size_of)
