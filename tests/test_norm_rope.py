@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from conftest import tiny_llama
+from covering import FULL
 from qbe.engine.execution import patch_modules
 from qbe.engine.execution.patch_projections import patch_projections
 from qbe.kernels.ops.register import OPS
@@ -26,7 +27,7 @@ from test_triton_kernel import CUDA, DEVICE, INTERPRET, on_device, run_in_interp
 
 EPS = 1e-5
 OWN = ("rms_norm", "rotate", "swiglu", "norm", "gate", "nested_linear", "nested_linears", "quantised_linears")
-DTYPES = [torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16, torch.float16] if CUDA or FULL else [torch.bfloat16]
 
 
 @pytest.mark.skipif(CUDA or INTERPRET, reason="the tests below run here directly")
