@@ -74,11 +74,17 @@ def collected(*splits: int) -> list[Compilation]:
     return found
 
 
-def test_what_workers_compile_is_found_here(no_gpu: Path) -> None:
+@pytest.mark.parametrize("hashed", [None, "0" * 64])
+def test_what_workers_compile_is_found_here(
+    no_gpu: Path, hashed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this process has hashed the kernel to: with Triton that depends on what it hashed before."""
     from triton import knobs
 
     from qbe.kernels.triton.nested_linear_kernel import add_splits_kernel
 
+    if hashed is not None:
+        monkeypatch.setattr(add_splits_kernel, "hash", hashed)
     pool, done, before = CompilePool(workers=2), [], CompilePool.total_seconds
     outcomes = pool.compile(collected(2, 3), lambda: done.append(1))
     pool.close()
