@@ -75,9 +75,7 @@ def collected(*splits: int) -> list[Compilation]:
 
 
 @pytest.mark.parametrize("hashed", [None, "0" * 64])
-def test_what_workers_compile_is_found_here(
-    no_gpu: Path, hashed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_workers_compile_is_found_here(no_gpu: Path, hashed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this process has hashed the kernel to: with Triton that depends on what it hashed before."""
     from triton import knobs
 

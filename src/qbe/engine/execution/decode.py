@@ -114,8 +114,8 @@ class DecodeStep:
         Args:
             on_size: called when a size is done (a progress bar): the first start on a machine compiles the kernels.
             several: capture steps of sequences with several rows now, too, up to so many; 0 leaves them for later. In
-                steps of up to so many rows each comes out the same, bit for bit, whatever rows are beside it; where rows
-                share what they read, of up to `FEW_ROWS` (`qbe.kernels.cuda.dispatch`).
+                steps of up to so many rows each comes out the same, bit for bit, whatever rows are beside it; where
+                they share what they read, of up to `FEW_ROWS` (`qbe.kernels.cuda.dispatch`).
         """
         self._memory, self._several = torch.cuda.graph_pool_handle(), several
         try:
