@@ -69,6 +69,16 @@ def tiny_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that this process starts by way of QBE are forked, too (tests/forked.py)."""
+    import subprocess
+
+    import forked
+
+    monkeypatch.setattr(subprocess, "Popen", forked.popen_type())
+
+
 def choose(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU kernels take this path from now on."""
     from qbe.kernels.cpu import build

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 from qbe.records import Record
 
 SRC = str(Path(__file__).parents[1] / "src")
@@ -46,7 +47,7 @@ def record(**changes: object) -> Record:
 def run(code: str, *args: object, **options: object) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": SRC}
     command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return forked.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
 APPEND = """

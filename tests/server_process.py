@@ -13,6 +13,7 @@ from typing import IO
 
 import httpx2
 
+import forked
 from server_running import LIMIT_S, tiny_parts, until
 
 
@@ -38,12 +39,14 @@ def serving(
         assert select.select([process.stdout], [], [], LIMIT_S)[0], "it says where it listens"
         url = process.stdout.readline().split()[-1]
 
-        def ready() -> bool:
-            assert process.poll() is None, process.stderr.read() if process.stderr is not None else "see its log"
-            return httpx2.get(f"{url}/ready", timeout=LIMIT_S).status_code == 200
+        with httpx2.Client(base_url=url, timeout=LIMIT_S, verify=False) as http:
 
-        assert httpx2.get(f"{url}/health", timeout=LIMIT_S).status_code == 200  # before the model is there
-        until(ready, "it is ready")
+            def ready() -> bool:
+                assert process.poll() is None, process.stderr.read() if process.stderr is not None else "see its log"
+                return http.get("/ready").status_code == 200
+
+            assert http.get("/health").status_code == 200  # before the model is there
+            until(ready, "it is ready", every_s=0.05)
         yield process, url
     finally:
         process.kill()
@@ -63,4 +66,4 @@ def start(
     environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"),
                        QBE_LEDGER=str(home / "ledger.sqlite"))  # fmt: skip
     command = [sys.executable, *program, "serve", "--port", "0", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log or subprocess.PIPE, text=True, env=environment)
+    return forked.Popen(command, stdout=subprocess.PIPE, stderr=log or subprocess.PIPE, text=True, env=environment)

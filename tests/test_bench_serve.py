@@ -24,6 +24,8 @@ from qbe.bench.traffic import Traffic
 from qbe.errors import QBEError
 from server_process import save_tiny
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:

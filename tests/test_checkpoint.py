@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import forked
 from conftest import tiny_llama
 from older_folder import without_provenance
 from qbe.errors import QBEError
@@ -221,7 +222,6 @@ def test_a_full_disk_leaves_nothing(
 
 def test_a_really_full_disk_leaves_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     """A file size limit makes the kernel itself refuse the write."""
-    import subprocess
     import sys
 
     code = (
@@ -233,7 +233,7 @@ def test_a_really_full_disk_leaves_nothing(tiny_folder: Path, tmp_path: Path) ->
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "quantise_to(sys.argv[1], Path(sys.argv[2]), NestedWeightConfig(), torch.device('cpu'), progress=False)\n"
     )
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out")],
         capture_output=True,
         text=True,
@@ -246,7 +246,6 @@ def test_a_really_full_disk_leaves_nothing(tiny_folder: Path, tmp_path: Path) ->
 
 def test_processes_that_make_the_same_store_at_once_all_succeed(tiny_folder: Path, tmp_path: Path) -> None:
     import os
-    import subprocess
     import sys
 
     code = (
@@ -254,7 +253,7 @@ def test_processes_that_make_the_same_store_at_once_all_succeed(tiny_folder: Pat
         "prepare(sys.argv[1], device=torch.device('cpu'), need_sensitivity=False, progress=False)\n"
     )
     environment = dict(os.environ, QBE_CACHE=str(tmp_path / "cache"))
-    started = [subprocess.Popen([sys.executable, "-c", code, str(tiny_folder)], env=environment) for _ in range(3)]
+    started = [forked.Popen([sys.executable, "-c", code, str(tiny_folder)], env=environment) for _ in range(3)]
     assert [p.wait(timeout=120) for p in started] == [0, 0, 0]
     assert len(list((tmp_path / "cache" / "nested").iterdir())) == 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from cli_process import qbe, refused
 from qbe.records import RecordStore
 from records_samples import record
@@ -67,7 +68,7 @@ def test_failed_answers_and_outputs_are_one_line(nested: str, home: Path, tmp_pa
     ):
         assert says in refused("explain", "hi", "--model", nested, "--html", where, home=home)
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
+        done = forked.run(
             [sys.executable, "-m", "qbe", "pull", nested], stdout=full, stderr=subprocess.PIPE, timeout=60
         )
     assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
@@ -118,7 +119,7 @@ def test_a_closed_pipe_ends_a_command_quietly(nested: str, home: Path, command: 
 
 def test_closed_standard_output_is_one_line(nested: str, home: Path) -> None:
     code = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'qbe', 'pull', sys.argv[1]])"
-    done = subprocess.run([sys.executable, "-c", code, nested], stderr=subprocess.PIPE, timeout=60)
+    done = forked.run([sys.executable, "-c", code, nested], stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith(b"qbe: standard output is closed")
     assert done.stderr.count(b"\n") == 1
@@ -133,6 +134,6 @@ def test_a_terminated_quantize_leaves_nothing(tiny_folder: Path, tmp_path: Path)
         "main(['quantize', sys.argv[1], '-o', sys.argv[2]])\n"
     )
     command = [sys.executable, "-c", code, str(tiny_folder), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import random
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import forked
 from conftest import byte_tokenizer, tiny_llama
 from qbe import Budget, Engine, Request, SamplingParams
 from qbe.compile.merge import MergeLinears
@@ -118,17 +119,17 @@ def test_results_are_the_eager_ones_and_precision_recompiles_nothing(monkeypatch
 
 @pytest.mark.parametrize("speculate", [False, True])
 def test_an_engine_with_compiled_steps_writes_what_one_without_writes(speculate: bool) -> None:
-    """Whatever the blueprints, from a graph for each size; three and five answers take those of four and eight rows."""
-    options = dict(tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False, max_sequences=8,
-                   speculate=speculate)  # fmt: skip
+    """Whatever the blueprints, from a graph for each size; three answers take that of four rows."""
+    options = dict(tokenizer=byte_tokenizer(), device="cpu", policy="uniform", records=False,
+                   max_sequences=2 if speculate else 4, speculate=speculate)  # fmt: skip
     plain = Engine(tiny_llama(), **options)
     compiled = Engine(tiny_llama(), **options, compile=True)
     if compiled.core.runner.decode is None:
         pytest.skip("no compiled CPU kernel")
-    assert list(compiled.core.runner.decode._compiled) == [1, 2, 4, 8]
+    assert list(compiled.core.runner.decode._compiled) == [1, 2, 4]
     graphs = counters["stats"]["unique_graphs"]
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
-    for bits in ((4,), (6,), (8,), (16,), (4, 8), (4, 16, 8), (4, 6, 8, 16, 4)):
+    for bits in ((4,), (6,), (8,), (16,), (4, 8), (4, 16, 8), (6, 8, 16, 4)):
         requests = [Request(f"some text, {b}", params, Budget(bits=b)) for b in bits]
         found, expected = compiled.generate_batch(requests), plain.generate_batch(requests)
         assert [r.token_ids for r in found] == [r.token_ids for r in expected]
@@ -166,16 +167,16 @@ answer = engine.generate("text", SamplingParams(max_tokens=4, ignore_eos=True))
 decode = engine.core.runner.decode
 print(len(answer.token_ids), len(decode._compiled if decode else []))
 """
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH, "CXX": "false"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH, "PATH": str(tmp_path)}
+    done = forked.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "4 0"
 
 
-def test_a_process_without_a_nested_model_can_use_the_backend(tmp_path: Path) -> None:
+def test_a_process_without_a_nested_model_can_use_the_backend() -> None:
     code = "import qbe, torch; print(torch.compile(lambda x: x + 1, backend='qbe')(torch.ones(2)).tolist())"
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    env = {**os.environ, "PYTHONPATH": PATH}
+    done = forked.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == "[2.0, 2.0]"
 
@@ -186,19 +187,20 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 from torch._dynamo.utils import counters
 from test_compile import Block
-block, x = Block(), torch.ones(1, 128)
+block, x, number = Block(), torch.ones(1, 128), float(sys.argv[1])
 with torch.inference_mode():
-    compiled = torch.compile(block, backend="qbe", fullgraph=True)
-    torch.testing.assert_close(compiled(x), block(x), rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(lambda x: block(x) * number, backend="qbe", fullgraph=True)
+    torch.testing.assert_close(compiled(x), block(x) * number, rtol=1e-5, atol=1e-5)
 print(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
-def test_a_second_process_finds_the_graph(tmp_path: Path) -> None:
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH}
+def test_a_second_process_finds_the_graph() -> None:
+    """In Inductor's own cache, where headers are compiled already: the graph has a number that no other had."""
+    env, number = {**os.environ, "PYTHONPATH": PATH}, str(1 + random.SystemRandom().random())
 
     def run() -> str:
-        done = subprocess.run([sys.executable, "-c", CACHED], env=env, capture_output=True, text=True, timeout=300)
+        done = forked.run([sys.executable, "-c", CACHED, number], env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert "_stable_hash_for_caching" not in done.stderr
         return done.stdout.splitlines()[-1]

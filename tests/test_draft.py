@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import forked
 from qbe.errors import QBEError
 from qbe.store import draft, kept
 from qbe.store.draft import writing
@@ -45,7 +46,7 @@ def test_what_a_killed_process_left_goes_and_what_is_being_written_stays(
     target = tmp_path / "a*b"  # a name that a pattern would take for others
     other = tmp_path / ".axb.123.partial"
     other.mkdir()
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(target), "60"], stdout=subprocess.PIPE) as writer:
+    with forked.Popen([sys.executable, "-c", WRITER, str(target), "60"], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"ready\n"
         if killed:

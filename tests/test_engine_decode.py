@@ -104,12 +104,13 @@ def test_a_compiled_step_follows_blueprints_and_equals_the_eager_one(
     device: torch.device, dtype: torch.dtype, near: float
 ) -> None:
     engine = Engine(tiny_llama().to(dtype), tokenizer=byte_tokenizer(), device=device.type, policy="uniform",
-                    records=False, max_sequences=2, compile=True)  # fmt: skip
+                    records=False, max_sequences=2)  # fmt: skip
     core = engine.core
     decode = core.runner.decode
     assert decode is not None
+    core.runner.compile_steps(progress=False)
     if device.type == "cpu":
-        assert set(decode._compiled) == {1, 2}
+        assert set(decode._compiled) == {1}
     captures = decode.captures
     s = request("compiled", list(range(20)), blueprint(core.table, random.Random(1)), max_tokens=60)
     core.add(s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 from conftest import as_read, byte_tokenizer, tiny_llama
 from qbe import Budget, Engine, QBEError
 from qbe.eval.likelihood import Continuation, likelihoods
@@ -113,7 +113,7 @@ def test_a_task_of_the_harness_in_a_process(tiny_folder: Path, tmp_path: Path) -
         "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
         "doc_to_target: answer\nmetric_list:\n  - metric: acc\n"
     )
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "qbe.eval.harness", "run", "--model", "qbe", "--model_args",
          f"model={tiny_folder},policy=uniform,bits=4", "--device", "cpu", "--tasks", "which",
          "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")],
@@ -127,7 +127,7 @@ def test_a_task_of_the_harness_in_a_process(tiny_folder: Path, tmp_path: Path) -
 
 def test_the_command_of_a_missing_harness_ends_in_one_line(tmp_path: Path) -> None:
     code = "import sys, runpy; sys.modules['lm_eval'] = None; runpy.run_module('qbe.eval.harness', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "pip install 'qbe[lm-eval]'" in done.stderr

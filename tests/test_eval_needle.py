@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import forked
 from cli_process import refused
 from conftest import byte_tokenizer
 from qbe import Budget, QBEError
@@ -37,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(*args: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, NO_COLOR="1", QBE_CACHE=str(home), QBE_RECORDS=str(home / "records.sqlite"))
     environment.pop("QBE_DATA", None)
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "qbe", "eval", "needle", *args], capture_output=True, text=True, env=environment,
         timeout=300, cwd=home,
     )  # fmt: skip

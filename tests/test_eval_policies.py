@@ -18,6 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import forked
 from cli_process import refused
 from conftest import as_read, byte_tokenizer, tiny_llama
 from qbe import Engine, QBEError
@@ -227,7 +228,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def run(*args: str, home: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args, home=home), capture_output=True, text=True, env=environment(home),
+    return forked.run(command(*args, home=home), capture_output=True, text=True, env=environment(home),
                           timeout=300, cwd=home)  # fmt: skip
 
 
@@ -235,7 +236,7 @@ def test_the_command_in_a_process(tiny_folder: Path, data: Path, tmp_path: Path)
     pytest.importorskip("matplotlib")
     args = ("--policies", "static,random", "--bits", "5", "--limit", "2", "--json", "r.json", "--model",
             str(tiny_folder), "--data", str(data), "--datasets", "bbh", "--device", "cpu")  # fmt: skip
-    begun = subprocess.Popen(command(*args, home=tmp_path), env=environment(tmp_path), cwd=tmp_path,
+    begun = forked.Popen(command(*args, home=tmp_path), env=environment(tmp_path), cwd=tmp_path,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
     deadline = time.monotonic() + 200
     while not list(tmp_path.glob("eval/*.sqlite")) and begun.poll() is None and time.monotonic() < deadline:

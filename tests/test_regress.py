@@ -35,6 +35,8 @@ from regress_samples import rows, write_suite
 from server_process import save_tiny
 from server_running import running, tiny_parts
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 
 def test_replies_are_graded() -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

@@ -34,6 +34,8 @@ from server_running import Running, running, tiny_engine, tiny_parts
 FULL = {"qbe": {"bits": 16, "kv_bits": 16}}
 EIGHT = {"qbe": {"bits": 8, "kv_bits": 16}}
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 
 def gate(gates: list[Gate], name: str) -> Gate:
     return next(g for g in gates if g.name == name)

@@ -63,7 +63,7 @@ def test_what_is_cut_at_the_end_hears_why(folder: Path, tmp_path: Path, signals:
             whole = pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=LIMIT_S)
             lines = stream.iter_lines()
             next(lines)
-            until(lambda: len(httpx2.get(f"{url}/v1/qbe/live").json()["requests"]) == 2, "the other one is taken")
+            until(lambda: len(http.get(f"{url}/v1/qbe/live").json()["requests"]) == 2, "the other one is taken")
             for _ in range(signals):
                 process.send_signal(signal.SIGTERM)
                 time.sleep(0.2)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 import qbe
 from conftest import byte_tokenizer, tiny_llama
 from qbe.store import superseded
@@ -108,7 +109,7 @@ def test_a_store_that_another_process_is_loading_stays_until_next_time(cache: Pa
         "import sys; from pathlib import Path; from qbe.store import superseded\n"
         "with superseded.in_use(Path(sys.argv[1])) as there:\n    print(there, flush=True); sys.stdin.read()\n"
     )
-    user = subprocess.Popen(
+    user = forked.Popen(
         [sys.executable, "-c", code, str(old)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=dict(os.environ, PYTHONPATH=SRC),
     )  # fmt: skip

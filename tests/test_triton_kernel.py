@@ -7,7 +7,6 @@ Triton decides at import whether it interprets, and other test files must not be
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 from covering import FULL
 from qbe.errors import QBEError
 from qbe.format.codes import quantise
@@ -63,7 +63,7 @@ def run_in_interpreter(file: str, *arguments: str) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", str(Path(file).resolve())]
     limit_s = 3600 if FULL else 600
-    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=limit_s)
+    done = forked.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 from qbe.cli.info import hardware as about_hardware
 from qbe.kernels.tuning import store as module
 from qbe.kernels.tuning.store import TunedStore
@@ -27,7 +28,7 @@ def put(store: TunedStore, key: str, tile: int = 16, card: str = "card") -> None
 
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    return forked.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
 
 
 def test_what_one_process_finds_another_has(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ for i in range(20):
 """
     path = tmp_path / "deep" / "tuned.sqlite"
     env = {**os.environ, "PYTHONPATH": SOURCE}
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), str(n)], env=env) for n in range(4)]
+    writers = [forked.Popen([sys.executable, "-c", code, str(path), str(n)], env=env) for n in range(4)]
     assert [w.wait(120) for w in writers] == [0] * 4
     store = TunedStore(path)
     assert store.summary("card")["tuned"] == 81

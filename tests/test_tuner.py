@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 from qbe.kernels.tuning.compiling import CompilePool
 from qbe.kernels.tuning.store import TunedStore
 from qbe.kernels.tuning.tunable import Choice, Config, Problem, Tunable, choices, kernel_cache, recording
@@ -257,7 +257,7 @@ print("done")
 def test_a_process_ends_while_it_tunes(tmp_path: Path) -> None:
     source = str(Path(__file__).parents[1] / "src")
     env = {**os.environ, "PYTHONPATH": source, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", LEFT_RUNNING], env=env, capture_output=True, text=True, timeout=60)
+    done = forked.run([sys.executable, "-c", LEFT_RUNNING], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "done", "")
 
 

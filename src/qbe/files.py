@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,8 @@ from typing import IO
 
 from qbe.errors import QBEError
 
+# Opened, they would be what descriptor 1 is: standard error, while a command runs (`qbe.cli.console.keep_stdout`).
+_STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SAYS_FULL = re.compile(r"No space left|quota exceeded|os error (28|122)\b", re.IGNORECASE)
 
@@ -65,6 +68,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     """
     if not path.name or path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    own = getattr(sys.stdout, "buffer", None) if str(path) in _STDOUT else None
+    if own is not None:
+        yield own
+        own.flush()
+        return
     if path.exists() and not path.is_file():
         with open(path, "wb") as file:
             yield file

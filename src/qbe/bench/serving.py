@@ -72,15 +72,16 @@ def _ready(process: subprocess.Popen[str], log: Path) -> str:
     """Its address, once it takes requests."""
     ends, url = time.monotonic() + _START_S, ""
     assert process.stdout is not None
-    while time.monotonic() < ends:
-        if process.poll() is not None:
-            lines = log.read_text().strip().splitlines() or ["it said nothing"]
-            raise QBEError(f"the server ended at its start: {lines[-1].removeprefix('qbe: ')}")
-        if not url:
-            if select.select([process.stdout], [], [], 1.0)[0]:
-                url = process.stdout.readline().rpartition(" ")[2].strip()
-        elif httpx2.get(f"{url}/ready", timeout=_END_S).status_code == 200:
-            return url
-        else:
-            time.sleep(0.1)
+    with httpx2.Client(timeout=_END_S) as http:
+        while time.monotonic() < ends:
+            if process.poll() is not None:
+                lines = log.read_text().strip().splitlines() or ["it said nothing"]
+                raise QBEError(f"the server ended at its start: {lines[-1].removeprefix('qbe: ')}")
+            if not url:
+                if select.select([process.stdout], [], [], 1.0)[0]:
+                    url = process.stdout.readline().rpartition(" ")[2].strip()
+            elif http.get(f"{url}/ready").status_code == 200:
+                return url
+            else:
+                time.sleep(0.1)
     raise QBEError(f"the server was not ready after {_START_S:g} s")
