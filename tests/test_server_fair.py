@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine_models import request
@@ -316,6 +316,7 @@ def test_priority_takes_at_most_twice_its_time_under_any_flood(
     assert max(times) <= 2 * alone + 0.35  # the step that runs when it comes cannot be interrupted
 
 
+@example([("flex", 1, 321), ("flex", 1, 1)])  # the second waits while the first one's prompt is read
 @settings(max_examples=4, deadline=None)
 @given(st.lists(FLOOD, min_size=1, max_size=3))
 def test_others_go_on_beside_a_stream_of_priority(flood: list[tuple[TierName, int, int]]) -> None:

@@ -131,7 +131,7 @@ def test_the_lowest_gives_its_pages_up_first() -> None:
     one.scheduler = Scheduler(
         PageAllocator(4, PageFormat(0, 4096)), max_batch_tokens=128, max_sequences=4, context=4096
     )
-    one.scheduler.choose = one.queues.choose
+    one.queues.guide(one.scheduler)
     old, young = one.ask("flex", tokens=200, prompt=50), one.ask("priority", tokens=200, prompt=50)
     while one.scheduler.has_work():
         one.step()

@@ -131,7 +131,8 @@ class TierQueues:
 
     def choose(self, waiting: Collection[Sequence], running: list[Sequence]) -> Sequence | None:
         """The one that begins next; None while nobody may."""
-        self._shares.look(waiting, running)
+        assert self._scheduler is not None
+        self._shares.look(self._scheduler.waiting, running)  # whoever may not begin now has not gone away
         count = Counter(s.priority.tier for s in running)
         may = [s for s in waiting if self._has_place(s, count)]
         if not may:
