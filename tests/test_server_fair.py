@@ -79,17 +79,31 @@ class Simulated:
 @given(st.integers(0, 2**32), st.sampled_from(["flex", "default", "priority"]))
 def test_three_keys_get_their_shares_whoever_floods(seed: int, tier: TierName) -> None:
     """The first key asks for twenty times as much, and each has lengths of its own."""
+    served = shares_of_three(seed, tier)
+    assert min(served) >= 0.8 * sum(served) / 3, served
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["flex", "default"]))
+def test_keys_get_their_shares_of_what_a_stream_of_priority_leaves(seed: int, tier: TierName) -> None:
+    served = shares_of_three(seed, tier, steps=1200, above=True)
+    assert min(served) >= 0.8 * sum(served) / 3, served
+
+
+def shares_of_three(seed: int, tier: TierName, steps: int = 600, above: bool = False) -> list[int]:
+    """Tokens that each key was served in the second half; `above`: beside a stream of priority."""
     rng, one, keys = random.Random(seed), Simulated(places=8), [client("a"), client("b"), client("c")]
     sizes = [(rng.randint(1, 60), rng.randint(1, 200)) for _ in keys]
-    for number in range(600):
+    for number in range(steps):
         for key, most, (tokens, prompt) in zip(keys, (160, 8, 8), sizes, strict=True):
             while one.waiting(key.name) < most:
                 one.ask(tier, key, rng.randint(1, tokens), rng.randint(1, prompt))
-        if number == 300:
+        while above and not any(s.priority.key == "p" for s in (*one.scheduler.waiting, *one.scheduler.running)):
+            one.ask("priority", client("p"), 40, 30)
+        if number == steps // 2:
             one.served.clear()
         one.step()
-    for key in keys:
-        assert one.served[key.name] >= 0.8 * sum(one.served.values()) / 3, (sizes, one.served)
+    return [one.served[key.name] for key in keys]
 
 
 def test_equal_requests_get_equal_shares_and_weights_count() -> None:
