@@ -315,7 +315,7 @@ FLOOD = st.tuples(st.sampled_from(["flex", "default"]), st.integers(1, 120), st.
 
 @settings(max_examples=6, deadline=None)
 @given(st.lists(FLOOD, min_size=1, max_size=4), st.integers(1, 600), st.integers(16, 60))
-def test_priority_takes_at_most_twice_its_time_under_any_flood(
+def test_priority_takes_at_most_half_as_long_again_under_any_flood(
     flood: list[tuple[TierName, int, int]], prompt: int, tokens: int
 ) -> None:
     alone = took(Simulated(), prompt, tokens)
@@ -327,7 +327,7 @@ def test_priority_takes_at_most_twice_its_time_under_any_flood(
                     one.ask(tier, client(f"f{number}"), written, read)
             one.step()
         times.append(took(one, prompt, tokens))
-    assert max(times) <= 2 * alone + 0.35  # the step that runs when it comes cannot be interrupted
+    assert max(times) <= 1.5 * alone  # and the rest of the step that runs when it comes
 
 
 @example([("flex", 1, 321), ("flex", 1, 1)])  # the second waits while the first one's prompt is read
