@@ -55,6 +55,7 @@ def changed(
         ("llama", "rope.dimension_count", 8),
         ("llama", "rope.scaling.alpha", 2.0),
         ("llama", "rope.scaling.attn_factor", 1.2),
+        ("llama", "rope.scaling.yarn_attn_factor", 0.7),
         ("llama-yarn", "rope.scaling.yarn_ext_factor", 0.5),
         ("llama-yarn", "rope.scaling.yarn_log_multiplier", 0.1),
         ("llama", "rope.scaling.type", "wavy"),
@@ -73,8 +74,10 @@ def changed(
         ("gpt2", "attention.head_count_kv", 2),
         ("bloom", "attention.max_alibi_bias", 4.0),
         ("gemma2", "rope.freq_base_swa", 7.0),
+        ("gemma3", "attn_logit_softcapping", 5.0),
         ("minimax-m2", "expert_gating_func", 1),
         ("phi3", "rope.scaling.yarn_log_multiplier", 0.5),
+        ("phi3-longrope", "rope.scaling.factor", 4.0),
         ("starcoder2", "attention.key_length", 32),
     ],
 )

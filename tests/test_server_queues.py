@@ -126,12 +126,36 @@ def test_priority_begins_at_once_under_a_flood() -> None:
     assert [len(s.output_ids) for s in two] == [1, 0]
 
 
+def test_who_comes_to_a_kept_place_begins_in_a_step_of_its_own() -> None:
+    one = Simulated(places=8)
+    for _ in range(4):
+        one.ask("flex", tokens=4, prompt=200)
+    for _ in range(3):
+        one.step()
+        one.queues.stepped(STEP_S)
+    one.ask("priority", prompt=8)
+    assert one.step() == ["priority"]
+
+
+def test_nobody_rests_for_one_that_cannot_begin() -> None:
+    """The only place is taken: whoever has it goes on, instead of steps without work."""
+    one = Simulated(places=1)
+    first = one.ask("flex", tokens=9, prompt=20)
+    one.step()
+    one.queues.stepped(STEP_S)
+    late = one.ask("priority")
+    while late.status is not Status.FINISHED:
+        assert one.step()
+        one.queues.stepped(STEP_S)
+    assert first.status is Status.FINISHED
+
+
 def test_the_lowest_gives_its_pages_up_first() -> None:
     one = Simulated(places=4, tokens=128)
     one.scheduler = Scheduler(
         PageAllocator(4, PageFormat(0, 4096)), max_batch_tokens=128, max_sequences=4, context=4096
     )
-    one.scheduler.choose = one.queues.choose
+    one.queues.guide(one.scheduler)
     old, young = one.ask("flex", tokens=200, prompt=50), one.ask("priority", tokens=200, prompt=50)
     while one.scheduler.has_work():
         one.step()

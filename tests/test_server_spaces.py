@@ -105,6 +105,15 @@ def test_chat_logprobs_end_with_the_text(api: openai.OpenAI, server: Running) ->
     assert len(longer.logprobs.content) == 5  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.parametrize("prompt", [" ", "\n", " \t "])
+def test_white_space_is_a_prompt(api: openai.OpenAI, prompt: str) -> None:
+    found = api.completions.create(model="tiny", prompt=prompt, max_tokens=2, temperature=0)
+    assert found.usage is not None
+    assert found.usage.prompt_tokens > len(prompt)  # each byte, and where a text begins
+    echoed = api.completions.create(model="tiny", prompt=prompt, max_tokens=1, echo=True, temperature=0)
+    assert echoed.choices[0].text.startswith(prompt)
+
+
 def test_offsets_are_those_of_the_text(api: openai.OpenAI) -> None:
     found = api.completions.create(**asked("▁Paris", logprobs=0)).choices[0]
     assert found.logprobs.text_offset == [0, 6, 12]  # type: ignore[union-attr]

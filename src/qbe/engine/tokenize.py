@@ -51,7 +51,7 @@ def encode(
         raise QBEError(f"the prompt is not valid UTF-8 (character {error.start}); convert it first") from None
     except (TypeError, ValueError) as error:  # what tokenizers raise for lone surrogates and odd types
         raise QBEError(f"the prompt cannot be tokenised ({error}); give valid UTF-8 text") from None
-    if not text.strip() or not ids:
+    if not text or not ids:
         raise QBEError("the prompt is empty; give some text")
     if context_limit is not None:
         context_limit.check(len(ids))

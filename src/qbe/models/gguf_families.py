@@ -120,7 +120,6 @@ def _gemma3(keys: Keys) -> Fields:
         "rope_parameters": {"full_attention": rope_parameters(keys, size), "sliding_attention": local},
         "sliding_window": window or 4096,
         "layer_types": layers if window else ["full_attention"] * len(layers),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 0.0) or None,
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
     }
 

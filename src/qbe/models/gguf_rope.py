@@ -61,13 +61,16 @@ def _scaling(keys: Keys) -> dict[str, Any]:
         keys.refuse("rope.scaling.type", "which QBE does not read")
     if kind in ("linear", "yarn") and factor <= 0:
         raise QBEError(f"{keys.header.path}: rope.scaling.type is {kind}, but there is no rope.scaling.factor")
+    if kind == "longrope" and factor not in (0, 1):
+        keys.refuse("rope.scaling.factor", "but LongRoPE has factors of its own")
     keys.get("rope.scaling.original_context_length")  # says nothing without scaling
     if kind != "longrope" and not keys.header.tensors.keys() & {_SHORT, _LONG}:
         keys.same("rope.scaling.attn_factor", 1.0)
     keys.same("rope.scaling.yarn_log_multiplier", 0.0)
     if kind != "yarn":
-        for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow"):
+        for name in ("ext_factor", "beta_fast", "beta_slow"):
             keys.get(f"rope.scaling.yarn_{name}")
+        keys.same("rope.scaling.yarn_attn_factor", 1.0)
         if kind == "linear" and factor != 1:
             return {"rope_type": "linear", "factor": float(factor)}
         return {"rope_type": "longrope" if kind == "longrope" else "default"}

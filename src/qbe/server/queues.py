@@ -81,9 +81,8 @@ class TierQueues:
         assert self._scheduler is not None
         running, waiting = self._scheduler.running, self._scheduler.waiting
         self._kept = frozenset(self._first_kept(running, waiting))
-        kept = self._kept & set(running)
-        others = len(kept) < len(running) or len(self._kept) < len(kept) + len(waiting)
-        if not self._turns.begin(bool(kept), others, any(s.remaining > 1 for s in kept)):
+        others = len(self._kept) < len(running) + len(waiting)
+        if not self._turns.begin(bool(self._kept), others, any(s.remaining > 1 for s in self._kept)):
             return lambda _: False
         return lambda s: s not in self._kept and s.speculation is None  # whose draft tokens are checked in their turn
 
@@ -97,7 +96,8 @@ class TierQueues:
 
     def stepped(self, seconds: float) -> None:
         """A step has taken so long."""
-        self._turns.stepped(seconds)
+        if self._scheduler is not None:
+            self._turns.stepped(seconds, any(w.sequence in self._kept for w in self._scheduler.last))
         read = 0 if self._scheduler is None else sum(w.count for w in self._scheduler.last if w.count > 1)
         if read >= _PIECE_TOKENS:
             each = seconds / read
@@ -131,7 +131,8 @@ class TierQueues:
 
     def choose(self, waiting: Collection[Sequence], running: list[Sequence]) -> Sequence | None:
         """The one that begins next; None while nobody may."""
-        self._shares.look(waiting, running)
+        assert self._scheduler is not None
+        self._shares.look(self._scheduler.waiting, running)  # whoever may not begin now has not gone away
         count = Counter(s.priority.tier for s in running)
         may = [s for s in waiting if self._has_place(s, count)]
         if not may:

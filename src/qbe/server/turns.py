@@ -27,7 +27,7 @@ class Turns:
         """A step begins: whether it is for the kept answers alone.
 
         Args:
-            kept: whether any of those in kept places runs.
+            kept: whether anybody is in a kept place, or about to be.
             others: whether anybody else does or waits.
             reading: whether a prompt of the kept ones is not through.
         """
@@ -47,9 +47,11 @@ class Turns:
         allowed = 0.0 if reading else FACTOR * self._alone
         return self._credit < self._shared - allowed
 
-    def stepped(self, seconds: float) -> None:
-        """It took so long."""
-        self._timed = True
+    def stepped(self, seconds: float, kept: bool) -> None:
+        """It took so long; `kept`: with any of the kept ones in it."""
+        self._timed = kept or self._kind != "alone"  # if those it was for could not run, the next one is for all
+        if not kept:
+            return
         if self._kind in ("alone", "idle"):
             if self._kind == "alone":
                 most = _SAVED * (self._shared or seconds)

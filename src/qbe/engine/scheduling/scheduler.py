@@ -199,9 +199,15 @@ class Scheduler:
         sequence.computed = 0
 
     def schedule(self) -> list[ScheduledTokens]:
-        """The next step's work: sequences with a single token to run first, then chunks of prompts."""
-        self._preempted = False
-        self._rests = self.rests()
+        """The next step's work; nobody rests where those who do not cannot run."""
+        self._preempted, self._rests = False, self.rests()
+        if work := _running(self._fill()):
+            return work
+        self._rests = _nobody
+        return _running(self._fill())
+
+    def _fill(self) -> list[ScheduledTokens]:
+        """Sequences with a single token to run first, then chunks of prompts."""
         work: list[ScheduledTokens] = []
         for sequence in [s for s in self.running if s.remaining == 1 and not self._rests(s)]:
             if self._grow(sequence, sequence.computed + 1):
@@ -213,7 +219,7 @@ class Scheduler:
             if budget > 0:
                 self._admit(prompts, read)
             if not prompts:
-                return _running(work)
+                return work
             sequence = prompts.pop(0)
             count = sequence.remaining - sequence.last_alone
             if self.chunked:
@@ -221,11 +227,10 @@ class Scheduler:
                 if count <= 0 < budget:
                     continue  # whoever has less patience may still have room
             elif count > budget and any(w.count > 1 for w in work):
-                return _running(work)  # a prompt too long for the step is the only prompt of its step
+                return work  # a prompt too long for the step is the only prompt of its step
             if count <= 0:
-                return _running(work)
-            count = self._grow(sequence, sequence.computed + count)
-            if count:
+                return work
+            if count := self._grow(sequence, sequence.computed + count):
                 work.append(ScheduledTokens(sequence, sequence.computed, count))
                 budget, read = budget - count, read + count
 
@@ -320,13 +325,13 @@ class Scheduler:
 
     def _next(self, waiting: Collection[Sequence]) -> Sequence | None:
         """Whose turn it is; while other routers run than it needs, who may go before it."""
-        first, dynamic_precision = self.choose(waiting, self.running), {_routers(s) for s in self.running} - {""}
-        if first is None or not dynamic_precision or _routers(first) in {"", *dynamic_precision}:
+        first, dynamic_precision = self.choose(waiting, self.running), {s.routers for s in self.running} - {""}
+        if first is None or not dynamic_precision or first.routers in {"", *dynamic_precision}:
             return first
         if first.before is None:
             first.before = frozenset(self._by_id)
         before = first.before
-        may = [s for s in waiting if not _routers(s) or (_routers(s) in dynamic_precision and s.request_id in before)]
+        may = [s for s in waiting if not s.routers or (s.routers in dynamic_precision and s.request_id in before)]
         return self.choose(may, self.running) if may else None
 
 
@@ -336,12 +341,6 @@ def _nobody(_: Sequence) -> bool:
 
 def _rank(sequence: Sequence) -> float:
     return sequence.priority.rank
-
-
-def _routers(sequence: Sequence) -> str:
-    """The digest of those that choose its bits; empty where none do."""
-    dynamic_precision = sequence.blueprint.dynamic_precision
-    return "" if dynamic_precision is None else dynamic_precision.routers
 
 
 def _running(work: list[ScheduledTokens]) -> list[ScheduledTokens]:

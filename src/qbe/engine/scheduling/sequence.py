@@ -136,6 +136,12 @@ class Sequence:
         self.blueprint_history.last = blueprint
 
     @property
+    def routers(self) -> str:
+        """The digest of the routers that choose its bits; empty where none do."""
+        dynamic_precision = self.blueprint.dynamic_precision
+        return "" if dynamic_precision is None else dynamic_precision.routers
+
+    @property
     def output_ids(self) -> list[int]:
         """Token ids of the answer so far."""
         return self.token_ids[len(self.prompt_ids) :]
