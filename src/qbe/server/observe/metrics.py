@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from qbe.engine.memory import Memory
 from qbe.engine.result import Result
 from qbe.server.contract import Terms
+from qbe.server.health.metrics import HealthMetrics
 from qbe.server.observe.report import RequestReport
 from qbe.server.observe.steps import Step
 from qbe.server.worker import Load
@@ -98,6 +99,7 @@ class Metrics:
             ["model_name"], registry=self.registry,
         )  # fmt: skip
         self._expert_tokens = 0
+        self.health = HealthMetrics(self.registry, model)
         self.refused = counter("qbe:requests_refused", "requests that got an error", "status", "code")
 
     def took(self, memory: Memory) -> None:
