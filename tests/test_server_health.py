@@ -162,6 +162,8 @@ def test_divergence_raises_the_floor_and_then_everything(server: Running, folder
     assert server.metric("qbe:health_actions_total{") >= 2
     told = health(server)
     assert {a["cause"] for a in told["actions"] if a["in_force"]} == {"live_kl"}
+    warnings = server.http.get("/v1/qbe/live").json()["warnings"]
+    assert "Answers got worse (live_kl), so tiers give at least `floor_bits`." in warnings
     for i in range(4):
         ask(server, prompt=f"at the widest {i}")
     until(lambda: health(server)["detectors"]["live_kl"]["value"] is not None, "it is judged anew")

@@ -113,7 +113,8 @@ class Worker(threading.Thread):
         scheduler = self.engine.core.scheduler
         allocator = scheduler.allocator
         total = allocator.num_pages * allocator.page_bytes
-        return Load(len(scheduler.running), 1 - allocator.free_bytes / total if total else 0.0)
+        running = len(scheduler.running) if self._jobs else 0  # what is being scored is no answer
+        return Load(running, 1 - allocator.free_bytes / total if total else 0.0)
 
     def stop(self) -> None:
         """Cancel everything and end."""
