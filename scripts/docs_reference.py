@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import runpy
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -326,44 +327,10 @@ def compatibility_page() -> str:
     return "\n".join(parts)
 
 
-# What goes wrong with answers
-
-
-def health_page() -> str:
-    """Syndromes, detectors and the ladder of `qbe serve`."""
-    from qbe.server.health.settings import Health
-    from qbe.server.health.syndromes import DETECTORS, LADDER, SYNDROMES
-
-    def threshold(name: str) -> str:
-        default = Health.model_fields[name].default
-        if default is None:
-            return "none"
-        return f"{'below' if DETECTORS[name].below else 'above'} {default:g}"  # type: ignore[index]
-
-    parts = [MADE, "# Health\n", "What `qbe serve` notices of its own answers, and what it does. Thresholds are those "
-             "of [`health`](settings.md#health) where the file does not say. How it works: "
-             "[Watch quality](../health.md).\n",
-             "## Syndromes\n"]  # fmt: skip
-    rows: Rows = []
-    for s in SYNDROMES:
-        for name in s.detectors:
-            action = DETECTORS[name].action
-            told = f"`{action}`" if action else "tells only"
-            rows.append((s.name if name == s.detectors[0] else "", f"`{name}`", threshold(name), told,
-                         s.why_not if name == s.detectors[0] else ""))  # fmt: skip
-        if not s.detectors:
-            rows.append((s.name, "none", "", "", s.why_not))
-    parts.append(table(("syndrome", "detector", "trips", "action", "beside that"), rows))
-    looked = [(f"`{n}`", d.what, d.source, threshold(n)) for n, d in DETECTORS.items()]
-    parts += ["## Detectors\n", table(("detector", "its number", "looks at", "trips"), looked), "## Actions\n"]
-    acted = [(f"`{n}`", r.what, f"`{r.alert}`", r.means, r.todo) for n, r in LADDER.items()]
-    parts.append(table(("action", "what is done", "alert", "what it means", "what to do"), acted))
-    return "\n".join(parts)
-
-
+health = runpy.run_path(str(Path(__file__).with_name("docs_health.py")))["page"]
 PAGES = {
     "cli.md": cli_page, "http.md": http_page, "settings.md": settings_page, "python.md": python_page,
-    "compatibility.md": compatibility_page, "health.md": health_page,
+    "compatibility.md": compatibility_page, "health.md": lambda: health(MADE, table),
 }  # fmt: skip
 
 

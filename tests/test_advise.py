@@ -121,10 +121,13 @@ def test_the_worst_bound_is_the_bottleneck() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[slo]\n", "no bound is given"), ("[slo]\nttft_ms = -1\n", r"slo\.ttft_ms"),
-        ("ttft_ms = 1\n", "there is no table"), ("[slo]\ncolour = 1\n", r"slo\.colour: there is no such bound"), ("[slo", "is not TOML"),
+        ("[slo]\n", "no bound is given"),
+        ("[slo]\nttft_ms = -1\n", r"slo\.ttft_ms"),
+        ("ttft_ms = 1\n", "there is no table"),
+        ("[slo]\ncolour = 1\n", r"slo\.colour: there is no such bound"),
+        ("[slo", "is not TOML"),
     ],
-)  # fmt: skip
+)
 def test_an_objective_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "slo.toml").write_text(text)
     with pytest.raises(QBEError, match=said):

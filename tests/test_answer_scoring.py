@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from conftest import byte_tokenizer, tiny_llama
+from engine_models import build
 from qbe import Budget, Engine, Request, SamplingParams
 from qbe.engine.sampling.answer_scoring import AnswerScore, AnswerScoring, widest
 from qbe.engine.scheduling.sequence import Sequence
@@ -129,6 +130,27 @@ def test_inputs_are_seen(engine: Engine) -> None:
     seen = [x for x in found.inputs if x is not None]
     assert len(seen) == len(engine.table.nested) - 1, "all but the head"
     assert min(seen) > 0
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "mamba2", "granite-moe-hybrid", "phi3-longrope"])
+def test_other_kinds_of_models_are_scored_alike(kind: str) -> None:
+    """Experts, recurrent layers, and one sequence a forward."""
+    model = build(kind, vocab_size=320)
+    with Engine(
+        model, tokenizer=byte_tokenizer(), policy="uniform", records=False, blueprint_cache=False, kv_tokens=640,
+        max_batch_tokens=64, max_sequences=2,
+    ) as made:  # fmt: skip
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        served = answered(made, Budget(bits=6), params, "a short prompt of some tokens")
+        found = scored(AnswerScoring(made.core, served, 128))
+        teacher = Teacher(made.core, widest(made.table), served.prompt_ids, served.output_ids, made.table)
+        offline = teacher.compare(served.blueprint)
+        assert found.kl == pytest.approx(offline.kl / 12, rel=0.01)
+        assert found.top1 == pytest.approx(offline.agreed / 12)
+        if kind == "phi3-longrope":
+            long = answered(made, Budget(bits=6), params, "x" * 70)
+            with pytest.raises(QBEError, match="in one step"):
+                AnswerScoring(made.core, long, 128)
 
 
 def test_what_cannot_be_scored_is_refused(engine: Engine) -> None:

@@ -16,7 +16,11 @@ from qbe.engine.engine import Engine
 from qbe.engine.sampling.answer_scoring import AnswerScoring, widest
 from qbe.eval.fidelity import Teacher
 from qbe.records import RecordStore
+from qbe.server.errors import APIError
+from qbe.server.health.feedback import Answered, FeedbackRequest, Told
 from qbe.server.health.syndromes import DETECTORS, LADDER, SYNDROMES
+from qbe.server.keys import Client
+from qbe.server.settings import Key
 from qbe.server.settings_file import load
 from server_running import Running, running, tiny_engine, until
 
@@ -55,6 +59,8 @@ def calm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def write(folder: Path, **changes: Any) -> None:
+    (folder / "set.txt").write_text("How do I bake bread? Write a function that sorts a list. " * 90)
+    changes = {"calibration": str(folder / "set.txt"), "drift": 1e3} | changes
     lines = [f"{k} = {json.dumps(v)}\n" for k, v in (QUIET | changes).items()]
     (folder / "serve.toml").write_text("[prices]\noutput = 8.0\ninput = 8.0\n[health]\n" + "".join(lines))
 
@@ -246,6 +252,29 @@ def test_loops_are_noticed_of_every_answer(server: Running, folder: Path) -> Non
         ask(server, prompt=f"again {i}", **(bias if i % 2 else {}))
     until(lambda: in_force(server), "it acts")
     assert server.metric('qbe:detector_tripped{detector="loops"') == 0, "windows begin anew after an action"
+
+
+def test_prompts_are_compared_with_the_calibration_set(server: Running, folder: Path) -> None:
+    for i in range(16):
+        ask(server, prompt=f"Sum up what follows, please: {i}", max_tokens=1)
+    seen = health(server)["detectors"]["drift"]
+    assert seen["value"] > 0
+    assert seen["action"] is None
+    configure(server, folder, drift=1e-9)
+    until(lambda: health(server)["detectors"]["drift"]["tripped"], "it tells")
+    assert not in_force(server)
+    assert server.metric('qbe:detector_tripped{detector="drift"') == 1
+
+
+def test_a_key_tells_of_its_own_answers_only() -> None:
+    answered, mine = Answered(), Client("mine", Key(sha256="0" * 64))
+    answered.add("a", Told("mine", "default", False, 0.0, "USD", 0))
+    with pytest.raises(APIError) as refused:
+        answered.tell(Client("other", Key(sha256="1" * 64)), FeedbackRequest(id="a", success=True))
+    assert refused.value.status == 404
+    assert answered.tell(mine, FeedbackRequest(id="a", success=True)).key == "mine"
+    answered.add("b", Told("mine", "default", False, 0.0, "USD", 0))
+    answered.tell(Client("who runs it", Key(sha256="2" * 64, operator=True)), FeedbackRequest(id="b", retries=1))
 
 
 def test_every_syndrome_has_a_detector_or_a_reason() -> None:

@@ -117,6 +117,7 @@ def observe(text: str, quantile: float, records: Iterable[Record] = ()) -> Obser
     queried, scored = total("vllm:prefix_cache_queries"), total("qbe:scored_tokens")
     memory = {s.labels["use"]: s.value for s in families["qbe:memory_bytes"].samples}
     model = next((s.labels.get("model_name", "") for s in families[_OURS].samples), "")
+    share, bytes_at = _of_records(records, model)
     return Observed(
         model=model, ttft_s=at("vllm:time_to_first_token_seconds", quantile),
         itl_s=at("vllm:inter_token_latency_seconds", quantile),
@@ -131,11 +132,12 @@ def observe(text: str, quantile: float, records: Iterable[Record] = ()) -> Obser
         drafted=total("vllm:spec_decode_num_draft_tokens"), accepted=total("vllm:spec_decode_num_accepted_tokens"),
         rated=total("qbe:feedback", outcome="success") + total("qbe:feedback", outcome="failure"),
         succeeded=total("qbe:feedback", outcome="success"), cost=total("qbe:feedback_cost"),
-        live_kl=total("qbe:scored_kl_nats") / scored if scored else None, **_of_records(records, model),
+        live_kl=total("qbe:scored_kl_nats") / scored if scored else None, activation_share=share, bytes_at=bytes_at,
     )  # fmt: skip
 
 
-def _of_records(records: Iterable[Record], model: str) -> dict[str, object]:
+def _of_records(records: Iterable[Record], model: str) -> tuple[float | None, dict[float, float]]:
+    """`activation_share` and `bytes_at`."""
     eight = tokens = 0
     bytes_at: dict[float, float] = {}
     for r in records:
@@ -143,7 +145,7 @@ def _of_records(records: Iterable[Record], model: str) -> dict[str, object]:
             eight += r.tokens_by_activation_bits.get(8, 0)
             tokens += sum(r.tokens_by_activation_bits.values())
             bytes_at[r.average_weight_bits] = float(r.bytes_per_token)
-    return {"activation_share": eight / tokens if tokens else None, "bytes_at": bytes_at}
+    return eight / tokens if tokens else None, bytes_at
 
 
 def _sum(family: Metric, name: str, labels: Mapping[str, str]) -> float:
