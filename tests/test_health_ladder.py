@@ -76,13 +76,13 @@ def test_it_goes_up_rung_by_rung_while_that_does_not_help() -> None:
 def test_what_is_needed_again_soon_is_held_longer() -> None:
     one, clock = ladder()
     for times in (1, 2, 4, 8, 16, 16):
-        assert one.look(says(loops=0.5)) is not None
+        assert one.look(says(live_kl=0.6)) is not None
         clock.now += 10 * times - 1
         assert one.look({}) is None
         clock.now += 1
         assert one.look({}) is not None
     clock.now += 4 * 16 * 10
-    assert one.look(says(loops=0.5)) is not None
+    assert one.look(says(live_kl=0.6)) is not None
     clock.now += 10
     assert one.look({}) is not None, "long after, it begins anew"
 

@@ -250,8 +250,10 @@ def test_loops_are_noticed_of_every_answer(server: Running, folder: Path) -> Non
     bias = {"logit_bias": {"65": 100}, "max_tokens": 64}
     for i in range(8):
         ask(server, prompt=f"again {i}", **(bias if i % 2 else {}))
-    until(lambda: in_force(server), "it acts")
-    assert server.metric('qbe:detector_tripped{detector="loops"') == 0, "windows begin anew after an action"
+    until(lambda: health(server)["detectors"]["loops"]["tripped"], "it tells")
+    assert health(server)["detectors"]["loops"]["value"] >= 0.5
+    assert server.metric('qbe:detector_tripped{detector="loops"') == 1
+    assert not in_force(server), "fewer bits are seldom the cause"
 
 
 def test_prompts_are_compared_with_the_calibration_set(server: Running, folder: Path) -> None:

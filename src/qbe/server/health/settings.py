@@ -65,8 +65,8 @@ class Health(SettingsTable):
     opening_kl: _Nats = 0.5
     long_context_kl: _Nats = 0.1
     long_context: Annotated[int, Strict(), Field(ge=1)] = 2048
-    loops: _Share = 0.1
-    kv_raised: _Share = 0.5
+    loops: _Share = 0.25
+    kv_raised: _Share = 0.8
     grammar: _Share = 0.1
     acceptance: _Share = 0.2
     parity: _Share = 0.01

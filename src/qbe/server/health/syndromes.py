@@ -92,7 +92,9 @@ DETECTORS: dict[DetectorName, Detector] = {
     "long_context_kl": Detector(
         "divergence after long prompts beyond that after others, nats a token", "scored answers", "kv_16_bits"
     ),
-    "loops": Detector("share of answers that end in a loop of tokens", "every answer", "floor_up"),
+    "loops": Detector(
+        "share of answers that end in a loop of tokens; small models do so at 16 bits, too", "every answer", None
+    ),
     "kv_raised": Detector(
         "share of answers whose attention asked for more KV bits while they were written", "every answer", "kv_16_bits"
     ),
