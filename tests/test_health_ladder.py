@@ -209,11 +209,11 @@ def test_long_prompts_are_compared_with_short_ones() -> None:
 def test_inputs_are_compared_with_those_of_the_calibration_text() -> None:
     settings = Health(least=1)
     detectors = Detectors(lambda: settings)
-    detectors.inputs, detectors.inputs_tokens = (1.0, 2.0, None), 30
-    detectors.scored(score(0.1, inputs=(9.0, 9.0, None), inputs_tokens=29))
+    detectors.inputs, detectors.inputs_tokens = (*[1.0] * 20, 2.0, None), 30
+    detectors.scored(score(0.1, inputs=(*[9.0] * 21, None), inputs_tokens=29))
     assert detectors.readings()["activation_range"].value is None, "too short a prompt to compare"
-    detectors.scored(score(0.1, inputs=(3.0, 5.0, None), inputs_tokens=30))
-    assert detectors.readings()["activation_range"].value == 3
+    detectors.scored(score(0.1, inputs=(*[1.5] * 18, 3.0, 90.0, 2.0, None), inputs_tokens=30))
+    assert detectors.readings()["activation_range"].value == 3, "one site of 21 is left out"
 
 
 def test_ratings_and_detectors_that_are_off() -> None:

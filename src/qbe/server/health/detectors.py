@@ -159,6 +159,9 @@ def _worst(readings: Iterable[Reading], below: bool) -> Reading:
 
 
 def _excess(inputs: Iterable[float | None], reference: Iterable[float | None]) -> float:
-    """By how much the inputs of the site that exceeds most do; 0 where no site was seen."""
+    """By how much the inputs of the site at the 95th percentile exceed; 0 where no site was seen.
+
+    The one that exceeds most says little: of SmolLM2's 211 sites one may read four times as much in a plain prompt."""
     pairs = zip(inputs, reference, strict=True)
-    return max((now / before for now, before in pairs if now is not None and before), default=0.0)
+    times = sorted(now / before for now, before in pairs if now is not None and before)
+    return times[int(0.95 * (len(times) - 1))] if times else 0.0

@@ -42,7 +42,8 @@ class Health(SettingsTable):
         grammar: share of structured answers that could not go on or had to be closed.
         acceptance: least share of draft tokens that are right.
         parity: share of tokens of greedy answers with draft tokens that their own bits do not find likeliest.
-        activation_range: times that prompts' largest channels exceed those of the built-in calibration text.
+        activation_range: times that the largest channels of prompts' inputs exceed those of the built-in calibration
+            text, at the 95th percentile of sites.
         drift: population stability index of prompts' classes against the calibration set's.
         errors: share of answers that end in an error.
         failures: share of rated answers that failed, of those that clients told of (`POST /v1/qbe/feedback`).
@@ -70,7 +71,7 @@ class Health(SettingsTable):
     grammar: _Share = 0.1
     acceptance: _Share = 0.2
     parity: _Share = 0.01
-    activation_range: Annotated[float, Strict(), Field(gt=1)] = 4.0
+    activation_range: Annotated[float, Strict(), Field(gt=1)] = 2.0
     drift: Annotated[float, Strict(), Field(gt=0)] = 0.25
     errors: _Share = 0.05
     failures: _Share = 0.3

@@ -107,7 +107,8 @@ DETECTORS: dict[DetectorName, Detector] = {
         "scored answers", "speculation_off",
     ),
     "activation_range": Detector(
-        "times that inputs of sites exceed those of the calibration text, by their largest channels", "scored answers",
+        "times that inputs of sites exceed those of the calibration text, by their largest channels, at the 95th "
+        "percentile of sites", "scored answers",
         "floor_up",
     ),
     "drift": Detector(
