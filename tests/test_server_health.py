@@ -254,6 +254,9 @@ def test_loops_are_noticed_of_every_answer(server: Running, folder: Path) -> Non
     assert health(server)["detectors"]["loops"]["value"] >= 0.5
     assert server.metric('qbe:detector_tripped{detector="loops"') == 1
     assert not in_force(server), "fewer bits are seldom the cause"
+    configure(server, folder, sample=0.0, loops=0.4, off=["loops"])
+    until(lambda: server.metric('qbe:detector_tripped{detector="loops"') == 0, "it says nothing any more")
+    assert "loops" not in health(server)["detectors"]
 
 
 def test_prompts_are_compared_with_the_calibration_set(server: Running, folder: Path) -> None:

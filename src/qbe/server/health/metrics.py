@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from qbe.server.health.ladder import Change, Ladder
 from qbe.server.health.scorer import ScoredAnswer
 from qbe.server.health.settings import DetectorName
-from qbe.server.health.syndromes import LADDER
+from qbe.server.health.syndromes import DETECTORS, LADDER
 from qbe.server.health.windows import Reading
 
 _NATS = (0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -77,8 +77,9 @@ class HealthMetrics:
     def looked(self, readings: Mapping[DetectorName, Reading], ladder: Ladder, change: Change | None) -> None:
         """The detectors say this, and the ladder has done that."""
         name = self._model
-        for detector, reading in readings.items():
-            self._value.labels(name, detector).set(float("nan") if reading.value is None else reading.value)
+        for detector in DETECTORS:
+            value = readings[detector].value if detector in readings else None  # else it is off
+            self._value.labels(name, detector).set(float("nan") if value is None else value)
             self._tripped.labels(name, detector).set(detector in ladder.tripped)
         for action in LADDER:
             self._action.labels(name, action).set(action in ladder.taken)

@@ -41,8 +41,8 @@ LADDER: dict[Action, Rung] = {
     "kv_16_bits": Rung(
         "pages of the KV cache have 16 bits", "QBEKVFull",
         "long prompts lose more than short ones, or attention is unlike that of the calibration text",
-        "run `qbe needle` at the served KV bits; quantise again with a set that has prompts as long as the traffic's; "
-        "the cache holds fewer tokens meanwhile: watch `vllm:kv_cache_usage_perc`",
+        "run `qbe eval needle` at the served KV bits; quantise again with a set that has prompts as long as the "
+        "traffic's; the cache holds fewer tokens meanwhile: watch `vllm:kv_cache_usage_perc`",
     ),
     "floor_up": Rung(
         "tiers give at least `floor_bits`", "QBEFloorUp",
