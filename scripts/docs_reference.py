@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import runpy
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -326,9 +327,10 @@ def compatibility_page() -> str:
     return "\n".join(parts)
 
 
+health = runpy.run_path(str(Path(__file__).with_name("docs_health.py")))["page"]
 PAGES = {
     "cli.md": cli_page, "http.md": http_page, "settings.md": settings_page, "python.md": python_page,
-    "compatibility.md": compatibility_page,
+    "compatibility.md": compatibility_page, "health.md": lambda: health(MADE, table),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from qbe.engine.engine import Engine
 from qbe.records.ledger import Ledger
 from qbe.server.app import make_app
 from qbe.server.connections import protocol
+from qbe.server.health.settings import Health
 from qbe.server.observe.traces import Traces
 from qbe.server.service import Service
 from qbe.server.settings_file import Watched
@@ -79,10 +80,13 @@ def running(
     make: Callable[[], Engine] = tiny_engine, config: Path | None = None, ledger: Path | None = None,
     traces: Traces | None = None,
 ) -> Iterator[Running]:  # fmt: skip
-    """Start, wait until it is ready, stop."""
+    """Start, wait until it is ready, stop. Its health is watched where the settings file says how."""
     failures: list[BaseException] = []
     services: list[Service] = []
     watched = Watched(config)
+    if "health" not in watched.current.model_fields_set:  # random models do what it acts on, and steps are counted
+        calm = Health(sample=0.0, ladder=False)
+        watched.current = watched.current.model_copy(update={"health": calm})
 
     def service() -> Service:
         services.append(Service(make, watched, False, "tiny", failures.append, Ledger(ledger), traces))

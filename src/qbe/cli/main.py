@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from qbe.cli.advise import advise
 from qbe.cli.bench import app as bench
 from qbe.cli.cache import app as cache
 from qbe.cli.check import check
@@ -44,6 +45,7 @@ for _command in (
     ledger,
     serve,
     check,
+    advise,
     regress,
     promote,
     rollback,

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -26,6 +26,7 @@ from qbe.engine.use_records import UseRecords
 from qbe.errors import QBEError, about
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
+from qbe.records.record import Quality
 from qbe.refresh.monitor import Monitor, Refresh
 from qbe.selection.state_floors import below_floors
 from qbe.sites import FULL_BITS, SiteTable
@@ -260,6 +261,16 @@ class Requests:
         return live.result
 
     @locked
+    def run_idle(self, work: Callable[[Core], T]) -> T:
+        """What `work` returns, which may step the core: between two steps of the requests, and while there is none."""
+        return work(self.core)
+
+    def record_quality(self, request_id: str, quality: Mapping[str, Any]) -> None:
+        """Keep in the record of a finished request how it was scored (`qbe.engine.sampling.answer_scoring`)."""
+        if self._records is not None:
+            self._records.try_set_quality(Quality(request_id, quality))
+
+    @locked
     def close(self) -> None:
         """Cancels what still runs and closes the record store and the blueprint cache."""
         for key in list(self._live):
@@ -281,6 +292,7 @@ class Requests:
         bits = kv.raised(live.chosen.blueprint.kv_bits, now, self._table, running.attention.entropies)
         if bits != now:
             self.core.raise_kv(running, bits)
+            live.kv_raises += running.blueprint.kv_bits != now
 
     def _choose_again(self, live: RunningRequest) -> None:
         """Another blueprint for the answer, where the policy reads the prompt and that has run."""

@@ -83,6 +83,7 @@ class Result:
             with others (`rows="shared"`).
         missed_bits: how many fewer they read, because slices were not on the device (`device_memory`).
         misses: times that a token asked a site for more than was there; with `miss="wait"` it waited for that.
+        kv_raises: how often its pages to come got more KV bits, because its attention was unlike calibration's.
         ignored: options that were asked for and did nothing, and a line of each that says why (`qbe.compatibility`);
             `kv_error` is among them where host memory ended meanwhile.
         analysis_ms, policy_ms, prefill_ms, decode_ms: milliseconds; prefill ends with the first token.
@@ -124,6 +125,7 @@ class Result:
     cached_parts: tuple[tuple[Blueprint, int], ...] = ()
     asked: Blueprint | None = None
     ignored: Mapping[str, str] = field(default_factory=dict)
+    kv_raises: int = 0
 
     @property
     def asked_weight_bits(self) -> float:

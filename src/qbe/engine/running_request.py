@@ -35,6 +35,7 @@ class RunningRequest:
         result: once it has ended.
         entropies: of `running`, how many have been looked at.
         tokens: of the answer, how many have been.
+        kv_raises: how often pages to come got more KV bits.
         profile: what its present blueprint was chosen for.
         refreshes: of its blueprint, in order.
     """
@@ -49,6 +50,7 @@ class RunningRequest:
     result: Result | None = None
     entropies: int = 0
     tokens: int = 0
+    kv_raises: int = 0
     profile: QueryProfile = field(init=False)
     refreshes: list[Refresh] = field(default_factory=list)
 
@@ -82,7 +84,7 @@ class RunningRequest:
             drafted_tokens=running.speculation.drafted if running.speculation else 0,
             accepted_tokens=running.speculation.accepted if running.speculation else 0,
             shared_bits=running.shared_reads.average_bits, missed_bits=running.missed_reads.average_bits,
-            misses=running.missed_reads.misses,
+            misses=running.missed_reads.misses, kv_raises=self.kv_raises,
             cached_parts=tuple(running.blueprint_history.written(running.paging.cached)), asked=chosen.asked,
             ignored=dict(chosen.ignored) | (bound_was_dropped() if running.bounded.dropped else {}),
         )  # fmt: skip

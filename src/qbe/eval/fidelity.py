@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from qbe.blueprint import Blueprint
 from qbe.engine.adaptive.routing import Read
 from qbe.engine.core import Core
+from qbe.engine.sampling.row_fidelity import compare_rows, summed_divergence
 from qbe.engine.sampling.scoring import Scored, score
 from qbe.sites import SiteTable
-from qbe.store.sensitivity import BROKEN, divergence_of_rows
-
-ROWS = 32  # of logits at a time, so that temporaries stay in cache
 
 
 @dataclass(frozen=True)
@@ -77,18 +73,13 @@ class Teacher:
         measured = torch.zeros(3, n, dtype=torch.float32, device=self.core.device)
 
         def add(position: int, rows: torch.Tensor) -> None:
-            for i in range(0, len(rows), ROWS):
-                now = rows[i : i + ROWS]
-                positions = slice(position - self.start + i, position - self.start + i + len(now))
-                before = logits[positions]
-                measured[0, positions] = divergence_of_rows(before, before.softmax(-1), now)
-                measured[1, positions] = (before.argmax(-1) == now.argmax(-1)).float()
-                measured[2, positions] = cross_entropy(now, self.targets[positions], reduction="none")
+            positions = slice(position - self.start, position - self.start + len(rows))
+            found = compare_rows(logits[positions], rows, self.targets[positions])
+            measured[:, positions] = torch.stack([found.kl, found.agreed, found.loss])
 
         read = self._run(blueprint, add)
-        kl, agreed, loss = measured.double().sum(-1).tolist()
-        # What breaks the model must not look harmless.
-        kl, loss = (max(0.0, x) if math.isfinite(x) else BROKEN * n for x in (kl, loss))
+        kl, loss = summed_divergence(measured[0]), summed_divergence(measured[2])
+        agreed = float(measured[1].sum())
         if read is None:
             return Fidelity(n, kl, round(agreed), loss)
         return Fidelity(n, kl, round(agreed), loss, read.average(self.table), read.bytes)

@@ -35,6 +35,7 @@ class Explanation:
         native: with it, for every nested site whether its weight takes that.
         asked: what the policy chose for the query's own score, where its conversation keeps another blueprint; None
             where it does not.
+        held: whether a server's health made the blueprint another one than what was asked.
         pace: of refreshes, with `thresholds`.
         ignored: options that were asked for and do nothing here, and a line of each that says why
             (`qbe.compatibility`); `budget` is without them.
@@ -55,6 +56,7 @@ class Explanation:
     prompt_format: str | None = None
     native: tuple[bool, ...] = ()
     asked: Blueprint | None = None
+    held: bool = False
     pace: Pace = field(default_factory=Pace)
     ignored: Mapping[str, str] = field(default_factory=dict)
 

@@ -24,7 +24,7 @@ def export(store: RecordStore, path: Path | None = None, format: str = "jsonl") 
         store: where they are.
         path: the file to make or replace; None writes to standard output (JSON lines only).
         format: `jsonl` (one JSON object a line) or `parquet` (mappings as Parquet maps, bits as lists, KV
-            bits as a list per layer, refreshes as JSON).
+            bits as a list per layer, refreshes and quality as JSON).
 
     Raises:
         QBEError: an unknown format, Parquet without pyarrow or without a path, or a file that can't be written. The
@@ -92,8 +92,8 @@ def _write_parquet(store: RecordStore, file: IO[bytes]) -> int:
 def _parquet_row(described: dict[str, Any]) -> dict[str, Any]:
     for name in ("features", "tokens_by_bits", "tokens_by_activation_bits"):
         described[name] = list(described[name].items())  # Arrow's maps are lists of pairs
-    if described["refreshes"] is not None:
-        described["refreshes"] = json.dumps(described["refreshes"])
+    for name in ("refreshes", "quality"):
+        described[name] = None if described[name] is None else json.dumps(described[name])
     described["kv_bits"] = [b if isinstance(b, list) else [b] for b in described["kv_bits"]]  # and have one type
     return described
 

@@ -147,6 +147,9 @@ class Record(Query, Choice, Work, Difficulty, Times):
         model: name of the model.
         finish_reason: `stop`, `length`, `cancelled` or `error`.
         error: what went wrong, one line; None when nothing did.
+        quality: how far the answer was from the widest gear's (`qbe.engine.sampling.answer_scoring.AnswerScore`): `kl`
+            (nats a token), `top1`, `flip_margin` (nats), of so many `tokens` from the `first` on, against
+            `reference_bits`; None where it was not scored, and in older files. It is written after the rest.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -154,6 +157,7 @@ class Record(Query, Choice, Work, Difficulty, Times):
     model: str
     finish_reason: str
     error: str | None = None
+    quality: Mapping[str, Any] | None = None
 
     def describe(self) -> dict[str, Any]:
         """The record as JSON, in the order of the fields."""
@@ -179,6 +183,23 @@ class Record(Query, Choice, Work, Difficulty, Times):
         return cls.of({k: json.loads(v) if k in JSON_FIELDS and v is not None else v for k, v in pairs})
 
 
+@dataclass(frozen=True)
+class Quality:
+    """What becomes known of an answer after its record was written.
+
+    Attributes:
+        id: of the record.
+        quality: as `Record.quality`.
+    """
+
+    id: str
+    quality: Mapping[str, Any]
+
+    def to_column(self) -> Any:
+        """The SQLite value. Raises QBEError as `Record.to_row`."""
+        return _column("quality", self.quality)
+
+
 # In the order of the columns and of the JSON keys, which files keep: a new field comes last, whatever its group.
 FIELDS = (
     "id", "time", "model", "policy", "tier", "budget_bits", "prompt_tokens", "completion_tokens", "finish_reason",
@@ -187,12 +208,12 @@ FIELDS = (
     "entropies", "analysis_ms", "policy_ms", "prefill_ms", "decode_ms", "error", "kv_error", "pages_read",
     "pages_raised", "host_bytes", "cluster", "cache", "margins", "refreshes", "drafted_tokens", "accepted_tokens",
     "first_kv_bits", "read_weight_bits", "asked_weight_bits", "cached_tokens", "cached_weight_bits",
-    "precision_misses", "state_bits",
+    "precision_misses", "state_bits", "quality",
 )  # fmt: skip
 JSON_FIELDS = frozenset(
     {
         "features", "weight_bits", "activation_bits", "kv_bits", "tokens_by_bits", "tokens_by_activation_bits",
-        "entropies", "margins", "refreshes", "state_bits",
+        "entropies", "margins", "refreshes", "state_bits", "quality",
     }
 )  # fmt: skip
 

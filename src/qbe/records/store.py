@@ -18,11 +18,11 @@ from qbe.errors import QBEError
 from qbe.records import expert_use
 from qbe.records.database import Database, Schema
 from qbe.records.expert_use import ServedUse
-from qbe.records.record import FIELDS, Record
+from qbe.records.record import FIELDS, Quality, Record
 
-SCHEMA_VERSION = 9  # 1 lacks tokens_by_activation_bits and what bounded mode did, 2 cluster and cache, 3 margins,
+SCHEMA_VERSION = 10  # 1 lacks tokens_by_activation_bits and what bounded mode did, 2 cluster and cache, 3 margins,
 # refreshes and what was drafted, 4 first_kv_bits, 5 read_weight_bits, 6 what was asked and what was cached,
-# 7 precision_misses and the table of experts' use, 8 state_bits
+# 7 precision_misses and the table of experts' use, 8 state_bits, 9 quality
 PAUSE_S = 5.0  # after a failed `try_append`: a stuck disk or lock may cost the engine one wait in this time
 PAGE = 500  # rows read at once
 T = TypeVar("T")
@@ -84,6 +84,20 @@ class RecordStore:
         After a failure of the file the next attempt comes `PAUSE_S` later; the records in between are dropped.
         """
         return self._try(record.to_row, self._insert)
+
+    def set_quality(self, quality: Quality) -> None:
+        """Writes how an answer was scored into its record; nothing where that is not in the file.
+
+        Raises:
+            QBEError: as `append`, or numbers that JSON cannot hold.
+        """
+        value = quality.to_column()
+        with self._file.writing() as db:
+            db.execute("UPDATE records SET quality = ? WHERE id = ?", (value, quality.id))
+
+    def try_set_quality(self, quality: Quality) -> bool:
+        """`set_quality` as `try_append`."""
+        return self._try(lambda: quality, self.set_quality)
 
     def add_use(self, more: ServedUse) -> None:
         """Adds what was counted of a store's experts to the row of its day. Raises QBEError as `append` does."""

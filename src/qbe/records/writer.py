@@ -9,7 +9,7 @@ import time
 import warnings
 
 from qbe.records.expert_use import ServedUse
-from qbe.records.record import Record
+from qbe.records.record import Quality, Record
 from qbe.records.store import RecordStore
 
 MOST = 4096  # records that wait; more are dropped
@@ -26,7 +26,7 @@ class RecordWriter:
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
-        self._queue: queue.Queue[Record | ServedUse | None] = queue.Queue(MOST)
+        self._queue: queue.Queue[Record | Quality | ServedUse | None] = queue.Queue(MOST)
         self._thread: threading.Thread | None = None
         self._full = False
 
@@ -34,11 +34,15 @@ class RecordWriter:
         """Write it soon; whether it waits for that now. Never waits itself."""
         return self._put(record)
 
+    def try_set_quality(self, quality: Quality) -> bool:
+        """The same of how an answer was scored, whose record it was given before."""
+        return self._put(quality)
+
     def try_add_use(self, more: ServedUse) -> bool:
         """The same of what was counted of experts."""
         return self._put(more)
 
-    def _put(self, record: Record | ServedUse) -> bool:
+    def _put(self, record: Record | Quality | ServedUse) -> bool:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qbe-records", daemon=True)
             self._thread.start()
@@ -73,5 +77,7 @@ class RecordWriter:
         while (record := self._queue.get()) is not None:
             if isinstance(record, Record):
                 self._store.try_append(record)
+            elif isinstance(record, Quality):
+                self._store.try_set_quality(record)
             else:
                 self._store.try_add_use(record)

@@ -30,6 +30,8 @@ from qbe.server.endpoints import ENDPOINTS
 from qbe.server.errors import APIError, ErrorBody, is_anthropic
 from qbe.server.exchange import Exchange, while_connected
 from qbe.server.guard import Guard
+from qbe.server.health.feedback import FeedbackRequest
+from qbe.server.health.routes import FEEDBACK, add_health
 from qbe.server.observe import logs
 from qbe.server.responses.routes import add_responses
 from qbe.server.service import Service
@@ -40,7 +42,8 @@ log = logging.getLogger(__name__)
 
 _HUNG_UP = Response(status_code=499)
 _BODIES: dict[str, type[BaseModel]] = {
-    "/v1/messages/count_tokens": CountTokensRequest, "/v1/batches": BatchRequest, **{e.path: e.body for e in ENDPOINTS},
+    "/v1/messages/count_tokens": CountTokensRequest, "/v1/batches": BatchRequest, FEEDBACK: FeedbackRequest,
+    **{e.path: e.body for e in ENDPOINTS},
 }  # fmt: skip
 _ERRORS: Any = {
     status: {"model": ErrorBody, "description": what}
@@ -154,6 +157,7 @@ def _add_routes(app: FastAPI) -> None:
     add_batches(app, service_of, about)
     add_responses(app, service_of, about)
     add_console(app, service_of, bearer)
+    add_health(app, service_of, about)
 
 
 def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:

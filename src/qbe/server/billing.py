@@ -49,6 +49,7 @@ class Account:
         stream: whether tokens are booked as they come.
         first_at, waited_s: when its first token came, by `time.monotonic`, and the longest wait of its answers.
         written, bits: tokens of each answer so far, and the average bits that were chosen for them.
+        priced_bits: that are charged as long as nothing else is known.
         joules, energy: what its answers took, and who says so: `nvml`, `rapl`, or `model` if any of it is modelled.
         lost: whether something in it could not be booked, so that it was not sent either.
     """
@@ -61,7 +62,7 @@ class Account:
         self.asked, self._request, self._id, self._model = asked, id, f"{id}-{index}", model
         self._prompt_tokens, self._chosen = job.choice[1].prompt_tokens, job.choice[1]
         self.bits = self._chosen.blueprint.average_weight_bits(self._chosen.table)
-        self._priced_bits = min(self.bits, self._chosen.asked_bits)
+        self.priced_bits = min(self.bits, self._chosen.asked_bits)
         weights = weights_by_bits(self._chosen.blueprint, self._chosen.table)
         self._shares = {bits: n / self._chosen.table.reads.weights for bits, n in weights.items()}
         self._kv_bits = self._chosen.blueprint.average_kv_bits(self._chosen.table)
@@ -97,7 +98,7 @@ class Account:
         terms, total = self.asked.terms, 0
         for i, (written, result) in enumerate(zip(self.written, self._results, strict=True)):
             read = (self._read, self._cached) if i == 0 else (0, 0)
-            bits = self._priced_bits if result is None else result.priced_weight_bits
+            bits = self.priced_bits if result is None else result.priced_weight_bits
             total += terms.pricing.cost(*read, max(0, written - self.asked.hidden), bits)
         return total
 

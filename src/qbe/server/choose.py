@@ -10,16 +10,18 @@ from qbe.engine.result import PromptInput, Request
 from qbe.kvcache.pages import PAGE_SIZE
 from qbe.server import contract
 from qbe.server.exchange import EngineRequest
+from qbe.server.health.monitor import HealthMonitor
 from qbe.server.speed import Speed
 
 
 def choose(
-    engine: Engine, asked: EngineRequest, prompt: PromptInput, lowest: float, speed: Speed
+    engine: Engine, asked: EngineRequest, prompt: PromptInput, lowest: float, speed: Speed, health: HealthMonitor
 ) -> tuple[Request, Choice]:
     """In a thread of its own: takes as long as tokenizing and analysing the prompt.
 
     Args:
         lowest: average bits of the store's lowest gears.
+        health: which may ask for more bits than were chosen.
 
     Raises:
         APIError, QBEError: the prompt or its bounds cannot be served.
@@ -34,6 +36,7 @@ def choose(
     limits = contract.budget(asked.terms, tokens, params.max_tokens, asked.n, lowest, speed)
     request = replace(plain, budget=limits, policy=wanted.policy)
     choice = engine.choose(request, fits=True)
+    request, choice = health.hold(engine, request, choice, wanted)
     if asked.lenient:
         context_limit = engine.core.pool.num_pages * PAGE_SIZE - len(choice[0])
         request = replace(request, params=replace(params, max_tokens=max(1, min(params.max_tokens, context_limit))))

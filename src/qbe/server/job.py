@@ -62,6 +62,7 @@ class Job:
     Attributes:
         results: of the answers that have ended, in order of the answers, None for the others.
         account: what it costs.
+        epoch: of the health's ladder when it began.
         refused: whether the engine did not take it.
     """
 
@@ -73,6 +74,7 @@ class Job:
         self.within = within
         self.results: list[Result | None] = [None] * len(requests)
         self.account: Account | None = None
+        self.epoch = 0
         self.refused = False
         self._taken = self._over = False
 

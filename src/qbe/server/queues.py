@@ -206,10 +206,11 @@ def in_order(asked: EngineRequest, admission: Admission, count: int) -> EngineRe
 
 def keep_in_order(asked: EngineRequest, choice: Choice, admission: Admission) -> tuple[Choice, Range | None]:
     """The same, with what the query's own score gives where the bits that its conversation keeps would turn the order
-    of the tiers around; and the range that its answers have in that order, if they are in it.
+    of the tiers around, unless the server's health asks for them; and the range that its answers have in that order, if
+    they are in it.
     """
     (ids, chosen), found = choice, asked.terms.within
-    if found is None or chosen.asked is None or chosen.asked.weight_bits == chosen.blueprint.weight_bits:
+    if found is None or chosen.held or chosen.asked is None or chosen.asked.weight_bits == chosen.blueprint.weight_bits:
         return choice, found
     kept = admission.order.keep(asked.terms.tier, found, chosen.average_bits, asked.n)
     return ((ids, chosen.as_asked), found) if kept is None else (choice, kept)

@@ -78,11 +78,11 @@ class Service:
         self._grammars: Grammars | None = None
         self._token_text: TokenText | None = None
         self._queues: TierQueues | None = None
-        self._lowest = 0.0
-        self._ledger, self.quotas = ledger, Quotas()
+        self._lowest, self._ledger, self.quotas = 0.0, ledger, Quotas()
         self._billing = Billing(ledger, asyncio.get_running_loop(), self.observer, self.quotas)
         self._worker = Worker(
-            lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._stepped
+            lambda: self._prepared(make()), self._on_ready, self._on_broken, self._billing.deliver, self._stepped,
+            self.observer.health.scorer,
         )  # fmt: skip
         self._reloading = Reloading(watched, public, self._check_settings, self.observer.settings_read)
         self._model_check = model_check
@@ -152,7 +152,7 @@ class Service:
         """In the engine's thread: what is made of an engine once."""
         self._lowest = engine.table.reads.lowest_average
         self._grammars = Grammars(engine)
-        self.observer.begin(engine.core)
+        self.observer.begin(engine)
         self.quotas.load(self._ledger)
         scheduler = engine.core.scheduler
         self._queues = TierQueues(lambda: self.settings, scheduler.max_sequences, scheduler.max_batch_tokens)
@@ -301,7 +301,7 @@ class Service:
         try:
             async with asyncio.timeout_at(exchange.ends_at) as exchange.preparing:
                 request, choice = await loop.run_in_executor(
-                    self._prepare, choose, self.engine(), asked, prompt, self._lowest, self.speed
+                    self._prepare, choose, self.engine(), asked, prompt, self._lowest, self.speed, self.observer.health
                 )
         except TimeoutError:
             exchange.late = exchange.late if exchange.late == "shutdown" else "timeout"
@@ -320,7 +320,7 @@ class Service:
         job = Job(requests, choice, exchange.events, lambda job: self.settle(exchange, job), within)
         job.account = Account(asked, exchange.id, index, self.names[0], job)
         written = sum(r.params.max_tokens for r in requests)
-        cost = asked.terms.pricing.cost(choice[1].prompt_tokens, 0, written, job.account.bits)
+        cost = asked.terms.pricing.cost(choice[1].prompt_tokens, 0, written, job.account.priced_bits)
         job.account.most = Use(job.most_tokens, cost)
         return job
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 from qbe.budget import MOST_PACE, TIER_BITS
 from qbe.records.ledger import UNIT
 from qbe.refresh.thresholds import RUN, WINDOW
 from qbe.server.energy import intensity
+from qbe.server.health.settings import Health
+from qbe.server.settings_table import SettingsTable
 from qbe.sites import FULL_BITS
 
 TierName = Literal["flex", "default", "priority"]
@@ -23,11 +25,7 @@ _RESERVED = {"priority": 0.125}
 _PROMPTS = {"flex": 0.25, "default": 0.5, "priority": 1.0}
 
 
-class _SettingsTable(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Tier(_SettingsTable):
+class Tier(SettingsTable):
     """What a service tier may be served at.
 
     Attributes:
@@ -61,7 +59,7 @@ class Tier(_SettingsTable):
         return self
 
 
-class Tiers(_SettingsTable):
+class Tiers(SettingsTable):
     """The three tiers of OpenAI's `service_tier`."""
 
     flex: Tier = Tier(bits=TIER_BITS["flex"], floor=TIER_BITS["flex"][0])
@@ -108,7 +106,7 @@ class Tiers(_SettingsTable):
         return self
 
 
-class Queues(_SettingsTable):
+class Queues(SettingsTable):
     """How tiers share the batch.
 
     Attributes:
@@ -121,7 +119,7 @@ class Queues(_SettingsTable):
     thin: Annotated[int, Strict(), Field(ge=0)] = 4
 
 
-class Prices(_SettingsTable):
+class Prices(SettingsTable):
     """Per million tokens computed at 16 bits; a token at b bits costs b/16 of that, times its tier's factor."""
 
     currency: str = "USD"
@@ -138,7 +136,7 @@ class Prices(_SettingsTable):
         return given
 
 
-class Limits(_SettingsTable):
+class Limits(SettingsTable):
     """What one request and all of them may take.
 
     Attributes:
@@ -169,7 +167,7 @@ class Limits(_SettingsTable):
     grammar_s: Annotated[float, Strict(), Field(gt=0)] = 5.0
 
 
-class Weights(_SettingsTable):
+class Weights(SettingsTable):
     """Which weights the server loads and how steps read them; read as it starts, and its command line goes first.
 
     Attributes:
@@ -188,7 +186,7 @@ class Weights(_SettingsTable):
     rows: Literal["exact", "shared"] = "shared"
 
 
-class Refresh(_SettingsTable):
+class Refresh(SettingsTable):
     """Of requests with `refresh` that do not say themselves; read as the server starts.
 
     Attributes:
@@ -200,7 +198,7 @@ class Refresh(_SettingsTable):
     count: Annotated[int, Strict(), Field(ge=1, le=MOST_PACE)] = RUN
 
 
-class Energy(_SettingsTable):
+class Energy(SettingsTable):
     """Budgets of power and carbon, which shift the default tier between its floor and its high end.
 
     Attributes:
@@ -230,7 +228,7 @@ class Energy(_SettingsTable):
         return self
 
 
-class Logs(_SettingsTable):
+class Logs(SettingsTable):
     """Lines on standard error.
 
     Attributes:
@@ -242,7 +240,7 @@ class Logs(_SettingsTable):
     prompts: bool = False
 
 
-class Http(_SettingsTable):
+class Http(SettingsTable):
     """Who may reach the server by which way.
 
     Attributes:
@@ -254,7 +252,7 @@ class Http(_SettingsTable):
     cors_origins: tuple[str, ...] = ()
 
 
-class Key(_SettingsTable):
+class Key(SettingsTable):
     """A client's key; only its hash is kept. What is None has no limit.
 
     Attributes:
@@ -283,7 +281,7 @@ class Key(_SettingsTable):
     cost_per_month: Annotated[float, Strict(), Field(gt=0)] | None = None
 
 
-class Batches(_SettingsTable):
+class Batches(SettingsTable):
     """Files of requests (`/v1/files`, `/v1/batches`), which are answered in places that nobody else wants.
 
     Attributes:
@@ -305,7 +303,7 @@ class Batches(_SettingsTable):
     days: Annotated[int, Strict(), Field(ge=1, le=3650)] = 30
 
 
-class Settings(_SettingsTable):
+class Settings(SettingsTable):
     """The whole file. Every part has a default; without keys a server listens on the loopback interface only."""
 
     tiers: Tiers = Tiers()
@@ -316,9 +314,10 @@ class Settings(_SettingsTable):
     weights: Weights = Weights()
     refresh: Refresh = Refresh()
     energy: Energy = Energy()
+    health: Health = Health()
     http: Http = Http()
     batches: Batches = Batches()
-    keys: dict[str, Key] = {}
+    keys: dict[str, Key] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from qbe.engine.engine import Engine
 from qbe.engine.scheduling.sequence import Priority, Status
 from qbe.errors import QBEError
+from qbe.server.health.scorer import IdleScorer
 from qbe.server.job import Cancelled, Delta, Event, Job
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Worker(threading.Thread):
         broken: called in the event loop when the engine cannot go on.
         deliver: called in this thread with what is new; has `deliver` called in the event loop.
         stepped: called in this thread after each step, with its seconds; returns the joules of the answers in it.
+        scorer: of answers that have ended; it runs while there is no job.
 
     Attributes:
         engine: None until it is ready.
@@ -75,12 +77,13 @@ class Worker(threading.Thread):
     def __init__(
         self, make: Callable[[], Engine], ready: Callable[[BaseException | None], None], broken: Callable[[], None],
         deliver: Callable[[list[tuple[Job, Event]]], None], stepped: Callable[[float], dict[str, float]],
+        scorer: IdleScorer,
     ) -> None:  # fmt: skip
         super().__init__(name="qbe-engine", daemon=True)
         self.engine: Engine | None = None
         self.line: tuple[Priority, ...] = ()
         self._make, self._ready, self._broken = make, ready, broken
-        self._deliver, self._stepped = deliver, stepped
+        self._deliver, self._stepped, self._scorer = deliver, stepped, scorer
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[Job, _Running] = {}
@@ -110,7 +113,8 @@ class Worker(threading.Thread):
         scheduler = self.engine.core.scheduler
         allocator = scheduler.allocator
         total = allocator.num_pages * allocator.page_bytes
-        return Load(len(scheduler.running), 1 - allocator.free_bytes / total if total else 0.0)
+        running = len(scheduler.running) if self._jobs else 0  # what is being scored is no answer
+        return Load(running, 1 - allocator.free_bytes / total if total else 0.0)
 
     def stop(self) -> None:
         """Cancel everything and end."""
@@ -135,6 +139,9 @@ class Worker(threading.Thread):
         failures = 0
         try:
             while self._take_orders():
+                if not self._jobs and self._scorer.waiting:
+                    self._scorer.step(engine)
+                    continue
                 if engine.core.has_work():
                     try:
                         self._begun = time.monotonic()
@@ -159,7 +166,7 @@ class Worker(threading.Thread):
         """What was asked meanwhile; waits for something to do. Whether to go on."""
         while True:
             try:
-                order = self._inbox.get(block=not self._jobs)
+                order = self._inbox.get(block=not self._jobs and not self._scorer.waiting)
             except queue.Empty:
                 return True
             if order is None:
@@ -168,6 +175,7 @@ class Worker(threading.Thread):
 
     def _start(self, job: Job) -> None:
         assert self.engine is not None
+        self._scorer.leave(self.engine)
         try:
             first = self.engine.submit(job.requests[0], choice=job.choice)
         except Exception as error:
@@ -222,10 +230,12 @@ class Worker(threading.Thread):
         text = "".join(engine.take_pieces(request_id))
         shown, running.shown[answer] = running.shown[answer], engine.shown(request_id)
         running.seen[answer] = -1 if done else seen + len(tokens)
+        result = engine.take_result(request_id) if done else None
+        if result is not None:
+            self._scorer.offer(job, sequence, result)
         delta = Delta(
             answer, text, tokens, sequence.sampling.logprobs[shown : running.shown[answer]],
-            [] if seen else sequence.sampling.prompt_logprobs,
-            engine.take_result(request_id) if done else None, sequence.paging.cached,
+            [] if seen else sequence.sampling.prompt_logprobs, result, sequence.paging.cached,
             waited or 0.0, self._spent.pop(request_id, 0.0),
         )  # fmt: skip
         self._news.append((job, delta))

@@ -7,6 +7,7 @@ Hooks are there while it runs, and at no other time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,13 @@ class ActivationStats:
             for kind in (self.squares, self.sums)
         )
         return PromptSignals(squares, float(self.entropy), means)
+
+
+def largest_inputs(stats: ActivationStats | None) -> tuple[float | None, ...]:
+    """For each nested site the root mean square of its input's largest channel; None where that was not seen."""
+    if stats is None or not stats.tokens:
+        return ()
+    return tuple(None if s is None else math.sqrt(float(s.max()) / stats.tokens) for s in stats.squares)
 
 
 @contextmanager

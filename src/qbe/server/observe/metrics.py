@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from qbe.engine.memory import Memory
 from qbe.engine.result import Result
 from qbe.server.contract import Terms
+from qbe.server.health.metrics import HealthMetrics
 from qbe.server.observe.report import RequestReport
 from qbe.server.observe.steps import Step
 from qbe.server.worker import Load
@@ -26,7 +27,7 @@ class Metrics:
     """
 
     def __init__(self, model: str) -> None:
-        self.registry, self._model = CollectorRegistry(), model
+        self.registry, self._model, self._expert_tokens = CollectorRegistry(), model, 0
         ProcessCollector(registry=self.registry)  # memory, files and processor time, where the system tells
 
         def gauge(name: str, documentation: str) -> Gauge:
@@ -97,7 +98,7 @@ class Metrics:
             "qbe:expert_use_moved", "share of choices, since the start, on other experts than the store expects",
             ["model_name"], registry=self.registry,
         )  # fmt: skip
-        self._expert_tokens = 0
+        self.health = HealthMetrics(self.registry, model)
         self.refused = counter("qbe:requests_refused", "requests that got an error", "status", "code")
 
     def took(self, memory: Memory) -> None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from qbe.engine.core import Core
 from qbe.engine.engine import Engine
 from qbe.engine.memory import of_engine
 from qbe.engine.result import Result
@@ -14,6 +13,7 @@ from qbe.server.energy.governor import Governor
 from qbe.server.energy.meter import find
 from qbe.server.energy.spending import MODEL, Spending, assumed_watts
 from qbe.server.errors import APIError
+from qbe.server.health.monitor import HealthMonitor
 from qbe.server.observe import logs
 from qbe.server.observe.live import LiveView
 from qbe.server.observe.metrics import Metrics
@@ -42,12 +42,15 @@ class Observer:
         self.metrics, self.live = Metrics(model), LiveView()
         self._model, self._settings, self._traces = model, settings, traces
         self.governor = Governor(lambda: settings().energy)
+        self.health = HealthMonitor(settings, self.metrics.health)
         self.settings_refused: str | None = None
         self._steps: StepObserver | None = None
         self._spending: Spending | None = None
 
-    def begin(self, core: Core) -> None:
-        """There is an engine."""
+    def begin(self, engine: Engine) -> None:
+        """There is an engine. Raises QBEError for settings that it cannot be watched by."""
+        core = engine.core
+        self.health.begin(engine)
         assumed, memory = assumed_watts(core.device), of_engine(core)
         self.metrics.took(memory)
         log.info("%s on %s takes %s", self._model, core.device, memory.line())
@@ -68,7 +71,9 @@ class Observer:
         return MODEL if self._spending is None else self._spending.source
 
     async def look(self) -> bool:
-        """About once a second: keep within the energy's budget. False: a look that goes well is no news."""
+        """About once a second: keep within the energy's budget, and look after the answers. False: a look that goes
+        well is no news."""
+        self.health.look()
         await self.governor.look(self._spending)
         return False
 
@@ -83,6 +88,7 @@ class Observer:
 
     def began(self, exchange: Exchange) -> None:
         """A request was taken."""
+        self.health.began(exchange)
         self.live.began(exchange)
 
     def written(self, asked: EngineRequest, tokens: int, bits: float, joules: float, between: float | None) -> None:
@@ -119,6 +125,7 @@ class Observer:
         """All answers of a request have ended."""
         reported = report(exchange, self._model)
         self.metrics.request(reported)
+        self.health.request(exchange, reported)
         self.live.ended(exchange, ",".join(reported.finish))
         told = reported.describe() | {"request_id": exchange.request_id}
         logs.say("request", told | (_texts(exchange) if self._settings().logs.prompts else {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from qbe.server.health.syndromes import LADDER
 from qbe.server.keys import Client
 from qbe.server.settings import TIER_NAMES, Settings, TierName
 
@@ -22,7 +23,13 @@ def overview(
         brownout: how far a tier has sunk to its floor, 0 to 1.
     """
     sunk: dict[str, float] = {tier: brownout(tier) for tier in TIER_NAMES}
-    wrong = warnings(works, observer.settings_refused, sunk, observer.live.refusals())
+    wrong = [
+        *warnings(works, observer.settings_refused, sunk, observer.live.refusals()),
+        *(
+            f"Answers got worse ({cause}), so {LADDER[action].what}."
+            for action, cause in observer.health.ladder.taken.items()
+        ),
+    ]
     return {
         "brownout": max(sunk.values()), "currency": settings.prices.currency, "energy": observer.energy,
         "key": about(client, settings), "warnings": wrong if client.oversees else [],

@@ -1,0 +1,1 @@
+"""`qbe advise`: what keeps a server from its service level, and the lowest rung of the ladder that is enough."""
