@@ -19,13 +19,30 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-FAMILIES = ("smolvlm", "idefics3", "llava", "llava_next", "mistral3", "pixtral")
+from qbe.pictures.processor import _PixtralProcessor, _QwenProcessor
+
+FAMILIES = (
+    "smolvlm",
+    "idefics3",
+    "llava",
+    "llava_next",
+    "mistral3",
+    "pixtral",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 ROWS = [f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5)]
 IDEFICS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *ROWS]
 PIXTRAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+QWEN = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
 _SIDE = 28
 
 # As those of the families: content is a list of parts, and a picture is one token.
@@ -66,7 +83,8 @@ def tiny(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Any]:
 
     Where transformers' processor needs what is not installed, the third is what `qbe.pictures.processor` makes."""
     torch.manual_seed(0)
-    build = _idefics if family in ("smolvlm", "idefics3") else _pixtral if family in ("mistral3", "pixtral") else _llava
+    makers = {"smolvlm": _idefics, "idefics3": _idefics, "mistral3": _pixtral, "pixtral": _pixtral}
+    build = _qwen if family.startswith("qwen") else makers.get(family, _llava)
     model, tokenizer, processor = build(family)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 or "newline" in name:
@@ -115,8 +133,6 @@ def _llava(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Any]:
 
 
 def _pixtral(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Any]:
-    from qbe.pictures.processor import _PixtralProcessor
-
     tokenizer, mistral3 = tokenizer_of(PIXTRAL), family == "mistral3"
     vision = {k: v for k, v in _VISION.items() if k != "image_size"} | {"image_size": 4 * _SIDE, "head_dim": 16}
     common: dict[str, Any] = {
@@ -132,6 +148,48 @@ def _pixtral(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Any
         return tf.Mistral3ForConditionalGeneration(config), tokenizer, processor
     config = tf.LlavaConfig(**common, vision_feature_select_strategy="full")
     return tf.LlavaForConditionalGeneration(config), tokenizer, processor
+
+
+_QWEN_NAMES = {
+    "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe",
+}  # fmt: skip
+
+
+def _qwen(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Any]:
+    tokenizer, name = tokenizer_of(QWEN), _QWEN_NAMES[family]
+    text = _text(getattr(tf, f"{'Qwen2_5_VL' if family == 'qwen2_vl' else name}TextConfig"), tokenizer).to_dict()
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3],
+            "mrope_interleaved": family.startswith("qwen3")}  # fmt: skip
+    text |= {"rope_parameters": rope, "rope_scaling": rope}
+    if "moe" in family:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                 "shared_expert_intermediate_size": 32}  # fmt: skip
+    if "3_5" in family:
+        text |= {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16,
+                 "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                 "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}  # fmt: skip
+    vision: dict[str, Any] = {
+        "depth": 3, "num_heads": 2, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "mlp_ratio": 2,
+        "patch_size": 7, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 28,
+        "fullatt_block_indexes": [1], "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 64,
+    }  # fmt: skip
+    if family == "qwen2_vl":  # which projects to it by its own width
+        vision |= {"hidden_size": 64}
+    config = getattr(tf, f"{name}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=False,
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+    )  # fmt: skip
+    images = Qwen2VLImageProcessorPil(
+        patch_size=7, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
+    )
+    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    model = getattr(tf, f"{name}ForConditionalGeneration")(config)
+    return model, tokenizer, _QwenProcessor(images, tokenizer, config.image_token_id)
 
 
 def save(family: str, folder: Path) -> Path:
@@ -171,7 +229,7 @@ def greedy(model: Any, processor: Any, text: str, images: Sequence[Image.Image],
     if hasattr(processor, "validate_inputs"):
         given = processor(images=list(images) or None, text=[text], return_tensors="pt", add_special_tokens=False)
     else:
-        given = _pixtral_inputs(processor, text, images)
+        given = (_qwen_inputs if processor.image_token in QWEN else _pixtral_inputs)(processor, text, images)
     length = given["input_ids"].shape[1]
     given = {k: v for k, v in given.items() if k != "attention_mask"}
     out = model.generate(
@@ -179,6 +237,16 @@ def greedy(model: Any, processor: Any, text: str, images: Sequence[Image.Image],
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return out[0, length:].tolist()
+
+
+def _qwen_inputs(processor: Any, text: str, images: Sequence[Image.Image]) -> dict[str, Any]:
+    """What transformers' `Qwen2VLProcessor` would give, which needs torchvision."""
+    inputs = dict(processor.image_processor(list(images), return_tensors="pt")) if images else {}
+    for grid in inputs.get("image_grid_thw", ()):
+        text = text.replace("<|image_pad|>", "[PLACE]" * (int(grid.prod()) // 4), 1)
+    text = text.replace("[PLACE]", "<|image_pad|>")
+    ids = processor.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return {"input_ids": ids, "mm_token_type_ids": (ids == processor._token_id).int(), **inputs}
 
 
 def _pixtral_inputs(processor: Any, text: str, images: Sequence[Image.Image]) -> dict[str, Any]:

@@ -180,6 +180,21 @@ def test_the_command_line_reads_pictures(home: Path) -> None:
     assert tokens[1] > tokens[0] + 16
 
 
+def test_a_quantised_folder_reads_them_too(home: Path) -> None:
+    """`qbe quantize` takes the processor along, and `qbe info` says what becomes of pictures."""
+    made = qbe("quantize", str(home / "model"), "-o", str(home / "nested"), home=home)
+    assert made.returncode == 0, made.stderr
+    found = generate(home, "one.png", model="nested")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["token_ids"] == json.loads(generate(home, "one.png").stdout)["token_ids"]
+    about = json.loads(qbe("info", str(home / "nested"), "--json", home=home).stdout)["pictures"]
+    assert (about["read"], about["why"], about["tower_nested"]) == (True, None, False)
+    assert "tower and projector" in qbe("info", str(home / "nested"), home=home).stdout.decode()
+    (home / "nested" / "processor_config.json").unlink()
+    refused = qbe("generate", "x", "--model", str(home / "nested"), "--image", str(home / "one.png"), home=home)
+    assert refused.returncode == 2
+
+
 def test_the_command_line_refuses_in_one_line(home: Path) -> None:
     for file, words in (
         ("cut.png", "cannot be read"),

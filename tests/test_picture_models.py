@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
-from picture_models import FAMILIES, drawn, greedy, tiny
+from picture_models import FAMILIES, drawn, greedy, save, tiny
 from qbe.budget import Budget
 from qbe.engine.engine import Engine, Request
 from qbe.engine.sampling.sampling_params import SamplingParams
@@ -71,7 +73,38 @@ def test_answers_are_those_of_transformers(family: str) -> None:
         for _ in range(2):
             results = engine.generate_batch([Request(asked(*case), GREEDY, FULL) for case in CASES])
             assert [r.token_ids for r in results] == wanted
-        assert any(r.cached_tokens for r in results)
+        assert any(r.cached_tokens for r in results) or engine.core.states is not None
+
+
+@pytest.mark.parametrize("family", ["idefics3", "llava_next", "pixtral", "qwen3_vl", "qwen3_5"])
+def test_folders_bring_their_processors(family: str, tmp_path: Path) -> None:
+    """Of every way in which processors are loaded; the model is the class that has the tower."""
+    with quiet():
+        model, tokenizer, processor = tiny(family)
+        wanted = expected(model, tokenizer, processor, "What? ", ONE)
+        save(family, tmp_path)
+    about: dict[str, Any] = {"policy": "uniform", "records": False, "blueprint_cache": False, "device": "cpu"}
+    with Engine(tmp_path, **about) as engine:
+        assert written(engine, asked("What? ", ONE)) == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_three_dimensions_matter(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(family) as engine:
+        tower: Any = engine.core.runner.tower
+        picture = Picture.of(ONE)
+        rows = tower.features(picture)
+        assert rows.shape[1] == (3 if family == "qwen3_vl" else 1) * 64  # two more layers have rows of their own
+        positions = tower.positions([5, *tower.token_ids(picture), 6], [picture])
+        assert positions[:, 0].tolist() == [0, 0, 0]
+        assert positions[0, 1:-1].unique().tolist() == [1]  # of one moment
+        assert positions[:, -1].unique().numel() == 1
+        assert int(positions[0, -1]) < positions.shape[1] - 1  # a picture takes fewer positions than rows
+        right = written(engine, asked(ONE, "x"))
+    with engine_of(family) as engine:
+        tower = engine.core.runner.tower
+        monkeypatch.setattr(tower, "positions", lambda *_: None)
+        assert written(engine, asked(ONE, "x")) != right
 
 
 def test_another_picture_is_another_prefix(smol: Engine) -> None:
@@ -136,6 +169,17 @@ def test_a_last_row_of_a_picture_is_no_decode_step() -> None:
         )
         assert (first.prompt_tokens, first.cached_tokens, again.cached_tokens) == (129, 0, 128)
         assert first.token_ids == again.token_ids != other.token_ids
+
+
+def test_draft_tokens_beside_pictures() -> None:
+    """Answers that repeat themselves, with positions of three dimensions."""
+    with engine_of("qwen2_5_vl", speculate=True) as engine:
+        plain = SamplingParams(48, 0, ignore_eos=True)
+        wanted = engine.generate(asked(ONE, "again and again"), plain, budget=FULL)
+        drafted = engine.generate(
+            asked(ONE, "again and again"), replace(plain, speculate=True), budget=FULL
+        )  # fmt: skip
+        assert drafted.token_ids == wanted.token_ids
 
 
 def test_lower_bits_and_kv_bits_run(smol: Engine) -> None:

@@ -25,7 +25,7 @@ from qbe.engine.stop_tokens import special_tokens
 from qbe.engine.unsupported_options import without_unsupported
 from qbe.engine.use_records import UseRecords
 from qbe.errors import QBEError, about
-from qbe.pictures.placed import PlacedPicture, place
+from qbe.pictures.placed import RotaryPositions, place
 from qbe.pictures.tower import PictureTower
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
@@ -161,7 +161,8 @@ class Requests:
         key = uuid.uuid4().hex
         running = Sequence(key, ids, request.params, chosen.blueprint)
         running.sampling.constraint = request.constraint
-        running.priority, running.pictures = request.priority, self._placed(request, ids)
+        running.priority = request.priority
+        self._place(running, request)
         running.paging.cache_salt = request.cache_salt
         # Who fixes bits gets exactly these; others get pages with more where there are some.
         running.paging.more, running.paging.more_kv = request.budget.bits is None, request.budget.kv_bits is None
@@ -189,10 +190,13 @@ class Requests:
         self._live[key] = RunningRequest(request, chosen, running, text, time.perf_counter())
         return key
 
-    def _placed(self, request: Request, ids: list[int]) -> tuple[PlacedPicture, ...]:
-        """The pictures of a request whose prompt has these tokens."""
+    def _place(self, running: Sequence, request: Request) -> None:
+        """Tell a sequence of its request's pictures."""
         pictures, tower = pictures_of(request.prompt), self._selector.tower
-        return place(pictures, ids, tower) if pictures and isinstance(tower, PictureTower) else ()
+        if pictures and isinstance(tower, PictureTower):
+            running.pictures = place(pictures, running.prompt_ids, tower)
+            positions = tower.positions(running.prompt_ids, pictures)
+            running.mrope = None if positions is None else RotaryPositions.of_prompt(positions)
 
     @locked
     def step(self) -> None:

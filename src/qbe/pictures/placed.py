@@ -36,6 +36,31 @@ class PlacedPicture:
         return found.start < found.stop
 
 
+@dataclass(frozen=True)
+class RotaryPositions:
+    """Positions of three dimensions (M-RoPE): time, height and width, which are one and the same for text.
+
+    Attributes:
+        prompt: of its tokens, int64 `[3, tokens]`.
+        after: of the token that follows.
+    """
+
+    prompt: torch.Tensor
+    after: int
+
+    @classmethod
+    def of_prompt(cls, prompt: torch.Tensor) -> RotaryPositions:
+        """Of a sequence whose prompt has these."""
+        return cls(prompt, int(prompt.max()) + 1)
+
+    def of(self, start: int, count: int) -> torch.Tensor:
+        """Of the sequence's tokens `[start, start + count)`, int64 `[3, count]`."""
+        known, tokens = self.prompt[:, start : start + count], self.prompt.shape[1]
+        first = self.after + max(start, tokens) - tokens
+        more = torch.arange(first, first + count - known.shape[1])
+        return torch.cat([known, more.expand(3, -1)], 1)
+
+
 def place(pictures: Sequence[Picture], ids: Sequence[int], tower: PictureTower) -> tuple[PlacedPicture, ...]:
     """The pictures of a prompt, in their order.
 

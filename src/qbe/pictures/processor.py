@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from qbe.models.load import quiet
 from qbe.pictures.decode import decode
 from qbe.pictures.picture import Picture
 
+# Their rows have positions of three dimensions (M-RoPE).
+QWEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -32,6 +35,11 @@ class Prepared:
 
     token_ids: tuple[int, ...]
     inputs: Mapping[str, torch.Tensor]
+
+    @property
+    def grid(self) -> torch.Tensor | None:
+        """int64 `[1, 3]`, its patches in time, height and width, where the model says positions by them."""
+        return self.inputs.get("image_grid_thw")
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +120,26 @@ class _PixtralProcessor:
         return {"input_ids": ids, **inputs}
 
 
+class _QwenProcessor:
+    """transformers' `Qwen2VLProcessor` and those after it, which need torchvision for videos.
+
+    Args:
+        image_processor: of Qwen2-VL, on Pillow.
+        token_id: of the token that the chat template writes for a picture, and that stands for each of its rows.
+    """
+
+    def __init__(self, image_processor: Any, tokenizer: Any, token_id: int) -> None:
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.image_token = tokenizer.convert_ids_to_tokens(token_id)
+        self._token_id = token_id
+        self.chat_template: str | None = None
+
+    def __call__(self, images: Any, text: Any, **_: Any) -> dict[str, Any]:
+        inputs = dict(self.image_processor(images, return_tensors="pt"))
+        rows = int(inputs["image_grid_thw"][0].prod()) // self.image_processor.merge_size**2
+        return {"input_ids": torch.full((1, rows), self._token_id), **inputs}
+
+
 def load_processor(folder: Path, tokenizer: Any, config: PreTrainedConfig) -> Any:
     """The processor of a model folder, on Pillow.
 
@@ -128,13 +156,22 @@ def load_processor(folder: Path, tokenizer: Any, config: PreTrainedConfig) -> An
         raise QBEError(f"the processor in {folder} cannot be loaded ({said})") from error
 
 
+def copy_files(model: Path, to: Path) -> None:
+    """Take a model folder's processor along into another folder of it; does nothing where there is none."""
+    for name in _FILES:
+        if (model / name).is_file():
+            shutil.copyfile(model / name, to / name)
+
+
 def _loaded(folder: Path, tokenizer: Any, config: PreTrainedConfig) -> Any:
-    # Two processors need torchvision, and more, for videos alone. Their image processors do not.
-    vision = getattr(getattr(config, "vision_config", None), "model_type", "")
-    if config.model_type != "smolvlm" and vision != "pixtral":
+    # Some processors need torchvision, and more, for videos alone. Their image processors do not.
+    vision, qwen = getattr(getattr(config, "vision_config", None), "model_type", ""), config.model_type in QWEN
+    if config.model_type != "smolvlm" and vision != "pixtral" and not qwen:
         return AutoProcessor.from_pretrained(folder, local_files_only=True)
     images, file = AutoImageProcessor.from_pretrained(folder, local_files_only=True), folder / _FILES[1]
     settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if qwen:
+        return _QwenProcessor(images, tokenizer, config.image_token_id)
     if vision == "pixtral":
         return _PixtralProcessor(images, tokenizer, settings)
     return Idefics3Processor(images, copy.deepcopy(tokenizer), settings.get("image_seq_len", 169))

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,14 +14,19 @@ from torch import nn
 from qbe.errors import QBEError
 from qbe.pictures.lru import ByteLRU
 from qbe.pictures.picture import Picture
-from qbe.pictures.processor import PictureProcessor, Prepared, load_processor
+from qbe.pictures.processor import QWEN, PictureProcessor, Prepared, load_processor
 
-# Families whose pictures are rows among the prompt's, with positions of one dimension and causal attention, and whose
-# answers are tested against transformers'.
-FAMILIES = frozenset({"smolvlm", "idefics3", "llava", "llava_next", "mistral3"})
+# Families whose pictures are rows among the prompt's, with causal attention, and whose answers are tested against
+# transformers'.
+FAMILIES = QWEN | {"smolvlm", "idefics3", "llava", "llava_next", "mistral3"}
 FEATURE_BYTES = 256 << 20  # of rows that are kept, on the device,
 INPUT_BYTES = 256 << 20  # of pictures that are prepared and wait for their step, in host memory,
 TOKEN_BYTES = 16 << 20  # and of what stands for pictures in prompts
+
+
+class _Placeholder(NamedTuple):
+    token_ids: tuple[int, ...]
+    grid: torch.Tensor | None
 
 
 class PictureTower:
@@ -33,7 +38,7 @@ class PictureTower:
 
     Attributes:
         processor: likewise.
-        rows: by a picture's digest, `[tokens, hidden]`.
+        rows: by a picture's digest, as `features` gives them.
         runs: how often the tower has run.
     """
 
@@ -46,7 +51,9 @@ class PictureTower:
         self._takes = inspect.signature(self._make).parameters
         self.rows: ByteLRU[bytes, torch.Tensor] = ByteLRU(FEATURE_BYTES)
         self._prepared: ByteLRU[bytes, Prepared] = ByteLRU(INPUT_BYTES)
-        self._tokens: ByteLRU[bytes, tuple[int, ...]] = ByteLRU(TOKEN_BYTES)
+        self._tokens: ByteLRU[bytes, _Placeholder] = ByteLRU(TOKEN_BYTES)
+        self._layers: Any = getattr(model.get_decoder(), "layers", ())  # type: ignore[operator]
+        self._index: Callable[..., Any] | None = getattr(owner, "get_rope_index", None)
 
     def token_ids(self, picture: Picture) -> tuple[int, ...]:
         """What stands for a picture in a prompt; its rows take the places of `processor.token_id`. Threads may ask.
@@ -54,20 +61,42 @@ class PictureTower:
         Raises:
             QBEError: it cannot be decoded or prepared.
         """
+        return self._placeholder(picture).token_ids
+
+    def positions(self, ids: Sequence[int], pictures: Sequence[Picture]) -> torch.Tensor | None:
+        """Rotary positions of a prompt's tokens int64 `[3, tokens]` (M-RoPE); None where they are those in the prompt.
+
+        Text has the same in all three. What follows the prompt goes on from its last one.
+        """
+        if self._index is None:
+            return None
+        grids = [self._placeholder(p).grid for p in pictures]
+        tokens = torch.tensor([ids])
+        kinds = (tokens == self.processor.token_id).int()
+        found: torch.Tensor = self._index(
+            tokens, mm_token_type_ids=kinds, image_grid_thw=torch.cat([g for g in grids if g is not None])
+        )[0]
+        return found[:, 0]
+
+    def _placeholder(self, picture: Picture) -> _Placeholder:
         known = self._tokens.get(picture.digest)
         if known is None:
-            known = self._prepare(picture).token_ids
+            prepared = self._prepare(picture)
+            known = _Placeholder(prepared.token_ids, prepared.grid)
         return known
 
     def _prepare(self, picture: Picture) -> Prepared:
         prepared = self.processor.prepare(picture)
         self._prepared.put(picture.digest, prepared, prepared.nbytes)
-        self._tokens.put(picture.digest, prepared.token_ids, 8 * len(prepared.token_ids))
+        placeholder = _Placeholder(prepared.token_ids, prepared.grid)
+        self._tokens.put(picture.digest, placeholder, 8 * len(prepared.token_ids))
         return prepared
 
     @torch.inference_mode()
     def features(self, picture: Picture) -> torch.Tensor:
         """A picture's rows `[tokens, hidden]`, on the model's device in its dtype.
+
+        They are `[tokens, (1 + layers) * hidden]` where more is added after the first layers (DeepStack).
 
         Raises:
             QBEError: the tower makes another number of rows than the prompt has places for.
@@ -83,9 +112,9 @@ class PictureTower:
             if name in self._takes
         }
         self.runs += 1
-        pooled = self._make(**inputs, return_dict=True).pooler_output
-        parts = pooled if isinstance(pooled, list | tuple) else [pooled]
-        rows = torch.cat([part.flatten(0, -2) for part in parts]).to(parameter.device, parameter.dtype)
+        made = self._make(**inputs, return_dict=True)
+        deeper = [_joined(layer) for layer in getattr(made, "deepstack_features", None) or ()]
+        rows = torch.cat([_joined(made.pooler_output), *deeper], -1).to(parameter.device, parameter.dtype)
         places = prepared.token_ids.count(self.processor.token_id)
         if len(rows) != places:
             raise QBEError(
@@ -97,18 +126,30 @@ class PictureTower:
 
     @contextmanager
     def inserted(self, at: Sequence[int], rows: torch.Tensor) -> Iterator[None]:
-        """Inside, a step whose rows `at` are not embeddings of their tokens, but these `[n, hidden]`."""
+        """Inside, a step whose rows `at` are not embeddings of their tokens, but these, as `features` gives them."""
         embedding: Any = self._model.get_input_embeddings()  # type: ignore[operator]
         index = torch.tensor(at).to(rows.device)
+        first, *deeper = rows[None].split(embedding.weight.shape[1], -1)
 
         def insert(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-            return output.index_copy(1, index, rows[None].to(output.dtype))
+            return output.index_copy(1, index, first.to(output.dtype))
 
-        handle = embedding.register_forward_hook(insert)
+        def adding(more: torch.Tensor) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+            return lambda module, inputs, output: output.index_add(1, index, more.to(output.dtype))
+
+        handles = [embedding.register_forward_hook(insert)]
+        handles += [self._layers[i].register_forward_hook(adding(more)) for i, more in enumerate(deeper)]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+
+def _joined(made: Any) -> torch.Tensor:
+    """Of one tensor or several, `[..., hidden]`, all rows `[n, hidden]`."""
+    parts = made if isinstance(made, list | tuple) else [made]
+    return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def tower_of(model: nn.Module, name: str, tokenizer: Any, processor: Any = None) -> PictureTower | str:

@@ -273,7 +273,7 @@ class Runner:
             s = w.sequence
             spans.append(Span(len(ids), w.count, w.start, s.pages, s.kv_limit))
             ids += s.token_ids[w.start : w.start + w.count]
-            positions += range(w.start, w.start + w.count)
+            positions += s.positions(w.start, w.count)
             if s.pages:
                 slots += [slot_of(s.pages, p) for p in range(w.start, w.start + w.count)]
             kept += [len(ids) - w.start - w.count + position for position in w.kept]
@@ -289,6 +289,8 @@ class Runner:
         arguments: dict[str, object] = {"input_ids": input_ids[None], self._cache_name: self.cache, "use_cache": True}
         if self._takes_positions:
             arguments["position_ids"] = position_ids[None]
+            if any(w.sequence.mrope is not None for w in work):
+                arguments["position_ids"] = _of_three(work).to(self.device, non_blocking=True)[:, None]
         if self._takes_keep:
             arguments["logits_to_keep"] = keep
         layout = StepLayout(self.cache, spans, slot_ids, self.observe)
@@ -325,3 +327,13 @@ def _pictured(work: collections.abc.Sequence[ScheduledTokens]) -> list[tuple[lis
                 found.append(([first - w.start + place for place in placed.places[some]], placed.rows[some]))
         first += w.count
     return found
+
+
+def _of_three(work: collections.abc.Sequence[ScheduledTokens]) -> torch.Tensor:
+    """Rotary positions of a step's rows for M-RoPE, int64 `[3, rows]`."""
+    parts = []
+    for w in work:
+        mrope = w.sequence.mrope
+        plain = torch.arange(w.start, w.start + w.count).expand(3, -1)
+        parts.append(plain if mrope is None else mrope.of(w.start, w.count))
+    return torch.cat(parts, 1)
