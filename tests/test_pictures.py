@@ -201,7 +201,7 @@ def test_where_pictures_come_from(tmp_path: Path) -> None:
     data = encoded(image)
     file.write_bytes(data)
     uri = "DATA:image/png;base64," + base64.b64encode(data).decode()
-    sources: list[Any] = [data, file, str(file), Picture.of_uri(uri)]
+    sources: list[Any] = [data, file, str(file), uri, Picture.of_uri(uri)]
     assert {Picture.of(s).digest for s in sources} == {Picture(data).digest}
     assert decode(Picture.of(image)).tobytes() == image.tobytes()
     for missing in (tmp_path / "none.png", tmp_path):

@@ -77,11 +77,13 @@ class Picture:
 
     @classmethod
     def of(cls, source: Any, name: str = "the picture") -> Picture:
-        """Of a path, bytes, an image of Pillow or another picture. Raises QBEError for anything else."""
+        """Of a path, a `data:` URI, bytes, an image of Pillow or another picture. Raises QBEError for anything else."""
         if isinstance(source, Picture):
             return source
         if isinstance(source, bytes | bytearray):
             return cls(bytes(source), name)
+        if isinstance(source, str) and source[:5].lower() == "data:":
+            return cls.of_uri(source, name)
         if isinstance(source, str | os.PathLike):
             return cls.open(source)
         from PIL import Image

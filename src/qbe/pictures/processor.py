@@ -92,7 +92,10 @@ class PictureProcessor:
                 "give another size", field="prompt",
             ) from error  # fmt: skip
         inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
-        return Prepared(tuple(made["input_ids"][0].tolist()), inputs)
+        ids = tuple(made["input_ids"][0].tolist())
+        if self.token_id not in ids:
+            raise QBEError(f"{picture.name} is too small for this model, which makes no row of it", field="prompt")
+        return Prepared(ids, inputs)
 
 
 class _PixtralProcessor:

@@ -72,10 +72,12 @@ class PictureTower:
             return None
         grids = [self._placeholder(p).grid for p in pictures]
         tokens = torch.tensor([ids])
-        kinds = (tokens == self.processor.token_id).int()
-        found: torch.Tensor = self._index(
-            tokens, mm_token_type_ids=kinds, image_grid_thw=torch.cat([g for g in grids if g is not None])
-        )[0]
+        about = {
+            "image_grid_thw": torch.cat([g for g in grids if g is not None]),
+            "mm_token_type_ids": (tokens == self.processor.token_id).int(),  # older ones look at the tokens
+        }
+        takes = inspect.signature(self._index).parameters
+        found: torch.Tensor = self._index(tokens, **{name: value for name, value in about.items() if name in takes})[0]
         return found[:, 0]
 
     def _placeholder(self, picture: Picture) -> _Placeholder:

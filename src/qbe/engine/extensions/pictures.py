@@ -49,6 +49,5 @@ class PictureRows(Extension):
     def finish(self, work: list[ScheduledTokens]) -> None:
         for w in work:
             for placed in w.sequence.pictures:
-                over = w.sequence.status is not Status.RUNNING or w.sequence.computed > placed.places[-1]
-                if placed.rows is not None and over:
+                if w.sequence.status is not Status.RUNNING or w.sequence.computed > placed.places[-1]:
                     placed.rows = None
