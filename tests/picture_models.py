@@ -197,7 +197,7 @@ def save(family: str, folder: Path) -> Path:
     model, tokenizer, processor = tiny(family)
     for part in (model, tokenizer, processor if hasattr(processor, "save_pretrained") else processor.image_processor):
         part.save_pretrained(folder)
-    if not hasattr(processor, "save_pretrained"):
+    if isinstance(processor, _PixtralProcessor):
         settings = {"processor_class": "PixtralProcessor", "patch_size": 7, "spatial_merge_size": processor._patch // 7}
         (folder / "processor_config.json").write_text(json.dumps(settings))
     if family == "smolvlm":  # which transformers' own would load only where torchvision and num2words are

@@ -182,16 +182,16 @@ def test_the_command_line_reads_pictures(home: Path) -> None:
 
 def test_a_quantised_folder_reads_them_too(home: Path) -> None:
     """`qbe quantize` takes the processor along, and `qbe info` says what becomes of pictures."""
-    made = qbe("quantize", str(home / "model"), "-o", str(home / "nested"), home=home)
+    made = qbe("quantize", str(home / "model"), "-o", str(home / "quantised"), home=home)
     assert made.returncode == 0, made.stderr
-    found = generate(home, "one.png", model="nested")
+    found = generate(home, "one.png", model="quantised")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["token_ids"] == json.loads(generate(home, "one.png").stdout)["token_ids"]
-    about = json.loads(qbe("info", str(home / "nested"), "--json", home=home).stdout)["pictures"]
+    about = json.loads(qbe("info", "--model", str(home / "quantised"), "--json", home=home).stdout)["pictures"]
     assert (about["read"], about["why"], about["tower_nested"]) == (True, None, False)
-    assert "tower and projector" in qbe("info", str(home / "nested"), home=home).stdout.decode()
-    (home / "nested" / "processor_config.json").unlink()
-    refused = qbe("generate", "x", "--model", str(home / "nested"), "--image", str(home / "one.png"), home=home)
+    assert "tower and projector" in qbe("info", "--model", str(home / "quantised"), home=home).stdout.decode()
+    (home / "quantised" / "processor_config.json").unlink()
+    refused = qbe("generate", "x", "--model", str(home / "quantised"), "--image", str(home / "one.png"), home=home)
     assert refused.returncode == 2
 
 

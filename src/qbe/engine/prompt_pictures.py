@@ -45,13 +45,15 @@ def with_pictures(prompt: Any) -> Any:
 
 def pictured(prompt: Any) -> bool:
     """Whether a prompt has pictures."""
-    return isinstance(prompt, list) and any(map(_has_some, prompt))
+    conversation = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+    return conversation and any(map(_has_some, prompt))
 
 
 def pictures_of(prompt: Any) -> list[Picture]:
     """Those of a prompt, in their order."""
-    messages = prompt if isinstance(prompt, list) else []
-    return [part["image"] for m in messages if _has_some(m) for part in m["content"] if _is_picture(part)]
+    if not pictured(prompt):
+        return []
+    return [part["image"] for m in prompt if _has_some(m) for part in m["content"] if _is_picture(part)]
 
 
 def has_pictures(content: Any) -> bool:

@@ -22,6 +22,7 @@ from qbe.pictures.picture import Picture
 # Their rows have positions of three dimensions (M-RoPE).
 QWEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
 _FILES = ("preprocessor_config.json", "processor_config.json")
+_TEMPLATE = "chat_template.json"  # of older folders, for their processor alone
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,10 @@ def load_processor(folder: Path, tokenizer: Any, config: PreTrainedConfig) -> An
         raise QBEError(f"{folder} has no processor for them ({' or '.join(_FILES)})")
     try:
         with quiet():
-            return _loaded(folder, tokenizer, config)
+            found = _loaded(folder, tokenizer, config)
+        if not found.chat_template and (file := folder / _TEMPLATE).is_file():
+            found.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        return found
     except Exception as error:
         said = " ".join(str(error).split())[:160]
         raise QBEError(f"the processor in {folder} cannot be loaded ({said})") from error
@@ -161,7 +165,7 @@ def load_processor(folder: Path, tokenizer: Any, config: PreTrainedConfig) -> An
 
 def copy_files(model: Path, to: Path) -> None:
     """Take a model folder's processor along into another folder of it; does nothing where there is none."""
-    for name in _FILES:
+    for name in (*_FILES, _TEMPLATE):
         if (model / name).is_file():
             shutil.copyfile(model / name, to / name)
 
