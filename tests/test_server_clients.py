@@ -91,8 +91,12 @@ def test_what_cannot_be_honoured_says_so(url: str, fields: dict[str, Any]) -> No
 
 def test_of_a_list_the_wrong_part_is_told(url: str) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    error = chat(url, messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, image]}]).json()["error"]
-    assert (error["param"], "reads text only" in error["message"]) == ("messages.0.content", True)
+    parts = [{"type": "text", "text": "x"}, image]
+    error = chat(url, messages=[{"role": "user", "content": parts}]).json()["error"]
+    assert (error["param"], "it is a model of text: leave" in error["message"]) == ("messages", True)
+    audio = {"type": "input_audio", "input_audio": {}}
+    error = chat(url, messages=[{"role": "user", "content": [*parts, audio]}]).json()["error"]
+    assert (error["param"], "parts have the type 'text'" in error["message"]) == ("messages.0.content", True)
     assert "at least 1 character" in chat(url, stop=["a", ""]).json()["error"]["message"]
 
 

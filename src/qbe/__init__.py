@@ -17,6 +17,7 @@ from qbe.blueprint import Blueprint
 from qbe.budget import Budget
 from qbe.errors import QBEError
 from qbe.models import pull
+from qbe.pictures import Picture
 from qbe.version import __version__
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "Engine",
     "NestedTensor",
     "NestedWeightConfig",
+    "Picture",
     "QBEError",
     "Request",
     "Result",

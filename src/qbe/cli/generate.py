@@ -26,6 +26,7 @@ from qbe.cli.options import (
     Dtype,
     Greedy,
     HighPrecisionTokens,
+    Images,
     Json,
     KVBits,
     KVError,
@@ -74,15 +75,18 @@ def generate(
     greedy: Greedy = False, kv_bits: KVBits = None, kv_error: KVError = None, kv_tokens: KVTokens = None,
     max_tokens: MaxTokens = 128, temperature: Temperature = 0.7, top_k: TopK = 0, top_p: TopP = 0.95, min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0, seed: Seed = None, stop: Stop = None, n: Answers = 1, chat: Chat = False,
+    image: Images = None,
     refresh: Refresh = False, refresh_interval: RefreshInterval = None, refresh_count: RefreshCount = None,
     best_effort: BestEffort = False, cascade: Cascade = False, analysis_tier: Analysis = None, compile: Compile = False,
     speculate: Speculate = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt at the precision chosen for it, streaming the text.
 
-    Several answers (--n) come one after the other when all are written; with --json as a list.
+    Several answers (--n) come one after the other when all are written; with --json as a list. With --image the prompt
+    goes through the model's chat template.
     """
     text = _prompt(prompt)
+    pictures = _pictures(image)
     from qbe.engine.sampling.sampling_params import MOST_ANSWERS
 
     if not 1 <= n <= MOST_ANSWERS:
@@ -98,7 +102,9 @@ def generate(
         model, policy, dtype, device, originals, kv_tokens, compile, answers=n, analysis_tier=analysis_tier,
         quiet=as_json, speculate=speculate, most_bits=most_bits, device_memory=device_memory, miss=miss, trust=trust,
     ) as engine:  # fmt: skip
-        asked: Any = [{"role": "user", "content": text}] if chat else text
+        asked: Any = [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}] if pictures else text
+        if chat and not pictures:
+            asked = [{"role": "user", "content": text}]
         several = [] if n == 1 else engine.answers(asked, n, params, budget=budget)
         results = several or [_stream(engine, asked, params, budget, quiet=as_json)]
     if as_json:
@@ -265,6 +271,19 @@ def _prompt(argument: str) -> str:
     if not text.strip():
         raise QBEError("the prompt is empty; give some text, or - to read it from standard input")
     return text
+
+
+def _pictures(files: list[Path] | None) -> list[dict[str, Any]]:
+    """Parts of a message, of pictures that can be decoded: what cannot is told before a model is loaded."""
+    if not files:
+        return []
+    from qbe.pictures import Picture
+    from qbe.pictures.decode import decode
+
+    pictures = [Picture.open(file) for file in files]
+    for picture in pictures:
+        decode(picture)
+    return [{"type": "image", "image": picture} for picture in pictures]
 
 
 def _utf8(text: str, source: str) -> str:

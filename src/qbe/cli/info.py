@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,8 +13,11 @@ from rich.text import Text
 
 from qbe.hardware import ORIGINAL
 from qbe.records import Record
-from qbe.sites import SiteTable
+from qbe.sites import Role, SiteTable
 from qbe.tier_formats import NESTED
+
+if TYPE_CHECKING:
+    from qbe.store.prepare import PreparedModel
 
 
 def about(model: str, *, verify: bool = False, trust: bool = False, progress: bool = True) -> dict[str, Any]:
@@ -57,6 +60,7 @@ def about(model: str, *, verify: bool = False, trust: bool = False, progress: bo
         "layers": table.layers,
         "roles": _roles(table),
         "unknown": [s.name for s in table.unknown],
+        "pictures": _pictures(prepared),
         "store": {
             "folder": str(folder),
             "slices": list(manifest.slices),
@@ -74,6 +78,19 @@ def about(model: str, *, verify: bool = False, trust: bool = False, progress: bo
         "provenance": None if made is None else {key: value for key, value in made.items() if key != "pending"},
         "hardware": hardware(table.gears()),
     }
+
+
+def _pictures(prepared: PreparedModel) -> dict[str, Any] | None:
+    """Whether a model with a tower reads pictures here, and the tower's bytes; None for a model of text."""
+    from qbe.pictures.tower import tower_of
+
+    sites = [s for s in prepared.table if s.role in (Role.VISION_ENCODER, Role.PROJECTOR)]
+    if not sites:
+        return None
+    tower = tower_of(prepared.model, prepared.name, prepared.tokenizer)
+    why = tower if isinstance(tower, str) else None
+    nbytes = sum(s.parameters for s in sites) * prepared.model.dtype.itemsize
+    return {"read": why is None, "why": why, "tower_bytes": nbytes, "tower_nested": False}
 
 
 def hardware(gears: Sequence[int] = (4, 6, 8, 16)) -> dict[str, Any]:
@@ -167,6 +184,7 @@ def render(described: dict[str, Any]) -> RenderableType:
             f"{store['bits_per_weight']:.3f} bits a weight"
         ),
         Text(f"  in {store['folder']}; {', '.join(measured)}"),
+        *_seen(described["pictures"], described["dtype"]),
         *_provenance(described["provenance"]),
         Text(
             f"machine: {machine['cpu']}, {machine['threads']} threads, CPU kernel {machine['cpu_kernel']}, "
@@ -176,6 +194,14 @@ def render(described: dict[str, Any]) -> RenderableType:
         *_profile(machine),
     ]
     return Group(*parts)
+
+
+def _seen(pictures: dict[str, Any] | None, dtype: str) -> list[RenderableType]:
+    """A line about pictures, where the model has a tower."""
+    if pictures is None:
+        return []
+    size = f"tower and projector {pictures['tower_bytes'] / 1e6:.1f} MB, not nested: {dtype} at every budget"
+    return [Text(f"pictures: {pictures['why'] or 'read'}; {size}")]
 
 
 def _provenance(made: dict[str, Any] | None) -> list[RenderableType]:

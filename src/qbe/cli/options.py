@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -87,6 +88,10 @@ Penalty = Annotated[float, typer.Option(help="above 1 discourages repetition")]
 Seed = Annotated[int | None, typer.Option(help="same seed, same answer")]
 Answers = Annotated[int, typer.Option("--n", help="answers to write, each with a seed of its own")]
 Stop = Annotated[list[str] | None, typer.Option(help="end the answer at this text (repeatable)")]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="a picture (PNG, JPEG, WebP, GIF) before the prompt; may be given several times"),
+]
 Chat = Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")]
 Analysis = Annotated[
     int | None,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from hashlib import sha256
 from typing import Any, Literal
 
+from qbe.engine.prompt_pictures import has_pictures, joined, parts_of
 from qbe.engine.typed_text import CallArguments
 from qbe.errors import QBEError
 
@@ -54,7 +55,7 @@ class ChatTemplate:
         """The prompt's text.
 
         Args:
-            messages: of OpenAI's form; content is text, a list of parts of text, or None.
+            messages: of OpenAI's form; content is text, a list of parts of text or `{"type": "image"}`, or None.
             tools: JSON descriptions of functions.
             variables: more that the template may read.
             model: its name, for messages.
@@ -110,7 +111,10 @@ class ChatTemplate:
                 content = ""
         if content is not None:
             parts = self.forms.get(message["role"]) == "parts"
-            shaped["content"] = [{"type": "text", "text": text_of(content)}] if parts else text_of(content)
+            if has_pictures(content):
+                shaped["content"] = list(parts_of(content))
+            else:
+                shaped["content"] = [{"type": "text", "text": text_of(content)}] if parts else text_of(content)
         if calls := message.get("tool_calls"):
             shaped["tool_calls"] = [self._call(c) for c in calls]
         return shaped
@@ -188,7 +192,7 @@ def chat_template(tokenizer: Any) -> ChatTemplate | None:
 def text_of(content: Any) -> str:
     """The text of a message's content."""
     if isinstance(content, list):
-        return "".join(part["text"] for part in content)
+        return "".join(part.get("text", "") for part in content)
     return content or ""
 
 
@@ -227,7 +231,7 @@ def merged(messages: list[Message]) -> list[Message]:
         last = kept[-1] if kept else {}
         plain = not message.get("tool_calls") and not last.get("tool_calls") and message["role"] != "tool"
         if plain and last.get("role") == message["role"]:
-            kept[-1] = {**last, "content": f"{text_of(last.get('content'))}\n{text_of(message.get('content'))}"}
+            kept[-1] = {**last, "content": joined([last.get("content"), message.get("content")], "\n")}
         else:
             kept.append(message)
     return kept
@@ -241,7 +245,7 @@ def folded(messages: list[Message]) -> list[Message]:
         if message["role"] == "system":
             said.append(text_of(message.get("content")))
         elif said and message["role"] == "user":
-            kept.append({**message, "content": "\n\n".join([*said, text_of(message.get("content"))])})
+            kept.append({**message, "content": joined([*said, message.get("content")], "\n\n")})
             said = []
         else:
             kept.append(message)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -22,13 +22,14 @@ from qbe.engine.extensions.bounded_kv import BoundedKV
 from qbe.engine.extensions.cascade import CascadeExtension
 from qbe.engine.extensions.extension import Extension
 from qbe.engine.extensions.high_precision import HighPrecisionTokens
+from qbe.engine.extensions.pictures import PictureRows
 from qbe.engine.extensions.refresh import BlueprintRefresh
 from qbe.engine.extensions.routers import Routers
 from qbe.engine.extensions.shared_rows import SharedReads
 from qbe.engine.extensions.speculation import SpeculationExtension
 from qbe.engine.sampling.constraint import was_cut
 from qbe.engine.scheduling.kv_size import with_kv
-from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
+from qbe.engine.scheduling.scheduler import ScheduledTokens
 from qbe.engine.scheduling.sequence import Sequence
 from qbe.engine.setup import (
     StepSizes,
@@ -39,33 +40,22 @@ from qbe.engine.setup import (
     page_pool,
     prepare_layers,
     runner_of,
+    scheduler_of,
     speculator_of,
     state_pool,
 )
 from qbe.engine.speculation.accept_tokens import accept_tokens
+from qbe.engine.step_output import StepOutput, why_no_token
 from qbe.errors import QBEError
 from qbe.kernels.cpu import dispatch
-from qbe.kvcache.allocator import PageAllocator, PageFormat
+from qbe.kvcache.allocator import PageFormat
 from qbe.kvcache.cache import decoder_config
 from qbe.kvcache.originals import Originals
 from qbe.kvcache.probe import probe
-from qbe.kvcache.state_slots import StateSlots
+from qbe.pictures.tower import PictureTower
 from qbe.policies.per_token import TokenRouters
 from qbe.residency.residency import Residency
 from qbe.sites import KVBits, SiteTable
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What a step did for one sequence: a new token, an end, or both.
-
-    `finish_reason` is "stop", "length", "cancelled" or "error" when `finished`, else None.
-    """
-
-    sequence: Sequence
-    new_token: int | None
-    finished: bool
-    finish_reason: str | None
 
 
 class Core:
@@ -92,6 +82,7 @@ class Core:
         cascade: what `qbe train cascade` found, for requests whose bits the cascade moves; None moves none.
         routers: to run in the forward pass from the start (`add_routers` takes others later).
         shared_rows: rows of a step read each site at the highest bits of any (`qbe.store.shared_rows`), not their own.
+        tower: of a model that reads pictures, for sequences that have some.
 
     Attributes:
         cascade: what moves their rows; None where nothing was learned, and for models that can have none.
@@ -123,6 +114,7 @@ class Core:
         cascade: TokenRouters | None = None,
         routers: TokenRouters | None = None,
         shared_rows: bool = False,
+        tower: PictureTower | None = None,
     ) -> None:
         self.model = model.eval()
         self.table = table
@@ -145,8 +137,18 @@ class Core:
         self.states = state_pool(kept, max_sequences, self.device)
         self.pool = page_pool(model, kept.kv, kept.dtype, self.device, self.context, kv_tokens)
         self.originals = Originals(self.pool)
-        self.scheduler = self._scheduler(packed, sizes.batch_tokens, max_sequences)
+        self.scheduler = scheduler_of(
+            self.pool,
+            self.states,
+            self.originals,
+            packed,
+            sizes.batch_tokens,
+            max_sequences,
+            self.context,
+            self._format,
+        )
         self.runner = runner_of(model, kept, self.pool, self.states, self.plan, packed)
+        self.runner.tower = tower
         pages = longest_sequence(self.pool, self.context)
         steps = functools.partial(self_check.compare, self.runner, self.scheduler, expected)
         with self_check.one_line(model):
@@ -185,20 +187,6 @@ class Core:
             originals_full=self.originals.refused,
         )
 
-    def _scheduler(self, packed: bool, max_batch_tokens: int, max_sequences: int) -> Scheduler:
-        """The scheduler of the pool's pages."""
-        return Scheduler(
-            PageAllocator(self.pool.num_pages, self.pool.full, self.originals.drop),
-            max_batch_tokens=max_batch_tokens,
-            max_sequences=max_sequences,
-            context=self.context,
-            paged=any(self.pool.shapes),
-            chunked=packed,
-            reusable=packed and self.states is None,
-            slots=None if self.states is None else StateSlots(self.states.nbytes, self.states.slot_bytes),
-            format_of=lambda sequence, page: self._format(sequence.kv_bits_of(page)),
-        )
-
     def _prepare_decode(self, sizes: StepSizes, pages: int, compile: bool, speculate: bool, progress: bool) -> None:
         """Decode steps at fixed shapes, where the model has them; what comes now is counted."""
         if self.plan.use is not None:
@@ -214,6 +202,8 @@ class Core:
         """In the order in which they look at a request: one may take from it what the next one would ask for."""
         extensions: list[Extension] = [self._routers, HighPrecisionTokens(lambda: self.situation)]
         extensions.append(CascadeExtension(self.cascade))
+        if self.runner.tower is not None:
+            extensions.append(PictureRows(self.runner.tower, self.scheduler))
         if self.speculator is not None:
             extensions.append(SpeculationExtension(self.speculator, self.runner))
         if self.plan.shared is not None:
@@ -287,15 +277,16 @@ class Core:
     def step(self) -> list[StepOutput]:
         """Run one step; an output for every sequence that got a token or ended. Empty when there is nothing to do."""
         work = self.scheduler.schedule()
-        outputs = [StepOutput(s, None, True, "error") for s in self.scheduler.oversized]
-        self.scheduler.oversized.clear()
         if not work:
-            return outputs
+            return self._oversized()
         try:
             self.pool.copy(self.scheduler.paging.copies)
             self.scheduler.paging.copies.clear()
             for extension in self.extensions:
                 work = extension.extend(work)
+            outputs = self._oversized()
+            if not work:
+                return outputs
             scores = self.runner.step(work)
             for extension in self.extensions:
                 extension.observe(work, scores)
@@ -307,6 +298,12 @@ class Core:
         except BaseException as error:
             self._fail(work, error)
             raise
+        return outputs
+
+    def _oversized(self) -> list[StepOutput]:
+        """Of sequences that ended before the step."""
+        outputs = [StepOutput(s, None, True, "error") for s in self.scheduler.oversized]
+        self.scheduler.oversized.clear()
         return outputs
 
     def _fail(self, work: list[ScheduledTokens], error: BaseException) -> None:
@@ -321,7 +318,7 @@ class Core:
         for extension in self.extensions:
             extension.advance(sequence, token)
         if token is None or sequence.error is not None:  # an extension's, which cannot keep what was promised
-            sequence.error = sequence.error or self._why_no_token(sequence)
+            sequence.error = sequence.error or why_no_token(sequence, self.pool)
             reason: str | None = "error"
         else:
             sequence.append(token)
@@ -338,13 +335,3 @@ class Core:
         if complete or (token in self.eos_ids and not sequence.params.ignore_eos):
             return "length" if was_cut(sequence.sampling.constraint) else "stop"
         return "length" if len(sequence.token_ids) >= sequence.max_length else None
-
-    def _why_no_token(self, sequence: Sequence) -> str:
-        """One line about logits that no token can be chosen from."""
-        if sequence.sampling.constraint is not None and sequence.sampling.constraint.error:
-            return sequence.sampling.constraint.error
-        where = self.pool.not_numbers(sequence.pages, sequence.computed) or "the model's logits"
-        return (
-            f"{where} were not numbers (NaN or infinity, or too large for the KV bits) after "
-            f"{len(sequence.token_ids)} tokens: use a wider dtype (bfloat16 or float32) or more KV bits"
-        )

@@ -21,8 +21,8 @@ from qbe.compatibility import check_engine
 from qbe.engine import bounded_memory
 from qbe.engine.core import Core
 from qbe.engine.devices import out_of_memory, pick_device
-from qbe.engine.execution.runner import can_cascade
 from qbe.engine.execution.tuner_host import TunerHost
+from qbe.engine.given_model import cascade_of, prepare_model
 from qbe.engine.memory import Memory, of_engine
 from qbe.engine.request_selector import RequestSelector
 from qbe.engine.requests import Requests, locked
@@ -36,15 +36,12 @@ from qbe.errors import QBEError
 from qbe.explain import Explanation
 from qbe.kernels.tuning.tunable import KernelCache, kernel_cache
 from qbe.kernels.tuning.tuner import Tuner
-from qbe.kvcache.cache import decoder_config
 from qbe.models import DEFAULT_MODEL
-from qbe.policies.cascade import load as load_cascade
-from qbe.policies.per_token import TokenRouters
+from qbe.pictures.tower import tower_of
 from qbe.records import RecordStore, RecordWriter
 from qbe.refresh.monitor import Pace
 from qbe.refresh.thresholds import RUN, WINDOW
 from qbe.residency.residency import Residency, ResidencyNumbers
-from qbe.store.prepare import PreparedModel, prepare, prepare_in_memory
 from qbe.store.shared_rows import check_rows
 
 __all__ = ["Engine", "Request", "Result"]
@@ -56,6 +53,7 @@ class Engine(Requests):
     Args:
         model: anything `qbe.pull` takes, a folder that `qbe quantize` wrote, or a transformers causal LM in memory
             (its linear layers are nested in place; then `tokenizer` is required).
+        processor: of transformers, for the pictures of a model given in memory; a folder brings its own.
         policy: the default policy's name.
         dtype: of the 16-bit weights and activations: `auto`, `float32`, `bfloat16` or `float16`.
         device: `auto`, `cpu` or `cuda`.
@@ -99,6 +97,7 @@ class Engine(Requests):
         model: str | Path | nn.Module = DEFAULT_MODEL,
         *,
         tokenizer: Any = None,
+        processor: Any = None,
         policy: str = "tiered",
         dtype: str = "auto",
         device: str = "auto",
@@ -129,22 +128,23 @@ class Engine(Requests):
                   "most_bits": most_bits is not None, "originals": originals not in (None, "none")}  # fmt: skip
         bound = bounded_memory.check(device_memory, miss, where, beside)
         originals = "none" if bound is not None else originals
-        prepared = _prepare(
-            model, tokenizer, dtype, trust, device=where, originals=originals, most_bits=most_bits,
+        prepared = prepare_model(
+            model, tokenizer, processor, dtype, trust, device=where, originals=originals, most_bits=most_bits,
             need_sensitivity=default.needs_sensitivity, progress=progress,
         )  # fmt: skip
         self.model = prepared.model
+        tower = tower_of(self.model, prepared.name, prepared.tokenizer, processor)
         residency = None
         if bound is not None and prepared.folder is not None:
             residency = Residency(self.model, prepared.table, prepared.folder, miss or "lower", progress)
-        cascade = _cascade(prepared)
+        cascade = cascade_of(prepared)
         try:
             core = Core(
                 self.model, prepared.table, eos_ids=eos_ids(self.model, prepared.tokenizer),
                 max_batch_tokens=max_batch_tokens, max_sequences=min(max_sequences, max_batch_tokens or max_sequences),
                 kv_tokens=kv_tokens, device=where, progress=progress, compile=compile, speculate=speculate,
                 cascade=None if isinstance(cascade, QBEError) else cascade, routers=default.routers(prepared.table),
-                shared_rows=rows == "shared",
+                shared_rows=rows == "shared", tower=None if isinstance(tower, str) else tower,
             )  # fmt: skip
             if residency is not None and bound is not None:
                 bounded_memory.hold(core, residency, bound)
@@ -159,7 +159,7 @@ class Engine(Requests):
             ) from error
         selector = RequestSelector(
             default, policy, self.model, prepared.tokenizer, prepared.name, core.table, core.context,
-            open_cache(blueprint_cache, core.table, prepared.name), analysis_tier, cascade, pace,
+            open_cache(blueprint_cache, core.table, prepared.name), analysis_tier, cascade, pace, tower,
         )  # fmt: skip
         super().__init__(core, selector, prepared.tokenizer, prepared.name, _sink(records), prepared.store)
         cached = blueprint_cache if isinstance(blueprint_cache, str | Path) else None  # else nobody asked for one
@@ -320,27 +320,6 @@ class Engine(Requests):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _prepare(model: str | Path | nn.Module, tokenizer: Any, dtype: str, trust: bool, **rest: Any) -> PreparedModel:
-    """The model, nested, on the device. Raises QBEError for what does not go with where it comes from."""
-    if not isinstance(model, nn.Module):
-        if tokenizer is not None:
-            raise QBEError("tokenizer is for a model given in memory; a folder or a file brings its own: leave it out")
-        return prepare(model, dtype=dtype, trust=trust, **rest)
-    if trust:
-        raise QBEError("trust is for a folder of 'qbe quantize'; a model given in memory has no files")
-    if dtype != "auto":
-        raise QBEError(f"a model given in memory keeps its dtype; convert it first, not with dtype='{dtype}'")
-    return prepare_in_memory(model, tokenizer, **rest)
-
-
-def _cascade(prepared: PreparedModel) -> TokenRouters | QBEError:
-    """What was learned, or why there is none: who asks for a cascade is told, and others can do without."""
-    try:
-        return load_cascade(prepared.table, can_cascade(decoder_config(prepared.model)))
-    except QBEError as error:
-        return error
 
 
 def _sink(records: str | Path | RecordWriter | bool | None) -> RecordStore | RecordWriter | None:

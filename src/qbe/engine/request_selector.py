@@ -21,6 +21,7 @@ from qbe.engine.tokenize import encode
 from qbe.errors import QBEError, about
 from qbe.explain import Explanation
 from qbe.hardware import detect
+from qbe.pictures.tower import PictureTower
 from qbe.policies import Policy
 from qbe.policies.cascade import dynamic_precision
 from qbe.policies.per_token import TokenRouters
@@ -47,18 +48,20 @@ class RequestSelector(BlueprintSelector):
         analysis_tier: see `qbe.analysis.Analyzer`.
         cascade: what `qbe train cascade` found, or what is said to requests for it.
         pace: of refreshes, where a request does not say.
+        tower: what reads the pictures of prompts, or a line that says why nothing does.
     """
 
     def __init__(
         self, policy: Policy, name: str, model: Any, tokenizer: Any, model_name: str, table: SiteTable,
         context: int | None, cache: BlueprintCache | None = None, analysis_tier: int | None = None,
         cascade: TokenRouters | QBEError | None = None, pace: Pace | None = None,
+        tower: PictureTower | str = "",
     ) -> None:  # fmt: skip
         analyzer = Analyzer(model.get_input_embeddings().weight, tier=analysis_tier)
         analyzer.analyze("warm up", [0], tier=analysis_tier or 2)  # the first of a process takes milliseconds
         super().__init__(policy, name, table, analyzer, thresholds.load(model_name), context, cache, pace)
         self.cascade = cascade
-        self._tokenizer, self._model_name = tokenizer, model_name
+        self._tokenizer, self._model_name, self.tower = tokenizer, model_name, tower
         self._full_bytes = sum(s.bytes_at.get(FULL_BITS, s.parameters * FULL_BITS // 8) for s in table)
         self._prompt_format = detect(model.get_input_embeddings().weight.device).prompt_format
         self._weights = [None if s.expert is not None else model.get_submodule(s.name).weight for s in table.nested]
@@ -73,7 +76,8 @@ class RequestSelector(BlueprintSelector):
         with about("prompt"):
             context_limit = self.context_limit if fits else None
             return encode(
-                request.prompt, self._tokenizer, self._model_name, request.tools, context_limit, request.variables
+                request.prompt, self._tokenizer, self._model_name, request.tools, context_limit, request.variables,
+                self.tower,
             )  # fmt: skip
 
     def choose(self, request: Request, fits: bool = False) -> Choice:

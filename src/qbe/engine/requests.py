@@ -15,8 +15,9 @@ from qbe.compatibility import Situation
 from qbe.engine.adaptive.activation_statistics import ActivationStats
 from qbe.engine.core import Core
 from qbe.engine.detokenize import Detokenizer
+from qbe.engine.prompt_pictures import pictures_of, with_pictures
 from qbe.engine.request_selector import Choice, RequestSelector
-from qbe.engine.result import Request, Result
+from qbe.engine.result import PromptInput, Request, Result
 from qbe.engine.running_request import RunningRequest
 from qbe.engine.sampling.logprobs import prompt_scoring
 from qbe.engine.scheduling.sequence import Sequence
@@ -24,6 +25,8 @@ from qbe.engine.stop_tokens import special_tokens
 from qbe.engine.unsupported_options import without_unsupported
 from qbe.engine.use_records import UseRecords
 from qbe.errors import QBEError, about
+from qbe.pictures.placed import RotaryPositions, place
+from qbe.pictures.tower import PictureTower
 from qbe.policies import kv
 from qbe.records import RecordStore, RecordWriter
 from qbe.records.record import Quality
@@ -114,6 +117,20 @@ class Requests:
             high_precision=budget.high_precision_tokens,
         )
 
+    def read_pictures(self, prompt: PromptInput) -> PromptInput:
+        """A prompt with pictures, decoded and prepared, so that `choose` does not wait for that. Threads may ask.
+
+        Raises:
+            QBEError: a picture that cannot be read, or a model that reads none.
+        """
+        tower = self._selector.tower
+        if not isinstance(tower, PictureTower):
+            raise QBEError(f"{tower}: leave them out", field="prompt")
+        prompt = with_pictures(prompt)
+        for picture in pictures_of(prompt):
+            tower.token_ids(picture)
+        return prompt
+
     def count_tokens(self, request: Request) -> int:
         """Tokens of the prompt. Raises QBEError for one that cannot be run, or is longer than the context."""
         return len(self._selector.encode(request, fits=True)[2])
@@ -146,6 +163,7 @@ class Requests:
         running = Sequence(key, ids, request.params, chosen.blueprint)
         running.sampling.constraint = request.constraint
         running.priority = request.priority
+        self._place(running, request)
         running.paging.cache_salt = request.cache_salt
         # Who fixes bits gets exactly these; others get pages with more where there are some.
         running.paging.more, running.paging.more_kv = request.budget.bits is None, request.budget.kv_bits is None
@@ -172,6 +190,14 @@ class Requests:
         )  # fmt: skip
         self._live[key] = RunningRequest(request, chosen, running, text, time.perf_counter())
         return key
+
+    def _place(self, running: Sequence, request: Request) -> None:
+        """Tell a sequence of its request's pictures."""
+        pictures, tower = pictures_of(request.prompt), self._selector.tower
+        if pictures and isinstance(tower, PictureTower):
+            running.pictures = place(pictures, running.prompt_ids, tower)
+            positions = tower.positions(running.prompt_ids, pictures)
+            running.mrope = None if positions is None else RotaryPositions.of_prompt(positions)
 
     @locked
     def step(self) -> None:

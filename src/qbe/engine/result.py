@@ -9,6 +9,7 @@ from typing import Any
 from qbe.analysis.profile import QueryProfile
 from qbe.blueprint import Blueprint, weights_by_bits
 from qbe.budget import Budget
+from qbe.engine.prompt_pictures import with_pictures
 from qbe.engine.sampling.constraint import Constraint
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.sequence import FIRST_COME, Priority
@@ -24,6 +25,8 @@ class Request:
 
     Attributes:
         prompt: text, or chat messages `{"role": ..., "content": ...}` for the model's chat template, or token ids.
+            Content is text, or parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}` with a path,
+            bytes or an image of Pillow, `{"type": "image_url", "image_url": {"url": "data:..."}}`.
         params: how tokens are sampled and when to stop.
         budget: bounds on precision.
         policy: name of the policy; None takes the engine's.
@@ -45,6 +48,9 @@ class Request:
     constraint: Constraint | None = None
     priority: Priority = FIRST_COME
     cache_salt: bytes = b""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", with_pictures(self.prompt))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from qbe.blueprint import Blueprint
-from qbe.engine.execution.runner import Runner
+from qbe.engine.execution.runner import Runner, set_attention
 from qbe.engine.sampling.sampling_params import SamplingParams
 from qbe.engine.scheduling.scheduler import ScheduledTokens, Scheduler
 from qbe.engine.scheduling.sequence import Sequence
@@ -136,11 +136,11 @@ def check(model: nn.Module, runner: Runner, scheduler: Scheduler, vocabulary: in
         paged = decoder_config(model)._attn_implementation
         try:
             if paged != expected.attention:
-                model.set_attn_implementation(expected.attention)  # type: ignore[operator]
+                set_attention(model, expected.attention)
             expected = expect(model, runner.plan, vocabulary, None, attempt)
         finally:
             if paged != decoder_config(model)._attn_implementation:
-                model.set_attn_implementation(paged)  # type: ignore[operator]
+                set_attention(model, paged)
     raise QBEError(
         f"{name(model)}: with QBE's cache its logits are {worst:.3g} times as far from those without one as rounding "
         "explains: QBE cannot run this family"

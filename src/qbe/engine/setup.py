@@ -16,16 +16,20 @@ from qbe.engine.execution.mixers import Mixers
 from qbe.engine.execution.runner import Runner, use_paged_attention
 from qbe.engine.execution.warmup import attention_launches, compile_kernels, linear_launches, sampling_launches
 from qbe.engine.scheduling.kv_size import default_kv_tokens, state_slots
+from qbe.engine.scheduling.scheduler import Scheduler
 from qbe.engine.speculation.speculator import ROWS, Speculator
 from qbe.errors import QBEError
 from qbe.hardware import free_memory
 from qbe.kernels.cpu import native
 from qbe.kernels.cuda.dispatch import FEW_ROWS
+from qbe.kvcache.allocator import PageAllocator, PageFormat
 from qbe.kvcache.cache import PagedCache, decoder_config
+from qbe.kvcache.originals import Originals
 from qbe.kvcache.pages import PAGE_SIZE, KVShape, PagePool, most_pages, page_bytes, pages_for
 from qbe.kvcache.probe import Kept
 from qbe.kvcache.state_pool import StateLayout, StatePool
-from qbe.sites import SiteTable
+from qbe.kvcache.state_slots import StateSlots
+from qbe.sites import KVBits, SiteTable
 from qbe.store.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -141,6 +145,28 @@ def state_pool(kept: Kept, sequences: int, device: torch.device) -> StatePool | 
     if slots < sequences:
         log.warning("there is room for the recurrent states of %d sequences on %s: others wait", slots, device)
     return StatePool(kept.states, slots, device)
+
+
+def scheduler_of(
+    pool: PagePool, states: StatePool | None, originals: Originals, packed: bool, batch_tokens: int, sequences: int,
+    context: int | None, format_of: Callable[[tuple[KVBits, ...]], PageFormat],
+) -> Scheduler:  # fmt: skip
+    """The scheduler of these pages and states.
+
+    Args:
+        format_of: the pool's format with these bits.
+    """
+    return Scheduler(
+        PageAllocator(pool.num_pages, pool.full, originals.drop),
+        max_batch_tokens=batch_tokens,
+        max_sequences=sequences,
+        context=context,
+        paged=any(pool.shapes),
+        chunked=packed,
+        reusable=packed and states is None,
+        slots=None if states is None else StateSlots(states.nbytes, states.slot_bytes),
+        format_of=lambda sequence, page: format_of(sequence.kv_bits_of(page)),
+    )
 
 
 def runner_of(

@@ -7,14 +7,18 @@ from typing import Any
 
 from qbe.engine.chat_template import ChatTemplate, chat_template, text_of
 from qbe.engine.context_limit import ContextLimit
+from qbe.engine.prompt_pictures import has_pictures, parts_of, pictures_of
 from qbe.engine.result import PromptInput
 from qbe.engine.typed_text import typed_text
 from qbe.errors import QBEError
+from qbe.pictures.placed import spliced
+from qbe.pictures.tower import PictureTower
 
 
 def encode(
     prompt: PromptInput, tokenizer: Any, model: str, tools: list[dict[str, Any]] | None = None,
     context_limit: ContextLimit | None = None, variables: Mapping[str, Any] | None = None,
+    tower: PictureTower | str = "",
 ) -> tuple[str, list[int], list[int]]:  # fmt: skip
     """The text to analyse (of a conversation: the last message that has some, else all that its template makes), its
     token ids, and those to run.
@@ -24,9 +28,11 @@ def encode(
         tools: JSON descriptions of functions, for the chat template.
         context_limit: what it must fit into, looked at before anything that takes long; None: into anything.
         variables: more that the chat template may read.
+        tower: what reads pictures, or why nothing does.
 
     Raises:
-        QBEError: an empty or too long prompt, no valid UTF-8, no kind of prompt, or a chat template that fails.
+        QBEError: an empty or too long prompt, no valid UTF-8, no kind of prompt, a chat template that fails, or a
+            picture that cannot be read.
     """
     try:
         if isinstance(prompt, str):
@@ -44,7 +50,7 @@ def encode(
                 raise QBEError("a prompt is text, token ids or a conversation: messages with 'role' and 'content'")
             messages = [m for m in prompt if isinstance(m, dict)]
             texts = (text_of(m.get("content")) for m in reversed(messages))
-            ids = _conversation(messages, tokenizer, model, tools, context_limit, variables or {})
+            ids = _conversation(messages, tokenizer, model, tools, context_limit, variables or {}, tower)
             text = next((t for t in texts if t.strip()), None) or tokenizer.decode(ids)
             text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     except UnicodeEncodeError as error:
@@ -60,11 +66,14 @@ def encode(
 
 def _conversation(
     messages: list[dict[str, Any]], tokenizer: Any, model: str, tools: list[dict[str, Any]] | None,
-    context_limit: ContextLimit | None, variables: Mapping[str, Any],
+    context_limit: ContextLimit | None, variables: Mapping[str, Any], tower: PictureTower | str,
 ) -> list[int]:  # fmt: skip
+    pictures = pictures_of(messages)
+    if pictures and not isinstance(tower, PictureTower):
+        raise QBEError(f"{tower}: leave them out")
     template, typed = check_chat(tokenizer, model), typed_text(tokenizer)
     # Joined before names of tokens are looked for: two parts may make one together.
-    messages = [{**m, "content": text_of(m["content"])} if m.get("content") is not None else m for m in messages]
+    messages = [{**m, "content": _joined(m["content"])} if m.get("content") is not None else m for m in messages]
     try:
         (messages, tools, more), mark = typed.mark([messages, tools, dict(variables)])
     except RecursionError:
@@ -73,9 +82,15 @@ def _conversation(
     if context_limit is not None:
         context_limit.check_text(whole if mark is None else whole.replace(mark, ""))
     ids = typed.encode(whole, mark)
+    if pictures and isinstance(tower, PictureTower):
+        ids = spliced(ids, pictures, tower, model)
     if context_limit is not None:
         context_limit.check(len(ids))
     return ids
+
+
+def _joined(content: Any) -> Any:
+    return list(parts_of(content)) if has_pictures(content) else text_of(content)
 
 
 def check_chat(tokenizer: Any, model: str) -> ChatTemplate:
@@ -96,4 +111,6 @@ def _is_message(value: Any) -> bool:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return isinstance(part, dict) and (
+        part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
+    )

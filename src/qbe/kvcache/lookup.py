@@ -31,7 +31,7 @@ class _Way:
 
 def longest_prefix(
     allocator: PageAllocator, salt: bytes, tokens: Sequence[int], most: int,
-    excess: Callable[[int, PagePrecision], int | None],
+    excess: Callable[[int, PagePrecision], int | None], pictures: Callable[[int], bytes] = lambda _: b"",
 ) -> list[Page]:  # fmt: skip
     """The pages of the longest known prefix that ends where a sequence can go on.
 
@@ -44,17 +44,19 @@ def longest_prefix(
         most: tokens that may be taken, at most.
         excess: how far a page of this number and precision is above what is asked for; None where it will not do. Of
             several ways the one with the least sum is taken.
+        pictures: the digests of those with rows in a page of this number.
     """
     found: _Way | None = None
     ways: list[_Way | None] = [None]
     number = 0
     while (end := (number + 1) * PAGE_SIZE) < len(tokens) and end <= most:
         own = tokens[number * PAGE_SIZE : end]
+        seen = pictures(number)
         further: list[_Way] = []
         for way in ways:
             before = salt if way is None else way.page.key
             assert before is not None
-            for page in allocator.alike(tokens_key(before, own)):
+            for page in allocator.alike(tokens_key(before, own, seen)):
                 assert page.written is not None
                 if (more := excess(number, page.written)) is not None:
                     further.append(_Way(page, way, more + (0 if way is None else way.excess)))

@@ -44,21 +44,22 @@ class PagePrecision:
         return 2 * computed + quantised
 
 
-def tokens_key(before: bytes, tokens: Sequence[int]) -> bytes:
+def tokens_key(before: bytes, tokens: Sequence[int], pictures: bytes = b"") -> bytes:
     """A name for full pages that differ in nothing but their precision.
 
     Args:
         before: key of the page before them; for first pages the sequence's salt.
         tokens: of the page.
+        pictures: the digests of those that have rows in it.
     """
-    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(before + array("q", tokens).tobytes() + pictures, digest_size=16).digest()
 
 
 def page_key(alike: bytes, written: PagePrecision) -> bytes:
     """A name for the keys and values of a full page.
 
-    They depend on the tokens of the page and of all pages before it, on the bits of weights and activations at which
-    they were computed, and on those at which this page and the ones before it were quantised.
+    They depend on the tokens and pictures of the page and of all pages before it, on the bits of weights and
+    activations at which they were computed, and on those at which this page and the ones before it were quantised.
 
     Args:
         alike: `tokens_key` of the page.

@@ -242,7 +242,10 @@ def _folder_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 def _skeleton(config: PreTrainedConfig, path: Path) -> PreTrainedModel:
     """The model on the meta device: its class, names and shapes, no memory."""
     failure: Exception | None = None
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    both: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
+    if (config.architectures or [""])[0].endswith("ForConditionalGeneration"):
+        both.reverse()  # some families have a class without their tower, too (Qwen3.5)
+    for auto in both:
         try:
             with torch.device("meta"):
                 model = auto.from_config(config)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from qbe.engine.result import Request
 from qbe.errors import QBEError
 from qbe.server import tools
 from qbe.server.answer import AnswerReader
@@ -54,7 +53,7 @@ async def submit(body: ChatRequest, client: Client, service: Service, prefix: st
     return await service.begin(
         EngineRequest(
             client=client,
-            prompts=[prompt.prompt],
+            prompts=[prompt.messages],
             params=sampling(body, asked or service.settings.limits.answer_tokens,
                             (body.top_logprobs or 0) if body.logprobs else None),
             n=body.n or 1,
@@ -72,17 +71,26 @@ async def submit(body: ChatRequest, client: Client, service: Service, prefix: st
     )  # fmt: skip
 
 
-def _prompt(body: ChatRequest, tokenizer: Any) -> Request:
+class _Prompt(NamedTuple):
+    """A conversation as the engine takes it. Its pictures are decoded later, in another thread."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+
+
+def _prompt(body: ChatRequest, tokenizer: Any) -> _Prompt:
     known, told = tools.knows_tools(tokenizer), tools.told(body)
     described = [tools.described(t) for t in told] if told and known else None
-    return Request(tools.conversation(body.messages, told, known), tools=described, variables=variables(body))
+    return _Prompt(tools.conversation(body.messages, told, known), described, variables(body))
 
 
 async def count_tokens(body: ChatRequest, client: Client, service: Service) -> int:
     """Tokens of the prompt. Raises APIError."""
     check_model(body, service)
     try:
-        return await service.count_tokens(client, _prompt(body, service.engine().tokenizer))
+        prompt = _prompt(body, service.engine().tokenizer)
+        return await service.count_tokens(client, prompt.messages, tools=prompt.tools, variables=prompt.variables)
     except QBEError as error:
         raise APIError(400, str(error), param="messages") from error
     except TimeoutError:

@@ -7,8 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from qbe.errors import QBEError
+from qbe.pictures.picture import check_uri
+
 MOST_PARTS, MOST_CALLS = 1024, 128  # of a message
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_PICTURES = ("image_url", "input_image")
 _UNREAD = ("thinking", "redacted_thinking", "reasoning")  # of earlier answers; templates leave them out, too
 
 
@@ -29,24 +33,43 @@ class Lenient(BaseModel):
 
 
 class ContentPart(Lenient):
-    """A piece of a message's text."""
+    """A piece of a message: text, or a picture.
+
+    Attributes:
+        image_url: the picture's `data:` URI.
+    """
 
     type: str = "text"
     text: str = ""
+    image_url: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _only_text(cls, data: Any) -> Any:
+    def _only_what_is_read(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         kind = data.get("type", "text")
         if isinstance(kind, str) and kind in _UNREAD:
             return {"type": kind, "text": ""}
+        if isinstance(kind, str) and kind in _PICTURES:
+            return {"type": "image_url", "image_url": _uri(data.get("image_url"), kind)}
         if not isinstance(kind, str) or kind not in _TEXTS:
-            raise ValueError("this model reads text only: parts have the type 'text'")
+            raise ValueError("this server reads text and pictures: parts have the type 'text' or 'image_url'")
         if not isinstance(data.get(_TEXTS[kind]), str):
             raise ValueError(f"a part of type '{kind}' has its text in '{_TEXTS[kind]}'")
         return {"type": "text", "text": data[_TEXTS[kind]]}
+
+
+def _uri(given: Any, kind: str) -> str:
+    """A picture's URI. Raises ValueError for one that would have to be fetched; the rest is checked when it is read."""
+    found = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(found, str):
+        raise ValueError(f"a part of type '{kind}' has the picture's data: URI in 'image_url'")
+    try:
+        check_uri(found)
+    except QBEError as error:
+        raise ValueError(str(error)) from None
+    return found
 
 
 class FunctionCall(Lenient):
@@ -106,6 +129,16 @@ class Message(Lenient):
     @classmethod
     def _only_text(cls, value: Any) -> Any:
         return value if isinstance(value, str) else None
+
+    def pictured(self) -> list[dict[str, Any]] | None:
+        """Its text and pictures, as parts of OpenAI's form; None where it has no picture."""
+        if not isinstance(self.content, list) or all(p.image_url is None for p in self.content):
+            return None
+        return [
+            {"type": "text", "text": p.text} if p.image_url is None
+            else {"type": "image_url", "image_url": {"url": p.image_url}}
+            for p in self.content
+        ]  # fmt: skip
 
     def text(self) -> str:
         """Its text in one piece."""

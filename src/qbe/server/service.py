@@ -7,14 +7,13 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from llguidance import LLMatcher
 
 from qbe.engine.engine import Engine
-from qbe.engine.result import PromptInput, Request
+from qbe.engine.result import PromptInput
 from qbe.errors import QBEError
 from qbe.records.ledger import Ledger
 from qbe.server import contract
@@ -30,6 +29,7 @@ from qbe.server.keys import Client
 from qbe.server.observe.observer import Observer
 from qbe.server.observe.overview import overview
 from qbe.server.observe.traces import Traces
+from qbe.server.preparing import Preparing
 from qbe.server.queues import TierQueues, in_order, keep_in_order, stand, withdraw
 from qbe.server.quotas import Quotas, Use
 from qbe.server.rates import Rates
@@ -72,7 +72,7 @@ class Service:
         self.observer = Observer(name, lambda: self.settings, traces)
         self.metrics = self.observer.metrics
         self.broken = self.stopping = False
-        self._prepare = ThreadPoolExecutor(1, "qbe-prepare")  # tokenizes, analyses and allocates beside the steps
+        self._prepare = Preparing()
         self.rates, self.responses = Rates(), ResponseStore()
         self._admission: Admission | None = None
         self._grammars: Grammars | None = None
@@ -143,7 +143,7 @@ class Service:
         # A model that is still being loaded is not waited for.
         await asyncio.to_thread(self._worker.join, _STOP_S if self._worker.engine is not None else 0.0)
         await asyncio.to_thread(self._billing.close, _STOP_S)
-        self._prepare.shutdown(wait=False, cancel_futures=True)
+        self._prepare.close()
         if self._grammars is not None:
             await self._grammars.close()
         await asyncio.to_thread(self.observer.close, _TRACES_S)
@@ -283,12 +283,12 @@ class Service:
             raise
         return exchange
 
-    async def count_tokens(self, client: Client, request: Request) -> int:
+    async def count_tokens(self, client: Client, prompt: PromptInput, **more: Any) -> int:
         """Tokens of a prompt; counts as a request of its client. Raises APIError, QBEError, TimeoutError."""
         engine = self.engine()
         self.rates.charge(client, 0)
         async with asyncio.timeout(self.settings.limits.timeout_s):
-            return await self._loop.run_in_executor(self._prepare, engine.count_tokens, request)
+            return await self._prepare.count_tokens(engine, prompt, **more)
 
     async def booked(self, exchange: Exchange) -> None:
         """Charge for an answer that is complete and goes out whole. Raises APIError when it must not go out."""
@@ -297,12 +297,12 @@ class Service:
 
     async def _job(self, exchange: Exchange, index: int, prompt: PromptInput) -> Job:
         """Tokens and blueprint for a prompt, found in another thread."""
-        asked, loop = exchange.asked, asyncio.get_running_loop()
+        asked = exchange.asked
         try:
             async with asyncio.timeout_at(exchange.ends_at) as exchange.preparing:
-                request, choice = await loop.run_in_executor(
-                    self._prepare, choose, self.engine(), asked, prompt, self._lowest, self.speed, self.observer.health
-                )
+                prompt = await self._prepare.read_pictures(self.engine(), prompt)
+                about = asked, prompt, self._lowest, self.speed, self.observer.health
+                request, choice = await self._prepare.run(choose, self.engine(), *about)
         except TimeoutError:
             exchange.late = exchange.late if exchange.late == "shutdown" else "timeout"
             raise exchange.unbegun from None

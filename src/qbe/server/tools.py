@@ -158,6 +158,13 @@ def _with_ids(messages: Sequence[Message]) -> list[Message]:
 
 def _message(message: Message, known: bool) -> dict[str, Any]:
     role = _ROLES.get(message.role, message.role)
+    pictured = message.pictured()
+    if pictured is not None:
+        if role != "user":
+            raise APIError(
+                400, f"a message of '{message.role}' has a picture: give it in one of the user", param="messages"
+            )
+        return {"role": role, "content": pictured} | ({} if message.name is None else {"name": message.name})
     found: dict[str, Any] = {"role": role, "content": message.text()}
     calls = [{"name": c.called().name, "arguments": _arguments(c.called().arguments)} for c in message.calls()]
     if known:

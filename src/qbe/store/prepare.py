@@ -25,6 +25,7 @@ from qbe.models import LoadedModel, load_model, pull
 from qbe.models.config_check import check_limits
 from qbe.models.gguf_split import READER, part_files
 from qbe.models.load import quiet
+from qbe.pictures.processor import copy_files
 from qbe.sites import SiteTable
 from qbe.store import (
     checkpoint,
@@ -300,6 +301,7 @@ def quantise_to(
         with quiet():
             loaded.model.save_pretrained(partial)
             loaded.tokenizer.save_pretrained(partial)
+        copy_files(path, partial)
         tokens = keep = None
         if text is not None:
             context = int(getattr(loaded.model.config, "max_position_embeddings", None) or WINDOW)

@@ -297,7 +297,7 @@ class DecodeStep:
         pad = size - len(work)
         columns = self.plan.columns([w.blueprint for w in work])
         numbers = [w.token for w in work] + [0] * pad
-        numbers += [w.start for w in work] + [0] * pad
+        numbers += [w.sequence.positions(w.start, 1)[0] for w in work] + [0] * pad
         numbers += [slot_of(w.sequence.pages, w.start) for w in work] + [self.cache.pool.spare] * pad
         numbers += [w.start + 1 for w in work] + [1] * pad
         numbers += columns + columns[-1:] * pad if columns else [0] * pad

@@ -6,6 +6,7 @@ import collections.abc
 import inspect
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from qbe.errors import QBEError
 from qbe.kvcache.attention import ATTENTION, Observe, Span, StepLayout, step
 from qbe.kvcache.cache import PagedCache, cache_argument, decoder_config, is_recurrent, slot_of
 from qbe.kvcache.pages import newly_quantised
+from qbe.pictures.tower import PictureTower
 from qbe.policies.per_token import TokenRouters
 from qbe.progress import bar
 from qbe.store.plan import Plan
@@ -59,13 +61,26 @@ def recompute_length(config: PretrainedConfig) -> int | None:
     return None if original is None else int(original) + 1
 
 
+def set_attention(model: nn.Module, implementation: str | None) -> None:
+    """Let the language model inside `model` take this attention; towers keep theirs."""
+    config: Any = model.config
+    decoder, kinds = decoder_config(model), {"": implementation}
+    for name in getattr(config, "sub_configs", None) or ():
+        part = getattr(config, name, None)
+        if part is not None:
+            own = part.get_text_config(decoder=True) is decoder
+            kinds[name] = implementation if own else part._attn_implementation
+    several = len(kinds) > 1 and decoder is not config
+    model.set_attn_implementation(kinds if several else implementation)  # type: ignore[operator]
+
+
 def use_paged_attention(model: nn.Module) -> None:
     """Route the model's attention through `qbe.kvcache.attention`.
 
     Raises:
         QBEError: a model that does not take its attention from transformers' AttentionInterface.
     """
-    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    set_attention(model, ATTENTION)
     if decoder_config(model)._attn_implementation != ATTENTION:
         raise QBEError(f"{type(model).__name__} brings its own attention code: QBE cannot run this model")
 
@@ -86,6 +101,7 @@ class Runner:
         prompts: runs other steps on a CPU, once `compile_steps` made it.
         observe: called after the attention of each layer, for its rows of one token (`qbe.kvcache.attention.Observe`).
         routing: routers in the forward pass, if a policy has them (`route`).
+        tower: of a model that reads pictures.
     """
 
     def __init__(self, model: nn.Module, cache: PagedCache, plan: Plan, mixers: Mixers | None, packed: bool) -> None:
@@ -100,6 +116,7 @@ class Runner:
         self.prompts: PromptStep | None = None
         self.observe: Observe | None = None
         self.routing: Routing | None = None
+        self.tower: PictureTower | None = None
         names = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model)
         self._takes_positions = "position_ids" in names
@@ -133,7 +150,7 @@ class Runner:
         Returns:
             On the model's device, a row for every work that samples, in order; valid until the next step.
         """
-        fixed = self.decode if self.decode is not None and self.decode.serves(work) else None
+        fixed = self.decode if self.decode is not None and self.decode.serves(work) and not _pictured(work) else None
         if fixed is not None:
             scores = fixed.run(work)
             self._count(len(work))
@@ -238,6 +255,14 @@ class Runner:
             first += w.count
         return self.mixers.step(parts)
 
+    def _seeing(self, pictured: list[tuple[list[int], torch.Tensor]]) -> AbstractContextManager[None]:
+        """In which these rows of a step are those of pictures."""
+        if not pictured:
+            return nullcontext()
+        assert self.tower is not None
+        at = [row for rows, _ in pictured for row in rows]
+        return self.tower.inserted(at, torch.cat([features for _, features in pictured]))
+
     def _forward(self, work: collections.abc.Sequence[ScheduledTokens]) -> torch.Tensor:
         ids: list[int] = []
         positions: list[int] = []
@@ -248,7 +273,7 @@ class Runner:
             s = w.sequence
             spans.append(Span(len(ids), w.count, w.start, s.pages, s.kv_limit))
             ids += s.token_ids[w.start : w.start + w.count]
-            positions += range(w.start, w.start + w.count)
+            positions += s.positions(w.start, w.count)
             if s.pages:
                 slots += [slot_of(s.pages, p) for p in range(w.start, w.start + w.count)]
             kept += [len(ids) - w.start - w.count + position for position in w.kept]
@@ -264,14 +289,16 @@ class Runner:
         arguments: dict[str, object] = {"input_ids": input_ids[None], self._cache_name: self.cache, "use_cache": True}
         if self._takes_positions:
             arguments["position_ids"] = position_ids[None]
+            if any(w.sequence.mrope is not None for w in work):
+                arguments["position_ids"] = _of_three(work).to(self.device, non_blocking=True)[:, None]
         if self._takes_keep:
             arguments["logits_to_keep"] = keep
         layout = StepLayout(self.cache, spans, slot_ids, self.observe)
-        collecting = self._gathering(work, t)
-        if self.prompts is not None and collecting is None and self.prompts.serves(work):
+        collecting, pictured = self._gathering(work, t), _pictured(work)
+        if self.prompts is not None and collecting is None and not pictured and self.prompts.serves(work):
             logits = self.prompts.run(layout, input_ids, position_ids, keep)
         else:
-            with collecting or nullcontext(), step(layout), self._mixing(work):
+            with collecting or nullcontext(), step(layout), self._mixing(work), self._seeing(pictured):
                 logits = self.model(**arguments).logits[0]
         if layout.single is not None:
             entropy.note([w for w in work if w.count == 1], layout.single[1].entropy, self.cache)
@@ -287,3 +314,26 @@ class Runner:
         """Where experts are counted: a forward of so many tokens has run."""
         if self.plan.use is not None:
             self.plan.use.count(tokens)
+
+
+def _pictured(work: collections.abc.Sequence[ScheduledTokens]) -> list[tuple[list[int], torch.Tensor]]:
+    """The rows of a step that are those of pictures, and these."""
+    found, first = [], 0
+    for w in work:
+        for placed in w.sequence.pictures:
+            some = placed.between(w.start, w.start + w.count)
+            if some.start < some.stop:
+                assert placed.rows is not None
+                found.append(([first - w.start + place for place in placed.places[some]], placed.rows[some]))
+        first += w.count
+    return found
+
+
+def _of_three(work: collections.abc.Sequence[ScheduledTokens]) -> torch.Tensor:
+    """Rotary positions of a step's rows for M-RoPE, int64 `[3, rows]`."""
+    parts = []
+    for w in work:
+        mrope = w.sequence.mrope
+        plain = torch.arange(w.start, w.start + w.count).expand(3, -1)
+        parts.append(plain if mrope is None else mrope.of(w.start, w.count))
+    return torch.cat(parts, 1)

@@ -102,6 +102,7 @@ class Paging:
             and fork_parent.status is Status.RUNNING
             and fork_parent.paging.keyed_by == sequence.paging.keyed_by
             and fork_parent.token_ids[: len(sequence.token_ids)] == sequence.token_ids
+            and [p.picture.digest for p in fork_parent.pictures] == [p.picture.digest for p in sequence.pictures]
         )
 
     def _known(self, sequence: Sequence, more: bool) -> list[Page]:
@@ -120,7 +121,9 @@ class Paging:
         def excess(page: int, written: PagePrecision) -> int | None:
             return written.excess(sequence.precision_of(page), more and paging.more, more and paging.more_kv)
 
-        pages = longest_prefix(self.allocator, paging.cache_salt, sequence.token_ids, most, excess)
+        pages = longest_prefix(
+            self.allocator, paging.cache_salt, sequence.token_ids, most, excess, sequence.pictures_of
+        )
         written = [page.written for page in pages if page.written is not None]
         if any(excess(i, w) for i, w in enumerate(written)):
             before = paging.quantised_bits
@@ -181,7 +184,8 @@ class Paging:
             if i >= sequence.paging.quantised and not sequence.pages[i].format.full:
                 break
             before = sequence.paging.page_keys[i - 1] if i else sequence.paging.cache_salt
-            alike = tokens_key(before, sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
+            own = sequence.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+            alike = tokens_key(before, own, sequence.pictures_of(i))
             written = sequence.precision_of(i)
             key = page_key(alike, written)
             sequence.paging.page_keys.append(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from qbe.format.kv_blocks import PAGE_SIZE
 from qbe.kvcache.allocator import Page
 from qbe.kvcache.prefix import PagePrecision
 from qbe.kvcache.state_slots import StateSlot
+from qbe.pictures.placed import PlacedPicture, RotaryPositions
 from qbe.selection.blueprint_history import BlueprintHistory
 from qbe.sites import FULL_BITS, KVBits
 
@@ -73,6 +75,8 @@ class Sequence:
 
     Attributes:
         blueprint_history: that and those that it had before, by position.
+        pictures: of its prompt, in their order.
+        mrope: its tokens' rotary positions, where they are not their places in the sequence.
         status: where it is in its life.
         token_ids: the prompt's ids and after them the answer's.
         computed: how many of `token_ids` have gone through the model.
@@ -108,6 +112,8 @@ class Sequence:
         self.finish_reason: str | None = None
         self.error: str | None = None
 
+        self.pictures: tuple[PlacedPicture, ...] = ()
+        self.mrope: RotaryPositions | None = None
         self.priority = FIRST_COME
         self.preemptions = 0
         self.before: frozenset[str] | None = None
@@ -222,6 +228,15 @@ class Sequence:
         history, position = self.blueprint_history, page * PAGE_SIZE
         own = next((blueprint for end, blueprint in history.prefix if position < end), history.first)
         return PagePrecision(own, self.kv_bits_of(page))
+
+    def positions(self, start: int, count: int) -> collections.abc.Sequence[int]:
+        """Rotary positions of its tokens `[start, start + count)`; of pictures' rows with M-RoPE the one in time."""
+        return range(start, start + count) if self.mrope is None else self.mrope.of(start, count)[0].tolist()
+
+    def pictures_of(self, page: int) -> bytes:
+        """The digests of the pictures that have rows in its page of this number: their tokens are the same."""
+        start, end = page * PAGE_SIZE, (page + 1) * PAGE_SIZE
+        return b"".join(placed.picture.digest for placed in self.pictures if placed.within(start, end))
 
     def kv_bits_of(self, page: int) -> tuple[KVBits, ...]:
         """KV bits of its page of this number: what it was quantised at, or will be."""

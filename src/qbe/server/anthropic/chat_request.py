@@ -14,7 +14,7 @@ from qbe.server.anthropic.protocol import (
     MessagesRequest,
 )
 from qbe.server.errors import APIError
-from qbe.server.messages import FunctionCall, Message, ToolCall
+from qbe.server.messages import ContentPart, FunctionCall, Message, ToolCall
 from qbe.server.protocol import ChatRequest, Function, JsonSchema, JsonSchemaFormat, NamedTool, Tool, ToolName
 
 # What a chat request calls the fields of this body.
@@ -56,18 +56,21 @@ def ignored(by_chat: Sequence[str]) -> list[str]:
 def _messages(given: AnthropicMessage) -> list[Message]:
     """Results of calls are messages of their own; what is around them stays in order."""
     messages: list[Message] = []
-    texts: list[str] = []
+    parts: list[ContentPart] = []
     calls: list[ToolCall] = []
 
     def flush() -> None:
-        if texts or calls:
-            messages.append(Message(role=given.role, content="".join(texts), tool_calls=[*calls] or None))
-        texts.clear()
+        if parts or calls:
+            messages.append(Message(role=given.role, content=[*parts], tool_calls=[*calls] or None))
+        parts.clear()
         calls.clear()
 
     for block in given.content:
         if block.type == "text":
-            texts.append(block.text or "")
+            parts.append(ContentPart(text=block.text or ""))
+        elif block.type == "image":
+            assert block.source is not None
+            parts.append(ContentPart(type="image_url", image_url=block.source.uri()))
         elif block.type == "tool_use":
             calls.append(_call(block))
         elif block.type == "tool_result":

@@ -30,17 +30,38 @@ Texts = Annotated[
 ]  # fmt: skip
 
 
+class ImageSource(Lenient):
+    """A picture's bytes, in base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _here(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("type") != "base64":
+            raise ValueError("nothing is fetched: a picture's source has the type 'base64' and its 'data'")
+        return data
+
+    def uri(self) -> str:
+        """As chat completions have it."""
+        return f"data:{self.media_type};base64,{self.data}"
+
+
 class Block(Lenient):
-    """A piece of a message: text, a call, or its result.
+    """A piece of a message: text, a picture, a call, or its result.
 
     Attributes:
         type: `thinking` and `redacted_thinking` are left out, as templates do.
+        source: of a picture.
         id, name, input: of a call.
         tool_use_id, content, is_error: of its result.
     """
 
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
+    source: ImageSource | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -54,13 +75,13 @@ class Block(Lenient):
         kind = data.get("type") if isinstance(data, dict) else None
         if kind in _UNREAD:
             return {"type": kind}
-        if isinstance(kind, str) and kind not in ("text", "tool_use", "tool_result"):
-            raise ValueError("this model reads text only: a block has the type 'text', 'tool_use' or 'tool_result'")
+        if isinstance(kind, str) and kind not in ("text", "image", "tool_use", "tool_result"):
+            raise ValueError("a block has the type 'text', 'image', 'tool_use' or 'tool_result'")
         return data
 
     @model_validator(mode="after")
     def _complete(self) -> Block:
-        needed = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
+        needed = {"text": ("text",), "image": ("source",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
         missing = next((name for name in needed.get(self.type, ()) if getattr(self, name) is None), None)
         if missing is not None:
             raise ValueError(f"a block of type '{self.type}' has '{missing}'")

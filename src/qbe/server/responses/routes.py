@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from qbe.server.messages import ContentPart
 from qbe.server.pagination import Page, page_of
 from qbe.server.responses.protocol import InputItem
 from qbe.server.service import Service
@@ -43,6 +44,11 @@ def _item(item: InputItem, id: str) -> dict[str, Any]:
     fields = item.model_dump(exclude_none=True)
     if item.type == "message":
         kind = "output_text" if item.role == "assistant" else "input_text"
-        texts = [item.content] if isinstance(item.content, str) else [p.text for p in item.content or ()]
-        fields["content"] = [{"type": kind, "text": text} for text in texts]
+        parts = [ContentPart(text=item.content)] if isinstance(item.content, str) else item.content or ()
+        fields["content"] = [
+            {"type": kind, "text": p.text}
+            if p.image_url is None
+            else {"type": "input_image", "image_url": p.image_url, "detail": "auto"}
+            for p in parts
+        ]
     return {"id": id, "status": "completed", **fields}
