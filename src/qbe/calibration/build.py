@@ -63,8 +63,9 @@ def build(
     values = [(p.prompt_class, p.language, p.structure, p.length) for p in found.passages]
     texts = [p.text for p in found.passages]
     chosen = quotas.choose(list(zip(values, texts, strict=True)), found.logged, count)
-    passages, masker = [], Masker()
+    passages = []
     with bar("masking personal data", len(chosen), progress) as step:
+        masker = Masker()  # seconds, in which Presidio is imported
         for i in chosen:
             text = masker.mask(texts[i])
             passages.append(replace(found.passages[i], text=text, tokens=len(_ids(tokenizer, text))))
